@@ -3,8 +3,8 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid exact drafts kv overlap disagg flip reuse ranks (default:
-# all, in this order; the last four where there are two GPUs), overlap_8000, store (needs Mooncake), vllm (needs vLLM),
+# STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid exact drafts kv overlap disagg agents flip reuse ranks
+# (default: all, in this order; the last five where there are two GPUs), overlap_8000, store (needs Mooncake), vllm (needs vLLM),
 # groups (two GPUs, which the workers then share, or more), disagg_70b (four).
 # DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
 # decode the second. A step that fails does not stop the others; the exit status says how many did.
@@ -21,7 +21,7 @@ while (($#)); do
 done
 if ! ((${#steps[@]})); then
     steps=(tests kernels engine fp8 fp8_kv int4 moe latent hybrid exact drafts kv overlap)
-    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip reuse ranks)
+    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg agents flip reuse ranks)
 fi
 mkdir -p "$out"
 if [[ $wheels ]]; then
@@ -97,7 +97,10 @@ overlap() {
 overlap_8000() { python3 -m baton.bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
 disagg() { # Baton with a prefill and a decode worker, against Baton with two workers that do both
     python3 -m baton.bench.disagg --device cuda --seeds 1 --seconds 20 --reports "$out/disagg" \
-        --json "$out/disagg.json"
+        --loads 2000/150,8000/200,500/500,200/20,30000/100,saturated,swing --json "$out/disagg.json"
+}
+agents() { # the same two deployments
+    python3 -m baton.bench.disagg --device cuda --seeds 1 --loads agents --reports "$out/agents" --json "$out/agents.json"
 }
 groups() { # a handover between workers with several GPUs
     local prefill decode tokens

@@ -235,7 +235,7 @@ async def test_a_search_without_a_good_rate_exits_with_1(tmp_path: Path) -> None
 
 
 async def test_replay_keeps_the_lengths_and_times_of_the_trace(tmp_path: Path) -> None:
-    code, _, err, [_, *served] = await _against(
+    code, _, err, [_, _, *served] = await _against(
         Behavior(ttft=0, gaps=(0,)),
         "replay",
         "--speed",
@@ -244,7 +244,7 @@ async def test_replay_keeps_the_lengths_and_times_of_the_trace(tmp_path: Path) -
         tmp_path / "r.json",
         "--jsonl",
         tmp_path / "r.jsonl",
-    )  # the first one is the probe
+    )  # the first ones are the probes of text and of token ids
     assert code in MEASURED, err
     lines = read_trace(SAMPLE_TRACE)
     assert sorted(s.prompt_tokens for s in served) == sorted(line.input_length for line in lines)
