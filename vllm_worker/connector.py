@@ -1,4 +1,4 @@
-"""The connector that vLLM loads: it gives vLLM's calls to `plan` and `transfers`.
+"""The connector that vLLM loads: it gives vLLM's calls to `metadata` and `transfers`.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "BatonConnector",
         "kv_connector_module_path": "baton.vllm_worker.connector", "kv_role": "kv_producer",
@@ -9,7 +9,7 @@ made for that one. vLLM makes two connectors in each server: one for its schedul
 the model.
 
 In a worker of Baton the connector has `"kv_connector_extra_config": {"attach": PATH}` and policy "fail". The
-worker has the transfer process (`attachment`), and a router draws the ids of prefills and decodes (`plan`).
+worker has the transfer process (`attachment`), and a router draws the ids of prefills and decodes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from baton.machine.system import die_with_parent
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
 from baton.vllm_worker.identity import fingerprint, secret
+from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
 from baton.vllm_worker.mixed_steps import MixedSteps
-from baton.vllm_worker.plan import REJECTED, Plan, Planner
 from baton.vllm_worker.transfer_process import Settings, TransferProcess
 from baton.vllm_worker.transfers import Transfers
 from baton.vllm_worker.version import check_version
@@ -94,7 +94,7 @@ class BatonConnector(KVConnectorBase_V1):
             )
         else:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
-        self._planner = Planner(named=bool(self._settings.attach))
+        self._scheduler = ConnectorScheduler(named=bool(self._settings.attach))
         settings, config = self._settings, vllm_config.scheduler_config
         usual = config.long_prefill_token_threshold
         most = config.max_num_batched_tokens if config.enable_chunked_prefill else 0
@@ -104,10 +104,10 @@ class BatonConnector(KVConnectorBase_V1):
         self._beginning: dict[str, Request] = {}
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
-        self._plan = Plan()
+        self._metadata = StepMetadata()
         self._layers: dict[str, int] = {}  # by name. A model may have layers without attention
         self._layers_written = 0
-        self._first_tokens: dict[str, int] = {}  # as in the `Plan` of the step
+        self._first_tokens: dict[str, int] = {}  # as in the `StepMetadata` of the step
         self._process: TransferProcess | None = None
 
     def _refuse_what_is_unknown(self) -> None:
@@ -129,11 +129,11 @@ class BatonConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         for reachable in metadata.values():  # none in a worker of Baton
             assert isinstance(reachable, Reachable)
-            self._planner.address = reachable.address
+            self._scheduler.address = reachable.address
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
-        self._planner.expect(request.request_id, params, request.num_prompt_tokens)
+        self._scheduler.expect(request.request_id, params, request.num_prompt_tokens)
         if self._settings.attach:
             if "decode_id" in params or "first_token" in params:
                 self._beginning[request.request_id] = request
@@ -175,47 +175,49 @@ class BatonConnector(KVConnectorBase_V1):
             assert request.kv_transfer_params is not None
             if (token := request.kv_transfer_params.get("first_token")) is not None:  # sampled here
                 _append_output(request, token)
-        count = self._planner.to_fetch(request.request_id, num_computed_tokens)
+        count = self._scheduler.to_fetch(request.request_id, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         [block_ids] = blocks.get_block_ids()
-        self._planner.allocated(request.request_id, block_ids, num_external_tokens)
+        self._scheduler.allocated(request.request_id, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Plan:
-        planner, steps, counts = self._planner, self._steps, scheduler_output.num_scheduled_tokens
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        scheduler, steps, counts = self._scheduler, self._steps, scheduler_output.num_scheduled_tokens
         for request_id in scheduler_output.preempted_req_ids or ():
-            planner.preempted(request_id)
+            scheduler.preempted(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             if (request := self._beginning.pop(new.req_id, None)) is not None:
-                planner.begins_with(new.req_id, request.output_token_ids[0])
+                scheduler.begins_with(new.req_id, request.output_token_ids[0])
             [blocks] = new.block_ids
             computed, count = new.num_computed_tokens, counts[new.req_id]
             steps.scheduled(new.req_id, computed, count)
-            planner.scheduled(new.req_id, blocks, computed, count, anew=True)
+            scheduler.scheduled(new.req_id, blocks, computed, count, anew=True)
         cached = scheduler_output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             [blocks] = cached.new_block_ids[i] or ([],)
             computed, count = cached.num_computed_tokens[i], counts[request_id]
             steps.scheduled(request_id, computed, count)
-            planner.scheduled(request_id, blocks, computed, count, anew=request_id in cached.resumed_req_ids)
-        plan = planner.take()
-        plan.number = steps.begins(now := time.monotonic())
+            scheduler.scheduled(
+                request_id, blocks, computed, count, anew=request_id in cached.resumed_req_ids
+            )
+        metadata = scheduler.take()
+        metadata.number = steps.begins(now := time.monotonic())
         if self._settings.attach:  # else there is no router to be told
-            plan.costs = steps.news(now)
-        return plan
+            metadata.costs = steps.news(now)
+        return metadata
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._beginning.pop(request.request_id, None)
         self._steps.finished(request.request_id)
         match request.status:
             case RequestStatus.FINISHED_LENGTH_CAPPED:
-                return self._planner.finished(request.request_id, request.output_token_ids[0])
+                return self._scheduler.finished(request.request_id, request.output_token_ids[0])
             case RequestStatus.FINISHED_STOPPED:
-                return self._planner.finished(request.request_id, None, "finished")
-        return self._planner.finished(request.request_id, None)
+                return self._scheduler.finished(request.request_id, None, "finished")
+        return self._scheduler.finished(request.request_id, None)
 
     # ------------------------------------------------------------ in the process with the model
 
@@ -269,7 +271,7 @@ class BatonConnector(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> Reachable | None:
         return None if self._process is None else Reachable(self._process.address)
 
-    def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """No rank waits: nothing of a preempted prefill is used, whatever is still copied.
 
         Model runner V1 calls this before it takes new requests."""
@@ -278,9 +280,9 @@ class BatonConnector(KVConnectorBase_V1):
         if self._transfers is not None:
             self._transfers.preempt(kv_connector_metadata.preempted)
 
-    def bind_connector_metadata(self, connector_metadata: Plan) -> None:
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._plan, self._layers_written = connector_metadata, 0
+        self._metadata, self._layers_written = connector_metadata, 0
         if self._transfers is not None:
             self._transfers.begin(connector_metadata)
 
@@ -299,13 +301,13 @@ class BatonConnector(KVConnectorBase_V1):
         self._layers_written = layer + 1
         if self._transfers is not None:
             self._transfers.saved(layer)
-        elif self._copier is not None and self._plan.chunks:  # as rank 0 counts
+        elif self._copier is not None and self._metadata.chunks:  # as rank 0 counts
             self._copier.layer_done(layer)
 
     def wait_for_save(self) -> None:
         """Does not wait: blocks stay until they are sent. A step that one CUDA graph holds has called
         `save_kv_layer` for no layer: the layers of a short prompt leave together."""
-        if self._plan.chunks:
+        if self._metadata.chunks:
             for layer in range(self._layers_written, len(self._layers)):
                 self._written(layer)
 
@@ -318,7 +320,7 @@ class BatonConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> FirstTokens | None:
         if (transfers := self._transfers) is None:
             return None
-        return FirstTokens({} if transfers.asked else transfers.take_first_tokens(), self._plan.number)
+        return FirstTokens({} if transfers.asked else transfers.take_first_tokens(), self._metadata.number)
 
     def shutdown(self) -> None:
         if self._transfers is not None:

@@ -27,7 +27,7 @@ from baton.engine import EngineRequest, EngineStats, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.vllm_worker.attachment import Commit, Computed, Costs, FromConnector, Started, ToConnector
 from baton.vllm_worker.attempt import Computing, NeededBlocks, Sending, VLLMAttempt, waits
-from baton.vllm_worker.plan import REJECTED, Source
+from baton.vllm_worker.metadata import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages

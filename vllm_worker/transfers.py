@@ -35,7 +35,7 @@ from baton.kv_transfer import (
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Close, Commit, Computed, Costs, Started
-from baton.vllm_worker.plan import Fetch, Plan, log
+from baton.vllm_worker.metadata import Fetch, StepMetadata, log
 
 Event = Injected | FetchFailed | Closed | Released
 
@@ -168,7 +168,7 @@ class Attendant:
 
 
 class Transfers:
-    """Sends and fetches what the plans of vLLM's scheduler say."""
+    """Sends and fetches what the metadata of vLLM's scheduler says."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Transfers:
         self._heartbeat = heartbeat
         self._sender = transport.sender(kv)
         self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, vocabulary, worker)
-        self._plan = Plan()
+        self._metadata = StepMetadata()
         # Sending.
         self._prefills: dict[bytes, SentPrefill] = {}  # by id
         self._sent: set[str] = set()  # requests whose blocks nothing reads any more, until vLLM is told
@@ -199,20 +199,20 @@ class Transfers:
         self._first_tokens: dict[str, int] = {}  # by request id: vLLM is not told of these yet
         self.asked = False  # `injected` tells of these requests, and `ended` does not
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, metadata: StepMetadata) -> None:
         """A step begins. Its preempted prompts have been handled."""
         self._heartbeat.tick()
-        self._plan = plan
-        for prefill_id in plan.expected:
+        self._metadata = metadata
+        for prefill_id in metadata.expected:
             self._sender.expect(prefill_id)
-        for prefill_id, request_id in plan.opened.items():
+        for prefill_id, request_id in metadata.opened.items():
             self._prefills[prefill_id] = SentPrefill(request_id)
-        computed = (Computed(*counts) for counts in plan.computed)
-        messages = [*map(Started, plan.started), *computed, *map(Costs, plan.costs)]
+        computed = (Computed(*counts) for counts in metadata.computed)
+        messages = [*map(Started, metadata.started), *computed, *map(Costs, metadata.costs)]
         if messages:
             self._attendant.tell(messages)
-        opened = set(plan.opened)
-        for chunk in plan.chunks:
+        opened = set(metadata.opened)
+        for chunk in metadata.chunks:
             missing = -(-chunk.num_tokens // self._block_size) - len(chunk.block_ids)
             blocks = [*chunk.block_ids, *[0] * missing]  # of positions that are not ready yet
             if chunk.prefill_id in opened:
@@ -221,14 +221,14 @@ class Transfers:
                 self._sender.open(chunk.prefill_id, blocks, chunk.num_tokens, owner=owner)
             else:
                 self._sender.extend(chunk.prefill_id, blocks, chunk.num_tokens)
-        for prefill_id, token in plan.committed.items():
+        for prefill_id, token in metadata.committed.items():
             if token is not None:
                 self._sender.commit(prefill_id, FirstToken(token))
             self._has_blocks(prefill_id)
-        for prefill_id, reason in plan.aborted.items():
+        for prefill_id, reason in metadata.aborted.items():
             self._sender.close(prefill_id, reason)
             self._has_blocks(prefill_id)
-        for fetch in plan.fetches:
+        for fetch in metadata.fetches:
             fetching = self._fetches[fetch.decode_id] = Fetching(fetch, time.monotonic() + self._timeout)
             self._attendant.fetch(fetching)
 
@@ -242,8 +242,8 @@ class Transfers:
     def saved(self, layer: int) -> None:
         """The step has written the KV of this layer."""
         self._heartbeat.tick()
-        self._layers_ready += bool(self._plan.chunks)
-        for chunk in self._plan.chunks:
+        self._layers_ready += bool(self._metadata.chunks)
+        for chunk in self._metadata.chunks:
             self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
 
     def preempt(self, prefill_ids: Sequence[bytes]) -> None:

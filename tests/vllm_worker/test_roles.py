@@ -16,7 +16,7 @@ from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker.attachment import Close, Commit, Computed, Started
 from baton.vllm_worker.attempt import VLLMAttempt
-from baton.vllm_worker.plan import REJECTED
+from baton.vllm_worker.metadata import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable

@@ -29,7 +29,7 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnector
 from baton.vllm_worker.caches import paged_kv
-from baton.vllm_worker.plan import Chunk, Fetch, Plan, Planner, Source
+from baton.vllm_worker.metadata import Chunk, ConnectorScheduler, Fetch, Source, StepMetadata
 from baton.vllm_worker.transfer_process import Settings, TransferProcess
 from baton.vllm_worker.transfers import Transfers
 from tests.forked import forking
@@ -74,8 +74,8 @@ class Server:
             found += self.worker.receive()
         return found
 
-    def step(self, plan: Plan, finished: set[str] | None = None) -> None:
-        self.transfers.begin(plan)
+    def step(self, metadata: StepMetadata, finished: set[str] | None = None) -> None:
+        self.transfers.begin(metadata)
         for layer in range(LAYERS):
             self.transfers.saved(layer)
         self.idle(finished)
@@ -133,14 +133,14 @@ def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tupl
     before = decode.of([b for b in range(BLOCKS) if b not in here], 0, BLOCKS * BLOCK)
     kept = decode.of(here, tokens, 5 * BLOCK)
     prefill.step(
-        Plan(
+        StepMetadata(
             opened={prefill_id: "a"},
             chunks=[Chunk(prefill_id, there[:3], 0, 40, tokens)],
         )
     )
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 16, tokens)]))
-    prefill.step(Plan(chunks=[Chunk(prefill_id, there, 40, tokens, tokens)]))
-    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), here, 16, tokens)]))
+    prefill.step(StepMetadata(chunks=[Chunk(prefill_id, there, 40, tokens, tokens)]))
+    prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
     until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
     assert decode.transfers.take_failed_blocks() == set()
     for got, sent in zip(decode.of(here, 16, tokens), whole, strict=True):
@@ -154,7 +154,7 @@ def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Serve
     prefill, decode = servers
     address, incarnation = prefill.process.address
     stale = Source(address, incarnation ^ 1, b"p" * 16)
-    decode.step(Plan(fetches=[fetch("b", stale, [4, 5, 6], 16, 40)]))
+    decode.step(StepMetadata(fetches=[fetch("b", stale, [4, 5, 6], 16, 40)]))
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {5, 6}
     assert decode.transfers.take_failed_blocks() == set()
@@ -170,9 +170,9 @@ def test_a_first_token_that_the_model_does_not_have(
     prefill, decode = servers
     prefill_id = b"p" * 16
     chunk = Chunk(prefill_id, [7, 3], 0, 20, 20)
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[chunk]))
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [4, 5], 0, 20)]))
-    prefill.step(Plan(committed={prefill_id: None}), {"a"})
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[chunk]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [4, 5], 0, 20)]))
+    prefill.step(StepMetadata(committed={prefill_id: None}), {"a"})
     prefill.worker.send(Commit(prefill_id, first))
     until(lambda: decode.received == {"b"}, prefill, decode)
     assert decode.transfers.take_failed_blocks() == {4, 5}
@@ -188,8 +188,8 @@ def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Serv
     prefill, _ = servers
     decode = Server("impatient", 3, timeout=0.5)
     prefill_id = b"p" * 16
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
     decode.close()
@@ -203,23 +203,23 @@ def test_a_prefill_that_no_server_fetches_is_freed_and_late_fetches_fail(
     monkeypatch.setattr("baton.vllm_worker.transfer_process.TransferConfig", settings)
     prefill, decode = Server("prefill", 0), Server("decode", 1)
     ids = iter([b"p" * 16, b"d" * 16])
-    planner = Planner(new_id=lambda: next(ids))
-    planner.address = prefill.process.address
-    planner.expect("a", {"do_remote_decode": True}, 40)
-    planner.scheduled("a", [7, 3, 30], 0, 40, anew=True)
-    prefill.step(planner.take())
-    stays, params = planner.finished("a", 42)
+    scheduler = ConnectorScheduler(new_id=lambda: next(ids))
+    scheduler.address = prefill.process.address
+    scheduler.expect("a", {"do_remote_decode": True}, 40)
+    scheduler.scheduled("a", [7, 3, 30], 0, 40, anew=True)
+    prefill.step(scheduler.take())
+    stays, params = scheduler.finished("a", 42)
     assert stays, "vLLM keeps the blocks"
-    prefill.step(planner.take(), {"a"})
+    prefill.step(scheduler.take(), {"a"})
     until(lambda: prefill.sent == {"a"}, prefill)
     assert Released(b"p" * 16, "deadline") in prefill.told(2)
     for rows in prefill.kv.rows:
         for row in rows:
             row[[7, 3, 30]] = 9.0
     before = decode.of([5, 1, 22], 0, 48)
-    planner.expect("b", params, 40)
-    planner.allocated("b", [5, 1, 22], planner.to_fetch("b", 0))
-    decode.step(planner.take())
+    scheduler.expect("b", params, 40)
+    scheduler.allocated("b", [5, 1, 22], scheduler.to_fetch("b", 0))
+    decode.step(scheduler.take())
     until(lambda: decode.received == {"b"}, decode)
     assert decode.told(1) == [FetchFailed(b"d" * 16, "gone")]
     assert decode.transfers.take_failed_blocks() == {5, 1, 22}, "vLLM computes them"
@@ -233,9 +233,9 @@ def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: t
     """The decode server waits for it, and computes the prompt then."""
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
-    prefill.step(Plan(aborted={prefill_id: "cancelled"}), {"a"})
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    prefill.step(StepMetadata(aborted={prefill_id: "cancelled"}), {"a"})
     until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
     assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
 
@@ -243,11 +243,11 @@ def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: t
 def test_a_request_that_ends_while_it_is_fetched_gets_its_blocks_back(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     decode.idle({"b"})
     until(lambda: decode.received == {"b"}, decode)
-    prefill.step(Plan(aborted={prefill_id: "cancelled"}), {"a"})
+    prefill.step(StepMetadata(aborted={prefill_id: "cancelled"}), {"a"})
     until(lambda: prefill.sent == {"a"}, prefill)
 
 
@@ -257,16 +257,18 @@ def test_nothing_of_a_preempted_prompt_is_used(servers: tuple[Server, Server]) -
     rng = random.Random(0)
     for turn in range(5):
         old, new, request = rng.randbytes(16), rng.randbytes(16), f"request {turn}"
-        prefill.step(Plan(opened={old: request}, chunks=[Chunk(old, [1, 2, 3], 0, 48, 60)]))
-        decode.step(Plan(fetches=[fetch(f"lost {turn}", source(prefill, old), [1, 2, 3, 4], 0, 60)]))
+        prefill.step(StepMetadata(opened={old: request}, chunks=[Chunk(old, [1, 2, 3], 0, 48, 60)]))
+        decode.step(StepMetadata(fetches=[fetch(f"lost {turn}", source(prefill, old), [1, 2, 3, 4], 0, 60)]))
         prefill.transfers.preempt([old])
         for rows in prefill.kv.rows:
             for row in rows:
                 row[[1, 2, 3]] = float(turn)
         whole = prefill.of([9, 8, 7, 6], 0, 60)
-        prefill.step(Plan(opened={new: request}, chunks=[Chunk(new, [9, 8, 7, 6], 0, 60, 60)]))
-        decode.step(Plan(fetches=[fetch(f"got {turn}", source(prefill, new), [11, 12, 13, 14], 0, 60)]))
-        prefill.step(Plan(committed={new: 1}), {request})
+        prefill.step(StepMetadata(opened={new: request}, chunks=[Chunk(new, [9, 8, 7, 6], 0, 60, 60)]))
+        decode.step(
+            StepMetadata(fetches=[fetch(f"got {turn}", source(prefill, new), [11, 12, 13, 14], 0, 60)])
+        )
+        prefill.step(StepMetadata(committed={new: 1}), {request})
         wanted = {f"lost {turn}", f"got {turn}"}
         until(lambda: decode.received >= wanted and request in prefill.sent, prefill, decode)  # noqa: B023
         assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
@@ -287,8 +289,8 @@ def test_a_preemption_waits_for_no_copy(
         gather(pool, *arguments)
 
     monkeypatch.setattr(HostPool, "_gather", slowly)
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2, 3], 0, 48, 60)]))
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2, 3], 0, 48, 60)]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     assert copying.wait(WITHIN)
     prefill.transfers.preempt([prefill_id])
     for rows in prefill.kv.rows:
@@ -303,7 +305,7 @@ def test_a_preemption_waits_for_no_copy(
 def test_servers_with_other_models_do_not_share_kv(servers: tuple[Server, Server]) -> None:
     prefill, _ = servers
     other = Server("other", 2, "another model")
-    other.step(Plan(fetches=[fetch("b", source(prefill, b"p" * 16), [4], 0, 16)]))
+    other.step(StepMetadata(fetches=[fetch("b", source(prefill, b"p" * 16), [4], 0, 16)]))
     until(lambda: other.received == {"b"}, other)
     assert other.transfers.take_failed_blocks() == {4}
     other.close()
@@ -313,12 +315,12 @@ def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Ser
     """The FETCH comes before the prompt is scheduled."""
     prefill, decode = servers
     prefill_id = b"p" * 16
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
     ticks = prefill.process.heartbeat.ticks
-    prefill.step(Plan(expected=[prefill_id]))
+    prefill.step(StepMetadata(expected=[prefill_id]))
     assert prefill.process.heartbeat.ticks > ticks + LAYERS
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
-    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
     [landed] = decode.told(1)
     assert isinstance(landed, Injected)
     assert (landed.decode_id, landed.stats.tokens) == (decode_id_of("b"), 20)
@@ -334,10 +336,10 @@ def test_kv_that_comes_after_a_step_was_launched_is_known_before_the_next_one(
     """And it is told once, not with a step. The failure of a fetch is told with a step."""
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
     lost = fetch("c", Source(*prefill.process.address[:1], 7, b"q" * 16), [3], 0, 16)
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20), lost]))
-    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20), lost]))
+    prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
     assert decode.transfers.injected() == {}
     decode.told(2)
     decode.idle()
@@ -352,12 +354,12 @@ def test_the_worker_sends_a_first_token(servers: tuple[Server, Server]) -> None:
     """Before vLLM's next step says that the prompt has ended."""
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
     prefill.worker.send(Commit(prefill_id, FirstToken(42, -0.5, (42,), (-0.5,))))
     assert prefill.told(1) == [Released(prefill_id, "acked")]
     assert not prefill.sent
-    prefill.step(Plan(committed={prefill_id: None}), {"a"})
+    prefill.step(StepMetadata(committed={prefill_id: None}), {"a"})
     assert prefill.sent == {"a"}
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_first_tokens() == {"b": 42}
@@ -367,36 +369,36 @@ def test_the_worker_closes_a_prefill_that_vllm_has_finished(servers: tuple[Serve
     prefill, decode = servers
     held, ending = b"h" * 16, b"e" * 16
     prefill.step(
-        Plan(
+        StepMetadata(
             opened={held: "a", ending: "b"},
             chunks=[Chunk(held, [1, 2], 0, 20, 20), Chunk(ending, [3, 4], 0, 20, 20)],
         )
     )
-    decode.step(Plan(fetches=[fetch("d", source(prefill, ending), [1, 2], 0, 20)]))
-    prefill.step(Plan(committed={held: 42}), {"a"})
+    decode.step(StepMetadata(fetches=[fetch("d", source(prefill, ending), [1, 2], 0, 20)]))
+    prefill.step(StepMetadata(committed={held: 42}), {"a"})
     prefill.worker.send(Close(held))
     assert prefill.told(1) == [Released(held, "cancelled")]
     until(lambda: prefill.sent == {"a"}, prefill)
     prefill.worker.send(Close(ending, "finished"))
     assert prefill.told(1) == [Released(ending, "finished")]
     assert decode.told(1) == [FetchFailed(decode_id_of("d"), "finished")]
-    prefill.step(Plan(aborted={ending: "finished"}), {"b"})
+    prefill.step(StepMetadata(aborted={ending: "finished"}), {"b"})
     until(lambda: prefill.sent == {"a", "b"}, prefill)
 
 
 def test_a_prompt_that_is_aborted_before_it_starts_is_not_waited_for(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(Plan(expected=[prefill_id]))
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
-    prefill.step(Plan(aborted={prefill_id: "cancelled"}))
+    prefill.step(StepMetadata(expected=[prefill_id]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    prefill.step(StepMetadata(aborted={prefill_id: "cancelled"}))
     assert decode.told(1) == [FetchFailed(decode_id_of("b"), "cancelled")]
 
 
 def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> None:
     prefill, _ = servers
     prefill_id = b"p" * 16
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
     prefill.transfers.preempt([prefill_id])
     assert prefill.told(1) == [Released(prefill_id, "cancelled")]
 
@@ -438,11 +440,11 @@ class TwoRanks(Server):
         )
         self.sent, self.received = set(), set()
 
-    def step(self, plan: Plan, finished: set[str] | None = None) -> None:
-        self.transfers.begin(plan)
+    def step(self, metadata: StepMetadata, finished: set[str] | None = None) -> None:
+        self.transfers.begin(metadata)
         for layer in range(LAYERS):
             self.transfers.saved(layer)
-            if plan.chunks:
+            if metadata.chunks:
                 self.copier.layer_done(layer)
         self.idle(finished)
 
@@ -458,12 +460,12 @@ def test_each_rank_copies_its_heads(servers: tuple[Server, Server], sender: str)
     two = TwoRanks("ranks", 7)
     prefill, decode = (two, servers[1]) if sender == "two ranks" else (servers[0], two)
     there, here, prefill_id, tokens = [7, 3, 30], [5, 1, 22], b"p" * 16, 40
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 0, tokens)]))
-    prefill.step(Plan())
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), here, 0, tokens)]))
+    prefill.step(StepMetadata())
     for start, stop in ((0, 20), (20, tokens)):
         opened = {} if start else {prefill_id: "a"}
-        prefill.step(Plan(opened=opened, chunks=[Chunk(prefill_id, there, start, stop, tokens)]))
-    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+        prefill.step(StepMetadata(opened=opened, chunks=[Chunk(prefill_id, there, start, stop, tokens)]))
+    prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
     until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
     assert decode.transfers.take_failed_blocks() == set()
     assert all(map(torch.equal, decode.of(here, 0, tokens), prefill.of(there, 0, tokens)))

@@ -1,8 +1,8 @@
 """What vLLM's scheduler tells the process with the KV: which blocks to send, and which to fill. Pure.
 
 The scheduler allocates the blocks of a prompt chunk by chunk, and may take them away again (preemption). So
-each step's `Plan` names the blocks of all prompts that it computes for decode servers. A prompt that starts
-again after a preemption gets a new prefill id: nothing of the old one can be mixed with it.
+each step's `StepMetadata` names the blocks of all prompts that it computes for decode servers. A prompt that
+starts again after a preemption gets a new prefill id: nothing of the old one can be mixed with it.
 
 A router draws ids of prefills and decodes (`prefill_id`, `decode_id`, `attempt` in kv_transfer_params), and
 submits to both sides at once. So a FETCH may come before its prompt is scheduled. A preemption ends a prefill
@@ -90,7 +90,7 @@ class Fetch:
 
 
 @dataclass(slots=True)
-class Plan:
+class StepMetadata:
     """The metadata of one step, from vLLM's scheduler to each of its workers."""
 
     expected: list[bytes] = field(default_factory=list)
@@ -136,7 +136,7 @@ class _Prompt:
     """Tokens that the prefix cache had."""
 
 
-class Planner:
+class ConnectorScheduler:
     """The connector's half in vLLM's scheduler."""
 
     def __init__(self, *, named: bool = False, new_id: Callable[[], bytes] = lambda: os.urandom(16)) -> None:
@@ -147,7 +147,7 @@ class Planner:
         self._named = named
         self._new_id = new_id
         self._requests: dict[str, _Prompt | Fetch] = {}  # a fetch: until it has blocks
-        self._plan = Plan()
+        self._metadata = StepMetadata()
 
     def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
         """vLLM has a new request. A client may send any `params`: with wrong ones, all is computed here."""
@@ -161,7 +161,7 @@ class Planner:
                 scored=self._named and params.get("logprobs", False),
             )
             if fixed_id:
-                self._plan.expected.append(fixed_id)
+                self._metadata.expected.append(fixed_id)
         elif params.get("do_remote_prefill"):
             try:
                 source = Source.parse(params)
@@ -186,11 +186,11 @@ class Planner:
         del self._requests[request_id]
         if to_fetch:
             start = fetch.stop - to_fetch
-            self._plan.fetches.append(replace(fetch, block_ids=block_ids, start=start))
+            self._metadata.fetches.append(replace(fetch, block_ids=block_ids, start=start))
 
     def begins_with(self, request_id: str, first_token: int) -> None:
         """The step is the first one of the request, which has this output already."""
-        self._plan.first_tokens[request_id] = first_token
+        self._metadata.first_tokens[request_id] = first_token
 
     def scheduled(
         self, request_id: str, new_blocks: Sequence[int], computed: int, count: int, *, anew: bool
@@ -206,12 +206,12 @@ class Planner:
         start, stop = computed, min(computed + count, prompt.num_tokens)
         if not prompt.prefill_id:
             prompt.prefill_id = prompt.fixed_id or self._new_id()
-            self._plan.opened[prompt.prefill_id] = request_id
+            self._metadata.opened[prompt.prefill_id] = request_id
             if prompt.awaited:
-                self._plan.started.append(prompt.prefill_id)
+                self._metadata.started.append(prompt.prefill_id)
             start, prompt.cached = 0, computed
         if start < stop:
-            self._plan.chunks.append(
+            self._metadata.chunks.append(
                 Chunk(prompt.prefill_id, tuple(prompt.block_ids), start, stop, prompt.num_tokens)
             )
 
@@ -219,13 +219,13 @@ class Planner:
         """The blocks of the request are free, from this step on."""
         prompt = self._requests.get(request_id)
         if isinstance(prompt, _Prompt) and prompt.prefill_id:
-            self._plan.preempted.append(prompt.prefill_id)
+            self._metadata.preempted.append(prompt.prefill_id)
             prompt.prefill_id, prompt.preempted = b"", True
 
-    def take(self) -> Plan:
-        """Returns the plan of the step."""
-        plan, self._plan = self._plan, Plan()
-        return plan
+    def take(self) -> StepMetadata:
+        """Returns the metadata of the step."""
+        metadata, self._metadata = self._metadata, StepMetadata()
+        return metadata
 
     def finished(
         self, request_id: str, first_token: int | None, reason: Ended = "cancelled"
@@ -239,14 +239,14 @@ class Planner:
             return False, None
         if not prompt.prefill_id:
             if prompt.fixed_id and not prompt.preempted:
-                self._plan.aborted[prompt.fixed_id] = reason
+                self._metadata.aborted[prompt.fixed_id] = reason
             return False, None
         if first_token is not None or reason == "finished":
-            self._plan.computed.append((prompt.num_tokens, prompt.cached))
+            self._metadata.computed.append((prompt.num_tokens, prompt.cached))
         if first_token is None:
-            self._plan.aborted[prompt.prefill_id] = reason
+            self._metadata.aborted[prompt.prefill_id] = reason
             return True, None
-        self._plan.committed[prompt.prefill_id] = None if prompt.scored else first_token
+        self._metadata.committed[prompt.prefill_id] = None if prompt.scored else first_token
         if self.address is None:
             return True, None
         return True, Source(*self.address, prompt.prefill_id).params

@@ -1,0 +1,210 @@
+"""What vLLM's scheduler tells its workers: of prompts that decode servers fetch, and that they fetch."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, ClassVar
+
+import pytest
+
+from baton.vllm_worker.metadata import Chunk, ConnectorScheduler, Fetch, Source, StepMetadata
+
+HERE = "127.0.0.1:7000", 5
+PREFILLS: dict[str, Any] = {"do_remote_decode": True}
+
+
+@pytest.fixture
+def scheduler() -> ConnectorScheduler:
+    numbers = count(1)
+    made = ConnectorScheduler(new_id=lambda: next(numbers).to_bytes(16))
+    made.address = HERE
+    return made
+
+
+def prefill_id(number: int) -> bytes:
+    return number.to_bytes(16)
+
+
+def params_of(scheduler: ConnectorScheduler) -> dict[str, Any]:
+    """Those with which a decode server fetches a prompt of 100 tokens."""
+    scheduler.expect("p", PREFILLS, 100)
+    scheduler.scheduled("p", [1], 0, 100, anew=True)
+    stays, params = scheduler.finished("p", 7)
+    assert stays
+    assert params is not None
+    return params
+
+
+def test_each_chunk_names_all_blocks_up_to_its_end(scheduler: ConnectorScheduler) -> None:
+    scheduler.expect("a", PREFILLS, 100)
+    scheduler.scheduled("a", [4, 5], 32, 16, anew=True)
+    first = scheduler.take()
+    assert first.opened == {prefill_id(1): "a"}
+    assert first.chunks == [Chunk(prefill_id(1), (4, 5), 0, 48, 100)], "with what is cached"
+    scheduler.scheduled("a", [9, 6], 48, 60, anew=False)
+    second = scheduler.take()
+    assert second.opened == {}
+    assert second.chunks == [Chunk(prefill_id(1), (4, 5, 9, 6), 48, 100, 100)], "without what it decodes"
+    scheduler.scheduled("a", [], 100, 1, anew=False)
+    assert scheduler.take().chunks == []
+
+
+def test_a_prompt_that_has_finished_can_be_fetched_with_its_parameters(scheduler: ConnectorScheduler) -> None:
+    params = params_of(scheduler)
+    assert scheduler.take().committed == {prefill_id(1): 7}
+    scheduler.expect("b", params, 100)
+    assert scheduler.to_fetch("b", 40) == scheduler.to_fetch("b", 40) == 60, "there may be no blocks yet"
+    scheduler.allocated("b", [3, 8], 60)
+    assert scheduler.take().fetches == [
+        Fetch("b", prefill_id(2), 1, Source(*HERE, prefill_id(1)), [3, 8], 40, 100)
+    ]
+    assert scheduler.to_fetch("b", 0) == 0, "after a preemption it is computed"
+
+
+def test_a_preempted_prompt_starts_again_under_another_name(scheduler: ConnectorScheduler) -> None:
+    scheduler.expect("a", PREFILLS, 100)
+    scheduler.scheduled("a", [4], 0, 16, anew=True)
+    scheduler.take()
+    scheduler.preempted("a")
+    scheduler.preempted("another request")
+    assert scheduler.take().preempted == [prefill_id(1)]
+    scheduler.scheduled("a", [7], 0, 16, anew=True)
+    metadata = scheduler.take()
+    assert metadata.opened == {prefill_id(2): "a"}
+    assert metadata.chunks == [Chunk(prefill_id(2), (7,), 0, 16, 100)]
+
+
+def test_blocks_of_an_aborted_prompt_stay_until_nothing_reads_them(scheduler: ConnectorScheduler) -> None:
+    scheduler.expect("waits", PREFILLS, 100)
+    assert scheduler.finished("waits", None) == (False, None), "nothing has read its blocks"
+    scheduler.expect("runs", PREFILLS, 100)
+    scheduler.scheduled("runs", [4], 0, 16, anew=True)
+    assert scheduler.finished("runs", None) == (True, None)
+    assert scheduler.take().aborted == {prefill_id(1): "cancelled"}
+    assert scheduler.finished("a request without parameters", 3) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_host": None, "remote_port": "http"},
+        {"remote_port": 0},
+        {"remote_port": 70_000},
+        {"remote_port": 1e999},
+        {"remote_host": "h" * 257},
+        {"remote_engine_id": "one of vLLM's"},
+        {"remote_engine_id": "f" * 17},
+        {"remote_request_id": "cmpl-1"},
+        {"remote_request_id": "00"},
+        {"remote_request_id": None},
+    ],
+    ids=str,
+)
+def test_a_prompt_with_wrong_parameters_is_computed_here(
+    scheduler: ConnectorScheduler, wrong: dict[str, Any]
+) -> None:
+    params = params_of(scheduler) | wrong
+    scheduler.take()
+    scheduler.expect("b", params, 100)
+    assert scheduler.to_fetch("b", 0) == 0
+    scheduler.allocated("b", [1], 0)
+    assert scheduler.take().fetches == []
+
+
+def test_a_prompt_that_is_cached_whole_is_not_fetched(scheduler: ConnectorScheduler) -> None:
+    scheduler.expect("b", params_of(scheduler), 100)
+    assert scheduler.to_fetch("b", 100) == 0
+
+
+class TestIdsOfARouter:
+    """Both sides get a request at once."""
+
+    params: ClassVar[dict[str, Any]] = PREFILLS | {"prefill_id": prefill_id(77).hex()}
+
+    @pytest.fixture
+    def scheduler(self) -> ConnectorScheduler:
+        return ConnectorScheduler(named=True)
+
+    def test_a_prompt_is_expected_before_it_is_scheduled(self, scheduler: ConnectorScheduler) -> None:
+        scheduler.expect("a", self.params, 100)
+        assert scheduler.take() == StepMetadata(expected=[prefill_id(77)])
+        scheduler.scheduled("a", [4], 0, 100, anew=True)
+        assert scheduler.take().opened == {prefill_id(77): "a"}
+        assert scheduler.finished("a", 7) == (True, None), "the router knows where it is"
+        assert scheduler.take().committed == {prefill_id(77): 7}
+
+    def test_the_worker_sends_a_first_token_with_log_probabilities(
+        self, scheduler: ConnectorScheduler
+    ) -> None:
+        scheduler.expect("a", self.params | {"logprobs": True}, 100)
+        scheduler.scheduled("a", [4], 0, 100, anew=True)
+        assert scheduler.finished("a", 7) == (True, None)
+        assert scheduler.take().committed == {prefill_id(77): None}
+
+    def test_a_prompt_that_is_never_scheduled_is_not_expected_any_more(
+        self, scheduler: ConnectorScheduler
+    ) -> None:
+        scheduler.expect("a", self.params, 100)
+        assert scheduler.finished("a", None) == (False, None)
+        assert scheduler.take().aborted == {prefill_id(77): "cancelled"}
+
+    def test_a_prompt_whose_first_token_is_the_last(self, scheduler: ConnectorScheduler) -> None:
+        scheduler.expect("a", self.params, 100)
+        scheduler.scheduled("a", [4], 0, 100, anew=True)
+        assert scheduler.finished("a", None, "finished") == (True, None)
+        assert scheduler.take().aborted == {prefill_id(77): "finished"}
+
+    def test_a_preempted_prompt_is_not_sent_again(self, scheduler: ConnectorScheduler) -> None:
+        scheduler.expect("a", self.params, 100)
+        scheduler.scheduled("a", [4], 0, 16, anew=True)
+        scheduler.preempted("a")
+        assert scheduler.take().preempted == [prefill_id(77)]
+        scheduler.scheduled("a", [7], 0, 100, anew=True)
+        assert scheduler.finished("a", 7) == (False, None)
+        assert scheduler.take() == StepMetadata()
+
+    def test_a_decode_is_fetched_under_its_id(self, scheduler: ConnectorScheduler) -> None:
+        fetched = {
+            "do_remote_prefill": True, "remote_engine_id": "5", "remote_request_id": prefill_id(77).hex(),
+            "remote_host": "127.0.0.1", "remote_port": 7000, "decode_id": prefill_id(9).hex(), "attempt": 3,
+        }  # fmt: skip
+        scheduler.expect("b", fetched, 100)
+        assert scheduler.to_fetch("b", 0) == 100
+        scheduler.allocated("b", [3, 8], 100)
+        source = Source(*HERE, prefill_id(77))
+        assert scheduler.take().fetches == [Fetch("b", prefill_id(9), 3, source, [3, 8], 0, 100)]
+        scheduler.begins_with("b", 42)
+        assert scheduler.take() == StepMetadata(first_tokens={"b": 42})
+
+
+@pytest.mark.parametrize(
+    ("first_token", "reason", "computed"),
+    [(7, "cancelled", [(100, 32)]), (None, "finished", [(100, 32)]), (None, "cancelled", [])],
+)
+def test_prompts_that_are_computed_count(
+    scheduler: ConnectorScheduler, first_token: int | None, reason: Any, computed: list[tuple[int, int]]
+) -> None:
+    """With the tokens that were cached."""
+    scheduler.expect("a", PREFILLS, 100)
+    scheduler.scheduled("a", [4, 5], 32, 40, anew=True)
+    scheduler.scheduled("a", [6], 72, 28, anew=False)
+    scheduler.finished("a", first_token, reason)
+    assert scheduler.take().computed == computed
+
+
+def test_clients_cannot_choose_ids(scheduler: ConnectorScheduler) -> None:
+    scheduler.expect("a", PREFILLS | {"prefill_id": "any text"}, 100)
+    scheduler.scheduled("a", [4], 0, 100, anew=True)
+    assert scheduler.take().opened == {prefill_id(1): "a"}
+
+
+def test_a_router_waits_for_the_start_of_a_prompt(scheduler: ConnectorScheduler) -> None:
+    """Which may wait in vLLM's queue."""
+    scheduler.expect("p", PREFILLS | {"report_start": True}, 100)
+    scheduler.expect("q", PREFILLS, 100)
+    assert scheduler.take().started == []
+    scheduler.scheduled("p", [1], 0, 50, anew=True)
+    scheduler.scheduled("q", [2], 0, 50, anew=True)
+    assert scheduler.take().started == [prefill_id(1)]
+    scheduler.scheduled("p", [3], 50, 50, anew=False)
+    assert scheduler.take().started == []
