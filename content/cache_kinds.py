@@ -1,5 +1,5 @@
 """The kinds of cache, as a registry: what a layer keeps of a request. Pools, the layout on the wire,
-transfers, stores and memory planning read it.
+transfers, stores and memory sizing read it.
 
 A cache has one or more *arrays* [rows, heads, head_dim] in each layer: for each token, in the blocks of the
 request, or for each request, in its slot. An attention layer has one array, with K and V as rows. A *latent*

@@ -21,7 +21,7 @@ from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.execution.graphs import batch_sizes
-from baton.engine.execution.memory_plan import COPY_TOKENS
+from baton.engine.execution.memory_sizing import COPY_TOKENS
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank

@@ -261,7 +261,7 @@ def known_ids(end_tokens: Sequence[int], vocab_size: int, source: str) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that a model class and the planning of memory need to know about a model. Its fingerprint
+    """Everything that a model class and the sizing of memory need to know about a model. Its fingerprint
     covers all fields that are in the repr."""
 
     architecture: str

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.execution.memory_plan import CacheLimits
+from baton.engine.execution.memory_sizing import CacheLimits
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.models import attention_caches
 

@@ -16,7 +16,7 @@ import torch
 from baton.content import content_root
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.graphs import largest_graph
-from baton.engine.execution.memory_plan import (
+from baton.engine.execution.memory_sizing import (
     CacheLimits,
     MemoryUse,
     PoolSize,

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.execution.memory_plan import PoolSize
+from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.step import NOT_FINITE, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
 from baton.engine.step_adjustments import Adjustments, Penalties

@@ -1,4 +1,4 @@
-"""What a layer caches, for each kind in `content.cache_kinds`. Pools, memory planning and the layout on the
+"""What a layer caches, for each kind in `content.cache_kinds`. Pools, memory sizing and the layout on the
 wire read only the arrays."""
 
 from dataclasses import dataclass

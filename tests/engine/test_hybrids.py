@@ -16,7 +16,7 @@ from baton.engine.core import state_copies
 from baton.engine.core.live_request import Phase
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule
-from baton.engine.execution import memory_plan
+from baton.engine.execution import memory_sizing
 from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.loader import check_model
 from tests.engine.checkpoints import assert_refused, load
@@ -144,7 +144,7 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Configurations with a prefix cache, with copies of states every 8 positions."""
 
     def make(num_copies: int, **config: Any) -> dict[str, Any]:
-        monkeypatch.setattr(memory_plan, "_num_copies", lambda *_: num_copies)
+        monkeypatch.setattr(memory_sizing, "_num_copies", lambda *_: num_copies)
         return {"enable_prefix_caching": True, **config}
 
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)

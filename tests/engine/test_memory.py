@@ -1,4 +1,4 @@
-"""Memory planning: the arithmetic for imaginary GPUs, and measurements on a real one."""
+"""Memory sizing: the arithmetic for imaginary GPUs, and measurements on a real one."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ import torch
 
 from baton.engine import Engine, EngineConfig, Hooks, build_engine
 from baton.engine.execution.graphs import LayerDone
-from baton.engine.execution.memory_plan import (
+from baton.engine.execution.memory_sizing import (
     GIB,
     CacheLimits,
     MemoryUse,
@@ -179,9 +179,9 @@ def test_weights_that_cannot_fit_the_machine_are_refused(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(str(tiny_path), dtype="float32", num_blocks=64)
-    monkeypatch.setattr("baton.engine.execution.memory_plan.available_memory", lambda: 500_000)
+    monkeypatch.setattr("baton.engine.execution.memory_sizing.available_memory", lambda: 500_000)
     build_engine(config)
-    monkeypatch.setattr("baton.engine.execution.memory_plan.available_memory", lambda: 400_000)
+    monkeypatch.setattr("baton.engine.execution.memory_sizing.available_memory", lambda: 400_000)
     with pytest.raises(
         ValueError, match=r"its weights take 0\.00 GiB in torch\.float32, and 0\.00 GiB of mem"
     ):

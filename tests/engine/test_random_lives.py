@@ -18,7 +18,7 @@ from baton.engine import Engine, EngineRequest, Output, SpeculativeConfig, Struc
 from baton.engine.core import state_copies
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_exchange import Import
-from baton.engine.execution import memory_plan
+from baton.engine.execution import memory_sizing
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
 from baton.engine.step import Step
@@ -353,7 +353,7 @@ def test_random_lives(
 ) -> None:
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
     monkeypatch.setattr(state_copies, "END_TOKENS", 4)
-    monkeypatch.setattr(memory_plan, "_num_copies", lambda *_: 2)
+    monkeypatch.setattr(memory_sizing, "_num_copies", lambda *_: 2)
     path, config = spelled_path, config.copy()
     if kind := config.pop("model", None):
         path = tmp_path

@@ -1,4 +1,4 @@
-"""Plans memory: dtype, block size, number of KV blocks and states, and the context length that these allow.
+"""Sizes memory: dtype, block size, number of KV blocks and states, and the context length that these allow.
 
 choose_limits ─▶ load the weights ─▶ measure a step (`engine.execution.warmup`) ─▶ size_pool
 """
