@@ -192,7 +192,7 @@ class Pump:
         prefill.states_at = (num_tokens,) if states_at is None else tuple(states_at)
         prefill.owner = owner
         if prefill.transfer is not None:
-            self._plan_all(prefill.transfer)
+            self._slice_ready(prefill.transfer)
 
     def extend(self, prefill_id: bytes, table: Any) -> None:
         if (prefill := self._prefills.get(prefill_id)) is not None:
@@ -292,14 +292,14 @@ class Pump:
         self.fetched.add(prefill.id)
         self._turns.add(transfer)
         if prefill.table is not None:
-            self._plan_all(transfer)
+            self._slice_ready(transfer)
 
     def _stop_transfer(self, m: local.StopOut) -> None:
         prefill = self._prefills.get(m.prefill_id)
         if prefill is not None and prefill.transfer is not None and prefill.transfer.id == m.transfer_id:
             self._drop_transfer(prefill)
 
-    def _plan_all(self, transfer: OutgoingTransfer) -> None:
+    def _slice_ready(self, transfer: OutgoingTransfer) -> None:
         prefill = transfer.prefill
         if not self._slicing.can_serve(transfer):
             self.channel.send(local.RefuseFetch(transfer.id))
@@ -311,7 +311,7 @@ class Pump:
             self.channel.send(self._commit_of(transfer, prefill.first_token))
 
     def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> local.CommitOut:
-        """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""
+        """Everything is sliced, so the counts are known: COMMIT need not wait for the last frames."""
         return local.CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes)
 
     def _drop_transfer(self, prefill: OutgoingPrefill) -> None:

@@ -1,4 +1,4 @@
-"""Copies of the ranks from 1 on, between their KV caches and arena slots. `ranked_pool` has the plan."""
+"""Copies of the ranks from 1 on, between their KV caches and arena slots. `ranked_pool` says which."""
 
 import os
 import threading
