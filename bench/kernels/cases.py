@@ -173,8 +173,8 @@ class DenseCases(Cases[Shape]):
         metadata = AttentionMetadata(
             shape.block_size, slots, tables, contexts, decodes, spans[decodes:], tiles
         )
-        plan = self.kernels.plan(metadata, shape.heads, shape.kv_heads, shape.dtype)
-        return lambda: self.kernels.attention(q, kv, plan, None, q.shape[-1] ** -0.5), q, k, v
+        tiling = self.kernels.tile(metadata, shape.heads, shape.kv_heads, shape.dtype)
+        return lambda: self.kernels.attention(q, kv, tiling, None, q.shape[-1] ** -0.5), q, k, v
 
     def decode(self, name: str, contexts: Sequence[int]) -> Case:
         ours, q, k, _ = self.attention([(context - 1, context) for context in contexts])

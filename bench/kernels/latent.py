@@ -64,7 +64,7 @@ class LatentCases(Cases[LatentShape]):
         metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, chunks)
         least = tokens + absorbed  # of an expanded chunk
         programs = multiprocessors(self.device)
-        plan = latent_kernels.plan_latent(
+        tiling = latent_kernels.tile_latent(
             metadata, heads, config, least, shape.dtype, programs, fp8=shape.fp8
         )
         seen = requests * tokens * (shape.context - tokens // 2) * heads
@@ -74,4 +74,4 @@ class LatentCases(Cases[LatentShape]):
             flops = 2 * seen * (shape.nope + shape.rope + shape.value) + 2 * made * shape.context
         cached = sum(part.nbytes for part in parts(kv) if part is not None)
         moved = cached + 2 * (2 * q.numel() + up.numel())
-        return Case(name, moved, flops, lambda: self.kernels.latent_attention(q, kv, plan, weights))
+        return Case(name, moved, flops, lambda: self.kernels.latent_attention(q, kv, tiling, weights))

@@ -12,7 +12,7 @@ from baton.engine.kernels import AttentionMetadata, LayerState, Mamba2
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.state import ssd
 from baton.engine.kernels.state.mamba2 import scan_work
-from baton.engine.kernels.state.plan import TOKENS, TritonStatePlan, chunk_tokens
+from baton.engine.kernels.state.tiling import TOKENS, TritonStateTiling, chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Mamba2Cases(Cases[Mamba2Shape]):
         length = chunk_tokens(shape.dtype)
         units, copies = multiprocessors(self.device), self.no_copies(len(rows))
         scans = torch.from_numpy(scan_work([(0, tokens)] * requests, 0, length)).to(self.device)
-        plan = TritonStatePlan(slots, slots[:0], scans, copies, requests, length, units)
+        tiling = TritonStateTiling(slots, slots[:0], scans, copies, requests, length, units)
         # The products with the state, and those within chunks of the length that needs fewest.
         inner = shape.state_size * shape.head_dim
         each = 4 * inner + TOKENS * (shape.state_size + shape.head_dim)
@@ -80,7 +80,7 @@ class Mamba2Cases(Cases[Mamba2Shape]):
             f"ssd.{requests}x{tokens}",
             nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
             len(rows) * shape.heads * each,
-            lambda: ssd.scan(rows, dt, layer, state, plan, y),
+            lambda: ssd.scan(rows, dt, layer, state, tiling, y),
         )
 
     def decode(self, batch: int) -> Case:
@@ -92,11 +92,11 @@ class Mamba2Cases(Cases[Mamba2Shape]):
             1, slots, slots, contexts, batch, [], state_slots=slots, state_copies=self.no_copies(batch)
         )
         projected = self.normal(batch, shape.channels + shape.heads)
-        plan = self.kernels.plan_states(metadata, shape.dtype)
+        tiling = self.kernels.tile_states(metadata, shape.dtype)
         y = batch * shape.heads * shape.head_dim * projected.itemsize
         return Case(
             f"mamba2.decode.b{batch}",
             nbytes(projected) + y + 2 * sum(map(nbytes, state)),
             0,
-            lambda: self.kernels.mix_states(projected, layer, state, plan),
+            lambda: self.kernels.mix_states(projected, layer, state, tiling),
         )

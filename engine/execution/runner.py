@@ -243,9 +243,9 @@ class ModelRunner:
         apart = Apart(q, out)
 
         def attends(attention: AttentionMetadata) -> LayerDone:
-            groups = self._plan_latent(attention, self._config)
-            plan = [group for group in groups if group.rows.start >= attention.num_decodes]
-            return lambda layer: apart.layers[layer](plan)
+            groups = self._tile_latent(attention, self._config)
+            tiling = [group for group in groups if group.rows.start >= attention.num_decodes]
+            return lambda layer: apart.layers[layer](tiling)
 
         return apart, attends
 
@@ -360,7 +360,7 @@ class ModelRunner:
                 hidden = self.model(token_ids, positions, attend)
             return torch.cat((hidden, *step.taps), dim=1) if step.taps else hidden
         kernels = self._kernels
-        states = kernels.plan_states(attention, self._dtype)
+        states = kernels.tile_states(attention, self._dtype)
 
         def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
             y = kernels.mix_states(projected, parameters, self.states[self._index[layer]], states)
@@ -374,11 +374,11 @@ class ModelRunner:
         """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""
         kernels = self._kernels
         heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
-        latent_plan: Any = None
+        latent_tiling: Any = None
         if latents is not None:
-            latent_plan = self._plan_latent(attention, config)
-        plans = {
-            span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
+            latent_tiling = self._tile_latent(attention, config)
+        tilings = {
+            span: kernels.tile(attention, heads, kv_heads, self._dtype, span)
             for span in {layer.span for layer in self._attention if layer.kind == "attention"}
         }
 
@@ -389,7 +389,7 @@ class ModelRunner:
             kv = self.kv_cache[index]
             q = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, kv, plans[self._attention[index].span], sinks, scale)
+            return kernels.attention(q, kv, tilings[self._attention[index].span], sinks, scale)
 
         def attend_latent(
             layer: int,
@@ -405,20 +405,22 @@ class ModelRunner:
             apart = attention.apart
             if apart is None:
                 layer_done(layer)
-                return kernels.latent_attention(q, kv, latent_plan, heads)
+                return kernels.latent_attention(q, kv, latent_tiling, heads)
             apart.q[: len(q)] = q
-            apart.layers[layer] = lambda plan: kernels.latent_attention(apart.q, kv, plan, heads, apart.out)
+            apart.layers[layer] = lambda tiling: kernels.latent_attention(
+                apart.q, kv, tiling, heads, apart.out
+            )
             # The decodes come before the chunks: their padding may write to rows of these.
-            kernels.latent_attention(q, kv, latent_plan, heads, apart.out)
+            kernels.latent_attention(q, kv, latent_tiling, heads, apart.out)
             layer_done(layer)
             return apart.out[: len(q)]
 
         return attend_latent if latents else attend
 
-    def _plan_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
+    def _tile_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
         assert config.latent is not None, "asked of models with latents only"
         fp8 = isinstance(self.kv_cache[0], Fp8KV)
-        return self._kernels.plan_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
+        return self._kernels.tile_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 
     def _resolve(
         self, inputs: Mapping[str, Tensor], attention: AttentionMetadata

@@ -1,6 +1,6 @@
 """What a layer computes between its matrix products, on any device.
 
-    once a step    plan, plan_latent, plan_states      where to read and write, for all layers of a kind
+    once a step    tile, tile_latent, tile_states        where to read and write, for all layers of a kind
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
                    or, with experts: add_rms_norm → [router's product] → mix_experts
@@ -13,9 +13,9 @@
 `Kernels` is plain torch: it defines each operation, and runs on a CPU. `TritonKernels` runs on CUDA, replaces
 each operation and must match it. Only `kernels_for` chooses between the two.
 
-CUDA graphs can capture every operation, and the plans if `AttentionMetadata.prefills` is empty. These launch
-the same grid for all values in the tensors, read lengths on the device, and never wait for it. Keep the
-metadata in static tensors, and give padding rows context 0 and slot −1.
+CUDA graphs can capture every operation, and the tilings if `AttentionMetadata.prefills` is empty. These
+launch the same grid for all values in the tensors, read lengths on the device, and never wait for it. Keep
+the metadata in static tensors, and give padding rows context 0 and slot −1.
 """
 
 import math
@@ -36,7 +36,7 @@ from baton.engine.kernels.attention.paged import (
     HeadNorm,
     paged_attention,
     parts,
-    plan_attention,
+    tile_attention,
 )
 from baton.engine.kernels.moe.experts import Choice, Experts, Terms, mix, route
 from baton.engine.kernels.quantized.reference import (
@@ -175,7 +175,7 @@ class Kernels:
             places[:, slots // block_size, slots % block_size] = rows.scales.view(shape[:-1])
         return q
 
-    def plan(
+    def tile(
         self,
         metadata: AttentionMetadata,
         num_heads: int,
@@ -183,17 +183,17 @@ class Kernels:
         dtype: torch.dtype,
         span: Span | None = None,
     ) -> Any:
-        """The plan that `attention` needs, the same for all layers of a step that have this span."""
-        return plan_attention(metadata, span, dtype, exact=self.exact)
+        """The tiling that `attention` needs, the same for all layers of a step that have this span."""
+        return tile_attention(metadata, span, dtype, exact=self.exact)
 
-    def attention(self, q: Tensor, kv: KV, plan: Any, sinks: Tensor | None, scale: float) -> Tensor:
-        """Every query attends to the positions of its request up to its own, from the first in the plan's
+    def attention(self, q: Tensor, kv: KV, tiling: Any, sinks: Tensor | None, scale: float) -> Tensor:
+        """Every query attends to the positions of its request up to its own, from the first in the tiling's
         span. q is as `rope_and_write` returns it, and kv holds this step's keys and values. sinks
         [num_heads]: logits that take part in the softmax of each head, without a value. `scale` multiplies
         the products of queries and keys. Returns [tokens, num_heads, head_dim]."""
-        return paged_attention(q, kv, plan, sinks, scale)
+        return paged_attention(q, kv, tiling, sinks, scale)
 
-    def plan_latent(
+    def tile_latent(
         self,
         metadata: AttentionMetadata,
         num_heads: int,
@@ -202,26 +202,26 @@ class Kernels:
         *,
         fp8: bool = False,
     ) -> Any:
-        """The plan that `latent_attention` needs, the same for all layers of a step. `fp8`: the caches are in
-        FP8."""
+        """The tiling that `latent_attention` needs, the same for all layers of a step. `fp8`: the caches are
+        in FP8."""
         least = math.inf if self.exact else shape.min_expanded_queries
-        return latent.LatentPlan(plan_attention(metadata, None, dtype, exact=self.exact), least)
+        return latent.LatentTiling(tile_attention(metadata, None, dtype, exact=self.exact), least)
 
     def latent_attention(
-        self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads, out: Tensor | None = None
+        self, q: Tensor, kv: KV, tiling: Any, heads: LatentHeads, out: Tensor | None = None
     ) -> Tensor:
         """As `attention`, with q [tokens, heads, nope_dim + rope_dim] as `write_latent` leaves it. Returns
-        [tokens, heads, value_dim]: `out`, of which only the rows in the plan change. None: new memory."""
+        [tokens, heads, value_dim]: `out`, of which only the rows in the tiling change. None: new memory."""
         assert out is None, "only graphs have memory for it"
-        return latent.latent_attention(q, kv, plan, heads)
+        return latent.latent_attention(q, kv, tiling, heads)
 
-    def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
-        """The plan that `mix_states` needs, the same for all layers of a step."""
-        return mamba2.plan_states(metadata)
+    def tile_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
+        """The tiling that `mix_states` needs, the same for all layers of a step."""
+        return mamba2.tile_states(metadata)
 
-    def mix_states(self, projected: Tensor, layer: StateLayer, state: LayerState, plan: Any) -> Tensor:
+    def mix_states(self, projected: Tensor, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
         mix = mamba2.mix_states_by_row if self.exact else mamba2.mix_states
-        return mix(projected, layer, state, plan)
+        return mix(projected, layer, state, tiling)
 
     def tile_programs(self, num_kv_heads: int) -> int:
         """Pieces of `AttentionMetadata.tiles` that the device computes at once. 0: tiles are not cut."""

@@ -28,7 +28,7 @@ from baton.engine.kernels import (
 from baton.engine.kernels.attention import latent_kernels, prefill_wgmma, rope
 from baton.engine.kernels.attention.decode import decode_attention, queries_that_share
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
-from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
+from baton.engine.kernels.attention.gather_kv import Gathered, gather, tile_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.pieces import Pieces, Sharing, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
@@ -42,7 +42,7 @@ from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
 from baton.engine.kernels.sampling import draft_kernels, race
 from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
-from baton.engine.kernels.state.plan import TritonStatePlan, chunk_tokens, plan_states
+from baton.engine.kernels.state.tiling import TritonStateTiling, chunk_tokens, tile_states
 from baton.engine.kernels.upload import upload
 from baton.engine.model_config import LatentConfig, Scoring, Span
 
@@ -50,7 +50,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class TritonPlan:
+class TritonTiling:
     num_decodes: int
     block_size: int
     block_tables: Tensor  # [requests, blocks] int32
@@ -65,7 +65,7 @@ class TritonPlan:
         span needs few of them."""
         if not self.prefills or self.span:
             return None
-        return plan_gather(self.prefills, self.num_decodes, self.block_tables, self.block_size)
+        return tile_gather(self.prefills, self.num_decodes, self.block_tables, self.block_size)
 
 
 class TritonKernels(Kernels):
@@ -143,14 +143,14 @@ class TritonKernels(Kernels):
         rope.rope_and_write(qkv, rotary, norm, kv, slots)
         return qkv[:, : qkv.shape[1] - 2 * parts(kv)[0].shape[3]]
 
-    def plan(
+    def tile(
         self,
         metadata: AttentionMetadata,
         num_heads: int,
         num_kv_heads: int,
         dtype: torch.dtype,
         span: Span | None = None,
-    ) -> TritonPlan:
+    ) -> TritonTiling:
         decodes, device = metadata.num_decodes, metadata.contexts.device
         pieces = None
         if decodes:
@@ -177,9 +177,11 @@ class TritonKernels(Kernels):
             positions = sum(stop for _, stop in metadata.prefills)
             tiles = Tiles(work, shape, positions, finished if programs else None, self.exact, wgmma)
         prefills = () if metadata.tiles is not None else metadata.prefills
-        return TritonPlan(decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span)
+        return TritonTiling(
+            decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span
+        )
 
-    def plan_latent(
+    def tile_latent(
         self,
         metadata: AttentionMetadata,
         num_heads: int,
@@ -187,8 +189,8 @@ class TritonKernels(Kernels):
         dtype: torch.dtype,
         *,
         fp8: bool = False,
-    ) -> latent_kernels.LatentPlan:
-        return latent_kernels.plan_latent(
+    ) -> latent_kernels.LatentTiling:
+        return latent_kernels.tile_latent(
             metadata,
             num_heads,
             shape,
@@ -202,44 +204,46 @@ class TritonKernels(Kernels):
     def tile_programs(self, num_kv_heads: int) -> int:
         return 0 if self.exact else SHORT_PER_SM * self._multiprocessors // num_kv_heads
 
-    def attention(self, q: Tensor, kv: KV, plan: TritonPlan, sinks: Tensor | None, scale: float) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: KV, tiling: TritonTiling, sinks: Tensor | None, scale: float
+    ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if plan.pieces is not None:
-            decodes = slice(plan.num_decodes)
-            tables = plan.block_tables
+        if tiling.pieces is not None:
+            decodes = slice(tiling.num_decodes)
+            tables = tiling.block_tables
             attend = exact_decode_attention if self.exact else decode_attention
-            attend(q[decodes], kv, tables, plan.pieces, out[decodes], plan.span, sinks, scale)
-        if plan.tiles is not None:
-            tables = plan.block_tables
-            if isinstance(kv, Fp8KV) and plan.gathered is not None:
-                kv, tables = gather(kv, plan.gathered.blocks, q.dtype), plan.gathered.tables
-            prefill_attention(q, kv, tables, plan.tiles, out, plan.span, sinks, scale)
+            attend(q[decodes], kv, tables, tiling.pieces, out[decodes], tiling.span, sinks, scale)
+        if tiling.tiles is not None:
+            tables = tiling.block_tables
+            if isinstance(kv, Fp8KV) and tiling.gathered is not None:
+                kv, tables = gather(kv, tiling.gathered.blocks, q.dtype), tiling.gathered.tables
+            prefill_attention(q, kv, tables, tiling.tiles, out, tiling.span, sinks, scale)
         return out
 
     def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         return thresholds(probs, top_k, top_p, min_p, exact=self.exact)
 
-    def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TritonStatePlan:
-        return plan_states(metadata, dtype, self._multiprocessors, exact=self.exact)
+    def tile_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TritonStateTiling:
+        return tile_states(metadata, dtype, self._multiprocessors, exact=self.exact)
 
     def mix_states(
-        self, projected: Tensor, layer: StateLayer, state: LayerState, plan: TritonStatePlan
+        self, projected: Tensor, layer: StateLayer, state: LayerState, tiling: TritonStateTiling
     ) -> Tensor:
         _, heads, head_dim, _ = state.ssm.shape
         channels = layer.conv_weight.shape[1]
         x, beside = projected.split((channels, projected.shape[1] - channels), dim=1)
         y = x.new_empty(len(x), heads * head_dim)
         rows = x.new_empty(x.shape)
-        if len(plan.contexts) and not plan.exact:
-            causal_conv.convolve_next(x, layer, state.conv, plan, rows)
-        if plan.scans is not None:
-            causal_conv.convolve(x, layer, state.conv, plan, rows)
-        if len(plan.contexts) or plan.exact:
-            state_update.update(rows, beside, layer, state.ssm, plan, y)
-        if plan.exact:
+        if len(tiling.contexts) and not tiling.exact:
+            causal_conv.convolve_next(x, layer, state.conv, tiling, rows)
+        if tiling.scans is not None:
+            causal_conv.convolve(x, layer, state.conv, tiling, rows)
+        if len(tiling.contexts) or tiling.exact:
+            state_update.update(rows, beside, layer, state.ssm, tiling, y)
+        if tiling.exact:
             return y
-        if plan.scans is not None and isinstance(layer, Mamba2):
-            ssd.scan(rows, beside, layer, state.ssm, plan, y)
-        elif plan.scans is not None:
-            delta_scan.scan(rows, beside, layer, state.ssm, plan, y)
+        if tiling.scans is not None and isinstance(layer, Mamba2):
+            ssd.scan(rows, beside, layer, state.ssm, tiling, y)
+        elif tiling.scans is not None:
+            delta_scan.scan(rows, beside, layer, state.ssm, tiling, y)
         return y

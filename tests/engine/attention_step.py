@@ -108,9 +108,9 @@ class Step:
         if norm is not None:
             norm = HeadNorm(put(norm.scale), norm.eps)
         q = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
-        plan = kernels.plan(metadata, *self.heads, torch.float64 if exact else self.dtype, self.span)
+        tiling = kernels.tile(metadata, *self.heads, torch.float64 if exact else self.dtype, self.span)
         sinks = None if self.sinks is None else put(self.sinks)
-        return kernels.attention(q, kv, plan, sinks, self.scale), q
+        return kernels.attention(q, kv, tiling, sinks, self.scale), q
 
     def check(self, kernels: Kernels, device: str, norm: HeadNorm | None = None) -> None:
         out, kv, q = self.run(kernels, device, norm)

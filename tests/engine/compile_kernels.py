@@ -110,14 +110,14 @@ def main() -> None:
         q = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
         sinks = None if span is None else x[0, :heads]
         long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
-        kernels.attention(q, kv, kernels.plan(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+        kernels.attention(q, kv, kernels.tile(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
         for places in (None, torch.zeros(65, dtype=torch.int32)):
-            plan = kernels.plan(replace(metadata, places=places), heads, kv_heads, dtype, span)
-            kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
+            tiling = kernels.tile(replace(metadata, places=places), heads, kv_heads, dtype, span)
+            kernels.attention(q, kv, tiling, sinks, head_dim**-0.5)
         if dtype is not torch.float32:
             exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)
-            exact.attention(q, kv, exact.plan(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
-            exact.attention(q, kv, exact.plan(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+            exact.attention(q, kv, exact.tile(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+            exact.attention(q, kv, exact.tile(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
             for tokens, size in itertools.product((1, 64, 128, 256, 1024), (hidden, 16 * hidden)):
                 weight, many = (
                     torch.zeros(size, hidden, dtype=dtype),
@@ -252,10 +252,10 @@ def main() -> None:
             rotary = torch.zeros(rows, 2, 64)
             kernels.write_latent(q, made[:, :512], made[:, 512:], norm, rotary, kv, metadata.slots)
             exact = TritonKernels(torch.device("cpu"), 256, exact=True)
-            for plan in (
-                planning.plan_latent(metadata, heads, shape, dtype) for planning in (kernels, exact)
+            for tiling in (
+                planning.tile_latent(metadata, heads, shape, dtype) for planning in (kernels, exact)
             ):
-                kernels.latent_attention(q, kv, plan, LatentHeads.of(up, shape))
+                kernels.latent_attention(q, kv, tiling, LatentHeads.of(up, shape))
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -278,16 +278,16 @@ def main() -> None:
             metadata = AttentionMetadata(
                 16, ones, ones, ones, 2, [(0, 78)], state_slots=ones, state_copies=copies
             )
-            y = kernels.mix_states(inputs, layer, state, kernels.plan_states(metadata, dtype))
+            y = kernels.mix_states(inputs, layer, state, kernels.tile_states(metadata, dtype))
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, 1, kernels.gated_squares(y, gate))
-            plan = kernels.plan_states(metadata, dtype)
+            tiling = kernels.tile_states(metadata, dtype)
             delta = GatedDelta(weight, None, per_head, per_head, groups)
             beside = torch.cat((inputs, inputs[:, :heads]), dim=1)
-            kernels.norm_gate(kernels.mix_states(beside, delta, state, plan), gate, y[0, :width], 1e-5)
+            kernels.norm_gate(kernels.mix_states(beside, delta, state, tiling), gate, y[0, :width], 1e-5)
             exact = TritonKernels(torch.device("cpu"), 128, exact=True)
             for x, parameters in ((inputs, layer), (beside, delta)):
-                exact.mix_states(x, parameters, state, exact.plan_states(metadata, dtype))
+                exact.mix_states(x, parameters, state, exact.tile_states(metadata, dtype))
 
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)

@@ -62,9 +62,9 @@ class LatentStep:
         norm = LatentNorm(put(self.norm.weight), self.norm.eps)
         kernels.write_latent(q, latent, shared, norm, put(self.rotary), kv, metadata.slots)
         dtype, fp8 = torch.float64 if exact else self.dtype, isinstance(kv, Fp8KV)
-        plan = kernels.plan_latent(metadata, q.shape[1], self.shape, dtype, fp8=fp8)
+        tiling = kernels.tile_latent(metadata, q.shape[1], self.shape, dtype, fp8=fp8)
         heads = self.heads._replace(keys=put(self.heads.keys), values=put(self.heads.values))
-        return kernels.latent_attention(q, kv, plan, heads), q
+        return kernels.latent_attention(q, kv, tiling, heads), q
 
     def expected(self, kv: Tensor | None = None) -> Tensor:
         """The output by the definition, query by query, in float64. `kv`: a cache with the latents of the

@@ -22,13 +22,13 @@ from baton.engine.kernels import Kernels
 from baton.engine.kernels.attention import latent as latents
 from baton.engine.kernels.attention.paged import (
     AttentionMetadata,
-    TorchPlan,
+    TorchTiling,
     _prefill_group,
     decode_group,
-    plan_attention,
     prefill_group,
+    tile_attention,
 )
-from baton.engine.kernels.state.mamba2 import Prompt, TorchStatePlan, nonzero
+from baton.engine.kernels.state.mamba2 import Prompt, TorchStateTiling, nonzero
 
 Work = Callable[[graphs.LayerDone], None]
 
@@ -153,16 +153,16 @@ def replayed_steps(engine: Engine) -> dict[tuple[bool, bool], int]:
 
 
 class _Latents(NamedTuple):
-    """What attends in some rows, as kernels of a GPU plan it for latents."""
+    """What attends in some rows, as kernels of a GPU tiling it for latents."""
 
     rows: slice
-    plan: latents.LatentPlan
+    tiling: latents.LatentTiling
 
 
 def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for CPUs then write nothing for rows with slot −1, and take chunks from `tiles` and `scans`.
     Rows without a context attend to nothing."""
-    write, write_latent, plan_states = Kernels.rope_and_write, Kernels.write_latent, Kernels.plan_states
+    write, write_latent, tile_states = Kernels.rope_and_write, Kernels.write_latent, Kernels.tile_states
 
     def rope_and_write(
         self: Kernels, qkv: Tensor, rotary: Tensor, norm: Any, kv: Any, slots: Tensor
@@ -181,10 +181,10 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         write_latent(of_used, latent[used], shared[used], norm, rotary[used], kv, slots[used])
         q[used] = of_used
 
-    def plan(
+    def tile(
         self: Kernels, metadata: AttentionMetadata, heads: int, kv_heads: int, dtype: Any, span: Any = None
-    ) -> TorchPlan:
-        found = plan_attention(_unpadded(metadata), span, dtype, exact=self.exact)
+    ) -> TorchTiling:
+        found = tile_attention(_unpadded(metadata), span, dtype, exact=self.exact)
         if metadata.tiles is None:
             return found
         assert not self.exact, "its chunks and decodes are alike"
@@ -200,40 +200,41 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             for request, row, tokens, position in tiles
         ]
-        return TorchPlan(found.decodes, chunks)
+        return TorchTiling(found.decodes, chunks)
 
-    def attention(self: Kernels, q: Tensor, kv: Any, plan: TorchPlan, sinks: Any, scale: float) -> Tensor:
+    def attention(self: Kernels, q: Tensor, kv: Any, tiling: TorchTiling, sinks: Any, scale: float) -> Tensor:
         out = q.new_zeros(q.shape)
-        for decodes in plan.decodes:
+        for decodes in tiling.decodes:
             out[decodes.rows] = decode_group(q[decodes.rows], kv, decodes, sinks, scale)
-        for chunk in plan.prefills:
+        for chunk in tiling.prefills:
             out[chunk.rows] = prefill_group(q[chunk.rows], kv, chunk, sinks, scale)
         return out
 
-    def plan_latent(
+    def tile_latent(
         self: Kernels, metadata: AttentionMetadata, heads: int, shape: Any, dtype: Any, *, fp8: bool = False
     ) -> list[_Latents]:
-        found = plan_attention(_unpadded(metadata), None, dtype)
-        groups = [TorchPlan([group], ()) for group in found.decodes]
-        groups += [TorchPlan((), [group]) for group in found.prefills]
+        found = tile_attention(_unpadded(metadata), None, dtype)
+        groups = [TorchTiling([group], ()) for group in found.decodes]
+        groups += [TorchTiling((), [group]) for group in found.prefills]
         return [
             _Latents(
-                (*each.decodes, *each.prefills)[0].rows, latents.LatentPlan(each, shape.min_expanded_queries)
+                (*each.decodes, *each.prefills)[0].rows,
+                latents.LatentTiling(each, shape.min_expanded_queries),
             )
             for each in groups
         ]
 
     def latent_attention(
-        self: Kernels, q: Tensor, kv: Any, plan: Sequence[_Latents], heads: Any, out: Tensor | None = None
+        self: Kernels, q: Tensor, kv: Any, tiling: Sequence[_Latents], heads: Any, out: Tensor | None = None
     ) -> Tensor:
         out = q.new_zeros((*q.shape[:2], heads.values.shape[1])) if out is None else out
-        for part in plan:
-            out[part.rows] = latents.latent_attention(q, kv, part.plan, heads)
+        for part in tiling:
+            out[part.rows] = latents.latent_attention(q, kv, part.tiling, heads)
         return out
 
-    def states(self: Kernels, metadata: AttentionMetadata, dtype: torch.dtype) -> TorchStatePlan:
+    def states(self: Kernels, metadata: AttentionMetadata, dtype: torch.dtype) -> TorchStateTiling:
         if metadata.prefills:
-            return plan_states(self, metadata, dtype)
+            return tile_states(self, metadata, dtype)
         slots, copies = metadata.state_slots, metadata.state_copies
         assert slots is not None
         kept = {} if copies is None else nonzero(copies)
@@ -245,16 +246,16 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
                 prompts.append(Prompt(int(slots[request]), at == 0, slice(row, row + left), own))
         metadata = _unpadded(metadata)
         used = metadata.num_decodes
-        return TorchStatePlan(slots[:used].long(), metadata.contexts[:used] == 1, prompts)
+        return TorchStateTiling(slots[:used].long(), metadata.contexts[:used] == 1, prompts)
 
     monkeypatch.setattr(Kernels, "rope_and_write", rope_and_write)
     monkeypatch.setattr(Kernels, "write_latent", staticmethod(latent))
     for name, emulated in (
-        ("plan", plan),
+        ("tile", tile),
         ("attention", attention),
-        ("plan_latent", plan_latent),
+        ("tile_latent", tile_latent),
         ("latent_attention", latent_attention),
-        ("plan_states", states),
+        ("tile_states", states),
     ):
         monkeypatch.setattr(Kernels, name, emulated)
 

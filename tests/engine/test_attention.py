@@ -49,7 +49,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     # What a request must not see is NaN: other requests' blocks, blocks before its span, and positions after
     # its own.
     cache = torch.full((2, num_blocks, block_size, KV_HEADS, DIM), torch.nan)
-    plan, sequences = Schedule(), []
+    tiling, sequences = Schedule(), []
     for start, stop in spans:
         live = LiveRequest(EngineRequest(b"", list(range(stop))), 0)
         live.blocks = array("i", [free.pop() for _ in range(-(-stop // block_size))])
@@ -58,13 +58,13 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
             block, offset = live.blocks[position // block_size], position % block_size
             if position >= first_key(start, span) // block_size * block_size:
                 cache[:, block, offset] = keys_values[:, position]
-        plan.chunks[live] = range(start, stop)
+        tiling.chunks[live] = range(start, stop)
         if (start, stop) not in decodes:
-            plan.prompts[live] = range(start, stop)
+            tiling.prompts[live] = range(start, stop)
         sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
 
-    step = build_step(plan, VOCABULARY, block_size=block_size, table_width=None)
-    rows_of_chunks = rows_of(step, plan)
+    step = build_step(tiling, VOCABULARY, block_size=block_size, table_width=None)
+    rows_of_chunks = rows_of(step, tiling)
     order = sorted(range(len(spans)), key=lambda i: rows_of_chunks[i].start)
     q = torch.cat([sequences[i][1] for i in order])
     k, v = torch.cat([sequences[i][0][:, spans[i][0] :] for i in order], dim=1)
@@ -77,9 +77,9 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     qkv = torch.cat((q, k, v), dim=1)
     q = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
     sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
-    plan = kernels.plan(metadata, HEADS, KV_HEADS, torch.float32, span)
+    tiling = kernels.tile(metadata, HEADS, KV_HEADS, torch.float32, span)
     scale = 0.3 if with_sinks else DIM**-0.5
-    out = kernels.attention(q, cache, plan, sinks, scale)
+    out = kernels.attention(q, cache, tiling, sinks, scale)
 
     for i, rows in enumerate(rows_of_chunks):
         keys_values, queries = sequences[i]
@@ -97,10 +97,10 @@ def first_key(query: int, span: Span | None) -> int:
     return query // span.length * span.length if span.chunked else max(0, query - span.length + 1)
 
 
-def rows_of(step: Step, plan: Schedule) -> list[slice]:
+def rows_of(step: Step, tiling: Schedule) -> list[slice]:
     """The rows of each chunk, by its last token's row."""
-    ends = {live: int(row) + 1 for live, row in zip(plan.sampled, step.sampled_rows, strict=True)}
-    return [slice(ends[live] - len(positions), ends[live]) for live, positions in plan.chunks.items()]
+    ends = {live: int(row) + 1 for live, row in zip(tiling.sampled, step.sampled_rows, strict=True)}
+    return [slice(ends[live] - len(positions), ends[live]) for live, positions in tiling.chunks.items()]
 
 
 def plain(
@@ -131,7 +131,7 @@ def test_only_tokens_that_complete_their_request_are_sampled() -> None:
 
     prompts = {live(9): range(4), live(9): range(4, 9)}
     decoding = live(3)
-    plan = Schedule({**prompts, decoding: range(2, 3)}, prompts)
-    step = build_step(plan, VOCABULARY, block_size=4, table_width=None)
-    assert plan.sampled == [decoding, [*prompts][1]]
+    tiling = Schedule({**prompts, decoding: range(2, 3)}, prompts)
+    step = build_step(tiling, VOCABULARY, block_size=4, table_width=None)
+    assert tiling.sampled == [decoding, [*prompts][1]]
     assert step.token_ids[step.sampled_rows].tolist() == [2, 8]

@@ -375,8 +375,8 @@ def test_a_captured_decode_step_serves_other_lengths(
 
     def forward() -> Tensor:
         q = triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
-        plan = triton_kernels.plan(metadata, 8, 2, dtype)
-        return triton_kernels.attention(q, kv, plan, None, steps[0].scale)
+        tiling = triton_kernels.tile(metadata, 8, 2, dtype)
+        return triton_kernels.attention(q, kv, tiling, None, steps[0].scale)
 
     load(steps[0])
     forward()

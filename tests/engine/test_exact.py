@@ -140,8 +140,8 @@ class Sequences:
         chunks: Sequence[tuple[int, int, int]],
     ) -> Tensor:
         q, metadata = self.step(decodes, chunks)
-        plan = kernels.plan(metadata, *self.heads, self.dtype, self.span)
-        return kernels.attention(q, self.kv, plan, self.sinks, self.q[0].shape[2] ** -0.5)
+        tiling = kernels.tile(metadata, *self.heads, self.dtype, self.span)
+        return kernels.attention(q, self.kv, tiling, self.sinks, self.q[0].shape[2] ** -0.5)
 
     def check(self, kernels: Kernels, length: int) -> None:
         """Of the first request, which has `length` positions: a query as a decode alone and beside others,
@@ -189,8 +189,8 @@ class Latents(Sequences):
     ) -> Tensor:
         q, metadata = self.step(decodes, chunks)
         fp8 = isinstance(self.kv, Fp8KV)
-        plan = kernels.plan_latent(metadata, self.heads[0], self.shape, self.dtype, fp8=fp8)
-        return kernels.latent_attention(q, self.kv, plan, self.up)
+        tiling = kernels.tile_latent(metadata, self.heads[0], self.shape, self.dtype, fp8=fp8)
+        return kernels.latent_attention(q, self.kv, tiling, self.up)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])
@@ -299,13 +299,13 @@ def test_padding_requests_get_zeros(exact_kernels: Kernels) -> None:
     contexts = torch.tensor([201, 0, 281], dtype=torch.int32, device=DEVICE)
     slots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     metadata = AttentionMetadata(16, slots, requests.tables[[0, 0, 1]], contexts, 3, [])
-    plan = exact_kernels.plan(metadata, 4, 2, HALVES[0])
+    tiling = exact_kernels.tile(metadata, 4, 2, HALVES[0])
     alone = requests.attend(exact_kernels, [(0, 200), (1, 280)], [])
     for _ in range(2):
-        out = exact_kernels.attention(q, requests.kv, plan, None, 64**-0.5)
+        out = exact_kernels.attention(q, requests.kv, tiling, None, 64**-0.5)
         assert not out[1].any()
         assert torch.equal(out[[0, 2]], alone)
-    assert not plan.pieces.finished.any()
+    assert not tiling.pieces.finished.any()
 
 
 def test_the_default_differs(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +483,7 @@ def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: t
             state_slots=torch.tensor([request for request, *_ in spans], dtype=torch.int32, device=device),
             state_copies=copies if copied else None,
         )
-        y = kernels.mix_states(x, parameters, state, kernels.plan_states(metadata, dtype))
+        y = kernels.mix_states(x, parameters, state, kernels.tile_states(metadata, dtype))
         return y.split([stop - start for _, start, stop in spans])
 
     def states() -> LayerState:

@@ -43,9 +43,9 @@ def check(step: Step, kernels: Kernels, device: str) -> None:
     assert torch.equal(exact(kv).isfinite(), written), "each position is in its slot, and nothing else is"
     error = (exact(kv) - plain).abs().amax(dim=-1)
     assert (error <= 0.045 * plain.abs().amax(dim=-1))[written.all(dim=-1)].all(), "half a step of FP8"
-    plan = Kernels().plan(m, *step.heads, torch.float64, step.span)
+    tiling = Kernels().tile(m, *step.heads, torch.float64, step.span)
     of_queries = None if step.sinks is None else step.sinks.double()
-    close(out, Kernels().attention(q64, exact(kv), plan, of_queries, step.scale))
+    close(out, Kernels().attention(q64, exact(kv), tiling, of_queries, step.scale))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -109,11 +109,11 @@ def test_long_chunks_gather_their_blocks(
 
 
 def test_which_chunks_gather_their_blocks() -> None:
-    from baton.engine.kernels.attention.gather_kv import MOST_POSITIONS, plan_gather
+    from baton.engine.kernels.attention.gather_kv import MOST_POSITIONS, tile_gather
 
     tables = torch.zeros(2, 1 + MOST_POSITIONS // 128, dtype=torch.int32)
     for chunk, gathers in (((1000, 1128), True), ((1000, 1127), False), ((0, MOST_POSITIONS + 1), False)):
-        assert (plan_gather([chunk], 1, tables, 128) is not None) is gathers
+        assert (tile_gather([chunk], 1, tables, 128) is not None) is gathers
 
 
 def test_scales_may_be_very_different(triton_kernels: Kernels) -> None:

@@ -97,8 +97,8 @@ def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
     monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
     step = LatentStep([(126, 128), (250, 257), (0, 3), (60, 63), (0, 2), (5, 6)])
     metadata = placed(step.metadata, lambda x: x.to(DEVICE))
-    plan = triton_kernels.plan_latent(metadata, 4, step.shape, F32)
-    rows = [(type(part), part.rows.indices(18)[:2]) for part in plan]
+    tiling = triton_kernels.tile_latent(metadata, 4, step.shape, F32)
+    rows = [(type(part), part.rows.indices(18)[:2]) for part in tiling]
     absorbed = [(latent_kernels.Absorbed, x) for x in ((0, 1), (3, 7), (7, 10))]
     expanded = [(latent_kernels.ExpandedChunks, x) for x in ((1, 3), (10, 16), (16, 18))]
     assert rows == [absorbed[0], expanded[0], *absorbed[1:], *expanded[1:]]

@@ -79,8 +79,8 @@ class Step:
     def run(self, kernels: Kernels, device: str = "cpu") -> tuple[Tensor, LayerState]:
         """y, and the states after the step."""
         state = LayerState(*(part.to(device, copy=True) for part in self.state))
-        plan = kernels.plan_states(self.metadata(device), self.dtype)
-        y = kernels.mix_states(self.inputs().to(device), self.parameters(device), state, plan)
+        tiling = kernels.tile_states(self.metadata(device), self.dtype)
+        y = kernels.mix_states(self.inputs().to(device), self.parameters(device), state, tiling)
         return y, LayerState(*(part.cpu() for part in state))
 
     def inputs(self) -> Tensor:
@@ -285,7 +285,7 @@ def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels) -
 def test_padding_of_a_graph_changes_nothing(default_and_exact: Kernels) -> None:
     """A graph has static work for more requests and chunks than a step has."""
     from baton.engine.kernels.state.mamba2 import scan_work
-    from baton.engine.kernels.state.plan import chunk_tokens
+    from baton.engine.kernels.state.tiling import chunk_tokens
 
     step = Step([(4, 5), (0, 40), (3, 9)], layer_of(1, F32))
     expected = step.run(Kernels())

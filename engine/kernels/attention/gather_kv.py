@@ -31,7 +31,7 @@ class Gathered(NamedTuple):
     tables: Tensor  # [requests, blocks] int32: as the block tables of the step, with indices into `blocks`
 
 
-def plan_gather(
+def tile_gather(
     prefills: Sequence[tuple[int, int]], num_decodes: int, block_tables: Tensor, block_size: int
 ) -> Gathered | None:
     """The blocks of the chunks (start, stop), the requests from `num_decodes` on. None: too many, or the

@@ -27,7 +27,7 @@ from torch import Tensor
 from baton.engine.kernels.attention.paged import (
     KV,
     PrefillGroup,
-    TorchPlan,
+    TorchTiling,
     attend,
     decode_group,
     gathered,
@@ -76,10 +76,10 @@ class LatentNorm(NamedTuple):
     eps: float
 
 
-class LatentPlan(NamedTuple):
-    """The plan for `latent_attention`, the same for all layers of a step."""
+class LatentTiling(NamedTuple):
+    """The tiling for `latent_attention`, the same for all layers of a step."""
 
-    groups: TorchPlan
+    groups: TorchTiling
     min_expanded_queries: float  # queries of a group; ∞ in the exact mode: all are absorbed
 
 
@@ -110,15 +110,15 @@ def write_latent(
     kv.scales[0].transpose(1, 2)[slots // block_size, slots % block_size] = rows.scales.view(-1, heads)
 
 
-def latent_attention(q: Tensor, kv: KV, plan: LatentPlan, heads: LatentHeads) -> Tensor:
+def latent_attention(q: Tensor, kv: KV, tiling: LatentTiling, heads: LatentHeads) -> Tensor:
     """See `Kernels.latent_attention`."""
     rank = heads.values.shape[2]
     parts = []
-    for group in plan.groups.decodes:
+    for group in tiling.groups.decodes:
         latents = decode_group(heads.absorb(q[group.rows]), kv, group, None, heads.scale)
         parts.append(heads.values_of(latents[..., :rank]))
-    for group in plan.groups.prefills:
-        if len(q[group.rows]) >= plan.min_expanded_queries:
+    for group in tiling.groups.prefills:
+        if len(q[group.rows]) >= tiling.min_expanded_queries:
             parts.append(_expanded(q[group.rows], kv, group, heads))
         else:
             parts.append(_absorbed(q[group.rows], kv, group, heads))

@@ -81,7 +81,7 @@ class ExpandedChunks(NamedTuple):
     tiles: Tiles
 
 
-LatentPlan = Sequence[Absorbed | ExpandedChunks]
+LatentTiling = Sequence[Absorbed | ExpandedChunks]
 
 
 def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size: int, *, fp8: bool) -> Form:
@@ -93,7 +93,7 @@ def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size:
     return Form(16 if num_heads <= 16 else 32, 64, wgmma=False)
 
 
-def plan_latent(
+def tile_latent(
     metadata: AttentionMetadata,
     num_heads: int,
     shape: LatentConfig,
@@ -103,23 +103,23 @@ def plan_latent(
     *,
     fp8: bool = False,
     exact: bool = False,
-) -> LatentPlan:
-    """`min_expanded_queries`: queries of a chunk. `fp8`: as in `Kernels.plan_latent`."""
+) -> LatentTiling:
+    """`min_expanded_queries`: queries of a chunk. `fp8`: as in `Kernels.tile_latent`."""
     decodes, device = metadata.num_decodes, metadata.contexts.device
     form = form_of(num_heads, shape, dtype, metadata.block_size, fp8=fp8)
     programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
-    plan: list[Absorbed | ExpandedChunks] = []
+    tiling: list[Absorbed | ExpandedChunks] = []
     for first in range(0, decodes if exact else 0, MOST_EXACT):
         rows = slice(first, min(first + MOST_EXACT, decodes))
         contexts = metadata.contexts[rows]
         pieces = partition(contexts, 1, SEGMENTS.value * len(contexts), segments=True)
-        plan.append(Absorbed(rows, form, pieces, metadata.block_tables[rows], exact))
+        tiling.append(Absorbed(rows, form, pieces, metadata.block_tables[rows], exact))
     if decodes and not exact:
         # A program fills a multiprocessor. So the pieces are as many as run at once, or twice as many, …
         count = triton.cdiv(decodes + programs // 2, programs) * programs
         contexts = metadata.contexts[:decodes]
         pieces = partition(contexts, 1, count, block_n=form.block_n)
-        plan.append(Absorbed(slice(0, decodes), form, pieces, metadata.block_tables, exact))
+        tiling.append(Absorbed(slice(0, decodes), form, pieces, metadata.block_tables, exact))
     sizes = shape.key_dim, shape.value_dim
     blocks = SCRATCH_BYTES // (num_heads * sum(sizes) * dtype.itemsize * SCRATCH_BLOCK)
     room, scratch = blocks * SCRATCH_BLOCK, None
@@ -133,7 +133,7 @@ def plan_latent(
                 empty = functools.partial(torch.empty, dtype=dtype, device=device)
                 scratch = Expanded(*(empty(1, blocks, SCRATCH_BLOCK, num_heads, size) for size in sizes))
             first = row - sum(stop - start for _, start, stop in expanded)
-            plan.append(_expanded_chunks(metadata, expanded, slice(first, row), scratch))
+            tiling.append(_expanded_chunks(metadata, expanded, slice(first, row), scratch))
             expanded.clear()
 
     for request, (start, stop) in enumerate(metadata.prefills, decodes):
@@ -145,14 +145,14 @@ def plan_latent(
                 rows = slice(row + begin - start, row + end - start)
                 table = metadata.block_tables[request]
                 pieces = _pieces(begin, end, form.block_n, programs, device, exact=exact)
-                plan.append(Absorbed(rows, form, pieces, table, exact))
+                tiling.append(Absorbed(rows, form, pieces, table, exact))
         else:
             if sum(map(_padded, (*(end for *_, end in expanded), stop))) > room:
                 expand()
             expanded.append((request, start, stop))
         row += stop - start
     expand()
-    return plan
+    return tiling
 
 
 def _padded(positions: int) -> int:
@@ -204,10 +204,10 @@ def _pieces(
 
 
 def latent_attention(
-    q: Tensor, kv: KV, plan: LatentPlan, heads: LatentHeads, out: Tensor | None = None
+    q: Tensor, kv: KV, tiling: LatentTiling, heads: LatentHeads, out: Tensor | None = None
 ) -> Tensor:
     out = q.new_empty(len(q), *heads.values.shape[:2]) if out is None else out
-    for part in plan:
+    for part in tiling:
         if isinstance(part, Absorbed):
             _absorbed(q[part.rows], kv, part, heads, out[part.rows])
         else:

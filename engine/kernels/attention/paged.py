@@ -78,7 +78,7 @@ class Apart:
     q: Tensor  # [rows, heads, nope_dim + rope_dim]: the graph before writes it
     out: Tensor  # [rows, heads, value_dim]: the graph after reads it
     layers: dict[int, Callable[[Any], Any]] = field(default_factory=dict)
-    """Attention of each layer, as a function of its plan."""
+    """Attention of each layer, as a function of its tiling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ class PrefillGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchPlan:
-    """The plan for `paged_attention`, the same for all layers of a step that have the same span."""
+class TorchTiling:
+    """The tiling for `paged_attention`, the same for all layers of a step that have the same span."""
 
     decodes: Sequence[DecodeGroup]
     prefills: Sequence[PrefillGroup]
@@ -155,11 +155,11 @@ def first_seen(positions: Tensor, span: Span | None) -> Tensor:
     return (positions + 1 - span.length).clamp_min(0)
 
 
-def plan_attention(
+def tile_attention(
     metadata: AttentionMetadata, span: Span | None, dtype: torch.dtype, *, exact: bool = False
-) -> TorchPlan:
+) -> TorchTiling:
     if exact:
-        return TorchPlan((), _exact_groups(metadata, span, dtype))
+        return TorchTiling((), _exact_groups(metadata, span, dtype))
     block_size, tables = metadata.block_size, metadata.block_tables
     contexts = metadata.contexts[: metadata.num_decodes, None].long()
     first = first_seen(contexts - 1, span)
@@ -193,7 +193,7 @@ def plan_attention(
             end = min(begin + most, stop)
             prefills.append(_prefill_group(tables[request], range(begin, end), block_size, row, span, dtype))
             row += end - begin
-    return TorchPlan(decodes, prefills)
+    return TorchTiling(decodes, prefills)
 
 
 def _exact_groups(
@@ -248,12 +248,12 @@ def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
 
 
-def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None, scale: float) -> Tensor:
+def paged_attention(q: Tensor, kv: KV, tiling: TorchTiling, sinks: Tensor | None, scale: float) -> Tensor:
     """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
     The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. `scale`
     multiplies the products of queries and keys. Returns [tokens, num_heads, head_dim]."""
-    parts = [decode_group(q[group.rows], kv, group, sinks, scale) for group in plan.decodes]
-    parts += [prefill_group(q[group.rows], kv, group, sinks, scale) for group in plan.prefills]
+    parts = [decode_group(q[group.rows], kv, group, sinks, scale) for group in tiling.decodes]
+    parts += [prefill_group(q[group.rows], kv, group, sinks, scale) for group in tiling.prefills]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -13,24 +13,26 @@ from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.mamba2 import StateLayer
-from baton.engine.kernels.state.plan import TritonStatePlan
 from baton.engine.kernels.state.ssd import copy_after
+from baton.engine.kernels.state.tiling import TritonStateTiling
 
 BLOCK_DECODE = 512  # channels of a program
 BLOCK_CHUNK, WARPS_CHUNK = 512, 4
 STEPS = 16  # tokens of a program
 
 
-def convolve_next(x: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, out: Tensor) -> None:
+def convolve_next(
+    x: Tensor, layer: StateLayer, state: Tensor, tiling: TritonStateTiling, out: Tensor
+) -> None:
     """x, out [requests, channels], with dense rows at any stride."""
     width, channels = layer.conv_weight.shape
-    _convolve_next[(len(plan.contexts), triton.cdiv(channels, BLOCK_DECODE))](
+    _convolve_next[(len(tiling.contexts), triton.cdiv(channels, BLOCK_DECODE))](
         x,
         layer.conv_weight,
         layer.conv_bias,
         state,
-        plan.slots,
-        plan.contexts,
+        tiling.slots,
+        tiling.contexts,
         out,
         x.stride(0),
         out.stride(0),
@@ -41,20 +43,20 @@ def convolve_next(x: Tensor, layer: StateLayer, state: Tensor, plan: TritonState
     )
 
 
-def convolve(x: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, out: Tensor) -> None:
-    """x, out [rows, channels], with dense rows at any stride. The plan has chunks."""
-    assert plan.scans is not None, "the plan has chunks"
+def convolve(x: Tensor, layer: StateLayer, state: Tensor, tiling: TritonStateTiling, out: Tensor) -> None:
+    """x, out [rows, channels], with dense rows at any stride. The tiling has chunks."""
+    assert tiling.scans is not None, "the tiling has chunks"
     width, channels = layer.conv_weight.shape
-    steps = min(STEPS, plan.tokens)
+    steps = min(STEPS, tiling.tokens)
     assert width <= steps + 1, "a program needs the one before it at most"
-    _convolve[(triton.cdiv(channels, BLOCK_CHUNK), plan.tokens // steps, len(plan.scans))](
+    _convolve[(triton.cdiv(channels, BLOCK_CHUNK), tiling.tokens // steps, len(tiling.scans))](
         x,
         layer.conv_weight,
         layer.conv_bias,
         state,
-        plan.slots,
-        plan.scans,
-        plan.copies,
+        tiling.slots,
+        tiling.scans,
+        tiling.copies,
         out,
         x.stride(0),
         out.stride(0),

@@ -20,9 +20,9 @@ from torch import Tensor
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.gated_delta import EPS
 from baton.engine.kernels.state.mamba2 import StateLayer
-from baton.engine.kernels.state.plan import TritonStatePlan
 from baton.engine.kernels.state.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, shape_of, state_at
 from baton.engine.kernels.state.state_update import time_step
+from baton.engine.kernels.state.tiling import TritonStateTiling
 
 SOLVE_WARPS = 4
 DIMS, WARPS = 32, 4
@@ -35,24 +35,24 @@ FACTORS = 4
 
 
 def scan(
-    rows: Tensor, beside: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, y: Tensor
+    rows: Tensor, beside: Tensor, layer: StateLayer, state: Tensor, tiling: TritonStateTiling, y: Tensor
 ) -> None:
     """rows [rows, channels] after the convolution, beside [rows, 2 · heads], y [rows, heads · head_dim]:
-    dense rows at any stride. The plan has chunks."""
-    assert plan.scans is not None, "the plan has chunks"
+    dense rows at any stride. The tiling has chunks."""
+    assert tiling.scans is not None, "the tiling has chunks"
     _, heads, head_dim, size = state.shape
-    tokens = plan.tokens
+    tokens = tiling.tokens
     count = len(rows)
     dims = max(LEAST, min(DIMS, triton.next_power_of_2(head_dim)))
     systems = torch.empty(2, count, heads, tokens, dtype=rows.dtype, device=rows.device)  # T and P
     factors = torch.empty(FACTORS, heads, count, device=rows.device)
     shape = shape_of(layer, state, tokens)
-    _solve[(len(plan.scans), heads)](
+    _solve[(len(tiling.scans), heads)](
         rows,
         beside,
         layer.dt_bias,
         layer.a,
-        plan.scans,
+        tiling.scans,
         systems,
         factors,
         rows.stride(0),
@@ -67,13 +67,13 @@ def scan(
     # The first chunks of all prompts come first in `scans`.
     parts = triton.cdiv(head_dim, dims)
     fits = size <= LARGEST_FEW and rows.dtype is not torch.float32
-    few = fits and parts * heads * plan.prompts <= plan.multiprocessors
-    _scan[(plan.prompts, heads, parts)](
+    few = fits and parts * heads * tiling.prompts <= tiling.multiprocessors
+    _scan[(tiling.prompts, heads, parts)](
         rows,
         state,
-        plan.slots,
-        plan.scans,
-        plan.copies,
+        tiling.slots,
+        tiling.scans,
+        tiling.copies,
         systems,
         factors,
         y,

@@ -20,21 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.state.mamba2 import CHUNK, Prompt, StateLayer, TorchStatePlan, in_float32
+from baton.engine.kernels.state.mamba2 import CHUNK, Prompt, StateLayer, TorchStateTiling, in_float32
 
 EPS = 1e-6
 """Of the norm of keys and queries."""
 
 
 class GatedDelta(StateLayer):
-    def update(self, rows: Tensor, beside: Tensor, state: Tensor, plan: TorchStatePlan) -> Tensor:
+    def update(self, rows: Tensor, beside: Tensor, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         v, k, q = self._parts(rows, state)
         decay, beta = self._decay_and_share(beside)
-        kept = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
+        kept = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None, None], 0)
         kept *= decay.exp()[:, :, None, None]
         written = (v - (kept @ k[..., None])[..., 0]) * beta[:, :, None]
         kept += written[..., None] * k[:, :, None]
-        state[plan.slots] = kept
+        state[tiling.slots] = kept
         return (kept @ q[..., None])[..., 0]
 
     def scan(self, rows: Tensor, beside: Tensor, state: Tensor, prompt: Prompt) -> Tensor:

@@ -61,7 +61,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TorchStatePlan:
+class TorchStateTiling:
     slots: Tensor  # [decodes] int64
     fresh: Tensor  # [decodes] bool: the request is at its first position
     prompts: list[Prompt]
@@ -78,7 +78,7 @@ class StateLayer:
     groups: int
     """Each has one B and one C, or one key and one query."""
 
-    def update(self, rows: Tensor, beside: Tensor, state: Tensor, plan: TorchStatePlan) -> Tensor:
+    def update(self, rows: Tensor, beside: Tensor, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         """The step of each request that decodes. rows [requests, channels] after the convolution; beside: the
         other columns of `projected`. Returns y [requests, heads, head_dim] float32."""
         raise NotImplementedError
@@ -88,7 +88,7 @@ class StateLayer:
         raise NotImplementedError
 
 
-def plan_states(metadata: AttentionMetadata) -> TorchStatePlan:
+def tile_states(metadata: AttentionMetadata) -> TorchStateTiling:
     assert metadata.state_slots is not None, "each request of a model with states has a slot"
     decodes, slots = metadata.num_decodes, metadata.state_slots
     copies = {} if metadata.state_copies is None else nonzero(metadata.state_copies)
@@ -98,7 +98,7 @@ def plan_states(metadata: AttentionMetadata) -> TorchStatePlan:
         own = [(at - row + 1, copies[at] - 1) for at in copies if at in rows]
         prompts.append(Prompt(slot, start == 0, slice(rows.start, rows.stop), own))
         row = rows.stop
-    return TorchStatePlan(slots[:decodes].long(), metadata.contexts[:decodes] == 1, prompts)
+    return TorchStateTiling(slots[:decodes].long(), metadata.contexts[:decodes] == 1, prompts)
 
 
 def scan_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int) -> np.ndarray:
@@ -124,35 +124,35 @@ def nonzero(values: Tensor) -> dict[int, int]:
     return {index: int(values[index]) for index in values.nonzero()[:, 0].tolist()}
 
 
-def mix_states(projected: Tensor, layer: StateLayer, state: LayerState, plan: Any) -> Tensor:
-    """Convolution and scan of a state layer: takes the state of each request in the plan past the tokens of
+def mix_states(projected: Tensor, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
+    """Convolution and scan of a state layer: takes the state of each request in the tiling past the tokens of
     this step, in place.
 
     projected [tokens, …], dense rows at any stride: the channels, then Δ of each head, and with the gated
     delta rule β of each head. Returns y [tokens, heads · head_dim]."""
     channels = layer.conv_weight.shape[1]
-    decodes = len(plan.slots)
+    decodes = len(tiling.slots)
     y = projected.new_empty(len(projected), state.ssm.shape[1] * state.ssm.shape[2])
     if decodes:
-        rows = convolve_next(projected[:decodes, :channels], layer, state.conv, plan)
-        y[:decodes] = layer.update(rows, projected[:decodes, channels:], state.ssm, plan).flatten(1)
-    for prompt in plan.prompts:
+        rows = convolve_next(projected[:decodes, :channels], layer, state.conv, tiling)
+        y[:decodes] = layer.update(rows, projected[:decodes, channels:], state.ssm, tiling).flatten(1)
+    for prompt in tiling.prompts:
         rows, beside = projected[prompt.rows].split((channels, projected.shape[1] - channels), dim=1)
         rows = convolve(rows, layer, state.conv, prompt)
         y[prompt.rows] = layer.scan(rows, beside, state.ssm, prompt).flatten(1)
     return y
 
 
-def mix_states_by_row(projected: Tensor, layer: StateLayer, state: LayerState, plan: Any) -> Tensor:
+def mix_states_by_row(projected: Tensor, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
     """As `mix_states`, with the same bits for a row whatever the other rows: each row is a decode by itself,
     also those of prompts."""
-    decodes = zip(plan.slots.tolist(), plan.fresh.tolist(), strict=True)
+    decodes = zip(tiling.slots.tolist(), tiling.fresh.tolist(), strict=True)
     spans = [Prompt(slot, fresh, slice(i, i + 1)) for i, (slot, fresh) in enumerate(decodes)]
     y = projected.new_empty(len(projected), state.ssm.shape[1] * state.ssm.shape[2])
-    for prompt in (*spans, *plan.prompts):
+    for prompt in (*spans, *tiling.prompts):
         slot, copies = torch.tensor([prompt.slot]), dict(prompt.copies)
         for count, row in enumerate(range(prompt.rows.start, prompt.rows.stop), 1):
-            alone = TorchStatePlan(slot, torch.tensor([prompt.fresh and count == 1]), [])
+            alone = TorchStateTiling(slot, torch.tensor([prompt.fresh and count == 1]), [])
             y[row] = mix_states(projected[row : row + 1], layer, state, alone)[0]
             if count in copies:
                 for part in state:
@@ -176,11 +176,11 @@ def convolve(x: Tensor, layer: StateLayer, state: Tensor, prompt: Prompt) -> Ten
     return _activated(total, layer).to(x.dtype)
 
 
-def convolve_next(x: Tensor, layer: StateLayer, state: Tensor, plan: TorchStatePlan) -> Tensor:
+def convolve_next(x: Tensor, layer: StateLayer, state: Tensor, tiling: TorchStateTiling) -> Tensor:
     """As `convolve`, for one token of each request that decodes: x [requests, channels]."""
-    before = state[plan.slots].masked_fill_(plan.fresh[:, None, None], 0)
+    before = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None], 0)
     inputs = torch.cat((before, x[:, None]), dim=1)
-    state[plan.slots] = inputs[:, 1:]
+    state[tiling.slots] = inputs[:, 1:]
     return _activated((inputs.float() * layer.conv_weight.float()).sum(dim=1), layer).to(x.dtype)
 
 
@@ -201,16 +201,16 @@ class Mamba2(StateLayer):
     d: Tensor  # [heads] float32
     dt_limits: tuple[float, float]
 
-    def update(self, rows: Tensor, beside: Tensor, state: Tensor, plan: TorchStatePlan) -> Tensor:
+    def update(self, rows: Tensor, beside: Tensor, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         x, b, c = in_float32(rows, self.groups, state)
         x = x.flatten(1, 2)
         shared = state.shape[1] // self.groups
         b, c = (of_groups.repeat_interleave(shared, dim=1) for of_groups in (b, c))
         step = self._time_steps(beside)
-        before = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
+        before = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None, None], 0)
         decayed = before.mul_((step * self.a).exp()[:, :, None, None])
         after = decayed.addcmul_((x * step[:, :, None])[..., None], b[:, :, None])
-        state[plan.slots] = after
+        state[tiling.slots] = after
         return (after @ c[..., None])[..., 0].addcmul_(x, self.d[:, None])
 
     def scan(self, rows: Tensor, beside: Tensor, state: Tensor, prompt: Prompt) -> Tensor:

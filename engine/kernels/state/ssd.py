@@ -14,8 +14,8 @@ from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.mamba2 import Mamba2, StateLayer
-from baton.engine.kernels.state.plan import TritonStatePlan
 from baton.engine.kernels.state.state_update import time_step
+from baton.engine.kernels.state.tiling import TritonStateTiling
 
 DIMS = 64  # of a program
 DIMS_FLOAT32 = 32  # more do not fit into registers and shared memory
@@ -39,21 +39,23 @@ def shape_of(layer: StateLayer, state: Tensor, tokens: int) -> dict[str, int]:
     }
 
 
-def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TritonStatePlan, y: Tensor) -> None:
+def scan(
+    rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, tiling: TritonStateTiling, y: Tensor
+) -> None:
     """rows [rows, channels] after the convolution, dt [rows, heads], y [rows, heads · head_dim]: dense
-    rows at any stride. The plan has chunks."""
-    assert plan.scans is not None, "the plan has chunks"
+    rows at any stride. The tiling has chunks."""
+    assert tiling.scans is not None, "the tiling has chunks"
     _, heads, head_dim, size = state.shape
-    count, tokens = len(rows), plan.tokens
+    count, tokens = len(rows), tiling.tokens
     steps = torch.empty(2, heads, count, device=rows.device)  # Δ, and the sums s of a chunk
     products = torch.empty(count, layer.groups, tokens, dtype=rows.dtype, device=rows.device)
     shape = shape_of(layer, state, tokens)
-    _prepare[(len(plan.scans), layer.groups + triton.cdiv(heads, PREPARED_HEADS))](
+    _prepare[(len(tiling.scans), layer.groups + triton.cdiv(heads, PREPARED_HEADS))](
         rows,
         dt,
         layer.dt_bias,
         layer.a,
-        plan.scans,
+        tiling.scans,
         steps,
         products,
         rows.stride(0),
@@ -68,16 +70,16 @@ def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TritonSta
     exact = rows.dtype is torch.float32
     dims = max(LEAST, min(DIMS_FLOAT32 if exact else DIMS, triton.next_power_of_2(head_dim)))
     parts = triton.cdiv(head_dim, dims)
-    few = parts * heads * plan.prompts <= plan.multiprocessors and size <= LARGEST_FEW
+    few = parts * heads * tiling.prompts <= tiling.multiprocessors and size <= LARGEST_FEW
     warps, stages = FEW if few else MANY
     # The first chunks of all prompts come first in `scans`.
-    _scan[(parts, heads, plan.prompts)](
+    _scan[(parts, heads, tiling.prompts)](
         rows,
         layer.d,
         state,
-        plan.slots,
-        plan.scans,
-        plan.copies,
+        tiling.slots,
+        tiling.scans,
+        tiling.copies,
         steps,
         products,
         y,

@@ -17,17 +17,17 @@ from torch import Tensor
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.gated_delta import EPS
 from baton.engine.kernels.state.mamba2 import Mamba2, StateLayer
-from baton.engine.kernels.state.plan import TritonStatePlan
+from baton.engine.kernels.state.tiling import TritonStateTiling
 
 DIMS, WARPS = 32, 4
 DELTA_DIMS, DELTA_WARPS = 16, 2
 
 
 def update(
-    rows: Tensor, beside: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, y: Tensor
+    rows: Tensor, beside: Tensor, layer: StateLayer, state: Tensor, tiling: TritonStateTiling, y: Tensor
 ) -> None:
     """rows [requests, channels] after the convolution, beside [requests, heads or 2 · heads], y [requests,
-    heads · head_dim]: dense rows at any stride. If the plan is exact, they have a row for each token."""
+    heads · head_dim]: dense rows at any stride. If the tiling is exact, they have a row for each token."""
     _, heads, head_dim, size = state.shape
     if isinstance(layer, Mamba2):
         d, limits, factors = layer.d, layer.dt_limits, (None, None)
@@ -35,7 +35,7 @@ def update(
     else:
         d, limits, factors = None, (None, None), (size**-0.5, EPS)
         dims, warps = DELTA_DIMS, DELTA_WARPS
-    requests = len(plan.contexts) + (plan.prompts if plan.exact else 0)
+    requests = len(tiling.contexts) + (tiling.prompts if tiling.exact else 0)
     _update[(triton.cdiv(head_dim, dims), heads, requests)](
         rows,
         beside,
@@ -43,10 +43,10 @@ def update(
         layer.a,
         d,
         state,
-        plan.slots,
-        plan.contexts,
-        plan.scans if plan.exact else None,
-        plan.copies if plan.exact else None,
+        tiling.slots,
+        tiling.contexts,
+        tiling.scans if tiling.exact else None,
+        tiling.copies if tiling.exact else None,
         y,
         rows.stride(0),
         beside.stride(0),
@@ -61,7 +61,7 @@ def update(
         COLUMNS=triton.next_power_of_2(size),
         num_warps=warps,
         # Where the compiler fuses a product and a sum may differ from one copy of the loop to another.
-        enable_fp_fusion=not plan.exact,
+        enable_fp_fusion=not tiling.exact,
         **launch_options(),
     )
 

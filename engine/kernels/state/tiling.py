@@ -14,7 +14,7 @@ TOKENS_FLOAT32 = 32  # more do not fit into registers and shared memory
 
 
 @dataclass(frozen=True, slots=True)
-class TritonStatePlan:
+class TritonStateTiling:
     slots: Tensor  # [requests] int32
     contexts: Tensor  # [decodes] int32; a request with context 0 is padding
     scans: Tensor | None  # [chunks, 6] int32, from `scan_work`; None: no chunks. Exact: decodes first
@@ -29,9 +29,9 @@ def chunk_tokens(dtype: torch.dtype) -> int:
     return TOKENS_FLOAT32 if dtype is torch.float32 else TOKENS
 
 
-def plan_states(
+def tile_states(
     metadata: AttentionMetadata, dtype: torch.dtype, multiprocessors: int, *, exact: bool = False
-) -> TritonStatePlan:
+) -> TritonStateTiling:
     """`exact`: decodes are chunks of one token."""
     decodes, device, slots = metadata.num_decodes, metadata.contexts.device, metadata.state_slots
     assert slots is not None, "each request of a model with states has a slot"
@@ -46,7 +46,7 @@ def plan_states(
         scans = torch.cat((_of_decodes(contexts), *([] if scans is None else [scans])))
         if copies is None:  # so that all steps run one compiled form of a kernel
             copies = torch.zeros(len(metadata.slots), dtype=torch.int32, device=device)
-    return TritonStatePlan(slots, contexts, scans, copies, prompts, tokens, multiprocessors, exact)
+    return TritonStateTiling(slots, contexts, scans, copies, prompts, tokens, multiprocessors, exact)
 
 
 def _of_decodes(contexts: Tensor) -> Tensor:
