@@ -68,10 +68,10 @@ def end(engine: Engine, request_id: bytes) -> None:
 
 def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     """Runs a step like the engine, but without a model: every sampled token is 7."""
-    plan = scheduler.schedule(chunk_limit)
-    scheduler.launched(plan)
-    plan.end_leases()
-    for live, positions in plan.chunks.items():
+    schedule = scheduler.schedule(chunk_limit)
+    scheduler.launched(schedule)
+    schedule.end_leases()
+    for live, positions in schedule.chunks.items():
         if live.num_left == 0:
             if not live.unverified:
                 scheduler.lives.memory.publish(live, positions.stop)
@@ -79,11 +79,11 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
             live.token_ids.append(7)
             if live.handover:
                 scheduler.lives.hold(live)
-    return plan
+    return schedule
 
 
-def tokens(plan: Schedule) -> list[tuple[int, int, int]]:
-    return [(live.id[0], chunk.start, chunk.stop) for live, chunk in plan.chunks.items()]
+def tokens(schedule: Schedule) -> list[tuple[int, int, int]]:
+    return [(live.id[0], chunk.start, chunk.stop) for live, chunk in schedule.chunks.items()]
 
 
 def hooks_to(listener: Any) -> Hooks:

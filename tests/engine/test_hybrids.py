@@ -264,9 +264,9 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     lengths: list[list[int]] = []
     build = step_loop.build_step
 
-    def build_step(plan: Schedule, *args: Any, **others: Any) -> Any:
-        lengths.append([len(positions) for positions in plan.chunks.values()])
-        return build(plan, *args, **others)
+    def build_step(schedule: Schedule, *args: Any, **others: Any) -> Any:
+        lengths.append([len(positions) for positions in schedule.chunks.values()])
+        return build(schedule, *args, **others)
 
     monkeypatch.setattr(step_loop, "build_step", build_step)
     results = [run(engine, [request]).popitem()[1] for request in requests]
@@ -333,21 +333,21 @@ class Steps:
         kept = StateCopies(4, copies, interval=8, block_size=4, chunk_tokens=4)
         self.scheduler = make(64, budget=8, states=4, prefix_cache=True, copies=kept)
         live = add(self.scheduler, 1, 10)
-        for plan, restores in (self.launch(), self.launch()):
+        for schedule, restores in (self.launch(), self.launch()):
             assert restores == []
-            plan.end_leases()
+            schedule.end_leases()
         self.scheduler.lives.memory.publish(live, 10)
         self.scheduler.lives.drop(live)
 
     def launch(self) -> tuple[Schedule, list[tuple[int, int]]]:
-        """The plan, and the slots of states to copy."""
-        plan = self.scheduler.schedule()
+        """The schedule, and the slots of states to copy."""
+        schedule = self.scheduler.schedule()
         states = self.scheduler.lives.memory.states
         assert states is not None
-        restores = states.take_restores(plan)
-        states.saves(plan.chunks)
-        self.scheduler.launched(plan)
-        return plan, restores
+        restores = states.take_restores(schedule)
+        states.saves(schedule.chunks)
+        self.scheduler.launched(schedule)
+        return schedule, restores
 
     def import_from(self, first: int) -> int | None:
         """The slot that an import of another prompt gets for its states."""
@@ -366,14 +366,14 @@ def test_nothing_writes_to_a_copy_that_a_launched_step_begins_with(cancelled: bo
     """The device may be behind. An import writes beside its steps."""
     steps = Steps()
     live = add(steps.scheduler, 2, 12)
-    plan, restores = steps.launch()
-    assert plan.chunks == {live: range(8, 12)}
+    schedule, restores = steps.launch()
+    assert schedule.chunks == {live: range(8, 12)}
     [(copy, to)] = restores
     assert to == live.state_slot
     if cancelled:
         steps.scheduler.lives.drop(live)
     assert steps.import_from(100) is None
-    plan.end_leases()
+    schedule.end_leases()
     assert steps.import_from(100) == copy
     if not cancelled:
         steps.scheduler.lives.drop(live)
@@ -390,11 +390,11 @@ def test_no_copy_is_taken_where_states_of_another_worker_come_meanwhile() -> Non
     copied: list[int] = []
     for _ in ranges:
         scheduler.lives.begin_range(live)
-        while live.phase is Phase.RUNNING and (plan := scheduler.schedule()).chunks:
+        while live.phase is Phase.RUNNING and (schedule := scheduler.schedule()).chunks:
             assert scheduler.lives.memory.states is not None
-            copied += [save.position for save in scheduler.lives.memory.states.saves(plan.chunks)]
-            scheduler.launched(plan)
-            plan.end_leases()
+            copied += [save.position for save in scheduler.lives.memory.states.saves(schedule.chunks)]
+            scheduler.launched(schedule)
+            schedule.end_leases()
     assert copied == [8, 32, 40]
     scheduler.lives.drop(live)
     scheduler.lives.assert_whole()
@@ -420,15 +420,15 @@ def test_no_step_copies_states_of_a_request_that_it_does_not_compute(steps_until
     )
     late = steps.scheduler.lives.start(EngineRequest(b"late", list(range(12))))
     assert late is not None
-    plans = [steps.launch() for _ in range(steps_until_it_ends)]
-    assert all(late not in plan.chunks and restores == [] for plan, restores in plans)
+    schedules = [steps.launch() for _ in range(steps_until_it_ends)]
+    assert all(late not in schedule.chunks and restores == [] for schedule, restores in schedules)
     slot = late.state_slot
     steps.scheduler.lives.drop(late)
     reserved = steps.scheduler.lives.reserve(EngineRequest(b"reserved", list(range(200, 210))))
     assert reserved is not None
     assert reserved.state_slot == slot
-    for plan, _ in plans:
-        plan.end_leases()
+    for schedule, _ in schedules:
+        schedule.end_leases()
     for live in (first, reserved):
         steps.scheduler.lives.drop(live)
     steps.scheduler.lives.assert_whole()

@@ -228,12 +228,12 @@ class TwoWorkers:
     def step(self, worker: Scheduler) -> None:
         held_back = [live for live in worker.lives.running if worker._is_held_back(live)]
         self.seen["held back"] += bool(held_back)
-        plan = step(worker, 5)
-        assert not any(live in plan.chunks for live in held_back)
-        self.seen["handed back"] += sum(live.hand_back for live in plan.preempted)
+        schedule = step(worker, 5)
+        assert not any(live in schedule.chunks for live in held_back)
+        self.seen["handed back"] += sum(live.hand_back for live in schedule.preempted)
         by_live = {live: answer for answer in self.answers for live in (answer.prefill, answer.decode)}
         of_part = {live: a for a in self.answers if a.shared for live in (a.shared.final, a.shared.other)}
-        for live, positions in plan.chunks.items():
+        for live, positions in schedule.chunks.items():
             if (sharing := of_part.get(live)) is not None and sharing.shared is not None:
                 sharing.shared.begun = max(sharing.shared.begun, positions.stop)
                 if live is sharing.shared.final and live.phase is Phase.HELD:

@@ -74,10 +74,10 @@ class Worker:
         return self.scheduler.lives.add(request, handover=handover)
 
     def step(self) -> None:
-        plan = self.scheduler.schedule()
-        self.scheduler.launched(plan)
-        plan.end_leases()
-        for live, chunk in plan.chunks.items():
+        schedule = self.scheduler.schedule()
+        self.scheduler.launched(schedule)
+        schedule.end_leases()
+        for live, chunk in schedule.chunks.items():
             tokens = tuple(live.token_ids)
             for position in range(chunk.stop):
                 row = live.blocks[position // BLOCK] * BLOCK + position % BLOCK

@@ -234,8 +234,15 @@ class Lives:
 
     def halfway(self) -> list[bytes]:
         """Prompts in a step that is launched, but not sampled."""
-        plans = [plan for plan, launched in self.prefill.loop.under_way if not launched.is_sampled]
-        return [live.id for plan in plans for live in plan.prompts if live.handover and live.id in self.where]
+        schedules = [
+            schedule for schedule, launched in self.prefill.loop.under_way if not launched.is_sampled
+        ]
+        return [
+            live.id
+            for schedule in schedules
+            for live in schedule.prompts
+            if live.handover and live.id in self.where
+        ]
 
     @staticmethod
     def under_way(engine: Engine, used: dict[int, set[int]]) -> set[int]:

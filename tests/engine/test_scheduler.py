@@ -122,8 +122,8 @@ def test_requests_start_by_priority_then_arrival_and_never_overtake() -> None:
     step(scheduler)
     add(scheduler, 2, 16)  # does not fit beside the first
     add(scheduler, 3, 1)  # fits
-    plan = step(scheduler)
-    assert [live.id[0] for live in plan.chunks] == [1]
+    schedule = step(scheduler)
+    assert [live.id[0] for live in schedule.chunks] == [1]
     add(scheduler, 4, 1, priority=-1)
     assert [live.id[0] for live in step(scheduler).chunks] == [1, 4]
     assert [live.id[0] for live in scheduler.lives.waiting] == [2, 3]
@@ -145,12 +145,12 @@ def test_a_slot_is_free_when_the_last_step_that_uses_it_is_over() -> None:
     """The step runs ahead of the end of the request, and writes the slot."""
     scheduler = make(states=1)
     live = add(scheduler, 0, 3)
-    plan = scheduler.schedule()
-    scheduler.launched(plan)
+    schedule = scheduler.schedule()
+    scheduler.launched(schedule)
     scheduler.lives.drop(live)
     add(scheduler, 1, 3)
     assert not scheduler.lives.can_admit
-    plan.end_leases()
+    schedule.end_leases()
     assert scheduler.lives.can_admit
 
 
@@ -161,9 +161,9 @@ def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
     for _ in range(4):
         step(scheduler)
     assert (len(first.token_ids), len(second.token_ids), scheduler.lives.pool.free) == (13, 13, 0)
-    plan = step(scheduler)
-    assert plan.preempted == [second]
-    assert tokens(plan) == [(1, 12, 13)]
+    schedule = step(scheduler)
+    assert schedule.preempted == [second]
+    assert tokens(schedule) == [(1, 12, 13)]
     scheduler.lives.drop(first)
     assert tokens(step(scheduler)) == [(2, 0, 13)], "prompt and output are prefilled together"
 
@@ -176,8 +176,8 @@ def test_a_preempted_joined_request_is_handed_back() -> None:
     assert joined is not None
     scheduler.lives.join(joined)
     joined.token_ids.append(7)
-    plans = [step(scheduler) for _ in range(9)]
-    assert [plan.preempted for plan in plans if plan.preempted] == [[joined]]
+    schedules = [step(scheduler) for _ in range(9)]
+    assert [schedule.preempted for schedule in schedules if schedule.preempted] == [[joined]]
     assert joined.phase is Phase.GONE
     scheduler.lives.drop(first)
     scheduler.lives.assert_whole()
@@ -257,8 +257,8 @@ def test_a_resumed_request_goes_on_from_its_blocks_and_is_handed_back_on_preempt
     assert tokens(step(scheduler, 1)) == [(9, 7, 8)]
     assert list(held.blocks) == blocks
     other = add(scheduler, 2, 8, priority=-1)
-    plans = [step(scheduler) for _ in range(9)]
-    assert [plan.preempted for plan in plans if plan.preempted] == [[held]]
+    schedules = [step(scheduler) for _ in range(9)]
+    assert [schedule.preempted for schedule in schedules if schedule.preempted] == [[held]]
     scheduler.lives.drop(other)
     scheduler.lives.assert_whole()
 
@@ -321,9 +321,9 @@ def test_prefix_hits_end_before_the_last_position() -> None:
 def test_kv_is_shared_only_after_it_was_verified() -> None:
     scheduler = make(budget=8, prefix_cache=True)
     first = add(scheduler, 1, 16)
-    plan = scheduler.schedule()
-    scheduler.launched(plan)
-    plan.end_leases()
+    schedule = scheduler.schedule()
+    scheduler.launched(schedule)
+    schedule.end_leases()
     second = add(scheduler, 2, 16)
     scheduler.lives.drop(first)
     scheduler.schedule()
@@ -372,8 +372,8 @@ def test_a_started_request_gets_blocks_at_once_and_is_handed_back_on_preemption(
     assert scheduler.lives.start(EngineRequest(b"\3", [1])) is None, (
         "the watermark keeps that block for growth"
     )
-    plans = [step(scheduler) for _ in range(9)]
-    assert [plan.preempted for plan in plans if plan.preempted] == [[started]]
+    schedules = [step(scheduler) for _ in range(9)]
+    assert [schedule.preempted for schedule in schedules if schedule.preempted] == [[started]]
 
 
 def test_cached_tokens_do_not_count_as_waiting():
@@ -494,5 +494,5 @@ def test_a_chunk_fills_a_graph_if_the_next_larger_one_would_be_padded(limit: int
     step(scheduler)
     step(scheduler, limit)  # it only decodes
     add(scheduler, 3, 400)
-    plan = step(scheduler, limit)
-    assert (len(plan.chunks), plan.prompt_tokens, plan.prompt_position) == (3, tokens, tokens / 2)
+    schedule = step(scheduler, limit)
+    assert (len(schedule.chunks), schedule.prompt_tokens, schedule.prompt_position) == (3, tokens, tokens / 2)

@@ -50,7 +50,7 @@ def speculation() -> Speculation:
 class Flight:
     """A launched step."""
 
-    plan: Schedule
+    schedule: Schedule
     step: Step
 
     def blocks(self, block_size: int) -> set[int]:
@@ -268,15 +268,15 @@ class Operations:
         had_work = scheduler.has_next
         handovers = {live: list(live.blocks) for live in scheduler.lives.running if live.handover}
         computed = {live.id: live.num_computed for live in scheduler.lives}
-        plan = scheduler.schedule(chunk_limit)
-        assert bool(plan.chunks or plan.preempted) == had_work
-        assert sum(map(len, plan.chunks.values())) <= scheduler.max_num_batched_tokens
-        assert len(plan.chunks) == 1 or not any(live.alone for live in plan.chunks)
-        for live, chunk in plan.chunks.items():
+        schedule = scheduler.schedule(chunk_limit)
+        assert bool(schedule.chunks or schedule.preempted) == had_work
+        assert sum(map(len, schedule.chunks.values())) <= scheduler.max_num_batched_tokens
+        assert len(schedule.chunks) == 1 or not any(live.alone for live in schedule.chunks)
+        for live, chunk in schedule.chunks.items():
             assert live.phase is Phase.RUNNING
             assert chunk.start == live.num_computed < chunk.stop <= len(live.token_ids)
             assert len(live.blocks) * self.block >= chunk.stop, "a token without a slot"
-            if live in plan.started:
+            if live in schedule.started:
                 assert live.num_cached % self.block == 0
                 assert live.num_cached < len(live.token_ids), "the last position must be computed"
                 assert len(live.blocks) * self.block >= len(live.token_ids)
@@ -284,52 +284,52 @@ class Operations:
                 assert chunk.start == computed[live.id]
         for live, blocks in handovers.items():
             assert (live.phase, list(live.blocks)) == (Phase.RUNNING, blocks), "a prefill was preempted"
-        for live in plan.preempted:
+        for live in schedule.preempted:
             if live.hand_back:
                 assert live not in scheduler.lives
             else:
                 assert (live.phase, list(live.blocks), live.num_computed) == (Phase.WAITING, [], 0)
-        awaiting = [live for live in plan.prompts if live.awaits_kv]
+        awaiting = [live for live in schedule.prompts if live.awaits_kv]
         assert len(awaiting) <= 1, "the workers of one plan may end another"
-        assert not awaiting or not plan.decodes, "a decode waits for another worker"
+        assert not awaiting or not schedule.decodes, "a decode waits for another worker"
         assert not awaiting or all(live.ranges for live in scheduler.lives.reserved), (
             "so would one that joins"
         )
-        if not plan.chunks:
+        if not schedule.chunks:
             return
-        for live, chunk in plan.prompts.items():
+        for live, chunk in schedule.prompts.items():
             if live.handover and (begun := self.begun.get(live.id)) is not None:
                 assert begun.start <= chunk.start < chunk.stop <= begun.stop, "not its positions"
         states = scheduler.lives.memory.states
         step = build_step(
-            plan,
+            schedule,
             1 << 12,
             block_size=self.block,
             table_width=None,
             has_states=states is not None,
-            restores=() if states is None else states.take_restores(plan),
-            saves=() if states is None else states.saves(plan.chunks),
+            restores=() if states is None else states.take_restores(schedule),
+            saves=() if states is None else states.saves(schedule.chunks),
             ahead=1 if scheduler.speculation is None or scheduler.lives.states is not None else 1 + DRAFTS,
         )
-        scheduler.launched(plan)
-        for live, row, count in plan.requests():
+        scheduler.launched(schedule)
+        for live, row, count in schedule.requests():
             live.promise(row, count)
-        self.flights.append(Flight(plan, step))
+        self.flights.append(Flight(schedule, step))
         self.done["steps"] += 1
-        self.done["drafts"] += bool(plan.drafts)
+        self.done["drafts"] += bool(schedule.drafts)
         self.done["waits"] += bool(awaiting)
         self.done["restores"] += len(step.restores)
 
     def land(self, right: int) -> None:
         """As the engine's loop does, with at most `right` drafts of each request that are right."""
-        scheduler, plan = self.scheduler, self.flights.pop(0).plan
-        plan.end_leases()
-        for live, _, count in plan.requests():
+        scheduler, schedule = self.scheduler, self.flights.pop(0).schedule
+        schedule.end_leases()
+        for live, _, count in schedule.requests():
             live.slack -= count
             if live.phase is Phase.GONE:
                 continue
             accepted = min(right, count)
-            verified = plan.verified(live, accepted)
+            verified = schedule.verified(live, accepted)
             for draft in range(accepted + 1):
                 position = live.learn_after_draft(7) if draft else live.learn(7)
                 if not live.unverified:
@@ -409,7 +409,7 @@ class Operations:
         for live in list(self.scheduler.lives):
             self.scheduler.lives.drop(live)
         for flight in self.flights:
-            flight.plan.end_leases()
+            flight.schedule.end_leases()
         for started in list(self.importing):
             self.end_import(started, 0)
         for pin in list(self.pinned):

@@ -109,14 +109,14 @@ SIZES = [Size(rows, *kind) for rows in (8, 64) for kind in ((True, True), (True,
 def test_only_a_step_with_chunks_is_cut_by_layer(
     decodes: list[int], prompts: list[int], size: Size | None
 ) -> None:
-    plan = Schedule()
+    schedule = Schedule()
     for number, length in enumerate([*decodes, *prompts]):
         live = LiveRequest(EngineRequest(bytes([number]), [3] * length), number)
         live.blocks.extend(range(length))
-        plan.chunks[live] = range(length)
+        schedule.chunks[live] = range(length)
         if number >= len(decodes):
-            plan.prompts[live] = range(length)
-    step = build_step(plan, 199, block_size=1, table_width=None)
+            schedule.prompts[live] = range(length)
+    step = build_step(schedule, 199, block_size=1, table_width=None)
     assert size_for(step, SIZES) == size
 
 
@@ -126,12 +126,12 @@ def test_a_graph_reads_a_step_with_padding() -> None:
     make = partial(Inputs, partial(torch.zeros, dtype=torch.uint8), widths.sizes(64, 16), WORK)
     staging, static = make(), make()
     for lengths in ([5, 5, 5], [1, 2, 5]):
-        plan = Schedule()
+        schedule = Schedule()
         for number, length in enumerate(lengths):
             live = LiveRequest(EngineRequest(bytes([number]), [3 + number] * 9), number)
             live.blocks.extend(range(3 * number, 3 * number + 3))
-            plan.chunks[live] = range(9 - length, 9)
-        step = build_step(plan, 199, block_size=4, table_width=4)
+            schedule.chunks[live] = range(9 - length, 9)
+        step = build_step(schedule, 199, block_size=4, table_width=4)
         staging.put(read_by_device(step))
         staging.move_to(static)
     seen = static.first({"tokens": 10})

@@ -33,10 +33,10 @@ class Worker:
             request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
             lives.append(self.scheduler.lives.add(request, handover=True))
         while any(live.num_left for live in lives):
-            plan = self.scheduler.schedule()
-            self.scheduler.launched(plan)
-            plan.end_leases()
-            for live, positions in plan.chunks.items():
+            schedule = self.scheduler.schedule()
+            self.scheduler.launched(schedule)
+            schedule.end_leases()
+            for live, positions in schedule.chunks.items():
                 if live.num_left == 0:
                     self.scheduler.lives.memory.publish(live, positions.stop)
         for live in lives:
