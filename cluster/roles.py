@@ -143,7 +143,7 @@ def run_router(given: RouterRole) -> int:
             model.reach_hub(found.location)
         config = router_config(given, found, load_secret(given.secret.cluster_secret_file))
         if config.model is None:
-            from baton.router.workers.ask import ask_workers
+            from baton.router.ask import ask_workers
 
             described = ask_workers(config)
             if described is None:

@@ -6,6 +6,4 @@
 4. `checks` refuses a worker of another model, and says what the router believes of the reports of a worker.
 5. The `roster` keeps the tables from which plans are made. The `pool` shows them to a plan as a `Fleet`.
 6. A circuit `breaker` keeps requests away from a worker that fails repeatedly.
-
-`ask` gets the model from the workers before a router without `--model` starts.
 """

@@ -18,9 +18,9 @@ from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.tools.http import fetch
 from baton.machine.python_path import PACKAGES
 from baton.machine.system import free_port as unused_port
+from baton.router.ask import first_description
 from baton.router.config import RouterConfig
 from baton.router.workers import checks
-from baton.router.workers.ask import first_description
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect, create_public_server
 from baton.rpc.health import HealthServicer

@@ -5,22 +5,24 @@ Meanwhile its ports answer every request with status 503 and the reason, in plac
 
 import asyncio
 import contextlib
-import json
 import logging
 import logging.config
-import os
+import multiprocessing
 import signal
-import socket
 from collections.abc import AsyncIterator, Mapping
 from itertools import islice
-from typing import Any, BinaryIO, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any
 
-import grpc
 import grpc.aio
+from aiohttp import web
 
-from baton.machine.system import cannot_listen, describe_exit, die_with_parent, family
+from baton.machine.connections import Connections
+from baton.machine.system import describe_exit, die_with_parent
 from baton.router.config import RouterConfig
+from baton.router.endpoints.http_connections import HttpRunner
 from baton.router.errors import NoWorker
+from baton.router.processes.sockets import Listener, listen
 from baton.router.workers.checks import explain
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
@@ -30,13 +32,9 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 5.0
 RETRY_SECONDS = 0.5
-ANSWER_SECONDS = 5.0
-"""For a client to send its request and to take the answer."""
 SHOWN = 4  # workers whose reasons an answer has
-_HEAD = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-    b"Content-Length: %d\r\nConnection: close\r\n\r\n"
-)
+_CLIENTS = 256
+"""Connections to a port."""
 
 
 async def _ask(address: str, config: RouterConfig, reasons: dict[str, str]) -> pb.WorkerDescription:
@@ -95,79 +93,63 @@ async def first_description(config: RouterConfig) -> pb.WorkerDescription:
 async def _explaining(config: RouterConfig, reasons: Mapping[str, str]) -> AsyncIterator[None]:
     """While it is open, the ports of the router say for what it waits. Raises ValueError if one is in use."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    @web.middleware
+    async def answer(request: web.Request, handler: object) -> web.Response:
         told = " ".join(islice(reasons.values(), SHOWN)) or "None is known yet."
-        body = json.dumps(NoWorker(f"the router asks its workers which model they serve. {told}").body)
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await reader.readuntil(b"\r\n\r\n")
-                writer.write(_HEAD % len(body.encode()) + body.encode())
-                await writer.drain()
-            writer.close()
-        except (OSError, EOFError, asyncio.LimitOverrunError):
-            writer.transport.abort()  # the client is slow, gone, or does not speak HTTP
+        error = NoWorker(f"the router asks its workers which model they serve. {told}")
+        return web.json_response(error.body, status=error.status, headers={"Retry-After": "1"})
 
-    context = None if config.tls is None else config.tls.server_context()
-    ports = [("--port", config.host, config.port, context)]
+    ports = [
+        ("--port", config.host, config.port, None if config.tls is None else config.tls.server_context())
+    ]
     if config.admin_port:
         ports.append(("--admin-port", config.admin_host, config.admin_port, None))
-    async with contextlib.AsyncExitStack() as servers:
+    runner = HttpRunner(
+        web.Application(middlewares=[answer]), lambda _: None, access_log=None, shutdown_timeout=0.5
+    )
+    await runner.setup()
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(runner.cleanup)
         for flag, host, port, tls in ports:
-            try:
-                listening = socket.create_server((host, port), family=family(host))
-            except OSError as error:
-                raise ValueError(cannot_listen(flag, host, port, error)) from error
-            await servers.enter_async_context(await asyncio.start_server(answer, sock=listening, ssl=tls))
+            listener = Listener(listen(flag, host, port), runner.connect, Connections(flag, _CLIENTS), tls)
+            undo.callback(listener.close)
         yield
 
 
 def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:
     """Runs `first_description` in a child process. None: SIGTERM came first. gRPC starts threads, and from a
-    process with threads no router processes can be forked."""
+    process with threads no router processes can be forked. Raises ValueError for a mistake of the user."""
     logging.config.dictConfig(config.logging())
-    reader, writer = os.pipe()
-    with open(reader, "rb") as answer:
-        child = os.fork()
-        if not child:
-            die_with_parent()
-            with open(writer, "wb") as reply:
-                _answer(config, reply)
-        os.close(writer)
-        before = signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
-        try:
-            described = answer.read()
-        except BaseException:
-            os.kill(child, signal.SIGKILL)
-            raise
-        finally:
-            _, status = os.waitpid(child, 0)
-            signal.signal(signal.SIGTERM, before)
-    if status:
-        raise ValueError(
-            described.decode() or f"asking the workers: {describe_exit(os.waitstatus_to_exitcode(status))}"
-        )
-    return pb.WorkerDescription.FromString(described) if described else None
-
-
-def _answer(config: RouterConfig, reply: BinaryIO) -> NoReturn:
-    """Writes the description, or the mistake of the user with which it ends."""
-
-    async def ask() -> bytes:
-        asking = asyncio.create_task(first_description(config))
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asking.cancel)
-        with contextlib.suppress(asyncio.CancelledError):
-            return (await asking).SerializeToString()
-        return b""
-
-    code = 1
+    context = multiprocessing.get_context("fork")
+    answer, reply = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(config, reply))
+    child.start()
+    reply.close()
+    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
-        reply.write(asyncio.run(ask()))
-        code = 0
+        with answer:
+            found = answer.recv()
+    except EOFError:
+        child.join()
+        if child.exitcode == -signal.SIGTERM:
+            return None
+        raise ValueError(f"asking the workers: {describe_exit(child.exitcode or 0)}") from None
+    finally:
+        child.kill()
+        child.join()
+        signal.signal(signal.SIGTERM, before)
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def _answer(config: RouterConfig, reply: Connection) -> None:
+    """Sends the description, or the mistake of the user with which it ends."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        reply.send(asyncio.run(first_description(config)))
     except ValueError as error:
-        reply.write(str(error).encode())
+        reply.send(error)
     except KeyboardInterrupt:
         log.info("interrupted while asking the workers")
-    except BaseException:
-        log.exception("asking the workers")
-    reply.flush()
-    os._exit(code)
