@@ -180,7 +180,8 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     def cost(row: int, hit: int) -> float:
         return wait[row] + snapshot.load(row) + RECOMPUTE * (request.tokens - hit) / snapshot.speed[row]
 
-    least, best = min((cost(row, cached.most), row) for row in cached.holders())
+    # Routers that see the same costs send different sessions to different ones of equal workers.
+    least, _, best = min((cost(row, cached.most), (row ^ request.key) & _ROW, row) for row in cached.holders())
     return best if least < cost(home, cached.of(home)) else home
 
 

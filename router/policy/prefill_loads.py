@@ -159,10 +159,9 @@ class PrefillLoads:
         return len(self._workers) - 1
 
     def draw(self, count: int, rng: random.Random) -> list[int]:
-        """Rows of workers that serve prefills; of many, some at random."""
-        rows = self._rows
-        chosen = range(len(rows)) if len(rows) <= count else rng.sample(range(len(rows)), count)
-        return [int(rows[i]) for i in chosen]
+        """Rows of workers that serve prefills, at random: the first of equal ones is another one for each
+        router."""
+        return rng.sample(self._rows.tolist(), min(count, len(self._rows)))
 
     def speed(self, row: int) -> float:
         """Tokens/s of this worker, measured or guessed."""

@@ -198,3 +198,15 @@ def test_a_prefix_on_the_device_is_better_than_one_on_a_slow_disk() -> None:
     snapshot = loads.snapshot(PrefillRequest(key=key, tokens=2600, chunks=document), 0)
     assert snapshot is not None
     assert snapshot.load(on_disk) == 2.56, "it would compute them"
+
+
+def test_sessions_spread_over_workers_that_cost_the_same() -> None:
+    """Several routers know the same reports. All would choose the same one of equal workers."""
+    loads, rows = loads_of(WORKERS, dict.fromkeys(WORKERS, 0))
+    document = [_RANDOM.getrandbits(64) for _ in range(100)]
+    holders = [rows[name] for name in WORKERS[:4]]
+    for row in holders:
+        loads.index.add(row, document)
+    counts = Counter(choose(loads, key, chunks=document, tokens=6500) for key in KEYS)
+    assert set(counts) == set(holders)
+    assert max(counts.values()) < 1.5 * min(counts.values())
