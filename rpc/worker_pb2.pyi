@@ -58,20 +58,18 @@ FAILURE_CODE_ENGINE: FailureCode
 FAILURE_CODE_FINISHED: FailureCode
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel", "cache_resync")
+    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     RETARGET_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    CACHE_RESYNC_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     prefill: SubmitPrefill
     decode: SubmitDecode
     retarget: Retarget
     cancel: Cancel
-    cache_resync: CacheResync
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "report_seconds", "describe", "cache")
@@ -274,10 +272,6 @@ class Cancel(_message.Message):
     attempt_id: bytes
     def __init__(self, attempt_id: _Optional[bytes] = ...) -> None: ...
 
-class CacheResync(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class WorkerMessage(_message.Message):
     __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "description", "cache")
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -375,8 +369,7 @@ class AttemptFailed(_message.Message):
     def __init__(self, attempt_id: _Optional[bytes] = ..., code: _Optional[_Union[FailureCode, str]] = ..., message: _Optional[str] = ..., prefill_id: _Optional[bytes] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
-    __slots__ = ("sequence", "reset", "added", "evicted", "device", "host", "disk", "stored", "not_stored")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("reset", "added", "evicted", "device", "host", "disk", "stored", "not_stored")
     RESET_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
@@ -385,7 +378,6 @@ class CacheEvents(_message.Message):
     DISK_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     NOT_STORED_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
     reset: bool
     added: _containers.RepeatedScalarFieldContainer[int]
     evicted: _containers.RepeatedScalarFieldContainer[int]
@@ -394,7 +386,7 @@ class CacheEvents(_message.Message):
     disk: _containers.RepeatedScalarFieldContainer[int]
     stored: _containers.RepeatedScalarFieldContainer[int]
     not_stored: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., device: _Optional[_Iterable[int]] = ..., host: _Optional[_Iterable[int]] = ..., disk: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[int]] = ..., not_stored: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, reset: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., device: _Optional[_Iterable[int]] = ..., host: _Optional[_Iterable[int]] = ..., disk: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[int]] = ..., not_stored: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

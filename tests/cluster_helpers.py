@@ -353,8 +353,7 @@ async def attached(worker: WorkerProcess, secret: bytes = SECRET) -> AsyncIterat
         stub = WorkerStub(channel)
         call = stub.Attach()  # pyrefly: ignore[missing-argument]  (it is written to)
         stream = WorkerStream(call, stub)
-        await stream.send(hello=pb.RouterHello(router_id=os.urandom(16)))
-        await stream.send(cache_resync=pb.CacheResync())
+        await stream.send(hello=pb.RouterHello(router_id=os.urandom(16), cache=True))
         stream.may_read.set()
         stream.reading = asyncio.create_task(stream.read())
         try:

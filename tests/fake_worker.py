@@ -77,7 +77,6 @@ class FakeWorker(StandIn):
         self.before_description: Callable[[], Awaitable[None]] = _nothing
         self.described = 0
         self.cache: set[int] | None = None
-        self.cache_sequence = 0
         self._wanting_cache: set[Outputs] = set()
         self.submitted: list[pb.RouterMessage] = []
         self.cancelled: list[bytes] = []
@@ -132,22 +131,19 @@ class FakeWorker(StandIn):
         evicted: Iterable[int] = (),
         *,
         tiers: Mapping[Tier, Iterable[int]] | None = None,
-        lost: bool = False,
     ) -> None:
-        """Changes the cache, and tells all routers unless the message is `lost`. `tiers`: where chunks are
-        now."""
+        """Changes the cache, and tells all routers. `tiers`: where chunks are now."""
         assert self.cache is not None
         self.cache = (self.cache | {*added}) - {*evicted}
-        self.cache_sequence += 1
-        events = pb.CacheEvents(sequence=self.cache_sequence, added=added, evicted=evicted)
+        events = pb.CacheEvents(added=added, evicted=evicted)
         for tier, chunks in (tiers or {}).items():
             getattr(events, tier.name.lower()).extend(chunks)
-        for outputs in () if lost else self._outputs & self._wanting_cache:
+        for outputs in self._outputs & self._wanting_cache:
             outputs.put_nowait(pb.WorkerMessage(cache=events))
 
     def _put_snapshot(self, outputs: Outputs) -> None:
         if self.cache is not None:
-            events = pb.CacheEvents(sequence=self.cache_sequence, reset=True, added=self.cache)
+            events = pb.CacheEvents(reset=True, added=self.cache)
             outputs.put_nowait(pb.WorkerMessage(cache=events))
 
     # ------------------------------------------------------------ the service
@@ -189,7 +185,7 @@ class FakeWorker(StandIn):
                 source.prefill_id = message.retarget.source.prefill_id
                 source.base = len(message.retarget.output_ids)
                 source.changed.set()
-            case "hello" | "cache_resync" if kind != "hello" or message.hello.cache:
+            case "hello" if message.hello.cache:
                 self._wanting_cache.add(outputs)
                 self._put_snapshot(outputs)
         super()._take(message, outputs)

@@ -94,7 +94,7 @@ class Large(StandIn):
         super()._take(message, outputs)
         for begin in range(0, len(self.chunks), REPORTED) if message.hello.cache else ():
             added = self.chunks[begin : begin + REPORTED]
-            events = pb.CacheEvents(sequence=1, reset=not begin, added=added)
+            events = pb.CacheEvents(reset=not begin, added=added)
             outputs.put_nowait(pb.WorkerMessage(cache=events))
 
 

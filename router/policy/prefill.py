@@ -181,7 +181,8 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
         return wait[row] + snapshot.load(row) + RECOMPUTE * (request.tokens - hit) / snapshot.speed[row]
 
     # Routers that see the same costs send different sessions to different ones of equal workers.
-    least, _, best = min((cost(row, cached.most), (row ^ request.key) & _ROW, row) for row in cached.holders())
+    costs = ((cost(row, cached.most), (row ^ request.key) & _ROW, row) for row in cached.holders())
+    least, _, best = min(costs)
     return best if least < cost(home, cached.of(home)) else home
 
 

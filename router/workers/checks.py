@@ -4,11 +4,10 @@
 2. `explain` words the reason and the remedy if a call to a worker fails.
 3. `token_defect` and `clear_invalid_rates` check the values that workers report. Workers are authenticated,
    but one may be faulty.
-4. `CacheSequence` detects gaps in the reports of a prefix cache.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import le, lt
 
@@ -228,26 +227,3 @@ def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
         described.append("step_model")
         status.ClearField("step_model")
     return described
-
-
-class CacheSequence:
-    """Detects missing reports in the numbered prefix cache reports of one stream.
-
-    A worker with a prefix cache sends a snapshot first."""
-
-    def __init__(self, on_gap: Callable[[], None]) -> None:
-        """`on_gap`: a report is missing, so the router needs a snapshot."""
-        self._last: int | None = None  # None: only a snapshot can continue
-        self._on_gap = on_gap
-
-    def continues(self, events: pb.CacheEvents) -> bool:
-        """Whether the report may be applied. It is ignored if one before it is missing."""
-        if not events.reset:
-            if self._last is None:
-                return False
-            if events.sequence not in (self._last, self._last + 1):  # parts of a snapshot share a number
-                self._last = None
-                self._on_gap()
-                return False
-        self._last = events.sequence
-        return True

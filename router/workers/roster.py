@@ -146,8 +146,7 @@ class Roster:
         self.loads.reported(worker.row, worker.status, time.monotonic(), alone=alone)
 
     def cache_changed(self, worker: Worker, events: pb.CacheEvents) -> None:
-        """Gets events without gaps. Raises RefusedWorker if more chunks are cached than its blocks hold, on
-        its host included."""
+        """Raises RefusedWorker if more chunks are cached than its blocks hold, on its host included."""
         described, index = worker.description, self.loads.index
         index.apply(worker.row, events)
         blocks = described.num_blocks + described.offload_blocks

@@ -17,7 +17,6 @@ from baton.router.policy.prefill_loads import report_seconds
 from baton.router.workers.checks import (
     DRAINED,
     SEE_WORKER_LOG,
-    CacheSequence,
     RefusedWorker,
     explain,
     token_defect,
@@ -47,7 +46,6 @@ class WorkerStream:
         self.worker = worker
         self._roster = roster
         self._config = config
-        self._cache = CacheSequence(self._ask_for_snapshot)
         self._task = asyncio.create_task(self._run(), name=f"worker {worker.address}")
 
     def retire(self, on_closed: Callable[["WorkerStream"], None]) -> None:
@@ -113,7 +111,7 @@ class WorkerStream:
         """Attaches to the worker and receives its messages until the stream ends."""
         worker = self.worker
         await self._roster.turn()
-        messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
+        messages = SendQueue(self._unread)
         hello = pb.RouterHello(
             router_id=self._config.id,
             report_seconds=report_seconds(len(self._roster.listed)),
@@ -201,8 +199,7 @@ class WorkerStream:
             case "failed":
                 self._receive_failure(message.failed)
             case "cache":
-                if self._cache.continues(message.cache):
-                    self._roster.cache_changed(self.worker, message.cache)
+                self._roster.cache_changed(self.worker, message.cache)
             case "status":
                 self._roster.reported(self.worker, message.status)
 
@@ -243,7 +240,3 @@ class WorkerStream:
             worker.state = WorkerState.DRAINING
             self._roster.availability_changed(worker)
         attempt.on_event(attempt, failure)
-
-    def _ask_for_snapshot(self) -> None:
-        log.info("%s: cache reports are missing; the router asks for a snapshot", self.worker)
-        self.worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))

@@ -138,8 +138,6 @@ class Forger:
         return pb.RouterMessage(cancel=pb.Cancel(attempt_id=self.some_id()))
 
     def rare(self) -> pb.RouterMessage:
-        if self.rng.random() < 0.8:
-            return pb.RouterMessage(cache_resync=pb.CacheResync())
         hello = pb.RouterHello(router_id=self.new_id())
         return self.rng.choice((pb.RouterMessage(), pb.RouterMessage(hello=hello)))
 

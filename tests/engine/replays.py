@@ -153,7 +153,7 @@ def replayed_steps(engine: Engine) -> dict[tuple[bool, bool], int]:
 
 
 class _Latents(NamedTuple):
-    """What attends in some rows, as kernels of a GPU tiling it for latents."""
+    """What attends in some rows, as kernels of a GPU tile it for latents."""
 
     rows: slice
     tiling: latents.LatentTiling

@@ -49,7 +49,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     # What a request must not see is NaN: other requests' blocks, blocks before its span, and positions after
     # its own.
     cache = torch.full((2, num_blocks, block_size, KV_HEADS, DIM), torch.nan)
-    tiling, sequences = Schedule(), []
+    schedule, sequences = Schedule(), []
     for start, stop in spans:
         live = LiveRequest(EngineRequest(b"", list(range(stop))), 0)
         live.blocks = array("i", [free.pop() for _ in range(-(-stop // block_size))])
@@ -58,13 +58,13 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
             block, offset = live.blocks[position // block_size], position % block_size
             if position >= first_key(start, span) // block_size * block_size:
                 cache[:, block, offset] = keys_values[:, position]
-        tiling.chunks[live] = range(start, stop)
+        schedule.chunks[live] = range(start, stop)
         if (start, stop) not in decodes:
-            tiling.prompts[live] = range(start, stop)
+            schedule.prompts[live] = range(start, stop)
         sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
 
-    step = build_step(tiling, VOCABULARY, block_size=block_size, table_width=None)
-    rows_of_chunks = rows_of(step, tiling)
+    step = build_step(schedule, VOCABULARY, block_size=block_size, table_width=None)
+    rows_of_chunks = rows_of(step, schedule)
     order = sorted(range(len(spans)), key=lambda i: rows_of_chunks[i].start)
     q = torch.cat([sequences[i][1] for i in order])
     k, v = torch.cat([sequences[i][0][:, spans[i][0] :] for i in order], dim=1)
@@ -97,10 +97,10 @@ def first_key(query: int, span: Span | None) -> int:
     return query // span.length * span.length if span.chunked else max(0, query - span.length + 1)
 
 
-def rows_of(step: Step, tiling: Schedule) -> list[slice]:
+def rows_of(step: Step, schedule: Schedule) -> list[slice]:
     """The rows of each chunk, by its last token's row."""
-    ends = {live: int(row) + 1 for live, row in zip(tiling.sampled, step.sampled_rows, strict=True)}
-    return [slice(ends[live] - len(positions), ends[live]) for live, positions in tiling.chunks.items()]
+    ends = {live: int(row) + 1 for live, row in zip(schedule.sampled, step.sampled_rows, strict=True)}
+    return [slice(ends[live] - len(positions), ends[live]) for live, positions in schedule.chunks.items()]
 
 
 def plain(
@@ -131,7 +131,7 @@ def test_only_tokens_that_complete_their_request_are_sampled() -> None:
 
     prompts = {live(9): range(4), live(9): range(4, 9)}
     decoding = live(3)
-    tiling = Schedule({**prompts, decoding: range(2, 3)}, prompts)
-    step = build_step(tiling, VOCABULARY, block_size=4, table_width=None)
-    assert tiling.sampled == [decoding, [*prompts][1]]
+    schedule = Schedule({**prompts, decoding: range(2, 3)}, prompts)
+    step = build_step(schedule, VOCABULARY, block_size=4, table_width=None)
+    assert schedule.sampled == [decoding, [*prompts][1]]
     assert step.token_ids[step.sampled_rows].tolist() == [2, 8]

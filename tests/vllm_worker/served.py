@@ -213,8 +213,8 @@ class VLLMCluster(Front):
                 described = await cast("Any", stub.Describe(pb.DescribeRequest()))
                 missing = set(prompt_hints(prompt[:tokens], described.content_root, b""))
                 call: Any = stub.Attach(None)
-                await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
-                await call.write(pb.RouterMessage(cache_resync=pb.CacheResync()))
+                hello = pb.RouterHello(router_id=os.urandom(16), cache=True)
+                await call.write(pb.RouterMessage(hello=hello))
                 while missing:
                     missing -= {*(await call.read()).cache.added}
                 call.cancel()

@@ -106,8 +106,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
     context, as_context = slow()
 
     async def sent() -> AsyncIterator[pb.RouterMessage]:
-        yield pb.RouterMessage(hello=pb.RouterHello(router_id=b"r" * 16))
-        yield pb.RouterMessage(cache_resync=pb.CacheResync())
+        yield pb.RouterMessage(hello=pb.RouterHello(router_id=b"r" * 16, cache=True))
         await asyncio.Event().wait()
 
     async def send(message: messages.ToEngine) -> None: ...
@@ -132,19 +131,17 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
     between = [await read() for _ in range(3)]
     assert between[1:] == [evicted, big(9)]
     parts += [between[0], await read(), await read()]
-    assert [(part.cache.sequence, part.cache.reset) for part in parts] == [
-        (5, True), (5, False), (5, False), (6, False), (6, False)
-    ]  # fmt: skip
+    assert [part.cache.reset for part in parts] == [True, False, False, False, False]
     assert [chunk for part in parts for chunk in part.cache.host] == [*chunks[:-1]]
     attached.cancel()
 
 
 def test_a_snapshot_begins_again_when_events_are_dropped_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next part would have their number, and hide that they are missing."""
+    """The parts before would lack them."""
     monkeypatch.setattr(streams, "MAX_UNREAD_CACHE_BYTES", 100)
     feed, stream, held = CacheFeed(), RouterStream(1), set[int]()
     feed.changed(dict.fromkeys(range(2 * MAX_CHUNKS), Tier.HOST))
-    stream.put_snapshot(feed.snapshot)
+    stream.want_cache_events(feed.snapshot)
     parts = [stream.next_message()]  # it is written now, so it counts as unread
     [evicted] = feed.changed({0: None})
     stream.put_cache_events(evicted)

@@ -1,6 +1,6 @@
-"""Messages to routers about the prefix cache: numbered changes and snapshots.
+"""Messages to routers about the prefix cache: changes and snapshots.
 
-A router gets a snapshot when it attaches, and when it missed a change and asks for one. A snapshot may have
+A router gets a snapshot when it attaches, and after it has missed changes. A snapshot may have
 millions of chunks. So its parts are made one by one, and changes may be sent between them.
 """
 
@@ -19,12 +19,11 @@ MAX_CHUNKS = 4096
 
 
 class CacheFeed:
-    """The cached chunks of one incarnation, and the sequence number of the last change."""
+    """The cached chunks of one incarnation."""
 
     def __init__(self) -> None:
         self._tier_of: dict[int, Tier] = {}
         self._stored: dict[int, None] = {}  # that the shared store has, as far as this worker knows
-        self._sequence = 0
 
     def changed(
         self, tiers: Mapping[int, Tier | None], stored: Mapping[int, bool] = MappingProxyType({})
@@ -32,10 +31,8 @@ class CacheFeed:
         """Applies a `CacheChanged`. Returns the messages for all routers."""
         messages = []
         for batch in _batches(iter(tiers.items())):
-            self._sequence += 1
             messages.append(self._message(batch, self._tier_of))
         for some in _batches(iter(stored.items())):
-            self._sequence += 1
             now = [chunk for chunk, is_there in some if is_there]
             gone = [chunk for chunk, is_there in some if not is_there]
             self._stored.update(dict.fromkeys(now))
@@ -86,7 +83,7 @@ class CacheFeed:
         )
 
     def _events(self, **fields: Any) -> pb.WorkerMessage:
-        return pb.WorkerMessage(cache=pb.CacheEvents(sequence=self._sequence, **fields))
+        return pb.WorkerMessage(cache=pb.CacheEvents(**fields))
 
 
 def _batches(items: Iterator[T]) -> Iterator[list[T]]:

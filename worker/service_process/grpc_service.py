@@ -45,7 +45,6 @@ class AttachService:
             "decode": self._decode,
             "retarget": self._retarget,
             "cancel": self._cancel,
-            "cache_resync": self._cache_resync,
         }
 
     # ------------------------------------------------------------ the calls
@@ -64,7 +63,7 @@ class AttachService:
         if described is not None:
             stream.put(pb.WorkerMessage(description=described))
         if hello.cache:
-            stream.put_snapshot(self._backend.cache_snapshot)
+            stream.want_cache_events(self._backend.cache_snapshot)
         log.info("router %s attached", router)
         reading = asyncio.create_task(self._read(stream, request_iterator))
         writing = asyncio.create_task(stream.write_to(context))
@@ -161,9 +160,6 @@ class AttachService:
     async def _cancel(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         attempt_id = validation.attempt_id(message.cancel.attempt_id, "attempt_id")
         await self._backend.send(messages.Cancel(stream.number, attempt_id))
-
-    async def _cache_resync(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        stream.put_snapshot(self._backend.cache_snapshot)
 
     def _require_accepting(self) -> None:
         if self._backend.draining:

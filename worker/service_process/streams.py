@@ -33,7 +33,8 @@ class RouterStream:
         self.unread_bytes = 0
         self._queue: deque[pb.WorkerMessage] = deque()
         self._snapshot: Iterator[pb.WorkerMessage] | None = None  # the parts to come
-        self._new_snapshot: Callable[[], Iterator[pb.WorkerMessage]] | None = None  # None: never asked for
+        self._new_snapshot: Callable[[], Iterator[pb.WorkerMessage]] | None = None  # None: no cache events
+        self._behind = True  # the router lacks changes, so it needs a snapshot
         self._changed = asyncio.Event()
         self._finishing = False
         self.overflow = asyncio.Event()
@@ -50,24 +51,18 @@ class RouterStream:
         self._changed.set()
 
     def put_cache_events(self, message: pb.WorkerMessage) -> None:
-        """Queues cache events for a router that asked for a snapshot. Drops them if it has too much unread.
-
-        The router then sees a gap in the sequence numbers, and asks for a snapshot. A part of a snapshot has
-        the number of the dropped events, and would hide the gap. So the snapshot begins again.
-        """
-        if self._new_snapshot is None:
-            return
-        if self.unread_bytes <= MAX_UNREAD_CACHE_BYTES:
+        """Queues cache events. Drops them if the router has too much unread, and all later ones up to the
+        next snapshot."""
+        self._behind |= self.unread_bytes > MAX_UNREAD_CACHE_BYTES
+        if not self._behind:
             self.put(message)
-        elif self._snapshot is not None:
-            self._snapshot = self._new_snapshot()
 
-    def put_snapshot(self, new_snapshot: Callable[[], Iterator[pb.WorkerMessage]]) -> None:
-        """Begins a snapshot of the cache, in place of one that is being written.
+    def want_cache_events(self, new_snapshot: Callable[[], Iterator[pb.WorkerMessage]]) -> None:
+        """The router gets a snapshot of the cache, and the events after it.
 
-        A part is made when the queue is empty. So a snapshot of any size leaves little unread, and no token
-        waits for more than one part."""
-        self._new_snapshot, self._snapshot = new_snapshot, new_snapshot()
+        A part of a snapshot is made when the queue is empty. So a snapshot of any size leaves little unread,
+        and no token waits for more than one part."""
+        self._new_snapshot = new_snapshot
         self._changed.set()
 
     def finish(self) -> None:
@@ -93,6 +88,8 @@ class RouterStream:
         """Takes the message that is written next. It counts as unread until it is written."""
         if self._queue:
             return self._queue.popleft()
+        if self._behind and self._new_snapshot is not None:
+            self._snapshot, self._behind = self._new_snapshot(), False
         part = next(self._snapshot, None) if self._snapshot else None
         if part is None:
             self._snapshot = None
