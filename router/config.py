@@ -74,7 +74,7 @@ class RouterConfig:
     routing_policy: str = "sticky"
     """One of `router.policy.prefill.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
-    max_waiting_tokens: int = 1_000_000
+    max_wait: float = 60.0
     log_format: logs.Format = "text"
     log_level: logs.Level = "info"
     otlp_endpoint: str | None = None

@@ -154,6 +154,9 @@ class Metrics:
             lambda: admission.waiting_tokens
         )
         self._gauge(
+            "baton:expected_wait_seconds", "How long a new request would wait for its first token."
+        ).set_function(lambda: admission.expected_wait)
+        self._gauge(
             "baton:tokens_waiting_for_turn", "Prompt tokens that wait in the router for prefill workers."
         ).set_function(lambda: admission.held_tokens)
         self._gauge(

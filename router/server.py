@@ -22,7 +22,7 @@ from functools import partial
 import setproctitle
 import uvloop
 
-from baton.machine import memory_share
+from baton.machine import memory_limit, memory_share
 from baton.machine.connections import Connections, affordable_connections
 from baton.machine.system import report, url_host, waited_for_cpu
 from baton.machine.tracing import Tracer
@@ -58,6 +58,8 @@ ERROR_SECONDS = 5.0
 """Time to send clients the error that ends their request."""
 BODIES = 16
 """Bodies of the largest size that a process reads and prepares at the same time, or more smaller ones."""
+ID_BYTES = 36
+"""Of a token id in a list: a reference and an int."""
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _OWN_MAPPING_BYTES = 1 << 20
 
@@ -66,6 +68,11 @@ def body_bytes(config: RouterConfig) -> int:
     """Bytes of bodies at the same time. The processes of a router have an eighth of the memory for them."""
     most = memory_share(8 * config.processes, BODIES * config.max_body_bytes)
     return max(config.max_body_bytes, most)
+
+
+def prompt_tokens(config: RouterConfig) -> int:
+    """Tokens of prompts that wait at the same time, for which processes have as much memory as for bodies."""
+    return memory_limit() // (8 * config.processes * ID_BYTES)
 
 
 Loaded = tuple[ModelTokenizer, SamplingDefaults]
@@ -143,10 +150,11 @@ async def running(
         tokenizer=tokenizer,
         pool=pool,
         admission=Admission(
-            config.max_waiting_tokens,
+            prompt_tokens(config),
             pool.prefill_window,
             pool.free_capacity,
             max_body_bytes=body_bytes(config),
+            max_wait=config.max_wait,
             shared=len(config.api_keys) > 1,
         ),
         metrics=Metrics(config.model_name),

@@ -146,7 +146,7 @@ def fakes(
 def router(secret: str, processes: int, *flags: str) -> Iterator[tuple[LocalCluster, str, int]]:
     """Yields the cluster, the URL of the metrics, and the pid."""
     several = ["--router-processes", str(processes)] if processes > 1 else []
-    given = [*flags, *several, "--max-waiting-tokens", "100000000"]
+    given = [*flags, *several, "--max-wait", "86400"]
     with (
         tempfile.TemporaryDirectory() as name,
         LocalCluster(Path(name), prefill=0, decode=0, secret=secret, router_flags=given) as cluster,

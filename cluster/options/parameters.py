@@ -49,8 +49,10 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "cpu_offload_gb": (True, "Weights are never offloaded; use a smaller model or more memory."),
     "enforce_eager": (False, "CUDA graphs cannot be switched off; CPUs use none."),
     "enable_auto_tool_choice": (False, "Tool calls are always parsed; see --tool-call-parser."),
+    "max_waiting_tokens": (True, "Waiting requests are limited by their time: see --max-wait."),
 }
-"""vLLM options that Baton does not have: name -> (whether the option takes a value, what to do instead).
+"""Options of vLLM, and earlier ones, that Baton does not have: name -> (whether it takes a value, what to do
+instead).
 
 Baton refuses them by name, because a user that copies a vLLM command line must learn which options have no
 effect."""

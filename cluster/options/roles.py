@@ -283,11 +283,12 @@ class FrontOptions(ServerTlsOptions):
         None, "TOML file of keys, names and limits; see docs/operations.md.", **OLD_FILE
     )
     max_body_bytes: int = opt(16 << 20, "Largest body of a request.", "BYTES", check=between(1))
-    max_waiting_tokens: int = opt(
-        1_000_000,
-        "Most prompt tokens of requests without a first token; then 429.",
-        "TOKENS",
-        check=between(1),
+    max_wait: float = opt(
+        60.0,
+        "A request that is expected to wait longer for its turn gets 429 at once; the header x-max-wait "
+        "lowers this.",
+        "S",
+        check=between(0, 86_400),
     )
     request_timeout: float = opt(600.0, "Longest duration of a request.", "S", check=between(1, 1_000_000))
     client_timeout: float = opt(

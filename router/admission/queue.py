@@ -1,8 +1,8 @@
 """The queue in front of the workers: which generations wait in the router, and in which order they start.
 
-A request is refused if its key has reached its limits (`Account`), or if too many prompt tokens wait. All
-other generations go through one queue (`fairness`), in which keys take turns. The first generation starts
-when three conditions hold:
+A request is refused if its key has reached its limits (`Account`), if it would wait longer than it may
+(`expected_wait`), or if the prompts that wait fill the memory. All other generations go through one queue
+(`fairness`), in which keys take turns. The first generation starts when three conditions hold:
 
 1. Workers have less than a *window* of its key's prompt tokens without a first token.
 2. A decode worker has free capacity for it.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from baton.machine import Average
+from baton.router.admission.expected_wait import Ahead, ExpectedWait
 from baton.router.admission.fairness import FairQueue
 from baton.router.admission.keys import MAX_RETRY_AFTER, Account, ApiKey, Clock
 from baton.router.admission.parked import Parked, RetryBudget
@@ -37,8 +37,6 @@ limits decode slots, KV positions, waiting tokens and bytes of bodies. Source: d
 and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998."""
 OUTPUT_WEIGHT = 2.0
 """Cost of an output token relative to a prompt token, when keys take turns."""
-DRAIN_SECONDS = 10.0
-"""Time constant of the rate at which waiting tokens get their first token."""
 
 
 class TurnResult(Enum):
@@ -72,7 +70,7 @@ class Turn:
         self._sent = False  # workers had it once
         self._in_window = 0  # what its prompt takes of the window, if workers have it
         self._answered = False  # it has its first token
-        self._running = False
+        self._running_since: float | None = None
         self._ended = False
         self._on_turn: Callable[[], TurnResult] | None = None
 
@@ -103,7 +101,8 @@ class Turn:
         if result is TurnResult.PARKED or self._ended or self.waits:
             return True
         if result is TurnResult.SENT:
-            self._running = True
+            self._running_since = self._admission.clock()
+            self._admission.running += 1
             account.running += 1
             account.positions += self._positions
         if not self._sent:
@@ -123,7 +122,7 @@ class Turn:
             self._first_token(drained=True)
             self._admission.dispatch()
         self._positions += 1
-        self.account.positions += self._running
+        self.account.positions += self._running_since is not None
         self._admission.queue.charge(self.account, OUTPUT_WEIGHT)
         self.account.spend(1)
 
@@ -160,8 +159,9 @@ class Turn:
         return 2 * self._level + self.is_new
 
     def _release(self) -> None:
-        if self._running:
-            self._running = False
+        if self._running_since is not None:
+            self._admission.freed(self._running_since)
+            self._running_since = None
             self.account.running -= 1
             self.account.positions -= self._positions
 
@@ -175,9 +175,14 @@ class Turn:
 
 class Entry:
     """One admitted request: first its body and an estimate of its prompt tokens, then a turn for each
-    generation."""
+    generation.
+
+    Attributes:
+        max_wait: seconds that its client waits for its turn. The router's own bound holds as well.
+    """
 
     def __init__(self, admission: "Admission", account: Account) -> None:
+        self.max_wait = math.inf
         self._admission = admission
         self._account = account
         self._bytes = self._estimate = 0
@@ -214,7 +219,7 @@ class Entry:
         RateLimited."""
         self._admission.release(self._account, self._estimate)
         self._estimate = 0
-        self._admission.reserve(self._account, tokens)
+        self._admission.reserve(self._account, tokens, self.max_wait)
         self._estimate = tokens
 
     def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
@@ -223,7 +228,7 @@ class Entry:
         Raises Overloaded and RateLimited.
         """
         self._drop_body()
-        self._admission.reserve(self._account, sum(sizes))
+        self._admission.reserve(self._account, sum(sizes), self.max_wait)
         self._turns = [Turn(self._admission, self._account, priority, size) for size in sizes]
         return self._turns
 
@@ -247,7 +252,8 @@ class Admission:
     """Owns the queue, and counts the bodies that arrive and the prompt tokens that wait.
 
     Args:
-        max_waiting_tokens: bound of `waiting_tokens`.
+        max_waiting_tokens: bound of `waiting_tokens`: what the memory holds.
+        max_wait: seconds that a new request may be expected to wait.
         window: returns the prompt tokens of one key that workers may have without a first token.
         free_capacity: returns the free capacity of all decode workers.
 
@@ -257,6 +263,7 @@ class Admission:
         waiting_tokens: prompt tokens of generations without a first token, in the router and at workers. Only
             a single request that is larger than the bound exceeds it.
         queue: generations that wait for their turn.
+        running: generations that workers have.
         parked: generations that wait outside the queue.
         shared: there are several keys. Each key has half of the window, and its prompts must fit into that.
     """
@@ -268,10 +275,11 @@ class Admission:
         free_capacity: Callable[[], FreeCapacity] = _unlimited,
         *,
         max_body_bytes: float = math.inf,
+        max_wait: float = math.inf,
         shared: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.body_bytes = self.waiting_tokens = 0
+        self.body_bytes = self.waiting_tokens = self.running = 0
         self.queue: FairQueue[Account, Turn] = FairQueue()
         self.parked = Parked(RetryBudget())
         self._sent_tokens = 0
@@ -280,9 +288,10 @@ class Admission:
         self._window = window
         self._free_capacity = free_capacity
         self.shared = shared
-        self._clock = clock
-        self._drained = Average(math.exp(-1 / DRAIN_SECONDS))  # tokens in the time in which some waited
-        self._drained_at = 0.0
+        self.clock = clock
+        self._max_wait = max_wait
+        self._wait = ExpectedWait(clock())
+        self._keys_waiting = 0  # that have `waiting_tokens`
         self._dispatching = False
         self._window_full = False  # a generation waits for its key's window, as of the last dispatch
 
@@ -309,46 +318,57 @@ class Admission:
         finally:
             account.leave()
 
-    def reserve(self, account: Account, tokens: int) -> None:
-        """Counts prompt tokens as waiting. Raises Overloaded and RateLimited."""
-        self._check(account, tokens)
+    @property
+    def expected_wait(self) -> float:
+        """Seconds that a new request is expected to wait for its first token, less its own prefill."""
+        ahead = Ahead(self.waiting_tokens, self.waiting_for_decode, self.running)
+        return self._wait.seconds(ahead, self._window(), self.clock())
+
+    def reserve(self, account: Account, tokens: int, max_wait: float = math.inf) -> None:
+        """Counts prompt tokens as waiting, of a request that may wait so many seconds. Raises Overloaded and
+        RateLimited."""
+        self._check_wait(account, min(max_wait, self._max_wait))
+        self._check_memory(account, tokens)
         account.spend(tokens)
-        if not self.waiting_tokens:
-            self._drained_at = self._clock()
-        self.waiting_tokens += tokens
-        account.waiting_tokens += tokens
+        self._count(account, tokens)
 
     def release(self, account: Account, tokens: int) -> None:
         """Undoes `reserve`."""
         account.spend(-tokens)
-        self.waiting_tokens -= tokens
-        account.waiting_tokens -= tokens
+        self._count(account, -tokens)
 
-    def _check(self, account: Account, tokens: int) -> None:
+    def _count(self, account: Account, tokens: int) -> None:
+        self._keys_waiting -= account.waiting_tokens > 0
+        self.waiting_tokens += tokens
+        account.waiting_tokens += tokens
+        self._keys_waiting += account.waiting_tokens > 0
+
+    def _check_wait(self, account: Account, max_wait: float) -> None:
+        wait = self.expected_wait
+        if self.shared and self.waiting_tokens:
+            # Keys are served equally: of the others, no more comes before than this key itself has waiting.
+            wait *= min(1.0, self._keys_waiting * account.waiting_tokens / self.waiting_tokens)
+        if wait <= max_wait:
+            return
+        text = f"the request would wait about {wait:.3g} s, and may wait {max_wait:.3g} s"
+        if self.shared:
+            text = f"key {account.key.name!r} has {account.waiting_tokens} prompt tokens waiting: {text}"
+            raise RateLimited(text, retry_after=_retry_after(wait))
+        raise Overloaded(text, retry_after=_retry_after(wait))
+
+    def _check_memory(self, account: Account, tokens: int) -> None:
         left = self._max - self.waiting_tokens
         if self.shared and account.waiting_tokens and account.waiting_tokens + tokens > KEY_SHARE * left:
             raise RateLimited(
                 f"key {account.key.name!r} has {account.waiting_tokens} prompt tokens waiting; the rest of "
-                f"{self._max} is kept for other keys",
-                retry_after=self._retry_after(),
+                f"{self._max}, which fit into the memory, is kept for other keys",
+                retry_after=_retry_after(self.expected_wait),
             )
         if self.waiting_tokens and tokens > left:
             raise Overloaded(
-                f"{self.waiting_tokens} prompt tokens are waiting, and {self._max} may",
-                retry_after=self._retry_after(),
+                f"{self.waiting_tokens} prompt tokens are waiting, and {self._max} fit into the memory",
+                retry_after=_retry_after(self.expected_wait),
             )
-
-    def _retry_after(self) -> int:
-        self._drain(0)
-        rate = self._drained.value
-        wait = self.waiting_tokens / rate if rate > 0 else 1.0
-        return min(MAX_RETRY_AFTER, max(1, round(wait)))
-
-    def _drain(self, tokens: int) -> None:
-        """Counts tokens that got their first token now."""
-        now = self._clock()
-        passed, self._drained_at = now - self._drained_at, now
-        self._drained.add(tokens, passed, steps=passed)
 
     def dispatch(self) -> None:
         """Starts the generations whose conditions hold. Called whenever workers may have become less busy."""
@@ -362,6 +382,7 @@ class Admission:
                     full.add(turn.account)
         finally:
             self._dispatching = False
+            self._wait.queued(len(self.queue) > 0, self.clock())
 
     def _next(self, full: set[Account]) -> Turn | None:
         free = self._free_capacity() if self.shared else _unlimited()
@@ -396,10 +417,20 @@ class Admission:
         self, account: Account, tokens: int, *, sent: bool, drained: bool, in_window: int = 0
     ) -> None:
         """A prompt no longer waits: its first token came (`drained`), or it ended. Called by its turn."""
-        self.waiting_tokens -= tokens
-        account.waiting_tokens -= tokens
+        self._count(account, -tokens)
         if sent:
             self._sent_tokens -= tokens
             account.in_window -= in_window
         if drained:
-            self._drain(tokens)
+            self._wait.answered(tokens, self.clock())
+
+    def freed(self, since: float) -> None:
+        """A generation has left its worker, which had it from the time `since`. Called by its turn."""
+        self.running -= 1
+        now = self.clock()
+        self._wait.freed(now - since, now)
+
+
+def _retry_after(wait: float) -> int:
+    """Clients try again when what waits now is done. Those of OpenAI ignore more than a minute."""
+    return max(1, math.ceil(min(wait, MAX_RETRY_AFTER)))

@@ -17,9 +17,10 @@ from baton.router.admission.parked import Deadline
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.jobs import Job, make_jobs
+from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.api.structured import Structure
 from baton.router.api.validation import named_as_in
-from baton.router.errors import ShuttingDown, TimedOut, Unsupported
+from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.demand import demand_of
 from baton.router.preparation.grammar_checker import GrammarChecker
@@ -37,6 +38,21 @@ def request_name(sent: str | None) -> str:
     Otherwise returns a new one.
     """
     return sent if sent and _VALID_NAME.fullmatch(sent) else os.urandom(16).hex()
+
+
+def seconds_of(headers: Mapping[str, str], name: str) -> float | None:
+    """Returns the seconds in a header; None if it is not there. Raises InvalidRequest."""
+    header = headers.get(name)
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT:
+        text = f"{name}: must be seconds above 0, at most {MAX_TIMEOUT:g}, not {header[:20]!r}"
+        raise InvalidRequest(text, param=name)
+    return seconds
 
 
 class Frontend:
@@ -119,7 +135,8 @@ class Frontend:
         """Parses, validates and tokenizes the body `raw` of an admitted request, which counts its bytes.
 
         Args:
-            headers: of HTTP, or the metadata of gRPC. They may name the client's conversation and its trace.
+            headers: of HTTP, or the metadata of gRPC. They may name the client's conversation and its trace,
+                and how long it waits for its turn.
             history: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
             name: the request's id as its client knows it.
             timeout: seconds that the client waits; the body may hold a lower limit.
@@ -129,9 +146,11 @@ class Frontend:
         began = time.monotonic()
         self._refuse_while_draining()
         entry.receive(len(history))
+        limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
+        max_wait = seconds_of(headers, "x-max-wait")
+        entry.max_wait = limit if max_wait is None else min(limit, max_wait)
         entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
         with self._services.active.counting():
-            limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
             async with _until(Deadline(began, limit)):
                 prepared = await self._preparer.prepare(
                     kind, raw, self._served, entry.key, history, entry.expect
@@ -139,6 +158,7 @@ class Frontend:
             assert isinstance(prepared, Prepared)
             body = prepared.options
             deadline = Deadline(began, min(limit, math.inf if body.timeout is None else body.timeout))
+            entry.max_wait = min(entry.max_wait, deadline.seconds)
             with named_as_in(kind):
                 async with _until(deadline):
                     structure = await self._structure(body, entry.key.name)

@@ -15,13 +15,12 @@ from baton.router.active_request import ActiveRequest
 from baton.router.admission.keys import Account
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions
-from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.config import RouterConfig
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.completions import ChatBuilder, ChoicesBuilder, CompletionBuilder
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
-from baton.router.endpoints.frontend import Frontend
+from baton.router.endpoints.frontend import Frontend, seconds_of
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.preparation.prepare import Generated
@@ -92,21 +91,6 @@ async def read_body(request: web.Request, config: RouterConfig, entry: Entry) ->
     return body
 
 
-def timeout_of(request: web.Request) -> float | None:
-    """Returns the value of x-request-timeout, a header for clients that cannot add a field to the body."""
-    header = request.headers.get("x-request-timeout")
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= MAX_TIMEOUT:
-        text = f"x-request-timeout: must be seconds above 0, at most {MAX_TIMEOUT:g}, not {header[:20]!r}"
-        raise errors.InvalidRequest(text, param="x-request-timeout")
-    return seconds
-
-
 def _check_type(header: str | None) -> None:
     """Raises UnsupportedMediaType unless the body is JSON, as vLLM does.
 
@@ -143,7 +127,7 @@ class HttpGeneration:
         self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
     ) -> ActiveRequest:
         """As `Frontend.prepare`."""
-        name, timeout = REQUEST_ID.get(), timeout_of(request)
+        name, timeout = REQUEST_ID.get(), seconds_of(request.headers, "x-request-timeout")
         return await self._frontend.prepare(
             kind, raw, entry, request.headers, history=history, name=name, timeout=timeout
         )

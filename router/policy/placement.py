@@ -278,6 +278,10 @@ class PrefillWindow:
     tokens: float = 0.0
     step: float = math.inf
     """Prompt tokens of a step of one worker."""
+    tokens_per_s: float = 0.0
+    """Prompt tokens that all workers compute in a second; 0: unknown."""
+    others: int = 0
+    """Prompt tokens of other routers at the workers."""
 
     def counted(self, prompt: int) -> int:
         """What a prompt takes of the window. One that is longer than a step counts as a step: otherwise a
@@ -285,13 +289,17 @@ class PrefillWindow:
         return prompt if prompt < self.step else int(self.step)
 
 
-def prefill_window(budgets: list[int], speed: float, decodes: list[MixedPace]) -> PrefillWindow:
+def prefill_window(
+    budgets: list[int], speed: float, decodes: list[MixedPace], others: int = 0
+) -> PrefillWindow:
     """`budgets`, `speed`: of the prefill workers, the tokens of a step of each, and the tokens/s of all
-    together. `decodes`: the decode workers that compute prompts too."""
+    together. `decodes`: the decode workers that compute prompts too. `others`: as in `PrefillWindow`."""
     chunks = [found.largest_chunk for found in decodes]
+    spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
     if not budgets:
         tokens = sum(tokens for tokens, _ in chunks)
-        return PrefillWindow(WINDOW_STEPS * tokens, tokens / len(chunks) if tokens else math.inf)
-    spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
+        step = tokens / len(chunks) if tokens else math.inf
+        return PrefillWindow(WINDOW_STEPS * tokens, step, spare, others)
     share = 1 + (spare / speed if speed else 0.0)
-    return PrefillWindow(WINDOW_STEPS * sum(budgets) * share, sum(budgets) / len(budgets))
+    step = sum(budgets) / len(budgets)
+    return PrefillWindow(WINDOW_STEPS * sum(budgets) * share, step, speed + spare if speed else 0.0, others)

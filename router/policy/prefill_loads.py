@@ -267,9 +267,12 @@ class PrefillLoads:
         return self._worker(row).utilisation.value
 
     def tokens_per_s(self) -> float:
-        """Measured speed of all workers that may be chosen; 0 if none is known."""
-        measured = self._rows[self._measured[self._rows]]
-        return float(self._speed[measured].sum())
+        """Speed of all workers that may be chosen, measured or guessed; 0 if none has measured its own."""
+        return float(self._speed[self._rows].sum()) if self._measured[self._rows].any() else 0.0
+
+    def tokens_of_others(self) -> int:
+        """Prompt tokens of other routers at all workers, in their last reports."""
+        return sum(worker.others for worker in self._workers if worker is not None)
 
     def snapshot(
         self, request: PrefillRequest, now: float, avoid: Collection[int] = ()

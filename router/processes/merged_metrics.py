@@ -13,7 +13,12 @@ from prometheus_client.registry import Collector
 
 # Every process reports the same fact. The page has the largest value, but of ready workers the smallest: a
 # process that reaches none must not be hidden by the others.
-_ALIKE = {"baton:workers", "baton:workers_left_out", "baton:router_start_time_seconds"}
+_ALIKE = {
+    "baton:workers",
+    "baton:workers_left_out",
+    "baton:router_start_time_seconds",
+    "baton:expected_wait_seconds",
+}
 # These belong to one operating system process. The page has each value, with a label `process`.
 _OWN = ("process_", "python_")
 _GROWING = ("counter", "histogram")

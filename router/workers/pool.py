@@ -135,7 +135,7 @@ class WorkerPool(Roster):
         return self._decoders.free if self._decoders else FreeCapacity(math.inf, math.inf)
 
     def prefill_window(self) -> policy.PrefillWindow:
-        """Prompt tokens that keep all workers busy. More would only wait at the workers.
+        """Prompt tokens that keep all workers busy. More would only wait at the workers. Up to a second old.
 
         Infinite if no worker can prefill or none can decode, as for `free_capacity`.
         """
@@ -148,7 +148,10 @@ class WorkerPool(Roster):
             paces = (
                 [policy.pace(w.status) for w in self.ready(pb.POOL_DECODE)] if self._config.overflow else []
             )
-            self._window = policy.prefill_window(budgets, self.loads.tokens_per_s(), paces)
+            loads = self.loads
+            self._window = policy.prefill_window(
+                budgets, loads.tokens_per_s(), paces, loads.tokens_of_others()
+            )
             self._window_until, self._window_pools = now + WINDOW_SECONDS, pools
         return self._window
 

@@ -363,3 +363,12 @@ async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncI
     async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
         yield made
         await made.idle()
+
+
+async def prefills_at(cluster: Cluster, speed: float) -> None:
+    """Prefill workers report that they compute so many tokens a second."""
+    for worker in cluster.prefills:
+        worker.status.prefill_tokens_per_s = speed
+        worker.report()
+    known = len(cluster.prefills) * speed
+    await cluster.until(lambda: cluster.pool.loads.tokens_per_s() == known)

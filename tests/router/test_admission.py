@@ -1,4 +1,4 @@
-"""The admission queue: its bound, its order, and the shares of keys."""
+"""The admission queue: its bound of memory, its order, and the shares of keys."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, ApiKey
-from baton.router.admission.queue import Admission, Entry, Turn, TurnResult
+from baton.router.admission.queue import Admission, Turn, TurnResult
 from baton.router.errors import Overloaded, RateLimited
 from baton.router.policy.decode import FreeCapacity
 from baton.router.policy.placement import PrefillWindow
@@ -63,22 +63,19 @@ def admitted(
 
 
 def test_waiting_tokens_are_bounded_and_given_back():
-    clock = Clock()
-    admission = Admission(1000, lambda: PrefillWindow(math.inf), clock=clock)
+    admission = Admission(1000, lambda: PrefillWindow(math.inf))
     with admitted(admission, no_limit(), [600, 300]) as turns:
         for turn in turns:
             turn.wait(Generation(turn, "", []).on_turn)
         with pytest.raises(Overloaded), admitted(admission, no_limit(), [200]):
             pass
-        clock.now += 2
         turns[0].generated()
         turns[0].generated()
         assert admission.waiting_tokens == 300
         with admitted(admission, no_limit(), [200]):
             assert admission.waiting_tokens == 500
-            with pytest.raises(Overloaded) as refusal, admitted(admission, no_limit(), [800]):
+            with pytest.raises(Overloaded), admitted(admission, no_limit(), [800]):
                 pass
-            assert refusal.value.retry_after == 2, "500 tokens wait, and 300 went per second"
     assert admission.waiting_tokens == 0
 
 
@@ -114,31 +111,6 @@ def test_a_request_larger_than_the_bound_is_served_alone():
     admission = Admission(1000, lambda: PrefillWindow(math.inf))
     with admitted(admission, no_limit(), [5000]):
         assert admission.waiting_tokens == 5000
-
-
-def test_clients_try_again_when_the_waiting_tokens_will_have_drained():
-    clock, account = Clock(), no_limit()
-    admission = Admission(10**6, lambda: PrefillWindow(math.inf), clock=clock)
-    clock.now += 1000
-    admission.reserve(account, 4000)
-    assert admission._retry_after() == 1, "nothing is known yet"
-    for _ in range(4):
-        clock.now += 0.5
-        admission.answered(account, 100, sent=False, drained=True)
-    assert admission._retry_after() == 3600 / 200
-    for _ in range(40):
-        clock.now += 0.5
-        admission.answered(account, 50, sent=False, drained=True)
-    assert admission._retry_after() == pytest.approx(1600 / 100, rel=0.1)
-    admission.answered(account, 1600, sent=False, drained=False)
-    clock.now += 1000
-    admission.reserve(account, 1600)
-    assert admission._retry_after() == pytest.approx(1600 / 100, rel=0.1), "nothing waited meanwhile"
-    [turn] = Entry(admission, account).turns([100_000])
-    turn.end()
-    assert admission._retry_after() == pytest.approx(1600 / 100, rel=0.1), "a cancelled one has not drained"
-    clock.now += 60
-    assert admission._retry_after() == MAX_RETRY_AFTER
 
 
 class Router:

@@ -14,11 +14,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.router.admission.keys import ApiKey
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers import pool
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
 from tests.within import WITHIN
 
-from .conftest import TEXT, Cluster, encode_chat, make_cluster
+from .conftest import TEXT, Cluster, encode_chat, make_cluster, prefills_at
 
 CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hi")])
 Health = health_pb2.HealthCheckResponse
@@ -167,11 +168,13 @@ async def test_the_deadline_of_the_call_limits_the_request(cluster: Cluster):
     await cluster.idle()
 
 
-async def test_keys_deadlines_and_overload(tokenizer: ModelTokenizer, tmp_path: Path):
-    keys = (ApiKey.of("one", "key-one"),)
-    limits: dict[str, Any] = {"api_keys": keys, "max_waiting_tokens": 100}
-    async with make_cluster(tokenizer, tmp_path, **limits) as cluster:
+async def test_keys_deadlines_and_overload(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pool, "WINDOW_SECONDS", 0.0)
+    async with make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("one", "key-one"),)) as cluster:
         prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        await prefills_at(cluster, 2.0)
         steps = prefill.steps = decode.steps = asyncio.Semaphore(0)
         code, *_ = await refusal(cluster, text="x")
         assert code == grpc.StatusCode.UNAUTHENTICATED
@@ -179,9 +182,8 @@ async def test_keys_deadlines_and_overload(tokenizer: ModelTokenizer, tmp_path: 
         long = {"token_ids": pb.TokenIds(ids=[5] * 80), "metadata": key}
         first = asyncio.create_task(refusal(cluster, **long))
         await prefill.until(lambda w: w.submitted)
-        code, _, trailing = await refusal(cluster, **long)
-        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert int(trailing["retry-after"]) >= 1
+        code, why, trailing = await refusal(cluster, **long | {"metadata": (*key, ("x-max-wait", "39"))})
+        assert (code, trailing["retry-after"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "40"), why
         steps.release()
         await cluster.expire()
         code, _, trailing = await first

@@ -1,4 +1,4 @@
-"""Limits of a router: waiting tokens, body size, API keys and their shares, deadlines."""
+"""Limits of a router: expected waits, body size, API keys and their shares, deadlines."""
 
 import asyncio
 import gzip
@@ -13,8 +13,9 @@ from baton.router.api.structured import Structure
 from baton.router.preparation.demand import Demand
 from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers import pool
 
-from .conftest import TEXT, Cluster, make_cluster
+from .conftest import TEXT, Cluster, make_cluster, prefills_at
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -25,19 +26,42 @@ def ask_as(cluster: Cluster, key: str, **body: Any) -> asyncio.Task[tuple[int, d
     return asyncio.create_task(cluster.post("/v1/completions", header, **body))
 
 
-async def test_waiting_prompt_tokens_have_a_limit(tokenizer: ModelTokenizer, tmp_path: Path):
-    async with make_cluster(tokenizer, tmp_path, max_waiting_tokens=100) as cluster:
-        cluster.prefills[0].steps = asyncio.Semaphore(0)
+async def test_a_request_that_would_wait_too_long_is_refused_at_once(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """At the router's bound, at that of a header, or at the deadline, in the form of each API."""
+    monkeypatch.setattr(pool, "WINDOW_SECONDS", 0.0)
+    chat = {"messages": CHAT, "max_tokens": 1}
+    paths: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+        "/v1/responses": {"input": "x"},
+        "/invocations": {"prompt": "x"},
+    }
+    async with make_cluster(tokenizer, tmp_path, max_wait=41.0) as cluster:
+        prefill, url = cluster.prefills[0], cluster.url
+        await prefills_at(cluster, 2.0)
+        prefill.steps = asyncio.Semaphore(0)
         first = asyncio.create_task(cluster.complete(prompt=[5] * 80))
-        await cluster.prefills[0].until(lambda w: w.submitted)
-        async with cluster.http.post(
-            cluster.url + "/v1/completions", json={"prompt": [5] * 80, "max_tokens": 1}
-        ) as response:
-            assert response.status == 429
-            assert int(response.headers["Retry-After"]) >= 1
-            assert (await response.json())["error"]["code"] == "overloaded"
-        cluster.prefills[0].steps.release()
-        await first
+        await prefill.until(lambda w: w.submitted)
+        for path, body in paths.items():
+            for header in ("x-max-wait", "x-request-timeout"):
+                async with cluster.http.post(url + path, json=body, headers={header: "39.5"}) as response:
+                    assert (response.status, response.headers["Retry-After"]) == (429, "40"), path
+                    error = (await response.json())["error"]
+                    assert "would wait about 40 s, and may wait 39.5 s" in error["message"]
+                    assert "overloaded" in (error.get("code"), error["type"]) or path == "/v1/messages"
+            status, result = await cluster.post(path, {"x-max-wait": "soon"}, **body)
+            assert (status, "x-max-wait" in result["error"]["message"]) == (400, True)
+        queued = asyncio.create_task(cluster.complete(prompt=[5] * 10))
+        await cluster.until(lambda: cluster.router.services.admission.waiting_tokens == 90)
+        status, result = await cluster.post("/v1/completions", {"x-max-wait": "100"}, prompt="x")
+        assert (status, result["error"]["code"]) == (429, "overloaded"), "45 s are more than --max-wait"
+        assert "baton:expected_wait_seconds{" in await cluster.metrics()
+        for _ in range(2):
+            prefill.steps.release()
+        await asyncio.gather(first, queued)
         await cluster.idle()
 
 

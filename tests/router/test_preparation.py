@@ -19,7 +19,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from baton.router import child_pool
+from baton.router import child_pool, server
 from baton.router.active_request import ActiveRequests
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import ChatBody, ChatOptions, CompletionBody
@@ -457,8 +457,8 @@ async def test_a_child_takes_what_its_container_allows(
 ):
     """A body that takes more is refused, and the next one is prepared."""
     monkeypatch.setattr(child, "child_bytes", lambda processes: 48 << 20)
-    server = child.fork_server("baton: test", tokenizer)
-    preparer = Preparer(tokenizer, server)
+    forks = child.fork_server("baton: test", tokenizer)
+    preparer = Preparer(tokenizer, forks)
     try:
         for _ in range(2):
             assert await preparer.prepare(
@@ -469,14 +469,15 @@ async def test_a_child_takes_what_its_container_allows(
                 await preparer.prepare("tokenize", text, SERVED, ANY_CLIENT)
     finally:
         await preparer.close()
-        await server.close()
+        await forks.close()
 
 
 async def test_prompts_are_counted_before_the_router_makes_lists_of_them(
-    tokenizer: ModelTokenizer, tmp_path: Path
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The estimate from the bytes of a body knows only one prompt."""
-    async with make_cluster(tokenizer, tmp_path, max_waiting_tokens=10_000) as cluster:
+    monkeypatch.setattr(server, "prompt_tokens", lambda config: 10_000)
+    async with make_cluster(tokenizer, tmp_path) as cluster:
         entry = cluster.router.services.admission
         account = cluster.router.frontend.authorize("")
         entry.reserve(account, 1)
@@ -502,7 +503,8 @@ async def test_limits_are_checked_before_the_preparation(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     key = ApiKey.of("a", "secret", max_requests=1)
-    async with make_cluster(tokenizer, tmp_path, api_keys=(key,), max_waiting_tokens=5000) as cluster:
+    monkeypatch.setattr(server, "prompt_tokens", lambda config: 5000)
+    async with make_cluster(tokenizer, tmp_path, api_keys=(key,)) as cluster:
         http, admission = cluster.http, cluster.router.services.admission
         headers = {"Authorization": "Bearer secret"}
         monkeypatch.setattr(Preparer, "prepare", lambda *_: pytest.fail("work began"))

@@ -76,7 +76,7 @@ async def test_the_decode_is_submitted_when_the_prefill_starts(
 async def test_prompts_of_other_routers_are_ahead_too(cluster: Cluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
     prefill.starts = asyncio.Semaphore(0)
-    prefill.status.tokens_waiting, prefill.status.prefill_tokens_per_s = 10_000, 1.0
+    prefill.status.tokens_waiting, prefill.status.prefill_tokens_per_s = 10_000, 1000.0
     prefill.report()
     connection = cluster.connection(prefill)
     await cluster.until(lambda: connection.status.tokens_waiting == 10_000)
