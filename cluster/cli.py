@@ -74,10 +74,10 @@ def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callab
 def serve(given: engine.ServedModel, blueprint: Blueprint) -> int:
     """Start a cluster on this machine: prefill workers, decode workers and a router.
 
-    By default it serves the embedded model SmolLM2-135M-Instruct at http://127.0.0.1:8000, with one worker of
-    each role. Ctrl-C stops every process and removes all temporary files; a second Ctrl-C kills them at once.
-    SIGTERM lets running requests finish first. SIGUSR1 restarts the workers one after the other, and fails no
-    request.
+    By default it serves the embedded model SmolLM2-135M-Instruct at http://127.0.0.1:8000, with workers on
+    all free GPUs, or with one worker of each role on a CPU. Ctrl-C stops every process and removes all
+    temporary files; a second Ctrl-C kills them at once. SIGTERM lets running requests finish first. SIGUSR1
+    restarts the workers one after the other, and fails no request.
     """
     from baton.cluster.serve import run
 

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from baton.cluster.gpu_pools import Gpu
+
 
 def nvidia_smi(*arguments: str) -> list[str] | None:
     """The output lines of nvidia-smi; None if there is no driver."""
@@ -22,6 +24,22 @@ def visible_gpus() -> list[str]:
     if not present or chosen is None:
         return present
     return [name for name in chosen.replace(" ", "").split(",") if name not in ("", "-1")]
+
+
+def gpus_with_memory() -> list[Gpu]:
+    """`visible_gpus` with their memory, as the driver tells it. Makes no context on them."""
+    query = "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"
+    lines = [[cell.strip() for cell in line.split(",")] for line in nvidia_smi(*query) or []]
+    rows = [cells for cells in lines if len(cells) == 4 and all(cell.isdecimal() for cell in cells[2:])]
+    found: list[Gpu] = []
+    for name in visible_gpus():
+        memory = [
+            (int(total) / 1024, int(used) / 1024)
+            for index, uuid, total, used in rows
+            if name == index or (name.startswith("GPU-") and uuid.startswith(name))
+        ]
+        found.append(Gpu(name, *memory[0]) if memory else Gpu(name))
+    return found
 
 
 def default_device() -> str:

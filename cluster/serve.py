@@ -9,6 +9,7 @@ import contextlib
 import signal
 import urllib.request
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from baton.cluster import model
 from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.check_model import check_files
+from baton.cluster.gpu_pools import GpuPools, Needs, Ranks, choose_pools, free_gpus
+from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.roles import router_config, worker_config
 from baton.cluster.supervision.blueprint import POOLS, Blueprint, RoleSpec, check_ports
 from baton.cluster.supervision.display import Display
@@ -49,6 +52,10 @@ def run(blueprint: Blueprint) -> int:
     found = model.resolve(blueprint.model.model, blueprint.engine.engine)
     model.reach_hub(found.location)
     model.check_context(found.location, blueprint.model.revision, blueprint.engine.max_model_len)
+    chosen = _choose_pools(blueprint, found) if blueprint.chooses_pools else None
+    if chosen is not None:
+        blueprint = blueprint.with_pools(chosen)
+        roles = blueprint.roles()
     if blueprint.ray.ray_address is None:
         _check_roles(blueprint, found, roles[0].secret)
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
@@ -58,7 +65,25 @@ def run(blueprint: Blueprint) -> int:
         from baton.cluster.on_ray.joined import serve  # imports ray
 
         return serve(blueprint, roles, blueprint.ray.ray_address)
-    return asyncio.run(LocalCluster(blueprint, roles, blueprint.gpus(roles)).run())
+    gpus = blueprint.gpus(roles) if chosen is None else list(chosen.gpus)
+    said = () if chosen is None else (chosen.text,)
+    return asyncio.run(LocalCluster(blueprint, roles, gpus, said).run())
+
+
+def _choose_pools(blueprint: Blueprint, found: model.ResolvedModel) -> GpuPools | None:
+    """The pools for all free GPUs. None: no driver tells how many there are."""
+    from baton.cluster.tools.sizing.worker_needs import needs_of
+
+    engine, pool = blueprint.engine, blueprint.pool
+    if not (gpus := gpus_with_memory()):
+        return None
+    free = free_gpus(gpus, engine.gpu_memory_utilization)
+    shared = engine.tensor_parallel_size if engine.tensor_parallel_size > 1 else None
+    given = (pool.prefill_tensor_parallel_size or shared, pool.decode_tensor_parallel_size or shared)
+    needs = Needs(Ranks(given[0] or 1, given[1] or 1))
+    if memory := min((gpu.total_gib for gpu in free), default=0.0):
+        needs = needs_of(found, engine, given, len(free), memory)
+    return choose_pools(gpus, needs, engine.gpu_memory_utilization)
 
 
 def _check_roles(blueprint: Blueprint, found: model.ResolvedModel, secret: bytes) -> None:
@@ -79,7 +104,11 @@ class CannotStart(Exception):
 class LocalCluster:
     """One run of a cluster. Owns the run directory and, through the supervisor, every role."""
 
-    def __init__(self, blueprint: Blueprint, roles: list[RoleSpec], gpus: list[str]) -> None:
+    def __init__(
+        self, blueprint: Blueprint, roles: list[RoleSpec], gpus: list[str], said: Sequence[str] = ()
+    ) -> None:
+        """`said`: lines for the user, before anything starts."""
+        self._said = said
         self._blueprint = blueprint
         self._roles = roles
         self._gpus = gpus
@@ -91,6 +120,8 @@ class LocalCluster:
 
     async def run(self) -> int:
         self._signals.install()
+        for line in self._said:
+            self._display.line(line)
         adopt_orphans()
         reap_orphans()
         run_dir = RunDir.create(self._blueprint.files.run_dir)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from baton.cluster.autoscaling.scaling import DecodeDemand, Needed, PrefillDemand, Sample, Scaler
 from baton.cluster.options.pools import PoolOptions, PoolSize
-from baton.cluster.supervision.blueprint import Pool
+from baton.cluster.supervision.blueprint import POOLS, Pool
 
 FLIP_EVERY = 5.0  # seconds between two flips: the loads must first show what the last one did
 TTIT_TARGET = 100.0  # milliseconds, if the user sets no target
@@ -26,7 +26,7 @@ class Balancer:
 
     def __init__(self, pools: PoolOptions, ttit_target: float | None) -> None:
         """`ttit_target`: in ms, as given."""
-        given: dict[Pool, PoolSize] = {"prefill": pools.prefill, "decode": pools.decode}
+        given: dict[Pool, PoolSize] = dict(zip(POOLS, pools.sizes, strict=True))
         self.scalers: dict[Pool, Scaler] = {
             pool: Scaler(size.least, size.most, pools.shrink_after)
             for pool, size in given.items()

@@ -44,7 +44,11 @@ class PoolSize(NamedTuple):
         return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
 
 
-_SIZE: dict[str, Any] = {"metavar": "N or MIN:MAX", "shown": "1"}
+_SIZE: dict[str, Any] = {
+    "metavar": "N or MIN:MAX",
+    "shown": "for all free GPUs; else 1",
+}
+_ONE = PoolSize(1, 1)
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,14 @@ class PoolOptions:
     """The sizes of the pools and the targets of the autoscaler."""
 
     panel: ClassVar[str] = "Cluster"
-    prefill: PoolSize = opt(
-        PoolSize(1, 1),
+    prefill: PoolSize | None = opt(
+        None,
         "Prefill workers; 1:4 follows the load, and with 0 decode workers compute all prompts.",
         parser=PoolSize.parse_or_none,
         **_SIZE,
     )
-    decode: PoolSize = opt(
-        PoolSize(1, 1), "Decode workers; 1:4 follows the load.", parser=PoolSize.parse, **_SIZE
+    decode: PoolSize | None = opt(
+        None, "Decode workers; 1:4 follows the load.", parser=PoolSize.parse, **_SIZE
     )
     prefill_tensor_parallel_size: int | None = opt(
         None, "GPUs of one prefill worker.", "N", shown="as --tensor-parallel-size", check=between(1)
@@ -79,6 +83,11 @@ class PoolOptions:
     shrink_after: float = opt(
         60.0, "A pool shrinks after this time with a worker too many.", "S", check=between(5)
     )
+
+    @property
+    def sizes(self) -> tuple[PoolSize, PoolSize]:
+        """Of the prefill pool and of the decode pool. A pool that is not given has one worker."""
+        return self.prefill or _ONE, self.decode or _ONE
 
 
 @dataclass(frozen=True)

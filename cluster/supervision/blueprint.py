@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import parse_qsl, urlencode
 
 from baton.cluster import model
+from baton.cluster.gpu_pools import GpuPools
 from baton.cluster.gpus import default_device, visible_gpus
 from baton.cluster.options import roles as options
 from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.parameters import size_in_bytes, to_argv
-from baton.cluster.options.pools import PoolOptions, RayOptions
+from baton.cluster.options.pools import PoolOptions, PoolSize, RayOptions
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import usable_cpus
 from baton.machine.system import cannot_listen, family, free_port
@@ -112,10 +113,8 @@ class Blueprint:
         shared, keys = self._secrets()
         tls, pairs = self.secret.tls(), self._pairs()
         specs: list[RoleSpec] = []
-        for pool, size, nodes in (
-            ("prefill", self.pool.prefill, self.ray.prefill_nodes),
-            ("decode", self.pool.decode, self.ray.decode_nodes),
-        ):
+        nodes_of = (self.ray.prefill_nodes, self.ray.decode_nodes)
+        for pool, size, nodes in zip(POOLS, self.pool.sizes, nodes_of, strict=True):
             worker = self.worker(pool)
             on_gpus = str(worker.engine.device).startswith("cuda")
             first = RoleSpec(
@@ -175,7 +174,7 @@ class Blueprint:
             front = replace(front, admin_port=0)
         own: dict[str, Any] = {
             "front": front,
-            "membership": options.MembershipOptions(decode_only=not self.pool.prefill.most),
+            "membership": options.MembershipOptions(decode_only=not self.pool.sizes[0].most),
         }
         return options.RouterRole(**shared | own)
 
@@ -211,7 +210,7 @@ class Blueprint:
         dtypes = {"prefill": self.pool.prefill_kv_cache_dtype, "decode": self.pool.decode_kv_cache_dtype}
         alone = sizes[pool] == 1 < max(sizes.values())
         device = self.engine.device or default_device()
-        threads = max(1, usable_cpus() // (self.pool.prefill.most + self.pool.decode.most))
+        threads = max(1, usable_cpus() // sum(size.most for size in self.pool.sizes))
         if device.startswith("cuda"):
             threads = sizes[pool]  # one for each rank
         return replace(
@@ -223,10 +222,29 @@ class Blueprint:
             enable_expert_parallel=self.engine.enable_expert_parallel and not alone,
         )
 
+    @property
+    def chooses_pools(self) -> bool:
+        """Whether the user leaves it to this machine how many workers there are."""
+        told = self.pool.prefill is not None or self.pool.decode is not None
+        device = self.engine.device or default_device()
+        return not told and device == "cuda" and self.ray.ray_address is None
+
+    def with_pools(self, chosen: GpuPools) -> Blueprint:
+        """These options, as if the user had given what was chosen."""
+        pool = replace(
+            self.pool,
+            prefill=PoolSize(chosen.prefill, chosen.prefill),
+            decode=PoolSize(chosen.decode, chosen.decode),
+            prefill_tensor_parallel_size=chosen.ranks.prefill,
+            decode_tensor_parallel_size=chosen.ranks.decode,
+        )
+        return replace(self, pool=pool)
+
     def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
         """The GPUs of this machine. Raises ValueError if the pools could need more of them."""
         each = {spec.role: spec.gpus for spec in roles}
-        pools = [(self.pool.prefill, each.get("prefill", 0)), (self.pool.decode, each.get("decode", 0))]
+        prefill, decode = self.pool.sizes
+        pools = [(prefill, each.get("prefill", 0)), (decode, each.get("decode", 0))]
         if all(size.least < size.most for size, _ in pools):
             # Such pools flip workers. So a worker of either size may be started in the place of the other.
             pools = [(size, max(each.values())) for size, _ in pools]
@@ -242,7 +260,7 @@ class Blueprint:
             flags = "".join(f" {flag} {size}" for flag, size in large.items())
             remedy = "".join(f", lower {flag}" for flag in large)
             raise ValueError(
-                f"--prefill {self.pool.prefill} --decode {self.pool.decode}{flags}: these workers need "
+                f"--prefill {prefill} --decode {decode}{flags}: these workers need "
                 f"{needed} GPUs, but this machine has {len(present)}; start fewer workers{remedy}, or run "
                 "them on the CPU with --device cpu"
             )
@@ -252,12 +270,12 @@ class Blueprint:
         """The number of pairs of a prefill and a decode worker that share one machine."""
         if self.ray.placement != "pair":
             return 0
-        for name, size in (("prefill", self.pool.prefill), ("decode", self.pool.decode)):
+        for name, size in zip(POOLS, self.pool.sizes, strict=True):
             if size.least < size.most:
                 raise ValueError(
                     f"--placement pair: needs pools of a fixed size, not --{name} {size}; give one number"
                 )
-        return min(self.pool.prefill.least, self.pool.decode.least)
+        return min(size.least for size in self.pool.sizes)
 
     def _secrets(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The fields of a `RoleSpec` with the cluster secret, and variables with API keys for routers. Raises

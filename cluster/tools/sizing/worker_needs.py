@@ -1,0 +1,136 @@
+"""How many GPUs a worker needs for a model, and how its speeds compare in both pools.
+
+The load is that of agents: sessions of many turns, most of each prompt cached. `needs_of` runs this module
+as a child process, because it imports torch, which takes time and memory.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.cluster.gpu_pools import Needs, Ranks
+from baton.cluster.model import ResolvedModel
+from baton.cluster.options.engine import EngineOptions
+from baton.machine.python_path import python_path
+
+NEW_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS = 1_200, 14_300, 150
+"""Of a turn of an agent, on average."""
+
+
+class TooLarge(ValueError):
+    """The model does not fit the GPUs."""
+
+
+def needs_of(
+    found: ResolvedModel,
+    engine: EngineOptions,
+    given: tuple[int | None, int | None],
+    gpus: int,
+    gpu_gib: float,
+) -> Needs:
+    """Asks a child process. A model without known speeds needs one GPU, unless `given` says otherwise.
+
+    Args:
+        given: GPUs of a prefill and of a decode worker, as the user said.
+        gpus: how many are free.
+        gpu_gib: memory of the smallest.
+
+    Raises TooLarge.
+    """
+    names = ("quantization", "dtype", "kv_cache_dtype", "max_model_len")
+    asked = {name: getattr(engine, name) for name in names}
+    numbers = (engine.gpu_memory_utilization, engine.max_num_seqs or 256)
+    arguments = json.dumps([found.location, asked, given, gpus, gpu_gib, numbers])
+    command = [sys.executable, "-m", "baton.cluster.tools.sizing.worker_needs", arguments]
+    child = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | python_path()
+    )
+    answer = json.loads(child.stdout) if child.returncode == 0 else {}
+    if "error" in answer:
+        raise TooLarge(answer["error"])
+    if not answer:
+        return Needs(Ranks(given[0] or 1, given[1] or 1))
+    return Needs(Ranks(*answer["ranks"]), answer["prefill_rate"], answer["decode_rate"], known=True)
+
+
+def computed(
+    location: str,
+    options: dict[str, object],
+    given: Sequence[int | None],
+    gpus: int,
+    gpu_gib: float,
+    numbers: Sequence[float],
+) -> Needs:
+    """As `needs_of`. Raises TooLarge, and other errors for a model without known speeds."""
+    import torch
+
+    from baton.cluster.tools.sizing.speeds import H200, Speeds, shape
+    from baton.engine.api.config import EngineConfig
+    from baton.engine.kernels import FP8
+    from baton.engine.loader import choose_format
+
+    utilization, seqs = numbers
+    model = shape(location)
+    if model.state is not None:
+        raise NotImplementedError("no speeds were measured for state layers")
+    config = EngineConfig(location, quantization=str(options["quantization"]), dtype=str(options["dtype"]))
+    weight_format = choose_format(config, model, torch.device("cuda"))
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    element = weight_format.bytes_per_parameter(dtype)
+    kv_dtype = FP8 if options["kv_cache_dtype"] == "fp8" else torch.bfloat16
+    gpu = replace(H200, memory=int(gpu_gib * (1 << 30)))
+    context = int(str(options["max_model_len"] or model.max_model_len))
+
+    def speeds(ranks: int) -> Speeds | None:
+        """None: the model does not divide into so many, or leaves no room for KV."""
+        try:
+            made = Speeds(gpu, model, element, ranks, kv_dtype)
+            made.kv_room(utilization)
+        except ValueError:
+            return None
+        return made
+
+    fitting = {ranks: made for ranks in range(1, gpus + 1) if (made := speeds(ranks)) is not None}
+    if not fitting:
+        raise TooLarge(
+            f"--model {location}: {gpus} GPUs of {gpu_gib:.0f} GiB cannot hold it; use more or larger GPUs, "
+            "--quantization fp8, or a smaller model"
+        )
+
+    def fewest() -> int:
+        """That hold the weights and the KV of one longest request, or else the most."""
+        return next(
+            (
+                ranks
+                for ranks, made in fitting.items()
+                if made.kv_room(utilization) >= context * made.kv_bytes_per_token
+            ),
+            max(fitting),
+        )
+
+    ranks = Ranks(given[0] or fewest(), given[1] or fewest())
+    of_prefill, of_decode = (Speeds(gpu, model, element, number, kv_dtype) for number in ranks)
+    positions = NEW_TOKENS + CACHED_TOKENS + OUTPUT_TOKENS / 2
+    room = of_decode.kv_room(utilization)
+    batch = max(1, min(int(seqs), int(room / (positions * of_decode.kv_bytes_per_token))))
+    return Needs(
+        ranks,
+        1 / of_prefill.prefill(NEW_TOKENS, CACHED_TOKENS),
+        batch / (OUTPUT_TOKENS * of_decode.step(batch, batch * positions)),
+        known=True,
+    )
+
+
+def _main(arguments: str) -> dict[str, object]:
+    try:
+        found = computed(*json.loads(arguments))
+    except TooLarge as error:
+        return {"error": str(error)}
+    return {"ranks": found.ranks, "prefill_rate": found.prefill_rate, "decode_rate": found.decode_rate}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_main(sys.argv[1])))
