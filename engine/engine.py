@@ -323,12 +323,16 @@ class Engine:
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self._lives, self._scheduler, self._meters
         limit, cache = meters.chunk_limit, lives.cache
-        under_way = sum(schedule.prompt_tokens for schedule, _ in self.loop.under_way)
+        waiting: list[tuple[int, float]] = list(scheduler.parts_waiting())
+        decoding = scheduler.decoding
+        for schedule, _ in self.loop.under_way:
+            tokens = schedule.prompt_tokens
+            waiting.append((tokens, schedule.prompt_position - tokens / 2))
         return EngineStats(
             requests_running=len(lives.running),
-            requests_decoding=scheduler.decoding,
+            requests_decoding=decoding,
             requests_waiting=len(lives.waiting) + len(lives.compiling) + len(lives.loading),
-            tokens_waiting=scheduler.tokens_waiting + under_way,
+            tokens_waiting=sum(tokens for tokens, _ in waiting),
             blocks_free=lives.pool.free,
             blocks_total=lives.pool.num_blocks,
             blocks_cached=lives.pool.cached,
@@ -350,5 +354,5 @@ class Engine:
             step_table=self._steps.table,
             step_factors=self._steps.factors,
             decode_context=scheduler.decode_context,
-            queue_seconds=meters.queue_seconds(scheduler.parts_waiting(), decoding=scheduler.decoding > 0),
+            queue_seconds=meters.queue_seconds(waiting, decoding=decoding > 0),
         )

@@ -280,7 +280,7 @@ class Meters:
         """Mean position of the tokens in `prefill_tokens_per_s`."""
         return self._position.value
 
-    def queue_seconds(self, parts: Iterable[tuple[int, int]], *, decoding: bool) -> float:
+    def queue_seconds(self, parts: Iterable[tuple[int, float]], *, decoding: bool) -> float:
         """Seconds in which these parts of prompts are computed: (tokens, position of the first). `decoding`:
         in long steps, beside decodes. 0: none, or not known."""
         model, parts = self.model, list(parts)

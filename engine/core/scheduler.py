@@ -200,19 +200,14 @@ class Scheduler:
         for live in self._waiting:
             yield live.num_left, live.asked.due
 
-    @property
-    def tokens_waiting(self) -> int:
-        """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
-        prefilling = sum(live.num_left for live in self._running if not live.decodes)
-        prefilling += sum(live.num_left for live in self.lives.reserved if live.ranges)
-        queued = [*self._waiting, *self.lives.compiling, *self.lives.loading]
-        cached = sum(self._memory.known(live) for live in queued) * self._pool.block_size
-        return prefilling + sum(live.num_left for live in queued) - cached
-
     def parts_waiting(self) -> Iterator[tuple[int, int]]:
-        """Yields (tokens, position of the first) of what `tokens_waiting` counts."""
-        for live in (*self._running, *self.lives.reserved):
-            if live.ranges or (live.phase is Phase.RUNNING and not live.decodes):
+        """Yields (tokens, position of the first) of each prompt that no step computes yet, without what the
+        prefix cache has now."""
+        for live in self._running:
+            if not live.decodes:
+                yield live.num_left, live.num_computed
+        for live in self.lives.reserved:
+            if live.ranges:
                 yield live.num_left, live.num_computed
         for live in (*self._waiting, *self.lives.compiling, *self.lives.loading):
             cached = self._memory.known(live) * self._pool.block_size

@@ -82,6 +82,10 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     return schedule
 
 
+def tokens_waiting(scheduler: Scheduler) -> int:
+    return sum(count for count, _ in scheduler.parts_waiting())
+
+
 def tokens(schedule: Schedule) -> list[tuple[int, int, int]]:
     return [(live.id[0], chunk.start, chunk.stop) for live, chunk in schedule.chunks.items()]
 

@@ -15,7 +15,7 @@ from baton.engine.core.live_request import Phase
 from baton.engine.kernels import parts
 from tests.engine.conftest import MakeEngine, request_of, tokens_of
 from tests.engine.draft_checkpoints import random_eagle
-from tests.engine.scheduling import add, end, hooks_to, live_of, make, step, tokens
+from tests.engine.scheduling import add, end, hooks_to, live_of, make, step, tokens, tokens_waiting
 
 CACHING = {"block_size": 8, "num_blocks": 80, "max_num_batched_tokens": 64, "enable_prefix_caching": True}
 
@@ -215,13 +215,13 @@ def test_a_part_comes_after_earlier_prompts_and_before_later_ones() -> None:
     add(scheduler, 1, 40)
     part = scheduler.lives.start_part(EngineRequest(b"p", list(range(30))), [range(12), range(20, 30)])
     assert part is not None
-    assert scheduler.tokens_waiting == 40 + 22
+    assert tokens_waiting(scheduler) == 40 + 22
     scheduler.lives.begin_range(part)
     add(scheduler, 2, 40)
     assert tokens(step(scheduler)) == [(1, 0, 16)]
     assert tokens(step(scheduler)) == [(1, 16, 32)]
     assert tokens(step(scheduler)) == [(1, 32, 40), (ord("p"), 0, 8)]
-    assert scheduler.tokens_waiting == 14 + 40
+    assert tokens_waiting(scheduler) == 14 + 40
     assert tokens(step(scheduler))[0][0] == 1
     assert scheduler.lives.start_part(EngineRequest(b"q", list(range(99))), [range(99)]) is None, "no room"
 
@@ -239,7 +239,7 @@ def test_a_part_counts_as_the_tokens_of_its_ranges() -> None:
     assert [left for left, _ in scheduler.prompts()] == [28]
     add(scheduler, 1, 40, tenant=b"b")
     assert tokens(step(scheduler)) == [(ord("p"), 0, 8), (1, 0, 40)]
-    assert (part.num_left, scheduler.tokens_waiting) == (20, 20)
+    assert (part.num_left, tokens_waiting(scheduler)) == (20, 20)
     scheduler.lives.begin_range(part)
     assert scheduler.next_prompt == 0, "a request decodes"
     assert tokens(step(scheduler)) == [(1, 40, 41), (ord("p"), 880, 900)]

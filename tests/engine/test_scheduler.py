@@ -9,7 +9,7 @@ from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import Phase
 from baton.engine.core.making_room import to_drop
 from baton.engine.core.meters import MIXED_STEPS
-from tests.engine.scheduling import BLOCK, add, make, step, tokens
+from tests.engine.scheduling import BLOCK, add, make, step, tokens, tokens_waiting
 
 
 @dataclass
@@ -382,9 +382,9 @@ def test_cached_tokens_do_not_count_as_waiting():
     step(scheduler)
     scheduler.lives.drop(next(iter(scheduler.lives)))
     add(scheduler, 2, 14)
-    assert scheduler.tokens_waiting == 2
+    assert tokens_waiting(scheduler) == 2
     add(scheduler, 3, 12)
-    assert scheduler.tokens_waiting == 2 + 4, "a block that ends the prompt is computed again"
+    assert tokens_waiting(scheduler) == 2 + 4, "a block that ends the prompt is computed again"
 
 
 def test_a_step_is_scheduled_ahead_if_all_growing_requests_have_room() -> None:
