@@ -251,6 +251,7 @@ class ObservedSteps:
         self._decodes = _Bins(rows, decodes, known.context_seconds)
         self._prompts = _Bins(tokens, prompts, known.pair_seconds)
         self._mixed = _Bins(tokens, prompts, 0.0)
+        self._smallest = tokens[0]
         self._learns_overlap = measured is None
         self._overlap = Average(DECAY)
         self._overlap.value = known.overlap
@@ -307,8 +308,11 @@ class ObservedSteps:
         decodes, prompts = (
             own if own[0] else (*other[:2], 0.0) for own, other in ((decodes, prompts), (prompts, decodes))
         )
-        if decodes[0]:
-            self._model = StepModel(*decodes, *prompts, self._overlap.value)
+        if not decodes[0]:
+            return
+        if prompts[0][0] > 2 * self._smallest:  # a few prompt tokens take as long as to read the weights
+            prompts = (1, *prompts[0]), (min(decodes[1][0], prompts[1][0]), *prompts[1]), prompts[2]
+        self._model = StepModel(*decodes, *prompts, self._overlap.value)
 
 
 def measure(

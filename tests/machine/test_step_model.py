@@ -141,6 +141,16 @@ def test_the_first_step_gives_a_model(
     assert model.step(*size) == pytest.approx(model.step(*same)) == pytest.approx(0.02)
 
 
+def test_a_worker_with_long_prompts_alone_expects_less_of_short_ones() -> None:
+    observed = ObservedSteps(ROWS, TOKENS)
+    observed.add(8, 800, 0, 0, dense(8, 800, 0, 0))
+    observed.add(0, 0, 4_000, 0, dense(0, 0, 4_000, 0))
+    model = observed.model
+    assert model is not None
+    for tokens in (1, 16, 300, 2_000):
+        assert model.prompt(tokens) == pytest.approx(dense(0, 0, tokens, 0), rel=0.4)
+
+
 @pytest.mark.parametrize("real", [dense, experts])
 def test_a_worker_that_always_decodes_learns_of_prompts_from_mixed_steps(real: Step) -> None:
     observed, random_ = ObservedSteps(ROWS, TOKENS), random.Random(2)
