@@ -21,7 +21,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 DRAWS = 1000
 MIN_BLOCKS = 4
 _ENDS = 0.025, 0.975
-_RANKS, _HIGH_RANKS = 2048, 1024
+_RANKS = 512
 
 
 @cache
@@ -74,7 +74,7 @@ class Series:
     def draws(self, q: float, seed: int = 0) -> np.ndarray:
         """The quantile in each draw. Shape [DRAWS]. Draws of another seed do not depend on these. There must
         be `MIN_BLOCKS`."""
-        ranks, _ = self._ranks_of_draws(q, seed)
+        [ranks] = self._ranks_of_draws([q], seed)
         return self.values[ranks]
 
     def rows(self, metric: str, goals: Mapping[str, float]) -> dict[str, Row]:
@@ -83,7 +83,10 @@ class Series:
         if not len(self.values):
             return {}
         known = {name: q for name, q in QUANTILES.items() if q <= 0.5 or self.knows(q)}
-        found = {name: (self.quantile(q), *self._interval(q)) for name, q in known.items()}
+        intervals = self._intervals([*known.values()])
+        found = {
+            name: (self.quantile(q), *ends) for (name, q), ends in zip(known.items(), intervals, strict=True)
+        }
         found["max"] = float(self.values[-1]), None, None
         return {
             quantile: Row(
@@ -93,25 +96,27 @@ class Series:
             for quantile, (value, low, high) in found.items()
         }  # fmt: skip
 
-    def _interval(self, q: float) -> tuple[float | None, float | None]:
-        """The upper end is None if there are too few samples for one."""
+    def _intervals(self, quantiles: Sequence[float]) -> list[tuple[float | None, float | None]]:
+        """An upper end is None if there are too few samples for one."""
         if self.block_count < MIN_BLOCKS:
-            return None, None
-        ranks, last = self._ranks_of_draws(q, 0)
-        low, high = interval(ranks)
-        return float(self.values[int(low)]), None if high == last else float(self.values[int(high)])
+            return [(None, None)] * len(quantiles)
+        ends = [interval(ranks) for ranks in self._ranks_of_draws(quantiles, 0)]
+        last = len(self.values) - 1
+        return [
+            (float(self.values[int(low)]), None if high == last else float(self.values[int(high)]))
+            for low, high in ends
+        ]
 
-    def _ranks_of_draws(self, q: float, seed: int) -> tuple[np.ndarray, int]:
-        """Where the quantile of each draw is in `values`, shape [DRAWS], and the last place.
+    def _ranks_of_draws(self, quantiles: Sequence[float], seed: int) -> list[np.ndarray]:
+        """For each quantile its place in `values` in each draw, shape [DRAWS].
 
-        Of many samples only some places are looked at: that is exact to a 2048th of them, and exact for the
-        highest ones.
+        Of many samples only some places are looked at, the more the higher the values.
         """
         n = len(self.values)
-        even = np.linspace(0, n - 1, min(n, _RANKS)).astype(int)
-        places = np.unique(np.concatenate((even, np.arange(max(0, n - _HIGH_RANKS), n))))
+        even = np.linspace(0, n - 1, min(n, _RANKS))
+        from_the_top = n - np.geomspace(1, n, min(n, _RANKS))
+        places = np.unique(np.concatenate((even, from_the_top)).astype(int))
         cell = np.searchsorted(places, np.arange(n)) + self.blocks * len(places)
         counts = np.bincount(cell, minlength=self.block_count * len(places))
         up_to = drawn(self.block_count, seed) @ counts.reshape(self.block_count, -1).cumsum(axis=1)
-        found = (up_to < q * up_to[:, -1:]).sum(axis=1)
-        return places[found], int(places[-1])
+        return [places[(up_to < q * up_to[:, -1:]).sum(axis=1)] for q in quantiles]

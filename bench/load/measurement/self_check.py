@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from baton.bench.contract import percentile
 from baton.bench.load.traffic.client_process import ClientUsage
 
 MAX_CPU = 0.9  # of one core, for the busiest client process: above it chunks wait in the client
@@ -52,7 +53,7 @@ def check(
     ):
         for q in CHECKED:
             found, bound = (
-                float(np.percentile(lateness, q)),
+                percentile(lateness, q / 100),
                 max(_LEAST_SECONDS, share * measured.get(q, 0.0)),
             )
             if found > bound:
@@ -65,8 +66,8 @@ def check(
             f"a client process waited for a core {waited:.0%} of the time: run it on another machine"
         )
     return {
-        "lag_p99": float(np.percentile(late, 99)),
-        "stall_p99": float(np.percentile(stalls, 99)),
+        "lag_p99": percentile(late, 0.99),
+        "stall_p99": percentile(stalls, 0.99),
         "cpu": cpu,
         "waited": waited,
     }, reasons
