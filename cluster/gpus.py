@@ -17,9 +17,14 @@ def nvidia_smi(*arguments: str) -> list[str] | None:
     return out.stdout.splitlines() if out.returncode == 0 else None
 
 
+def present_gpus() -> int:
+    """How many GPUs the driver lists."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def visible_gpus() -> list[str]:
     """The GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide, as names for that variable."""
-    present = [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    present = [str(number) for number in range(present_gpus())]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not present or chosen is None:
         return present

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from baton.cluster import model
 from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
 from baton.cluster.supervision.processes import tie_to_parent
+from baton.machine import available_memory
 from baton.machine.system import report
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def worker_config(
     role: Literal["prefill", "decode"], given: WorkerRole, found: model.ResolvedModel, secret: bytes
 ) -> WorkerConfig:
     """The configuration of a worker on this machine. Raises ValueError for options that it cannot have."""
-    from baton.cluster.gpus import default_device, gpu_gib
-    from baton.cluster.options.optimize import choose
+    from baton.cluster.gpus import default_device, gpu_gib, present_gpus
+    from baton.cluster.options.optimize import choose, host_cache
     from baton.cluster.options.parameters import size_in_bytes
     from baton.engine import EngineConfig, SpeculativeConfig
     from baton.kv_transfer.config import TransferDeadlines
@@ -55,6 +56,7 @@ def worker_config(
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
     chosen = choose(given.engine, device, memory)
+    host_bytes = host_cache(given.engine, device, present_gpus(), available_memory())
     engine = _configured(
         EngineConfig,
         given,
@@ -63,7 +65,7 @@ def worker_config(
         max_num_seqs=chosen.max_num_seqs,
         max_num_batched_tokens=chosen.max_num_batched_tokens,
         enable_prefix_caching=given.engine.enable_prefix_caching is not False,
-        host_cache_size=size_in_bytes(given.engine.host_cache_size),
+        host_cache_size=host_bytes,
         disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
         ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
         ttit_target_steps=chosen.target_steps,
@@ -79,7 +81,7 @@ def worker_config(
         secret=secret,
         tls=given.secret.tls(),
         served_model_name=(given.model.served_model_name or [found.name])[0],
-        settings=chosen.summary,
+        settings=f"{chosen.summary}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",
         kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
         deadlines=TransferDeadlines(
             fetch_wait=given.deadlines.hold_timeout,

@@ -66,7 +66,8 @@ def run(blueprint: Blueprint) -> int:
 
         return serve(blueprint, roles, blueprint.ray.ray_address)
     gpus = blueprint.gpus(roles) if chosen is None else list(chosen.gpus)
-    said = () if chosen is None else (chosen.text,)
+    lines = None if chosen is None else chosen.text, blueprint.host_cache_text
+    said = [line for line in lines if line is not None]
     return asyncio.run(LocalCluster(blueprint, roles, gpus, said).run())
 
 

@@ -16,6 +16,13 @@ def _given_once(context: typer.Context, value: str | None) -> str | None:
     return value
 
 
+AUTO = "auto"
+
+
+def check_host_cache(value: str) -> str:
+    return value if value == AUTO else check_size(value)
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model to serve. A router refuses workers with another tokenizer."""
@@ -147,10 +154,12 @@ class EngineOptions:
         None, "Keep the KV of prompts and answers, for later prompts with the same beginning.", shown="on"
     )
     host_cache_size: str = opt(
-        "0",
-        "Memory of the host, such as 8GiB, for cached KV that leaves the memory of the GPUs. 0: none.",
+        AUTO,
+        "Memory of the host, such as 8GiB, for cached KV that leaves the memory of a worker's GPUs. It is "
+        "pinned when it is needed. 0: none.",
         "SIZE",
-        check=check_size,
+        shown="on GPUs an equal part of a quarter of the memory that the host has left; on CPUs 0",
+        check=check_host_cache,
     )
     disk_cache_size: str = opt(
         "0",

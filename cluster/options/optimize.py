@@ -3,13 +3,19 @@
 from bisect import bisect_right
 from typing import NamedTuple
 
-from baton.cluster.options.engine import EngineOptions, Optimize
+from baton.cluster.options.engine import AUTO, EngineOptions, Optimize
+from baton.cluster.options.parameters import size_in_bytes
 
 GPU_GIB = (70, 128)
 """From each of these memory sizes on, a GPU may run more requests. With an 8B model in bfloat16, 512 requests
 on 140 GiB have as much KV memory each as 256 on 80 GiB."""
 MAX_NUM_BATCHED_TOKENS = (2048, 8192, 8192)
 """For a CPU or a small GPU, then by `GPU_GIB`, as below. vLLM has the same defaults for large GPUs."""
+
+
+HOST_PART = 4
+LEAST_HOST_BYTES = 1 << 30
+"""Less is not worth the copies."""
 
 
 class Profile(NamedTuple):
@@ -55,6 +61,21 @@ def choose(given: EngineOptions, device: str, gpu_gib: float | None) -> Chosen:
     )
     summary = f"optimize {given.optimize}, {hardware}: {', '.join(parts)}"
     return Chosen(seqs, tokens, profile.target_steps, summary)
+
+
+def host_cache(given: EngineOptions, device: str, gpus: int, available: int) -> int:
+    """Bytes of the host's memory for cached KV of a worker: as given, or a part of a quarter of what the host
+    has left.
+
+    `gpus`: those of all workers that divide the quarter. `available`: bytes that the host has left.
+    """
+    if given.host_cache_size != AUTO:
+        return size_in_bytes(given.host_cache_size)
+    if device == "cpu" or given.enable_prefix_caching is False or given.engine != "baton":
+        return 0
+    ranks = given.tensor_parallel_size
+    share = available // HOST_PART * ranks // max(ranks, gpus)
+    return share if share >= LEAST_HOST_BYTES else 0
 
 
 def _note(option: float | None) -> str:

@@ -16,11 +16,12 @@ from baton.cluster import model
 from baton.cluster.gpu_pools import GpuPools
 from baton.cluster.gpus import default_device, visible_gpus
 from baton.cluster.options import roles as options
-from baton.cluster.options.engine import EngineOptions, ModelOptions
+from baton.cluster.options.engine import AUTO, EngineOptions, ModelOptions
+from baton.cluster.options.optimize import host_cache
 from baton.cluster.options.parameters import size_in_bytes, to_argv
 from baton.cluster.options.pools import PoolOptions, PoolSize, RayOptions
 from baton.cluster.supervision.role_process import RoleState
-from baton.machine import usable_cpus
+from baton.machine import available_memory, usable_cpus
 from baton.machine.system import cannot_listen, family, free_port
 
 if TYPE_CHECKING:
@@ -213,11 +214,15 @@ class Blueprint:
         threads = max(1, usable_cpus() // sum(size.most for size in self.pool.sizes))
         if device.startswith("cuda"):
             threads = sizes[pool]  # one for each rank
+        engine = replace(self.engine, tensor_parallel_size=sizes[pool])
+        if device.startswith("cuda") and self.ray.ray_address is None:
+            gpus = sum(size.most * sizes[pool] for pool, size in zip(POOLS, self.pool.sizes, strict=True))
+            host_bytes = host_cache(engine, device, gpus, self._available)
+            engine = replace(engine, host_cache_size=str(host_bytes))
         return replace(
-            self.engine,
+            engine,
             device=device,
             num_threads=self.engine.num_threads or threads,
-            tensor_parallel_size=sizes[pool],
             kv_cache_dtype=dtypes[pool] or self.engine.kv_cache_dtype,
             enable_expert_parallel=self.engine.enable_expert_parallel and not alone,
         )
@@ -239,6 +244,25 @@ class Blueprint:
             decode_tensor_parallel_size=chosen.ranks.decode,
         )
         return replace(self, pool=pool)
+
+    @property
+    def host_cache_text(self) -> str | None:
+        """A line for the user: the memory of the host that is taken by default. None: none."""
+        given = [self.engine_of(pool).host_cache_size for pool in POOLS]
+        if self.engine.host_cache_size != AUTO or AUTO in given:
+            return None
+        sizes = [size.most * int(each) for size, each in zip(self.pool.sizes, given, strict=True)]
+        if not sum(sizes):
+            return None
+        return (
+            f"Up to {sum(sizes) / (1 << 30):.0f} GiB of this host's memory are for cached KV that leaves the "
+            "GPUs. Choose otherwise with --host-cache-size, for one worker; 0 turns it off."
+        )
+
+    @cached_property
+    def _available(self) -> int:
+        """Bytes that the host has left, before any worker starts."""
+        return available_memory()
 
     def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
         """The GPUs of this machine. Raises ValueError if the pools could need more of them."""

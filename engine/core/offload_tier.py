@@ -76,6 +76,8 @@ class OffloadTier:
 
     Attributes:
         tier: which one it is.
+        num_places: places that it may have.
+        ready: of these, the first ones, which have memory. All, unless the caller says otherwise.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class OffloadTier:
         kept here any more. `prompt_tokens_per_s`: the speed at which a prompt is computed now. 0: not
         known."""
         self.tier = tier
-        self.num_places = num_places
+        self.num_places = self.ready = num_places
         self._pool = pool
         self._tenant_of = tenant_of
         self._left = left
@@ -129,6 +131,19 @@ class OffloadTier:
             damaged=self._damaged,
         )
 
+    @property
+    def places_used(self) -> int:
+        return self.ready - len(self._free)
+
+    def have(self, ready: int, num_places: int) -> None:
+        """So many places have memory. This grows, except before the first copy. `num_places` may fall, if no
+        more memory can be had."""
+        if ready < self.ready:
+            assert not self.places_used, "copies have begun"
+            self._free, self.ready = [], 0
+        self._free = [*range(ready - 1, self.ready - 1, -1), *self._free]
+        self.ready, self.num_places = ready, num_places
+
     # Copies out
 
     def evicted(self, name: bytes) -> None:
@@ -163,9 +178,11 @@ class OffloadTier:
 
     def _take_place(self) -> int | None:
         """A place for one more block. If all are taken, the tenant with most blocks gives up the one that is
-        least recently used. None: copies read all blocks of that tenant."""
+        least recently used. None: copies read all blocks of that tenant, or places get their memory."""
         if self._free:
             return self._free.pop()
+        if self.ready < self.num_places:
+            return None
         largest = max(self._by_tenant.values(), key=len, default=OrderedDict())
         for name, entry in largest.items():
             if not entry.readers:
@@ -261,7 +278,7 @@ class OffloadTier:
         """Asserts that each place has one owner, and that all maps agree."""
         named = [entry.place for entry in self._entries.values()]
         saving = [copy.place for copy in self._saving.values()]
-        assert len(self._free) + len(named) + len(saving) <= self.num_places, "a place has two owners"
+        assert len(self._free) + len(named) + len(saving) <= self.ready, "a place has two owners"
         assert len({*self._free, *named, *saving}) == len(self._free) + len(named) + len(saving)
         by_tenant = {name: entry for names in self._by_tenant.values() for name, entry in names.items()}
         assert by_tenant == self._entries
@@ -272,4 +289,4 @@ class OffloadTier:
         assert not self._copies, "a copy is under way"
         assert not self._waiting, "a copy was left behind"
         assert not any(entry.readers for entry in self._entries.values())
-        assert len(self._free) + len(self._entries) == self.num_places, "a place was lost"
+        assert len(self._free) + len(self._entries) == self.ready, "a place was lost"

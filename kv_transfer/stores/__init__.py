@@ -20,6 +20,15 @@ class BlockStore(Protocol):
 
     batch: int
     """Blocks that are worth copying together."""
+    num_places: int
+    """Places that it may have. It falls to `ready` if no more memory can be had."""
+    ready: int
+    """Places that have memory: the first ones. It only grows."""
+
+    def expect(self, places: int) -> None:
+        """So many places are in use: more should soon be ready. Does not wait for them. Does nothing if all
+        are ready from the start."""
+        return
 
     @property
     def room(self) -> int:
@@ -42,6 +51,10 @@ class HostStore(BlockStore, Protocol):
 
     sums: list[int | None]
     """The checksum of each place. None: a block that is loaded from there is not whole."""
+
+    def have_all(self) -> None:
+        """Waits until all places are ready, or no more memory can be had. Does nothing if they are."""
+        return
 
     def memory(self, place: int) -> memoryview:
         """The bytes of a place. No copy uses them while the caller does."""

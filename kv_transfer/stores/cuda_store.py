@@ -1,8 +1,10 @@
 """Blocks of a KV cache on a GPU in pinned memory of the host. Imported on GPUs only: it needs Triton."""
 
+import logging
 import mmap
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,14 +17,18 @@ from baton.kv_transfer.device.tables import Table, pin, unpin
 from baton.kv_transfer.stores import HostStore, Pair
 from baton.kv_transfer.transport import PagedKV
 
+log = logging.getLogger(__name__)
+
 STAGING_BYTES = 64 << 20
 """Memory on the device through which blocks go, so many at once. The bus takes 1.2 ms for it."""
 MOST_LINES = 1 << 15
 """Blocks × layers of one launch: a grid has 65,535 places there."""
 BATCHES = 16
 """Batches under way at most."""
-PINNED_BYTES = 1 << 30
-"""Pinned with one call, which takes 0.16 s."""
+PINNED_BYTES = 64 << 20
+"""Pinned with one call, which takes 10 ms. Launches may wait for it."""
+AHEAD_BYTES = 1 << 30
+"""Pinned before it is needed. KV comes more slowly than memory is pinned, 6 GiB/s."""
 
 
 class BlockLines:
@@ -87,9 +93,12 @@ class _Batch:
 
 class CudaStore(HostStore):
     """Copies on a side stream: a kernel between the pool and dense memory on the device, and one copy a block
-    between that and its place. The kernel adds up the checksums."""
+    between that and its place. The kernel adds up the checksums.
 
-    def __init__(self, kv: PagedKV, num_places: int, tick: Callable[[], None]) -> None:
+    Memory is taken from the host and pinned when it is needed, in parts, by a thread. A caller that does not
+    ask for places with `expect` waits for them in `have_all` or in `copy`."""
+
+    def __init__(self, kv: PagedKV, num_places: int) -> None:
         self._device = torch.device(kv.device)
         self._lines = BlockLines(kv)
         size = self._lines.block_bytes
@@ -100,16 +109,13 @@ class CudaStore(HostStore):
         except OSError as error:
             raise MemoryError(str(error)) from error
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.num_places, self.ready = num_places, 0
         # No copy goes beyond what one call pins.
-        self._pinned = self._memory.split(max(1, PINNED_BYTES // self._stride) * self._stride)
-        for number, part in enumerate(self._pinned):
-            try:
-                pin(part)
-            except RuntimeError as error:
-                for pinned in self._pinned[:number]:
-                    unpin(pinned)
-                raise MemoryError(str(error)) from error
-            tick()
+        self._parts = self._memory.split(max(1, PINNED_BYTES // self._stride) * self._stride)
+        self._pinned = 0  # of these
+        self._wanted = 0  # places
+        self._wake, self._closed = threading.Event(), False
+        self._pinning = threading.Thread(target=self._pin_when_told, name="pin memory", daemon=True)
         self.sums: list[int | None] = [None] * num_places
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._staging = torch.empty(self.batch * self._stride, dtype=torch.uint8, device=self._device)
@@ -122,11 +128,52 @@ class CudaStore(HostStore):
         self._stream.synchronize()
         self.ended()
 
+    def expect(self, places: int) -> None:
+        wanted = min(self.num_places, places + max(1, AHEAD_BYTES // self._stride))
+        if wanted > max(self._wanted, self.ready):
+            self._wanted = wanted
+            if self._pinning.ident is None:
+                self._pinning.start()
+            self._wake.set()
+
+    def have_all(self) -> None:
+        while self._pin_next():
+            pass
+
+    def _pin_when_told(self) -> None:
+        torch.cuda.set_device(self._device)  # of this thread
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while not self._closed and self.ready < self._wanted and self._pin_next():
+                pass
+            if self._closed:
+                return
+
+    def _pin_next(self) -> bool:
+        """Pins the next part. False: it cannot be had, nor any after it."""
+        if self.ready >= self.num_places:
+            return False
+        part = self._parts[self._pinned]
+        part.zero_()  # takes its pages from the system, for which the driver would block launches
+        try:
+            pin(part)
+        except RuntimeError as error:
+            log.warning("--host-cache-size: %d of %d bytes are used: %s", self.ready * self._stride,
+                        len(self._map), error)  # fmt: skip
+            self.num_places = self.ready
+            return False
+        self._pinned += 1
+        self.ready = min(self.num_places, self._pinned * len(self._parts[0]) // self._stride)
+        return True
+
     @property
     def room(self) -> int:
         return len(self._spare) * self.batch
 
     def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        while any(place >= self.ready for _, place in pairs) and self._pin_next():
+            pass
         with torch.cuda.stream(self._stream):
             for first in range(0, len(pairs), self.batch):
                 self._start_batch(pairs[first : first + self.batch], is_load=is_load)
@@ -173,7 +220,11 @@ class CudaStore(HostStore):
         return self._memory[place * self._stride :][: self._lines.block_bytes].numpy().data
 
     def close(self) -> None:
+        self._closed = True
+        if self._pinning.ident is not None:
+            self._wake.set()
+            self._pinning.join()
         self._stream.synchronize()
-        for part in self._pinned:
+        for part in self._parts[: self._pinned]:
             unpin(part)
         self._lines.close()

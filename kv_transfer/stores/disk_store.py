@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -40,17 +40,19 @@ class _Copy:
 class DiskStore(BlockStore):
     """Owns the file and the staging store."""
 
-    def __init__(self, kv: PagedKV, num_places: int, directory: str, tick: Callable[[], None]) -> None:
-        """`tick`: as for `open_host_store`. Raises `OSError` if the directory takes no file, or has too
-        little space, and `MemoryError` if the host has too little memory."""
+    def __init__(self, kv: PagedKV, num_places: int, directory: str) -> None:
+        """Raises `OSError` if the directory takes no file, or has too little space, and `MemoryError` if the
+        host has too little memory."""
         self._size = block_bytes(kv)
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         if (free := shutil.disk_usage(directory).free) < num_places * self._size:
             self._file.close()
             raise OSError(f"{num_places * self._size} bytes are wanted, {free} are free")
         slots = min(num_places, max(1, STAGING_BYTES // self._size))
-        self._staging = open_host_store(kv, slots, tick)
+        self._staging = open_host_store(kv, slots)
+        self._staging.have_all()
         self.batch = max(1, min(self._staging.batch, slots // 2))
+        self.num_places = self.ready = num_places
         self._sums: list[int | None] = [None] * num_places
         self._free = list(range(slots))
         self._under_way: deque[_Copy] = deque()  # in the order of the caller

@@ -1,6 +1,6 @@
 """Blocks of a KV cache in the memory of the host, of an engine on any device: `open_host_store`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -25,13 +25,12 @@ def _pools(kv: PagedKV) -> Iterator[torch.Tensor]:
     return chain.from_iterable(plane.values() for plane in tensor_planes(kv)[0])
 
 
-def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> HostStore:
-    """`tick`, a sign of life, is called while memory is pinned, which takes 0.16 s for each GiB. Raises
-    `MemoryError` if there is not enough."""
+def open_host_store(kv: PagedKV, num_places: int) -> HostStore:
+    """Raises `MemoryError` if the host cannot have so much."""
     if torch.device(kv.device).type == "cuda":
         from baton.kv_transfer.stores.cuda_store import CudaStore
 
-        return CudaStore(kv, num_places, tick)
+        return CudaStore(kv, num_places)
     return CpuStore(kv, num_places)
 
 
@@ -44,6 +43,7 @@ class CpuStore(HostStore):
         size = block_bytes(kv)
         # The system maps its pages only when they are first written.
         self._memory = np.empty((num_places, size), dtype=np.uint8)
+        self.num_places = self.ready = num_places
         self.sums: list[int | None] = [None] * num_places
         self._ended: list[bool] = []
         self.batch = max(1, BATCH_BYTES // size)

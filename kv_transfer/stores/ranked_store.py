@@ -25,6 +25,7 @@ class RankedStore(BlockStore):
     def __init__(self, rank0: BlockStore, ranks: Sequence[socket.socket], silence: float) -> None:
         """`silence`: seconds without a copy, while some are due, after which another rank counts as hung."""
         self.batch = rank0.batch
+        self.num_places, self.ready = rank0.num_places, rank0.ready
         self._silence = silence
         self._most = rank0.room // rank0.batch
         self._rank0 = rank0
@@ -33,6 +34,10 @@ class RankedStore(BlockStore):
         self._intact: list[deque[bool]] = [deque() for _ in range(1 + len(ranks))]
         self._batches: deque[int] = deque()  # blocks of each batch that is not over on all ranks
         self._heard = [0.0] * len(ranks)  # when a rank last copied, or had nothing to do
+
+    def expect(self, places: int) -> None:
+        self._rank0.expect(places)
+        self.num_places, self.ready = self._rank0.num_places, self._rank0.ready
 
     @property
     def room(self) -> int:

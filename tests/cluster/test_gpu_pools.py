@@ -149,6 +149,12 @@ def test_the_memory_of_the_gpus_that_are_visible(
     assert gpus_with_memory() == expected
 
 
+HOST = (
+    "Up to 12 GiB of this host's memory are for cached KV that leaves the GPUs. Choose otherwise with "
+    "--host-cache-size, for one worker; 0 turns it off."
+)
+
+
 @pytest.mark.parametrize(
     ("flags", "sizes", "names", "said"),
     [
@@ -175,10 +181,14 @@ def test_serve_chooses_only_what_it_is_not_told(
     monkeypatch.setattr(check_model, "faults", lambda *_: [])
     monkeypatch.setattr(serve, "gpus_with_memory", lambda: [Gpu(name) for name in names])
     monkeypatch.setattr(blueprint, "visible_gpus", lambda: names)
+    monkeypatch.setattr(blueprint, "available_memory", lambda: 48 << 30)
     given = flags if "--device" in flags else ("--device", "cuda", *flags)
     result = CliRunner().invoke(app, ["serve", "--port", "0", *given])
     assert result.exit_code == 0, result.output
     [(_, roles, gpus, lines)] = started
     assert [sum(role.role == pool for role in roles) for pool in ("prefill", "decode")] == sizes
-    assert (gpus, len(lines)) == (names, said)
+    assert gpus == names
+    assert [line.split(":")[0] for line in lines] == ["GPUs 0, 1, 2"] * said + [HOST] * ("cpu" not in flags)
     assert sum(role.gpus for role in roles) == (0 if "cpu" in flags else 3 if said else sum(sizes))
+    shares = [int(role.args[role.args.index("--host-cache-size") + 1]) for role in roles if role.gpus]
+    assert sum(shares) == (0 if "cpu" in flags else 12 << 30)

@@ -11,7 +11,7 @@ import baton.worker.service_process.service
 from baton.cluster.cli import app
 from baton.cluster.gpus import gpu_gib
 from baton.cluster.options.engine import EngineOptions, Optimize
-from baton.cluster.options.optimize import choose
+from baton.cluster.options.optimize import choose, host_cache
 from baton.cluster.supervision.blueprint import Blueprint
 from baton.engine import EngineConfig
 from baton.worker import WorkerConfig
@@ -154,3 +154,24 @@ def test_a_worker_logs_its_settings_at_its_start(
     with caplog.at_level(logging.INFO, "baton.worker.service_process.service"):
         assert baton.worker.service_process.service.run(config) == 1
     assert caplog.messages == ["optimize balanced, CPU: …", "stop here"]
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "gpus", "gib"),
+    [
+        (EngineOptions(), "cuda", 4, 16.0),
+        (EngineOptions(tensor_parallel_size=2), "cuda", 4, 32.0),
+        (EngineOptions(tensor_parallel_size=2), "cuda", 0, 64.0),
+        (EngineOptions(), "cuda", 65, 0.0),  # too little
+        (EngineOptions(host_cache_size="3GiB"), "cuda", 4, 3.0),
+        (EngineOptions(host_cache_size="3GiB"), "cpu", 0, 3.0),
+        (EngineOptions(host_cache_size="0"), "cuda", 4, 0.0),
+        (EngineOptions(), "cpu", 0, 0.0),
+        (EngineOptions(enable_prefix_caching=False), "cuda", 4, 0.0),
+        (EngineOptions(engine="vllm"), "cuda", 4, 0.0),
+    ],
+)
+def test_the_workers_of_a_host_share_a_quarter_of_the_memory_that_it_has_left(
+    given: EngineOptions, device: str, gpus: int, gib: float
+) -> None:
+    assert host_cache(given, device, gpus, available=256 << 30) == gib * (1 << 30)

@@ -277,6 +277,18 @@ def test_the_tenant_with_most_blocks_gives_up_its_own() -> None:
     assert live.num_cached == 48
 
 
+def test_no_block_gives_up_its_place_while_others_get_their_memory() -> None:
+    worker = Worker(num_blocks=16, num_places=12, seqs=1)
+    for ready, num_places, saved in ((0, 12, 0), (3, 12, 3), (5, 12, 5), (5, 5, 6)):
+        worker.tier.have(ready, num_places)
+        for seed in range(6):
+            worker.run(text(100, 10 * saved + seed))
+        assert worker.tier.places_used == ready
+        assert worker.tier.stats.saved >= saved
+        assert (worker.tier.stats.saved > ready) == (num_places < 12), "the memory is all that can be had"
+    assert worker.tier.stats.blocks_total == 5
+
+
 def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads() -> None:
     speed = 0.0
     pool = BlockPool(4, BLOCK)

@@ -14,6 +14,7 @@ from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
 from baton.kv_transfer.stores import BlockStore, HostStore
 from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.worker.engine_process import offload
 from baton.worker.engine_process.offload import offload_pumps
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_offload import text
@@ -27,7 +28,7 @@ def answers(
 ) -> list[list[int]]:
     """The tokens of each prompt. Copies are made as in the loop of a worker. `break_store` is called with
     the store of each tier before each prompt."""
-    pumps = offload_pumps(engine, lambda: None, str(directory))
+    pumps = offload_pumps(engine, str(directory))
     tokens: dict[bytes, list[int]] = {}
     for number, prompt in enumerate(prompts):
         request_id = number.to_bytes(2)
@@ -126,6 +127,26 @@ def test_tiers_that_change_blocks_cost_no_token(
     for tier in engine.stats().offload:
         assert tier.damaged
         assert tier.loaded_tokens, "other blocks are whole"
+
+
+def test_a_host_without_memory_has_no_tier(
+    tiny_engine: MakeEngine,
+    right: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def open_host_store(*_: object) -> HostStore:
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(offload, "open_host_store", open_host_store)
+    engine = small(tiny_engine, tmp_path, host_cache_size=1 << 20)
+    assert answers(engine, TURNS, tmp_path) == right
+    size = (1 << 20) // engine.block_bytes * engine.block_bytes
+    said = f"--host-cache-size: no host tier, {size} bytes cannot be had: none is left"
+    assert [line for line in caplog.messages if "cache-size" in line] == [said]
+    [stats] = engine.stats().offload
+    assert stats.saved == stats.blocks_total == 0
 
 
 def test_a_full_disk_costs_no_token(tiny_engine: MakeEngine, right: list[list[int]], tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import torch
 
 from baton.kv_transfer.arena import channel_pair
 from baton.kv_transfer.layout import FP8, KVLayout
-from baton.kv_transfer.stores import BlockStore, disk_store, ranked_store
+from baton.kv_transfer.stores import BlockStore, cuda_store, disk_store, ranked_store
 from baton.kv_transfer.stores.cuda_store import BlockLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore, block_bytes, open_host_store
@@ -70,8 +69,8 @@ def ended(store: BlockStore, count: int) -> list[bool]:
 @pytest.fixture(params=["host", "disk"])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[PagedKV, int], BlockStore]:
     if request.param == "host":
-        return lambda kv, places: open_host_store(kv, places, lambda: None)
-    return lambda kv, places: DiskStore(kv, places, str(tmp_path), lambda: None)
+        return lambda kv, places: open_host_store(kv, places)
+    return lambda kv, places: DiskStore(kv, places, str(tmp_path))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -108,7 +107,7 @@ def check_copies(kv: PagedKV, store: BlockStore) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_place_with_other_bytes_is_not_whole(device: str) -> None:
     kv = paged("bfloat16", device)
-    check_damage(kv, open_host_store(kv, 4, lambda: None))
+    check_damage(kv, open_host_store(kv, 4))
 
 
 def check_damage(kv: PagedKV, store: BlockStore) -> None:
@@ -125,7 +124,7 @@ def check_damage(kv: PagedKV, store: BlockStore) -> None:
 def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
     """One byte of the first block was changed, and the end of the last block is missing."""
     kv = paged("bfloat16", device)
-    store = DiskStore(kv, 8, str(tmp_path), lambda: None)
+    store = DiskStore(kv, 8, str(tmp_path))
     store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
     damage(store, kv, place=0)
@@ -144,7 +143,7 @@ def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
 def test_a_disk_that_fills_keeps_what_it_has_and_takes_blocks_again(tmp_path: Path) -> None:
     """The limit of the size of a file stands for the size of the disk."""
     kv = paged("bfloat16", "cpu")
-    store = DiskStore(kv, 6, str(tmp_path), lambda: None)
+    store = DiskStore(kv, 6, str(tmp_path))
     size = store._size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + size // 2, limits[1]))
@@ -166,7 +165,7 @@ def test_a_disk_that_fills_keeps_what_it_has_and_takes_blocks_again(tmp_path: Pa
 
 def test_a_full_disk_ends_the_save(tmp_path: Path) -> None:
     kv = paged("bfloat16", "cpu")
-    store = DiskStore(kv, 8, str(tmp_path), lambda: None)
+    store = DiskStore(kv, 8, str(tmp_path))
     assert not list(tmp_path.iterdir()), "the file has no name, so no other process opens it"
     assert os.fstat(store._file.fileno()).st_mode & 0o077 == 0
     store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
@@ -180,14 +179,14 @@ def test_a_full_disk_ends_the_save(tmp_path: Path) -> None:
 
 def test_a_disk_with_too_little_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="are free"):
-        DiskStore(paged("bfloat16", "cpu"), 1 << 40, str(tmp_path), lambda: None)
+        DiskStore(paged("bfloat16", "cpu"), 1 << 40, str(tmp_path))
 
 
 def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads and saves at the same time, through two slots, with reads that end in any order."""
     kv = paged("bfloat16", "cpu")
     monkeypatch.setattr(disk_store, "STAGING_BYTES", 2 * block_bytes(kv))
-    store = DiskStore(kv, 8, str(tmp_path), lambda: None)
+    store = DiskStore(kv, 8, str(tmp_path))
     right = [content(kv, block) for block in range(BLOCKS)]
     for place in range(6):
         assert store.room
@@ -215,8 +214,61 @@ def test_the_store_of_a_gpu_without_one(
     cuda_on_cpu.be_late(range(9) if late else ())
     kv = paged(dtype, "cpu", order)
     assert BlockLines(kv).block_bytes == kv.layout.bytes_per_token * BLOCK
-    check_copies(kv, CudaStore(kv, 5, lambda: None))
-    check_damage(kv, CudaStore(kv, 4, lambda: None))
+    check_copies(kv, CudaStore(kv, 5))
+    check_damage(kv, CudaStore(kv, 4))
+
+
+@pytest.mark.parametrize("parts", [5, 2, 0])
+def test_memory_is_pinned_when_it_is_needed(
+    parts: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or as much of it as the driver pins: a place for each of so many parts."""
+    if kernel_device != "cpu":
+        pytest.skip("pins are counted on the CPU")
+    cuda_on_cpu.use(monkeypatch)
+    pinned: list[torch.Tensor] = []
+
+    def pin(part: torch.Tensor) -> None:
+        if len(pinned) == parts:
+            raise RuntimeError("out of memory")
+        pinned.append(part)
+
+    monkeypatch.setattr(cuda_store, "pin", pin)
+    monkeypatch.setattr(cuda_store, "unpin", lambda part: pinned.pop())
+    for name in ("PINNED_BYTES", "AHEAD_BYTES"):
+        monkeypatch.setattr(cuda_store, name, 1)
+    kv = paged("float32", "cpu")
+    store = CudaStore(kv, 5)
+    assert store.ready == len(pinned) == min(1, parts), "the kernels were compiled with a place"
+    for used, expected in ((0, 1), (1, 2), (2, 3), (9, 5)):
+        store.expect(used)
+        deadline = time.monotonic() + WITHIN
+        while store.ready < min(expected, parts, store.num_places):
+            assert time.monotonic() < deadline
+        assert store.ready == len(pinned) <= expected
+    if store._pinning.ident is not None:
+        deadline = time.monotonic() + WITHIN
+        while store.num_places != parts:
+            assert time.monotonic() < deadline
+    assert (store.ready, store.num_places) == (parts, parts)
+    assert len(caplog.messages) == (parts < 5), caplog.messages
+    if parts == 5:
+        check_copies(kv, store)
+    else:
+        store.close()
+    assert not pinned
+
+
+def test_a_rank_pins_what_the_first_rank_orders(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel_device != "cpu":
+        pytest.skip("the same is tested on the GPU")
+    cuda_on_cpu.use(monkeypatch)
+    monkeypatch.setattr(cuda_store, "PINNED_BYTES", 1)
+    kv = paged("float32", "cpu")
+    store = CudaStore(kv, 5)
+    assert store.ready == 1
+    check_copies(kv, store)
+    assert store.ready == 5
 
 
 def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
@@ -264,8 +316,8 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
         ranked.close()
 
 
-@pytest.mark.parametrize("store", [CpuStore, partial(CudaStore, tick=lambda: None)])
+@pytest.mark.parametrize("store", [CpuStore, CudaStore])
 def test_more_memory_than_a_host_can_have(store: Callable[[PagedKV, int], BlockStore]) -> None:
-    """The worker names its flag for this error."""
+    """The worker then has no host tier."""
     with pytest.raises(MemoryError):
         store(paged("float32", "cpu"), 1 << 40)

@@ -1,10 +1,11 @@
 """Moves blocks between the engine's KV cache and the tiers below it, as the engine says, between two
 steps."""
 
+import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from baton.content import Tier
 from baton.engine import Engine, EngineConfig
@@ -17,6 +18,8 @@ from baton.kv_transfer.stores.host_store import open_host_store
 from baton.kv_transfer.stores.ranked_store import RankedStore, serve_store
 from baton.kv_transfer.transport import PagedKV
 from baton.worker.engine_process.paged_kv import paged_kv
+
+log = logging.getLogger(__name__)
 
 POLL = 0.0005
 """Seconds between two calls while copies are under way."""
@@ -36,12 +39,14 @@ class OffloadPump:
         self._under_way: deque[BlockCopy] = deque()  # in the order of the store
         self._busy = False  # the last call started copies, so more may wait
         self._pumped = time.monotonic()
+        self._have()
 
     def pump(self) -> None:
         """Ends the copies that are over, and starts the next ones. Copies that requests wait for go first."""
         began = time.monotonic()
         until = began + SHARE * (began - self._pumped)
         self._end()
+        self._have()
         self._busy = False
         if loads := self._tier.next_loads(self._store.room):
             self._start(loads, is_load=True)
@@ -63,6 +68,13 @@ class OffloadPump:
         for intact in self._store.ended():
             self._tier.ended(self._under_way.popleft(), intact)
 
+    def _have(self) -> None:
+        """The tier uses the places that have memory, and more get some before they are needed."""
+        tier, store = self._tier, self._store
+        if (tier.ready, tier.num_places) != (store.ready, store.num_places):
+            tier.have(store.ready, store.num_places)
+        store.expect(tier.places_used)
+
     @property
     def copies(self) -> bool:
         """Whether copies are under way or wait, so that `pump` must be called soon."""
@@ -74,24 +86,27 @@ class OffloadPump:
 
 def offload_pumps(
     engine: Engine,
-    tick: Callable[[], None],
     disk_cache_dir: str | None = None,
     rank_fds: Sequence[Sequence[int]] = (),
 ) -> list[OffloadPump]:
-    """One for each tier of the engine. `tick`, a sign of life, is called while memory is pinned. `rank_fds`:
-    for each other rank, a socket for each tier. Raises `ValueError` if the host has too little memory, or the
-    disk too little space."""
+    """One for each tier of the engine, except for a tier that would need more memory than the host has.
+    `rank_fds`: for each other rank, a socket for each tier. Raises `ValueError` if the disk has too little
+    space."""
     pumps: list[OffloadPump] = []
     for number, tier in enumerate(engine.offload):
+        sockets = [socket.socket(fileno=fds[number]) for fds in rank_fds]
         try:
-            store = _open_store(tier.tier, paged_kv(engine), tier.num_places, disk_cache_dir, tick)
+            store = _open_store(tier.tier, paged_kv(engine), tier.num_places, disk_cache_dir)
         except MemoryError as error:
-            size = tier.num_places * engine.block_bytes
-            raise ValueError(f"--host-cache-size: {size} bytes cannot be had: {error}") from error
+            name, size = tier.tier.name.lower(), tier.num_places * engine.block_bytes
+            log.warning("--%s-cache-size: no %s tier, %d bytes cannot be had: %s", name, name, size, error)
+            tier.have(0, 0)
+            for sock in sockets:
+                sock.close()
+            continue
         except OSError as error:
             raise ValueError(f"--disk-cache-dir: {disk_cache_dir}: {error}") from error
-        if rank_fds:
-            sockets = [socket.socket(fileno=fds[number]) for fds in rank_fds]
+        if sockets:
             store = RankedStore(store, sockets, SILENCE[tier.tier])
         pumps.append(OffloadPump(tier, store))
     return pumps
@@ -105,14 +120,17 @@ def serve_offload(config: EngineConfig, follower: Follower, fds: Sequence[int]) 
     kv = paged_kv(follower)
     size_of_block = kv.block_size * cache_bytes_per_token(follower.cache_spec) * kv.ranks
     for (tier, size), fd in zip(config.offload_sizes.items(), fds, strict=True):
-        store = _open_store(tier, kv, size // size_of_block, config.disk_cache_dir, lambda: None)
-        serve_store(store, socket.socket(fileno=fd))
+        sock = socket.socket(fileno=fd)
+        try:
+            store = _open_store(tier, kv, size // size_of_block, config.disk_cache_dir)
+        except MemoryError:
+            sock.close()  # rank 0 logs the same
+            continue
+        serve_store(store, sock)
 
 
-def _open_store(
-    tier: Tier, kv: PagedKV, num_places: int, disk_cache_dir: str | None, tick: Callable[[], None]
-) -> BlockStore:
+def _open_store(tier: Tier, kv: PagedKV, num_places: int, disk_cache_dir: str | None) -> BlockStore:
     if tier is Tier.HOST:
-        return open_host_store(kv, num_places, tick)
+        return open_host_store(kv, num_places)
     assert disk_cache_dir is not None, "checked by the configuration"
-    return DiskStore(kv, num_places, disk_cache_dir, tick)
+    return DiskStore(kv, num_places, disk_cache_dir)

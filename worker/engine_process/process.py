@@ -37,7 +37,7 @@ def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Se
     try:
         engine, roles = build(context)
         pumps: list[OffloadPump | StoreTier] = [
-            *offload_pumps(engine, heartbeat.tick, config.engine.disk_cache_dir, config.offload_fds)
+            *offload_pumps(engine, config.engine.disk_cache_dir, config.offload_fds)
         ]
         if context.store is not None:
             pumps.append(context.store)

@@ -254,7 +254,7 @@ class Metrics(Collector):
         yield self._gauge("baton:experts_used", text, stats.used)
 
     def _of_offload(self, tiers: Sequence[OffloadStats]) -> Iterator[Metric]:
-        used = {_TIERS[stats.tier]: stats.blocks_used / stats.blocks_total for stats in tiers}
+        used = {_TIERS[stats.tier]: stats.blocks_used / max(1, stats.blocks_total) for stats in tiers}
         text = "Share of the places for KV blocks below the device that hold one, 0 to 1."
         yield self._gauge("baton:offload_usage_perc", text, used, "tier")
         speeds = {_TIERS[stats.tier]: stats.tokens_per_s for stats in tiers}
