@@ -186,12 +186,14 @@ class _Bin:
 class _Bins:
     """Steps of one kind by size. What was measured at the start stays."""
 
-    def __init__(self, sizes: Sequence[int], measured: Mapping[int, float], slope: float) -> None:
-        """`measured`: seconds of some of the sizes. `slope`: of one position or pair; 0: not known."""
+    def __init__(self, sizes: Sequence[int], measured: Mapping[int, float], slope: float | None) -> None:
+        """`measured`: seconds of some of the sizes. `slope`: of one position or pair. 0: not known. None:
+        there is no work."""
         self._sizes = sizes
         self._bins = [_Bin() for _ in sizes]
         self._measured = measured
-        self._slope = slope
+        self._slope = slope or 0.0
+        self._learns_slope = slope == 0
 
     def add(self, size: int, work: float, seconds: float) -> None:
         if self.learns(size):
@@ -199,7 +201,7 @@ class _Bins:
 
     def learns(self, size: int) -> bool:
         """Whether steps of this size count: they were not measured, or what `work` adds was not."""
-        return not self._slope or self._sizes[self._index(size)] not in self._measured
+        return self._learns_slope or self._sizes[self._index(size)] not in self._measured
 
     def knows(self, size: int) -> bool:
         """Whether steps of this size were measured, or counted."""
@@ -212,7 +214,7 @@ class _Bins:
     def table(self, others: "_Bins | None" = None) -> tuple[tuple[int, ...], tuple[float, ...], float]:
         """Sizes, seconds without what `work` adds, and what one more of `work` adds. Empty: not known.
         `others`: of the same sizes, for those without steps here."""
-        slope = self._slope or _slope(self._bins)
+        slope = _slope(self._bins) if self._learns_slope else self._slope
         bins = zip(self._sizes, self._bins, self._bins if others is None else others._bins, strict=True)
         seen = [own if own.weight else other for size, own, other in bins if size not in self._measured]
         found = {
@@ -250,7 +252,7 @@ class ObservedSteps:
         prompts = dict(zip(known.tokens, known.prompt_seconds, strict=True))
         self._decodes = _Bins(rows, decodes, known.context_seconds)
         self._prompts = _Bins(tokens, prompts, known.pair_seconds)
-        self._mixed = _Bins(tokens, prompts, 0.0)
+        self._mixed = _Bins(tokens, prompts, None)
         self._smallest = tokens[0]
         self._learns_overlap = measured is None
         self._overlap = Average(DECAY)

@@ -259,6 +259,18 @@ def test_sizes_that_were_not_measured_are_learned() -> None:
     assert errors[150] < 0.1, errors[150]
 
 
+def test_what_was_measured_is_not_learned_again() -> None:
+    """Steps on a GPU then cost the factors only."""
+    measured, random_ = measure(dense, ROWS, TOKENS, CONTEXT, POSITION), random.Random(6)
+    observed, learned = ObservedSteps(ROWS, TOKENS, measured), LearnedSteps(ROWS, TOKENS, measured)
+    for _ in range(100):
+        size = traffic(random_)
+        assert not observed.learns(size[0], size[2])
+        learned.record(*size, 3 * dense(*size))
+    assert learned.table == measured
+    assert learned.factors[1] > 1.5
+
+
 def test_a_slope_that_was_not_measured_is_learned() -> None:
     measured = replace(measure(dense, ROWS, TOKENS, CONTEXT, POSITION), context_seconds=0.0)
     learned, random_ = LearnedSteps(ROWS, TOKENS, measured), random.Random(5)
