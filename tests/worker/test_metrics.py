@@ -37,11 +37,13 @@ def get(url: str, accept: str = "*/*") -> str:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m", tensor_parallel_size=2)
-    fours: list[Any] = [4] * len(dataclasses.fields(EngineStats))
-    offload = [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)]
-    fours[-3:] = ExpertStats([70, 0, 5], 2.8, 1.5), offload, SpeculationStats(3, 9, 5)
+    values: dict[str, Any] = {field.name: 4 for field in dataclasses.fields(EngineStats)} | {
+        "experts": ExpertStats([70, 0, 5], 2.8, 1.5),
+        "offload": [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)],
+        "speculation": SpeculationStats(3, 9, 5),
+    }
     metrics.engine_status = EngineStatus(
-        4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True, links=[]
+        4, EngineStats(**values), RequestCounts(4, 4, 4, 4, 4), idle=True, links=[]
     )
     metrics.transfer_stats = TransferStats(
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {},
