@@ -40,7 +40,8 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
             begun = body.get("stream") or body.get("background")
             late = {"x-request-timeout": "0.1"}
             async with cluster.http.post(cluster.url + path, json=body, headers=late) as response:
-                assert response.status == (200 if begun else 504), await response.text()
+                # On a busy machine a stream, too, may have no token in time.
+                assert response.status in ((200, 504) if begun else (504,)), await response.text()
                 await response.read()
         await cluster.idle()
         decode.steps = None

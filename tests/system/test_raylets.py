@@ -169,7 +169,7 @@ class Joined:
         head = self.raylets.process.pid
         titles = [line.partition("\0")[0] for line in command_lines(head).values()]
         for name in (*self.names, "router 0"):
-            assert titles.count(f"{self.title}: {name}") == 1, titles
+            assert titles.count(f"{self.title}: {name}") == 1, "\n".join(titles)
         assert leaks_when_idle(self.url) == {}
 
     def kill(self, name: str) -> None:
