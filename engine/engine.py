@@ -346,6 +346,7 @@ class Engine:
             step_seconds=meters.step_seconds,
             decode_seconds=limit.step_seconds,
             fastest_step_seconds=limit.fastest_seconds,
+            gap_target_seconds=limit.gap_target,
             short=limit.mixed_step(limit.short_seconds),
             long=limit.mixed_step(limit.long_seconds),
             experts=None if (load := self._runner.expert_load) is None else load.read(),

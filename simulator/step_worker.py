@@ -177,6 +177,7 @@ class Worker:
             long_chunk_seconds=long.seconds,
             decode_seconds=limit.step_seconds,
             fastest_step_seconds=limit.fastest_seconds,
+            gap_target_seconds=limit.gap_target,
         )
 
     # ------------------------------------------------------------ steps

@@ -46,6 +46,7 @@ class StepCosts:
     step_factors: tuple[float, float] = (1.0, 1.0)
     decode_context: int = 0
     queue_seconds: float = 0.0
+    gap_target_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -200,8 +201,8 @@ class MixedSteps:
         parts = [(prompt.left, prompt.tokens - prompt.left) for prompt in prompts]
         load = self._context, meters.queue_seconds(parts, decoding=bool(self._decoding))
         model = (*steps.table.decode_seconds, *steps.table.prompt_seconds) if steps.table else ()
-        values = *rest, *short, *long, *load, *model, *steps.factors
+        values = *rest, *short, *long, *load, limit.gap_target, *model, *steps.factors
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in values)
         if told == self._told:
             return []
-        return [StepCosts(*rest, short, long, steps.table, steps.factors, *load)]
+        return [StepCosts(*rest, short, long, steps.table, steps.factors, *load, limit.gap_target)]

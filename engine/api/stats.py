@@ -121,3 +121,6 @@ class EngineStats:
     """Positions that the requests which decode read in a step."""
     queue_seconds: float = 0.0
     """Until all `tokens_waiting` are computed, as expected. 0: none, or not known."""
+    gap_target_seconds: float = 0.0
+    """How long a step with decodes and prompts may take. 0 before the first step that only decoded, if the
+    target is given in such steps."""

@@ -134,24 +134,24 @@ class ChunkLimit:
     @property
     def short_seconds(self) -> float:
         """Time of a short step; 0 before the first step that only decodes."""
-        return min(self._gap_target, max(self.step_seconds, self.fastest_seconds + self._spare_seconds))
+        return min(self.gap_target, max(self.step_seconds, self.fastest_seconds + self._spare_seconds))
 
     @property
     def long_seconds(self) -> float:
         """Time of a long step; 0 before the first step that only decodes."""
         if self._target is not None:
             return self._target if self.step_seconds else 0.0
-        return max(self._gap_target, math.sqrt(self._target_steps) * self.step_seconds)
+        return max(self.gap_target, math.sqrt(self._target_steps) * self.step_seconds)
 
     @property
-    def _gap_target(self) -> float:
+    def gap_target(self) -> float:
         """Seconds; 0 before the first step that only decodes, if it is given in steps."""
         return self._target or self._target_steps * self.fastest_seconds
 
     @property
     def _spare_seconds(self) -> float:
         """Time for prompts in a short step, if its decodes are as fast as ever."""
-        return max(0.0, math.sqrt(self.fastest_seconds * self._gap_target) - self.fastest_seconds)
+        return max(0.0, math.sqrt(self.fastest_seconds * self.gap_target) - self.fastest_seconds)
 
     def fitting(self, seconds: float) -> int:
         """Prompt tokens that fit into a step of `seconds` with decodes. 0: fewer than `LEAST` fit, or no step

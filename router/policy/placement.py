@@ -9,13 +9,20 @@ There are three places:
 A handover costs two decode steps and disturbs nothing. It makes one gap longer, which is felt in a short
 answer. So short answers go where their second token comes first, and long answers where the first one does.
 
-The decode worker is good for a prompt that fits into a step, and while prefill workers have a queue. The
-prefill worker is good for a short answer to a short prompt. But while it decodes, each of its prompts takes
-up to `PATIENCE_SECONDS` longer: when it decoded all answers of under 80 tokens, a trace of chats had 28 %
-more TTFT. While decode workers have no room, and while there are none, it decodes every request that it has
-room for. So under a
-load that gains from it, two workers act as a prefill and a decode worker. Under other loads they act as two
-colocated engines.
+The decode worker is good for a prompt that fits into a step, and while prefill workers have a queue. But a
+prompt makes the gaps of all that decode there longer. So far as these are beyond the gap target G, it costs
+
+    late seconds of all these gaps · F / (G · N)            seconds of a first token
+
+with the target F of a first token, and the expected tokens N of an answer: a user who waits for F until the
+answer begins is ready to wait for G · N from then on. So a decode worker with many decodes computes no
+prompts while a prefill worker can. Gaps within the target cost nothing.
+
+The prefill worker is good for a short answer to a short prompt. But while it decodes, each of its prompts
+takes up to `PATIENCE_SECONDS` longer: when it decoded all answers of under 80 tokens, a trace of chats had
+28 % more TTFT. While decode workers have no room, and while there are none, it decodes every request that it
+has room for. So under a load that gains from it, two workers act as a prefill and a decode worker. Under
+other loads they act as two colocated engines.
 
 The estimates are the costs that workers measure and report. Pure.
 """
@@ -23,6 +30,7 @@ The estimates are the costs that workers measure and report. Pure.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.plan import Plan, Range, Reason
@@ -47,6 +55,8 @@ QUEUED = 0.5
 become shorter for them."""
 LEAST_UTILISATION = 0.1
 """Of a prefill worker. An idle one may get many prompts in the next second, while it still decodes."""
+FIRST_TOKEN_TARGET = 0.3
+"""Seconds. A longer one spares the gaps of decode workers that are full, and prompts wait longer."""
 ANSWER_SECONDS = 5.0
 """The longest time for which the future prompts of a prefill worker are considered."""
 
@@ -65,6 +75,8 @@ class MixedPace:
     short_seconds: float = 0.0
     long_tokens: int = 0
     long_seconds: float = 0.0
+    gap_target: float = 0.0
+    """Seconds that a gap may take. A worker that has many decodes takes longer steps."""
 
     @property
     def known(self) -> bool:
@@ -111,6 +123,7 @@ def pace(status: pb.WorkerStatus) -> MixedPace:
         status.chunk_seconds,
         status.long_chunk_tokens,
         status.long_chunk_seconds,
+        status.gap_target_seconds,
     )
 
 
@@ -127,8 +140,25 @@ class DecodeOffer:
     """It decodes nothing, so nothing bounds its steps."""
     alone: float = 0.0
     """Measured time of a prompt token without decodes. 0: unknown."""
+    decodes: int = 0
+    """Requests that it decodes, or will."""
     row: int = 0
     """Of the worker."""
+
+    def cost(self, tokens: int, answer: int) -> float:
+        """Seconds until the second token, and what the prompt costs those that decode there, in seconds of a
+        first token. `answer`: expected output tokens of a request."""
+        gap = self.pace.gap_target
+        late = self._late_seconds(tokens) / (gap * answer) if gap else 0.0
+        return self.second_token(tokens) + FIRST_TOKEN_TARGET * late
+
+    def _late_seconds(self, tokens: int) -> float:
+        """Seconds that the prompt adds to gaps beyond their target, of all that decode there."""
+        pace, (chunk, seconds) = self.pace, self.pace.largest_chunk
+        if not chunk:
+            return 0.0
+        late = max(seconds, pace.gap_target) - max(pace.decode_seconds, pace.gap_target)
+        return self.decodes * math.ceil((tokens - self.cached) / chunk) * late
 
     def second_token(self, tokens: int) -> float:
         """Seconds until the second token of a prompt of `tokens` tokens; infinite without an offer."""
@@ -148,7 +178,8 @@ def decode_offer(fleet: Fleet, row: int, cached: int) -> DecodeOffer:
     """The offer of a decode worker with `cached` tokens of the prompt."""
     status, load = fleet.workers[row].status, fleet.workers[row].load
     waiting, speed = fleet.loads.tokens_waiting(row, fleet.now), status.prefill_tokens_per_s
-    return DecodeOffer(pace(status), waiting, cached, not load.running, 1 / speed if speed > 0 else 0.0, row)
+    alone = 1 / speed if speed > 0 else 0.0
+    return DecodeOffer(pace(status), waiting, cached, not load.running, alone, load.running, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +254,8 @@ def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequen
         prefill: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
         offers: decode workers. The first one decodes if there is a handover.
     """
-    best = min(offers, key=lambda offer: offer.second_token(tokens))
-    costs = {"decode": best.second_token(tokens)}
+    decode, best = min(((found.cost(tokens, answer), found) for found in offers), key=itemgetter(0))
+    costs = {"decode": decode}
     ranges, within = (Range(best.row, 0, tokens),), patience((tokens - best.cached) * best.pace.token_seconds)
     if prefill is None:  # the only way to compute the prompt
         return Plan("decode", ranges, best.row, best.cached, within, reason="no_prefill", costs=costs)

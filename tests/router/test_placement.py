@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
 from baton.router.policy.placement import (
+    FIRST_TOKEN_TARGET,
     SHORT_ANSWER,
     DecodeOffer,
     MixedPace,
@@ -91,6 +92,22 @@ def test_the_faster_of_two_decode_workers_is_chosen() -> None:
     assert chosen(2.0, empty, busy) == ("decode", 0, "saturated")
     assert chosen(None, empty, holder) == ("decode", 1, "no_prefill")
     assert chosen(0.001, empty, holder)[0] == "handover"
+
+
+def test_a_prompt_that_makes_gaps_longer_than_their_target_costs_what_its_answer_may() -> None:
+    """20 decodes take steps of 18 ms, over a target of 15. A prompt of 2,000 tokens takes ten of 30 ms."""
+    saturated = DecodeOffer(MixedPace(0.018, 0, 0.0, 200, 0.030, gap_target=0.015), decodes=20)
+    second = saturated.second_token(2000)
+    late = 20 * 10 * 0.012
+    assert saturated.cost(2000, 100) == pytest.approx(second + late * FIRST_TOKEN_TARGET / (100 * 0.015))
+    assert saturated.cost(2000, 10**6) == pytest.approx(second, rel=0.01), "a long answer is ready to wait"
+    roomy = replace(saturated, pace=replace(saturated.pace, decode_seconds=0.010, long_seconds=0.015))
+    assert roomy.cost(2000, 100) == roomy.second_token(2000), "gaps within the target cost nothing"
+    unknown = replace(saturated, pace=replace(saturated.pace, gap_target=0.0))
+    assert unknown.cost(2000, 100) == second
+    waits = PrefillOffer(first_token=second + 0.2)
+    assert place(2000, 100, waits, [saturated]).place == "handover"
+    assert place(2000, 100, waits, [replace(saturated, decodes=1)]).place == "decode"
 
 
 def test_without_prefill_workers_decode_prefills() -> None:
