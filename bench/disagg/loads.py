@@ -114,7 +114,7 @@ def command(load: Load, level: float, requests: int, seed: int, directory: Path)
     if load.kind == "swing":
         trace = directory / f"{name}.trace.jsonl"
         write_swing(trace, load, level, requests, seed)
-        return ["replay", str(trace), *common]
+        return ["replay", str(trace), "--prompts", "text", "--session-blocks", "0", *common]
     if load.kind == "trace":
         return ["replay", str(load.trace), "--speed", f"{level:g}", *load.flags, *common]
     if load.kind == "agents":
