@@ -212,8 +212,7 @@ def step_model(report: pb.StepModel) -> StepModel | None:
 
 
 def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
-    """Sets negative and infinite rates and NaN to 0, which means unknown, and clears nonsense of the model of
-    steps. Returns them for the log."""
+    """Sets negative and infinite rates and NaN to 0, which means unknown. Returns them for the log."""
     invalid = [name for name in _RATES if not 0 <= getattr(status, name) < math.inf]
     described = [f"{name} {getattr(status, name)}" for name in invalid]
     for name in invalid:
@@ -223,7 +222,4 @@ def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
         described.append("prefix_links")
         del status.prefix_links[:]
         status.prefix_links.extend(valid)
-    if status.HasField("step_model") and step_model(status.step_model) is None:
-        described.append("step_model")
-        status.ClearField("step_model")
     return described

@@ -200,10 +200,13 @@ class Worker:
     def report(self, status: pb.WorkerStatus) -> bool:
         """Stores a status report. Returns whether the worker's state or pool changed."""
         invalid = clear_invalid_rates(status)
-        if invalid and not self._invalid_rates:  # not with each report
-            log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
         if status.step_model != self.status.step_model:
             self.step_model = step_model(status.step_model)
+        if self.step_model is None and status.HasField("step_model"):
+            status.ClearField("step_model")
+            invalid.append("step_model")
+        if invalid and not self._invalid_rates:  # not with each report
+            log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
         self.status, self.reported_at = status, time.monotonic()
         self._invalid_rates = bool(invalid)
         self.prefix_links = {(link.incarnation, link.tier): link for link in status.prefix_links}

@@ -72,13 +72,8 @@ def test_a_model_of_steps_has_its_factors():
         {"prompt_factor": 1e6},
     ],
 )
-def test_nonsense_of_a_model_of_steps_is_cleared(changes: dict[str, Any]):
-    status = pb.WorkerStatus(step_model=model(**changes), queue_seconds=math.nan)
-    assert clear_invalid_rates(status) == ["queue_seconds nan", "step_model"]
-    assert status == pb.WorkerStatus()
-    status = pb.WorkerStatus(step_model=model())
-    assert not clear_invalid_rates(status)
-    assert status.HasField("step_model")
+def test_nonsense_is_no_model_of_steps(changes: dict[str, Any]):
+    assert step_model(model(**changes)) is None
 
 
 def test_invalid_rates_become_unknown():

@@ -270,18 +270,38 @@ async def test_invalid_rates_count_as_unknown(cluster: Cluster, caplog: pytest.L
     for worker in (prefill, decode):
         worker.status.prefill_tokens_per_s, worker.status.step_seconds = math.inf, -1.0
         worker.status.chunk_seconds, worker.status.chunk_tokens = math.nan, 100
+        worker.status.step_model.rows.append(1)
         worker.report()
         worker.report()
     await cluster.until(lambda: all(c.status.chunk_tokens for c in cluster.pool.connections))
     for made in cluster.pool.connections:
         status = made.status
         assert (status.prefill_tokens_per_s, status.step_seconds, status.chunk_seconds) == (0, 0, 0)
+        assert not status.HasField("step_model")
+        assert made.step_model is None
         status = await made.ask()
         assert status is not None
         assert status.chunk_seconds == 0
     assert cluster.pool.prefill_window().tokens < math.inf
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
-    assert sum("impossible rates" in record.message for record in caplog.records) == 2
+    warned = [record.message for record in caplog.records if "impossible rates" in record.message]
+    assert len(warned) == 2
+    assert all("step_model" in message for message in warned)
+    prefill.status.step_model.CopyFrom(
+        pb.StepModel(
+            rows=[1],
+            decode_seconds=[0.25],
+            tokens=[16],
+            prompt_seconds=[0.5],
+            decode_factor=2,
+            prompt_factor=1,
+        )
+    )
+    prefill.report()
+    worker = cluster.connection(prefill)
+    await cluster.until(lambda: worker.step_model is not None)
+    assert worker.step_model is not None
+    assert worker.step_model.step(1, 0) == 0.5
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
