@@ -8,6 +8,8 @@ the time of the bytes that a step reads and writes.
 Of a mixture of experts only those with tokens are read: `.experts` is their number, per layer and step,
 counted while the requests decode. A model with state layers is compared with the dense shape in the same run.
 
+`.predicted` says how well the engine's model of steps predicts them (`drive.predicted_steps`).
+
 With `--batch-invariant` a second engine, in the exact mode, runs after the first one. `.exact` is the time of
 the same work there, and its ratio to the default.
 """
