@@ -1,7 +1,7 @@
 """The embedded model on a CPU, in float32 except where a row names another format.
 
-Measures tokens/s in turns with `generate` of transformers and the same threads. `engine.cpu.predicted` says how
-well the engine's model of steps predicts them, after it has learned from as many requests.
+Measures tokens/s in turns with `generate` of transformers and the same threads. `engine.cpu.predicted` says
+how well the engine's model of steps predicts them, after it has learned from as many requests.
 """
 
 import argparse
