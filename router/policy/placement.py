@@ -320,17 +320,13 @@ class PrefillWindow:
         return prompt if prompt < self.step else int(self.step)
 
 
-def prefill_window(
-    budgets: list[int], speed: float, decodes: list[MixedPace], others: int = 0
-) -> PrefillWindow:
+def prefill_window(budgets: list[int], speed: float, decodes: list[MixedPace]) -> PrefillWindow:
     """`budgets`, `speed`: of the prefill workers, the tokens of a step of each, and the tokens/s of all
-    together. `decodes`: the decode workers that compute prompts too. `others`: as in `PrefillWindow`."""
+    together. `decodes`: the decode workers that compute prompts too."""
     chunks = [found.largest_chunk for found in decodes]
-    spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
     if not budgets:
         tokens = sum(tokens for tokens, _ in chunks)
-        step = tokens / len(chunks) if tokens else math.inf
-        return PrefillWindow(WINDOW_STEPS * tokens, step, spare, others)
+        return PrefillWindow(WINDOW_STEPS * tokens, tokens / len(chunks) if tokens else math.inf)
+    spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
     share = 1 + (spare / speed if speed else 0.0)
-    step = sum(budgets) / len(budgets)
-    return PrefillWindow(WINDOW_STEPS * sum(budgets) * share, step, speed + spare if speed else 0.0, others)
+    return PrefillWindow(WINDOW_STEPS * sum(budgets) * share, sum(budgets) / len(budgets))

@@ -267,8 +267,9 @@ class PrefillLoads:
         return self._worker(row).utilisation.value
 
     def tokens_per_s(self) -> float:
-        """Speed of all workers that may be chosen, measured or guessed; 0 if none has measured its own."""
-        return float(self._speed[self._rows].sum()) if self._measured[self._rows].any() else 0.0
+        """Measured speed of all workers that may be chosen; 0 if none is known."""
+        measured = self._rows[self._measured[self._rows]]
+        return float(self._speed[measured].sum())
 
     def tokens_of_others(self) -> int:
         """Prompt tokens of other routers at all workers, in their last reports."""

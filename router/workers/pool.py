@@ -5,6 +5,7 @@ import logging
 import math
 import random
 import time
+from dataclasses import replace
 
 from baton.router.config import RouterConfig
 from baton.router.policy import placement as policy
@@ -23,6 +24,22 @@ WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
 """It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
+
+
+LARGE = 512
+"""Prompt tokens from which on a step shows the speed of prompts. A smaller one reads the weights for a few
+tokens: to judge from it, a long prompt would take minutes."""
+
+
+def _shown_speed(worker: Worker, pool: pb.Pool) -> float:
+    """Prompt tokens/s of a worker, as a large step showed. 0: unknown."""
+    model = worker.step_model
+    if model is not None and model.tokens[-1] < min(LARGE, worker.description.max_num_batched_tokens // 2):
+        return 0.0
+    if pool == pb.POOL_PREFILL:
+        return worker.status.prefill_tokens_per_s
+    tokens, seconds = policy.pace(worker.status).largest_chunk
+    return tokens / seconds if seconds else 0.0
 
 
 class WorkerPool(Roster):
@@ -148,12 +165,26 @@ class WorkerPool(Roster):
             paces = (
                 [policy.pace(w.status) for w in self.ready(pb.POOL_DECODE)] if self._config.overflow else []
             )
-            loads = self.loads
-            self._window = policy.prefill_window(
-                budgets, loads.tokens_per_s(), paces, loads.tokens_of_others()
+            self._window = replace(
+                policy.prefill_window(budgets, self.loads.tokens_per_s(), paces),
+                tokens_per_s=self._prompt_speed(),
+                others=self.loads.tokens_of_others(),
             )
             self._window_until, self._window_pools = now + WINDOW_SECONDS, pools
         return self._window
+
+    def _prompt_speed(self) -> float:
+        """Prompt tokens that all workers compute in a second. Workers without a large step count as the mean
+        of the others. 0: no worker of the first pool had one."""
+        total = 0.0
+        for pool in self.pools:
+            workers = self.ready(pool)
+            shown = [speed for worker in workers if (speed := _shown_speed(worker, pool))]
+            if workers and not shown and not total:
+                return 0.0
+            if shown and (pool == pb.POOL_PREFILL or self._config.overflow):
+                total += sum(shown) / len(shown) * len(workers)
+        return total
 
     def promise(self, tokens: int) -> None:
         """A queued prompt needs a decode with `tokens` positions as soon as it is computed."""

@@ -14,6 +14,7 @@ from baton.router.preparation.demand import Demand
 from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import pool
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster, prefills_at
 
@@ -41,7 +42,14 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(
     }
     async with make_cluster(tokenizer, tmp_path, max_wait=41.0) as cluster:
         prefill, url = cluster.prefills[0], cluster.url
+        small = pb.StepModel(rows=[1], decode_seconds=[1], tokens=[5], prompt_seconds=[9], overlap=1)
+        small.decode_factor = small.prompt_factor = 1
+        prefill.status.step_model.CopyFrom(small)
         await prefills_at(cluster, 2.0)
+        assert cluster.pool.prefill_window().tokens_per_s == 0, "a step of few tokens shows no speed"
+        prefill.status.step_model.tokens[:] = [2048]
+        prefill.report()
+        await cluster.until(lambda: cluster.pool.prefill_window().tokens_per_s == 2.0)
         prefill.steps = asyncio.Semaphore(0)
         first = asyncio.create_task(cluster.complete(prompt=[5] * 80))
         await prefill.until(lambda w: w.submitted)

@@ -103,7 +103,7 @@ def test_an_unknown_speed_is_the_mean_of_the_others():
     loads.reported(rows[0], status(0, 3000), 0)
     loads.reported(rows[1], status(0, 0), 0)
     assert look(loads, 0).speed.tolist() == [3000, 3000, 3000]
-    assert loads.tokens_per_s() == 9000
+    assert loads.tokens_per_s() == 3000
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_speed_beside_decodes_is_that_of_this_worker_alone() -> None:
     assert loads.tokens_waiting(row, 5.0) == 500
     assert loads.tokens_per_s() == 0
     loads.reported(other, status(0, 2000.0), 0.0)
-    assert loads.tokens_per_s() == 4000
+    assert loads.tokens_per_s() == 2000
 
 
 def test_a_report_shows_the_prompt_that_another_router_sent() -> None:
