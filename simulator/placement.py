@@ -49,6 +49,7 @@ class _Cluster:
     rng: random.Random
     outcome: PlacementOutcome
     warm_up: float
+    max_answer: int
 
     def __post_init__(self) -> None:
         self._requests = sum(len(session.turns) for _, session in self.sessions)
@@ -82,7 +83,8 @@ class _Cluster:
         outcome.measures = self._arrived >= self.warm_up * self._requests
         request = Request(
             self._arrived, turn.tokens, turn.answer, self.clock.now, outcome.measures, session.key,
-            turn.chunks, first=not number, then=partial(self._answered, session, number),
+            turn.chunks, first=not number, max_answer=max(turn.answer, self.max_answer),
+            then=partial(self._answered, session, number),
         )  # fmt: skip
         self._arrived += 1
         router = self.rng.randrange(len(self.routers))
@@ -146,6 +148,7 @@ def simulate(
     requests: int = 0,
     at_a_time: int = 0,
     warm_up: float = WARM_UP,
+    max_answer: int = 0,
     workers: int = 2,
     prefills: int | None = None,
     flips: FlipPolicy | None = None,
@@ -161,6 +164,7 @@ def simulate(
     `requests`: their number, if sessions are not given.
     `at_a_time`: sessions. The next one begins when one ends. 0: all begin at their times.
     `warm_up`: share of the requests that is not measured.
+    `max_answer`: tokens that clients allow. 0: as many as they get.
     `prefills`: workers of the prefill pool. None: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps. `splits`: whether the policy may split prompts.
@@ -179,6 +183,6 @@ def simulate(
     seen_by = [
         Router(engines, seats, kind, splits, clock, random.Random(seed), outcome) for _ in range(routers)
     ]
-    cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up)
+    cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
     cluster.run(workers // 2 if prefills is None else prefills, at_a_time, flips)
     return outcome

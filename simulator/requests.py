@@ -36,6 +36,7 @@ class Request:
 
     Attributes:
         key: of its session.
+        max_answer: tokens that the client allows. The router expects an answer like earlier ones.
         names: of the full chunks of prompt and answer. Empty: no other request has any of them.
         first: it is the first turn of its session.
         positions: whose KV the worker that computes the prompt reserves: with the answer, if it decodes, too.
@@ -60,6 +61,7 @@ class Request:
     key: int = 0
     names: tuple[int, ...] = ()
     first: bool = True
+    max_answer: int = 0
     positions: int = 0
     cached: int = 0
     left: int = 0
@@ -77,6 +79,10 @@ class Request:
     def tokens(self) -> int:
         """That this worker computes."""
         return self.prompt
+
+    @property
+    def answer_names(self) -> tuple[int, str]:
+        return self.key, ""
 
     @property
     def prompt_names(self) -> tuple[int, ...]:

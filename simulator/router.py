@@ -10,6 +10,7 @@ from typing import Literal
 
 from baton.content import CHUNK_TOKENS
 from baton.router.policy import placement as policy
+from baton.router.policy.answers import AnswerLengths
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.plan import Plan
@@ -80,6 +81,7 @@ class Router:
             row: SeenWorker(row, worker.name, self.seats) for row, worker in enumerate(self.workers)
         }
         self._named = {worker.address: worker for worker in self._seen.values()}
+        self._answers = AnswerLengths()
         self._queue: deque[Request] = deque()
         self._sent_tokens = 0  # prompt tokens in the window: workers have them, without a first token
         self._window = policy.PrefillWindow()
@@ -162,8 +164,9 @@ class Router:
             attached_rows=(1 << len(self.workers)) - 1,
             prefix_fetches=self.kind == "policy",
         )
+        answer = self._answers.expected(request.answer_names, 0, request.max_answer)
         asked = PrefillRequest(
-            request.key, request.prompt, request.prompt_names, answer=request.answer, may_split=True
+            request.key, request.prompt, request.prompt_names, answer=answer, may_split=True
         )
         return plan(asked, NOTHING, fleet)
 
@@ -256,6 +259,7 @@ class Router:
         self.workers[computes].release(request)
 
     def _ended(self, request: Request, decodes: int) -> None:
+        self._answers.ended(request.answer_names, request.answer)
         self._seen[decodes].load.ended(request.prompt + 1)
         request.then()
         self._dispatch()

@@ -50,6 +50,7 @@ class Worker:
         reserved: requests whose KV will come from another worker.
         arriving: when the KV of requests should come, by number, as far as known.
         kv: its memory.
+        slowness: how many times as long its steps take.
         cache_changed: called when names entered or left the cache.
     """
 
@@ -66,6 +67,7 @@ class Worker:
         self.reserved = 0
         self.arriving: dict[int, float] = {}
         self.kv = KvMemory(BLOCKS * BLOCK // CHUNK_TOKENS)
+        self.slowness = 1.0
         self.cache_changed: Callable[[], None] = lambda: None
         self._leases: dict[int, Lease] = {}  # by the number of the request
         self._roomless: list[Request] = []  # their KV has come, and there was no room for it
@@ -213,8 +215,7 @@ class Worker:
         starts = [(count, request.computed) for request, count in chunks]
         position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
         now, seconds = self._clock.now, step_seconds(len(self._decodes), self._context, starts)
-        if self._colocated and not tokens:
-            seconds *= COLOCATED_DECODES
+        seconds *= COLOCATED_DECODES if self._colocated and not tokens else self.slowness
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
         for request, count in chunks:

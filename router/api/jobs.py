@@ -50,6 +50,11 @@ class Job:
     tenant: bytes = b""
 
     @property
+    def answer_names(self) -> tuple[int, bytes, str]:
+        """By which answers are expected to be as long as earlier ones: session, key, and model."""
+        return self.session_key, self.tenant, ""
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log probabilities of the prompt are asked for."""
         return self.sampling.HasField("prompt_logprobs")

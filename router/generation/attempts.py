@@ -161,7 +161,7 @@ class AttemptPair:
             job.chunks,
             avoid,
             arrival=self._pool.prompts,
-            answer=self.tokens_left,
+            answer=self._pool.answers.expected(job.answer_names, emitted, self.tokens_left),
             # Log probabilities of the prompt come before its first token.
             one_token=self.tokens_left == 1 or (job.scores_prompt and not emitted),
             interrupted=self.retried,

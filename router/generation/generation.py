@@ -226,6 +226,7 @@ class Generation:
         logprobs = event.logprobs if event.HasField("logprobs") else None
         self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason, scores))
         if finish_reason:
+            self._pool.answers.ended(self._job.answer_names, len(pair.output_ids))
             self.cancel()
         elif pair.decode is None:
             self.advance()

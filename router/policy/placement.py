@@ -250,7 +250,7 @@ def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequen
 
     Args:
         tokens: length of the prompt.
-        answer: the most output tokens that the request may still get.
+        answer: output tokens that the request is expected to get still.
         prefill: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
         offers: decode workers. The first one decodes if there is a handover.
     """

@@ -92,7 +92,7 @@ class PrefillRequest:
     arrival: int = 0
     """Number of requests before it."""
     answer: int = 1
-    """The most output tokens that may still come."""
+    """Output tokens that are expected to come still."""
     one_token: bool = False
     """The next token needs no decode worker: it is the last one, or the prompt is scored first."""
     interrupted: bool = False

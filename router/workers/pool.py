@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from baton.router.config import RouterConfig
 from baton.router.policy import placement as policy
+from baton.router.policy.answers import AnswerLengths
 from baton.router.policy.decode import DecodePool, FreeCapacity
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.prefill import PREFILL_POLICIES
@@ -52,6 +53,7 @@ class WorkerPool(Roster):
     def __init__(self, config: RouterConfig, model: RouterModel) -> None:
         super().__init__(model)
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
+        self.answers = AnswerLengths()
         self._window = policy.PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
         self._window_pools = 0, 0  # workers of both pools then
