@@ -192,7 +192,7 @@ async def test_a_decode_goes_on_after_the_first_token(
         await prefill.until_asked(2)
         first, found = await asyncio.gather(prefill.answers(prefills), decoding)
         landed = await decode.until_heard(len(prompts))
-        assert {x.decode_id for x in landed if isinstance(x, Injected)} == set(decode_ids)
+        assert {x.decode_id for x in landed if isinstance(x, Injected)} == set(decode_ids), landed
         told = await prefill.until_heard(2 * len(prompts))
         assert {x.prefill_id for x in told if isinstance(x, Released) and x.reason == "acked"} == set(
             prefill_ids
