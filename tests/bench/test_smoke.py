@@ -246,6 +246,7 @@ def test_runs_kv(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.bench.routing_sim import __main__ as sim
+    from baton.bench.routing_sim import agents
 
     smallest = {
         "MAIN": 8, "SCALES": {4: (4, 10, 3), 8: (4, 5, 3), 16: (1, 2, 3)}, "SHORT": {4: 1, 8: 1, 16: 1},
@@ -254,7 +255,11 @@ def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     for name, value in smallest.items():
         monkeypatch.setattr(sim, name, value)
+    for name, value in {"MAIN": 4, "AGENTS": {4: 2}, "TRACE_SECONDS": 6.0}.items():
+        monkeypatch.setattr(agents, name, value)
     rows = run("routing_sim", "--short")
+    assert "routing_sim.agents4.tokens.vs_colocated" in rows
+    assert "routing_sim.trace.latency_p90.vs_colocated" in rows
     assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.multi_turn.w4.bound"} <= {*rows}
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
 

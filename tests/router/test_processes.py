@@ -187,7 +187,7 @@ async def test_each_process_has_its_own_view_of_the_workers(start: Callable[...,
     killed = (await routers.processes())[1]
     os.kill(killed, signal.SIGKILL)
     await routers.until(lambda s: killed not in [process["pid"] for process in s["processes"]])
-    assert await went_to() == {1 - home}, "the others know as much as before"
+    await until_all_go_to(1 - home)  # the next process may be there already, and gets its reports
     other.change_cache([], chunks)
     await until_all_go_to(home)
     routers.popen.send_signal(signal.SIGINT)
