@@ -202,7 +202,7 @@ class Router:
     def _sent(self, request: Request, found: Plan, computes: int) -> PrefillWork:
         work = found.work(computes, request.prompt_names)
         self._loads.sent(computes, work, self.clock.now)
-        request.in_window = self._window.counted(request.tokens)
+        request.in_window = self._window.counted(work.tokens)
         self._sent_tokens += request.in_window
         return work
 

@@ -108,7 +108,7 @@ class Turn:
         if not self._sent:
             self._sent = True
             queue.charge(account, self._computed)
-            self._in_window = self._admission.sent(account, self.tokens)
+            self._in_window = self._admission.sent(account, self.tokens, self._computed)
         return True
 
     def computes(self, tokens: int) -> None:
@@ -406,10 +406,11 @@ class Admission:
 
         return self.queue.pop(may_start)
 
-    def sent(self, account: Account, tokens: int) -> int:
-        """Workers have a prompt. Called by its turn. Returns what it takes of the window."""
+    def sent(self, account: Account, tokens: int, computed: int) -> int:
+        """Workers have a prompt, of which they compute so many tokens. Called by its turn. Returns what it
+        takes of the window."""
         self._sent_tokens += tokens
-        in_window = self._window().counted(tokens)
+        in_window = self._window().counted(computed)
         account.in_window += in_window
         return in_window
 

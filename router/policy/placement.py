@@ -315,8 +315,9 @@ class PrefillWindow:
     """Prompt tokens of other routers at the workers."""
 
     def counted(self, prompt: int) -> int:
-        """What a prompt takes of the window. One that is longer than a step counts as a step: otherwise a
-        long prompt fills the window, and all others wait until it is computed, also beside idle workers."""
+        """What a prompt takes of the window, if `prompt` tokens of it are computed. One that is longer than a
+        step counts as a step: otherwise a long prompt fills the window, and all others wait until it is
+        computed, also beside idle workers."""
         return prompt if prompt < self.step else int(self.step)
 
 

@@ -30,6 +30,7 @@ class Generation:
     slots: list[float] = field(default_factory=lambda: [math.inf])
     away: Callable[[], bool] = lambda: False
     queued: bool = False  # the prompt queues at a prefill worker
+    computed: int | None = None  # tokens of the prompt that are not cached
 
     def on_turn(self) -> TurnResult:
         if self.away():
@@ -38,6 +39,8 @@ class Generation:
             return TurnResult.NO_CAPACITY
         self.slots[0] -= 1
         self.started.append(self.name)
+        if self.computed is not None:
+            self.turn.computes(self.computed)
         return TurnResult.QUEUED if self.queued else TurnResult.SENT
 
 
@@ -136,10 +139,17 @@ class Router:
         assert len(self.admission.queue) == 0
 
     def ask(
-        self, account: Account, name: str, *, tokens: int = 100, priority: int = 0, queued: bool = False
+        self,
+        account: Account,
+        name: str,
+        *,
+        tokens: int = 100,
+        priority: int = 0,
+        queued: bool = False,
+        computed: int | None = None,
     ) -> Generation:
         [turn] = self._stack.enter_context(admitted(self.admission, account, [tokens], priority))
-        generation = Generation(turn, name, self.started, self.slots, lambda: self.away, queued)
+        generation = Generation(turn, name, self.started, self.slots, lambda: self.away, queued, computed)
         turn.wait(generation.on_turn)
         return generation
 
@@ -300,6 +310,15 @@ def test_a_prompt_longer_than_a_step_takes_a_step_of_the_window():
         for i in range(4):
             router.ask(account, str(i))
         assert router.new() == ["long", "0", "1"]
+
+
+def test_what_is_cached_of_a_prompt_takes_nothing_of_the_window():
+    account = no_limit()
+    with Router() as router:
+        router.window = 100.0
+        for i in range(20):
+            router.ask(account, str(i), tokens=1_000, computed=10)
+        assert len(router.new()) == 10
 
 
 def test_each_of_several_keys_has_half_of_the_window():

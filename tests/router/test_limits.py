@@ -166,7 +166,7 @@ async def test_a_deadline_counts_while_a_request_waits_for_its_turn(cluster: Clu
     """The window is full of prompts that the workers have not computed."""
     prefill = cluster.prefills[0]
     prefill.steps = asyncio.Semaphore(0)
-    big = [asyncio.create_task(cluster.complete(prompt=[5] * 7000)) for _ in range(2)]  # a step each
+    big = [asyncio.create_task(cluster.complete(prompt=[5 + i] * 7000)) for i in range(2)]  # a step each
     await prefill.until(lambda w: len(w.submitted) == 2)
     status, result = await cluster.post("/v1/completions", prompt="x", timeout=0.3)
     assert (status, result["error"]["code"]) == (504, "timeout")
