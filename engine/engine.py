@@ -14,7 +14,7 @@ from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.making_room import to_drop
-from baton.engine.core.meters import LARGE, ChunkLimit, Meters
+from baton.engine.core.meters import ChunkLimit, Meters
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
@@ -32,7 +32,7 @@ from baton.engine.model_config import ModelConfig, known_ids
 from baton.engine.models import cache_bytes_per_token
 from baton.engine.outputs import Outputs
 from baton.engine.step_loop import StepLoop
-from baton.machine.step_model import LearnedSteps, StepModel, row_sizes, token_sizes
+from baton.machine.step_model import LARGE, LearnedSteps, StepModel, row_sizes, token_sizes
 
 log = logging.getLogger(__name__)
 

@@ -139,12 +139,13 @@ class StepLoop:
         if not schedule.waits:
             self._sample(schedule, launched)
         size = launched.size
+        kind = size if size is not None and not size.chunks else None
         self._pace.launched(
-            size if size is not None and not size.chunks else None,
+            kind,
             began,
             time.monotonic(),
             slow=size is None,
-            expected=self._expected(schedule),
+            expected=self._expected(schedule) if kind is None else 0.0,  # averages know the other steps
             may_join=bool(schedule.decodes or self._scheduler.lives.reserved),
         )
         return True

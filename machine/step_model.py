@@ -28,6 +28,9 @@ from itertools import accumulate
 
 from baton.machine import Average
 
+LARGE = 512
+"""Prompt tokens from which on a step shows the speed of prompts. A smaller one reads the weights for a few
+tokens: to judge from it, a long prompt would take minutes."""
 LARGEST_FACTOR = 8.0
 """A worker counts as at most so many times slower or faster than its table."""
 ADAPTS = 0.1

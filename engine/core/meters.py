@@ -30,7 +30,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
 from baton.engine.model_config import FULL_STEP
 from baton.machine import Average
-from baton.machine.step_model import LearnedSteps, StepModel
+from baton.machine.step_model import LARGE, LearnedSteps, StepModel
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
@@ -48,9 +48,6 @@ the cost of a prompt token is unknown."""
 MIXED_STEPS = 31
 """Most steps in a row that both decode and take prompt tokens. The next one only decodes, and the chunk limit
 learns from it what decoding costs now."""
-LARGE = 512
-"""Prompt tokens from which on a step shows the speed of prefill. A smaller one reads the weights for a few
-tokens, so it would promise too little for a long prompt."""
 
 
 def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int]) -> int:

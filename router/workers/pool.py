@@ -7,6 +7,7 @@ import random
 import time
 from dataclasses import replace
 
+from baton.machine.step_model import LARGE
 from baton.router.config import RouterConfig
 from baton.router.policy import placement as policy
 from baton.router.policy.answers import AnswerLengths
@@ -25,11 +26,6 @@ WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
 """It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
-
-
-LARGE = 512
-"""Prompt tokens from which on a step shows the speed of prompts. A smaller one reads the weights for a few
-tokens: to judge from it, a long prompt would take minutes."""
 
 
 def _shown_speed(worker: Worker, pool: pb.Pool) -> float:

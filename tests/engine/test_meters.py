@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.engine.core.meters import LARGE, ChunkLimit, Meters
-from baton.machine.step_model import LearnedSteps
+from baton.engine.core.meters import ChunkLimit, Meters
+from baton.machine.step_model import LARGE, LearnedSteps
 from tests.engine.scheduling import add, make, step
 
 

@@ -100,18 +100,16 @@ def computed(
             "--quantization fp8, or a smaller model"
         )
 
-    def fewest() -> int:
-        """That hold the weights and the KV of one longest request, or else the most."""
-        return next(
-            (
-                ranks
-                for ranks, made in fitting.items()
-                if made.kv_room(utilization) >= context * made.kv_bytes_per_token
-            ),
-            max(fitting),
-        )
-
-    ranks = Ranks(given[0] or fewest(), given[1] or fewest())
+    # They hold the weights and the KV of one longest request. Otherwise it is the most.
+    fewest = next(
+        (
+            ranks
+            for ranks, made in fitting.items()
+            if made.kv_room(utilization) >= context * made.kv_bytes_per_token
+        ),
+        max(fitting),
+    )
+    ranks = Ranks(given[0] or fewest, given[1] or fewest)
     of_prefill, of_decode = (Speeds(gpu, model, element, number, kv_dtype) for number in ranks)
     positions = NEW_TOKENS + CACHED_TOKENS + OUTPUT_TOKENS / 2
     room = of_decode.kv_room(utilization)
