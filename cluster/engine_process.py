@@ -22,21 +22,17 @@ def run(config: EngineProcessConfig) -> int:
     from baton.worker.engine_process import process
     from baton.worker.engine_process.paged_kv import paged_kv
     from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
-    from baton.worker.engine_process.shared_store import SOURCE, StoreTier
+    from baton.worker.engine_process.shared_store import StoreSource
 
     def build(context: "Context") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(context.trace)
         engine = context.start_engine(sink.prefill_started, sink.layer_done)
         receiver = context.transport.receiver(paged_kv(engine))
-        workers, incarnation = Workers(engine, receiver), context.config.incarnation
-        fetches = PrefixFetches(
-            engine, workers, incarnation, context.attempts.counts, context.links, context.trace
-        )
-        if context.config.store is not None:
-            context.store = StoreTier(
-                engine, context.config, context.attempts.counts, context.trace, context.cached_chunks
-            )
-            fetches.behind = context.store.fetches, SOURCE
+        fetches = PrefixFetches(engine, context.attempts.counts, context.trace)
+        fetches.sources.append(Workers(engine, receiver, context.config.incarnation, context.links))
+        if (fds := context.config.store) is not None:
+            context.store = StoreSource.open(engine, fds, context.cached_chunks)
+            fetches.sources.append(context.store)
         prefill = PrefillRole(context, engine, sink, receiver, fetches)
         return engine, (prefill, DecodeRole(context, engine, receiver, fetches))
 

@@ -191,16 +191,6 @@ class PrefixExchange:
             self._cache.table([name], chunk, self._pool.num_blocks)[0]
         )
 
-    def lend_remnant(self, chunk: bytes) -> int | None:
-        """The block with this chunk, if it is the only one in a block that is not full. It is the caller's
-        until `take_back_remnant`. None: there is none, or no room beside the queue."""
-        if not self._pool.has_remnant(chunk) or not self._spare_blocks():
-            return None
-        return self._pool.adopt(chunk)
-
-    def take_back_remnant(self, chunk: bytes, block: int) -> None:
-        self._pool.release([block], (block, chunk))
-
     def missing(self, request: EngineRequest, most: int, *, remnant: bool = False) -> MissingPrefix | None:
         """What all tiers lack of a prompt that is not added yet, in at most `most` chunks.
         The prompt's end does not count. None: computing begins behind all of them.

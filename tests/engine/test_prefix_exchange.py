@@ -13,7 +13,7 @@ from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prefix_exchange import Import
 from baton.kv_transfer.endpoint.store_offers import LATER
-from baton.worker.engine_process.shared_store import StoreTier
+from baton.worker.engine_process.shared_store import StoreSource
 from tests.engine.scheduling import ROOT, make
 from tests.stand_in import stand_in
 
@@ -232,7 +232,7 @@ def test_a_pin_needs_room_beside_the_queue() -> None:
     assert holder.exchange.pin(wanted.missing.chunks, 0) is None
     assert [holder.exchange.has(first, chunk) for chunk in (0, 1)] == [True, False]
     assert not holder.exchange.has(b"another", 0)
-    held = partial(StoreTier._lend, stand_in(StoreTier, _exchange=holder.exchange))
+    held = partial(StoreSource.lend, stand_in(StoreSource, _exchange=holder.exchange))
     assert [held(name, 0, 0) for name in (first, b"another")] == [LATER, None], "offers wait for room"
     holder.scheduler.lives.drop(waiting)
     pin = holder.exchange.pin(wanted.missing.chunks, 0)

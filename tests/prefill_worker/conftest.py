@@ -84,8 +84,9 @@ class Worker:
         sink = SenderSink(trace)
         self.engine = self.context.start_engine(sink.prefill_started, sink.layer_done)
         self.receiver = self.context.transport.receiver(paged_kv(self.engine))
-        workers, counts = Workers(self.engine, self.receiver), attempts.counts
-        self.fetches = PrefixFetches(self.engine, workers, incarnation, counts, self.context.links, trace)
+        self.fetches = PrefixFetches(self.engine, attempts.counts, trace)
+        links = self.context.links
+        self.fetches.sources.append(Workers(self.engine, self.receiver, incarnation, links))
         self.role = PrefillRole(self.context, self.engine, sink, self.receiver, self.fetches)
         self.roles = Roles(self.engine, [self.role], self.context)
 

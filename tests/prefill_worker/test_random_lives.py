@@ -28,10 +28,8 @@ from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.worker import messages
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.paged_kv import kv_layout
-from baton.worker.engine_process.prefix_fetches import PrefixFetches
-from baton.worker.engine_process.prefix_links import PrefixLinks
 from baton.worker.engine_process.roles import Roles
-from baton.worker.engine_process.shared_store import SOURCE, Store
+from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.states import TRANSITIONS, State
 from baton.worker.messages import Code, ContentSource, Origin, PrefillSource, Work
 from tests.cluster_helpers import tiny_model
@@ -75,12 +73,8 @@ class Both(Worker):
                 began=lambda fetch_id: False,
                 ends=lambda fetch_id: 0.0,
             )
-            links, context = PrefixLinks(), self.context
-            provider = Store(self.engine, store, links.to(SOURCE))
-            store_fetches = PrefixFetches(
-                self.engine, provider, 1, context.attempts.counts, links, context.trace
-            )
-            self.fetches.behind = store_fetches, SOURCE
+            source = StoreSource(self.engine, self.engine.store_exchange, lambda _: store)
+            self.fetches.sources.append(source)
 
     def store_says(self, fetch_id: bytes, event: Injected | FetchFailed | Closed) -> None:
         self.asked_store.pop(fetch_id).handle(event)

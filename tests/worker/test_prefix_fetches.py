@@ -1,7 +1,7 @@
 """When a worker fetches a prefix instead of computing it, and what it does if the fetch ends badly."""
 
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,8 +15,7 @@ from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
-from baton.worker.engine_process.shared_store import SLACK, Store
-from baton.worker.engine_process.shared_store import SOURCE as STORE
+from baton.worker.engine_process.shared_store import PLACE, SLACK, StoreSource
 from baton.worker.messages import ContentSource, Origin, RequestCounts
 from tests.stand_in import stand_in
 
@@ -60,10 +59,8 @@ class World:
         )
         self.began: set[bytes] = set()
         self.ends = 0.0  # of a fetch from a store
-        workers = Workers(self.engine, self.source(Receiver))
-        self.fetches = PrefixFetches(
-            self.engine, workers, 7, self.counts, PrefixLinks(), TraceWriter(None, "")
-        )
+        self.fetches = PrefixFetches(self.engine, self.counts, TraceWriter(None, ""))
+        self.fetches.sources.append(Workers(self.engine, self.source(Receiver), 7, PrefixLinks()))
 
     def source(self, kind: type[S], **more: object) -> S:
         """What is fetched from."""
@@ -75,15 +72,15 @@ class World:
             **more,
         )
 
-    def put_behind(self) -> None:
+    def put_behind(self) -> StoreSource:
         """A store behind the other workers."""
-        self.put_store(self.source(SharedStore, ends=lambda fetch_id: self.ends))
+        return self.put_store(self.source(SharedStore, ends=lambda fetch_id: self.ends))
 
-    def put_store(self, store: SharedStore) -> None:
-        links = PrefixLinks()
-        provider = Store(self.engine, store, links.to(STORE))
-        fetches = PrefixFetches(self.engine, provider, 7, self.counts, links, TraceWriter(None, ""))
-        self.fetches.behind = fetches, STORE
+    def put_store(self, store: SharedStore) -> StoreSource:
+        assert self.engine.store_exchange is not None
+        source = StoreSource(self.engine, self.engine.store_exchange, lambda _: store)
+        self.fetches.sources.append(source)
+        return source
 
     def ask(self, fetch_id: bytes, *, owner: Any, **_: object) -> None:
         self.asked.append(fetch_id)
@@ -125,11 +122,7 @@ class World:
         return stand_in(Import, missing=missing, table=range(99), state_slot=None, end=end)
 
     def start(self, name: bytes = b"r", source: ContentSource = SOURCE) -> bool:
-        def then(fetched: int) -> None:
-            self.added.append(name)
-            self.fetched.append(fetched)
-
-        return self.fetches.start(self.attempt(name), EngineRequest(name, [1]), source, then)
+        return self.get(name, source)
 
     def inject(self, chunks: int, seconds: float, waited: float = 0.0, connecting: float = 0.0) -> None:
         """The newest fetch has taken `seconds`, of which it `waited` for the first frame, after a session was
@@ -392,8 +385,6 @@ def stats_of(chunks: int, now: float) -> InjectStats:
 def test_what_no_worker_has_comes_from_the_store(world: World) -> None:
     assert not world.get(b"none", None), "there is no store, and no worker was named"
     world.put_behind()
-    assert world.fetches.behind is not None
-    store, _ = world.fetches.behind
     assert world.get(b"a", SOURCE)
     world.missing[b"a"] = CHUNKS[2:]
     world.inject(2, 0.1)
@@ -406,7 +397,6 @@ def test_what_no_worker_has_comes_from_the_store(world: World) -> None:
     assert (world.added, world.fetched[1:]) == ([b"a", b"b"], [0])
     assert len(world.asked) == 3
     assert world.empty
-    assert not store._open
 
 
 def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
@@ -420,10 +410,8 @@ def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
 
 
 def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: World) -> None:
-    world.put_behind()
-    assert world.fetches.behind is not None
-    store, source = world.fetches.behind
-    limit, link = store.provider.limit, store._links.to(source)
+    store = world.put_behind()
+    limit, link = store.limit, store.link(PLACE)
     assert limit(0.0, 0.0) == limit(0.0, 1.0) == SLACK, "nothing is known"
     assert limit(0.1, 1.0) == 0.2
     assert limit(0.9, 1.0) == 1.0, "no later than it would be computed"
@@ -434,7 +422,7 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
     world.now = 0.256 + 0.001
-    store.expire()
+    world.fetches.expire()
     assert (world.added, world.fetched) == ([b"a"], [0])
     world.end(Closed(world.asked[0]))
     assert not world.get(b"b", None), "computing is faster"
@@ -442,18 +430,16 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
 
 
 def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
-    world.put_behind()
-    assert world.fetches.behind is not None
-    store, source = world.fetches.behind
-    store._links.to(source).probed(0.0, CHUNK_TOKENS / 2000.0)
+    store = world.put_behind()
+    store.link(PLACE).probed(0.0, CHUNK_TOKENS / 2000.0)
     world.prompt_tokens_per_s = 1000.0  # 0.256 s for all
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
     world.now, world.ends = 0.01, 0.25
-    store.expire()
+    world.fetches.expire()
     assert not world.added, "it is in time"
     world.now, world.ends = 0.02, 0.3
-    store.expire()
+    world.fetches.expire()
     assert (world.added, world.cancelled) == ([b"a"], world.asked)
     world.end(Closed(world.asked[0]))
     assert not world.get(b"b", None), "it would have taken 0.3 s"
@@ -461,11 +447,9 @@ def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
 
 
 def test_no_prompt_waits_for_a_store_that_a_probe_found_slow(world: World) -> None:
-    world.put_behind()
-    assert world.fetches.behind is not None
-    store, source = world.fetches.behind
+    store = world.put_behind()
     world.prompt_tokens_per_s = 1000.0
-    link = store._links.to(source)
+    link = store.link(PLACE)
     link.probed(0.0, CHUNK_TOKENS / 900.0)
     assert link.expected(1 << 10) == pytest.approx((1 << 10) / 900.0)
     assert not world.get(b"a", None)
@@ -502,7 +486,7 @@ class SlowStore:
             ends=self.ends,
             cancel=world.cancelled.append,
         )
-        world.put_store(store)
+        self._source = world.put_store(store)
 
     def probe(self) -> bool:
         if self.answers_probes:
@@ -523,13 +507,8 @@ class SlowStore:
         return tokens * self.TOKEN_BYTES / gb_per_s / 1e9
 
     @property
-    def fetches(self) -> PrefixFetches:
-        assert self._world.fetches.behind is not None
-        return self._world.fetches.behind[0]
-
-    @property
     def link(self) -> Link:
-        return self.fetches._links.to(STORE)
+        return self._source.link(PLACE)
 
     def waits(self, prompts: int) -> list[float]:
         """For how long each of these prompts waits, one after the other, until it is computed or has come."""
@@ -537,7 +516,7 @@ class SlowStore:
         for number in range(prompts):
             name, since = number.to_bytes(4), world.now
             world.missing[name] = [name + bytes([chunk]) for chunk in range(self.TOKENS // CHUNK_TOKENS)]
-            cast("Store", self.fetches.provider).measure(world.now)
+            self._source.measure(world.now)
             if world.get(name, None):
                 while name not in world.added:
                     world.now += 0.001
@@ -547,7 +526,7 @@ class SlowStore:
                             0, self.TOKENS, 1, since, since, since + self.ANSWER, 0, 0, 0, world.now
                         )
                         world.end(Injected(world.asked[-1], FirstToken(0), stats))
-                    self.fetches.expire()
+                    world.fetches.expire()
                 if world.cancelled:
                     world.end(Closed(world.cancelled.pop()))
             found.append(world.now - since)
@@ -591,15 +570,13 @@ def test_no_prompt_waits_for_a_store_that_is_slower_than_computing(
 
 def test_a_store_that_does_not_answer_is_not_asked_for_a_while(world: World) -> None:
     world.put_behind()
-    assert world.fetches.behind is not None
-    store, _ = world.fetches.behind
     world.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)
     world.now = SLACK - 0.001
-    store.expire()
+    world.fetches.expire()
     assert not world.added
     world.now = SLACK
-    store.expire()
+    world.fetches.expire()
     assert (world.added, world.cancelled) == ([b"a"], world.asked)
     world.end(Closed(world.asked[0]))
     assert not world.get(b"b", None)

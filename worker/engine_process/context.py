@@ -12,7 +12,7 @@ from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.prefix_links import PrefixLinks
-from baton.worker.engine_process.shared_store import StoreTier
+from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import ServiceLink
 
@@ -29,7 +29,7 @@ class Context:
     attempts: AttemptTable[EngineAttempt]
     links: PrefixLinks = field(default_factory=PrefixLinks)
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
-    store: StoreTier | None = None
+    store: StoreSource | None = None
 
     def resources(self, engine: Engine, receiver: Receiver) -> Resources:
         """What the attempts of this engine share. `receiver` writes to its cache."""

@@ -34,7 +34,7 @@ from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.offload import POLL, OffloadPump
 from baton.worker.engine_process.roles import Roles
-from baton.worker.engine_process.shared_store import StoreTier
+from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.messages import Code
 
 IDLE_TICK = 0.5  # seconds
@@ -56,7 +56,7 @@ class FreedMemory:
             trim()
 
 
-def loop(engine: Engine, roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreTier]) -> None:
+def loop(engine: Engine, roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreSource]) -> None:
     link, steps = context.link, engine.loop
     fds = [link.fileno(), steps.landings_fd, *roles.kv_fds]
     fds += [] if context.store is None else [context.store.store.fileno()]

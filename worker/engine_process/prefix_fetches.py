@@ -1,12 +1,13 @@
-"""Fetches the beginnings of prompts from the prefix caches of other workers, instead of computing them.
+"""Fetches the beginnings of prompts from other workers and from the shared store, instead of computing them.
 
 Life of a fetch:
 
-1. A router names a worker that has more of a prompt cached. If fetching takes longer than computing, the
-   prompt is computed.
+1. A router names a worker that has more of a prompt cached, and the shared store may have more of any prompt.
+   If fetching takes longer than computing, the prompt is computed.
 2. The engine reserves blocks for what is missing here, if there is room. Otherwise the prompt is computed.
-3. The receiver asks for these chunks. The other worker pins those that it has, and sends them.
-4. When all of them are verified, they enter the prefix cache. The prompt then goes to the engine.
+3. The source is asked for these chunks. Another worker pins those that it has, and sends them.
+4. When all of them are verified, they enter the prefix cache. What is still missing then is fetched from the
+   next source. After the last one the prompt goes to the engine.
 
 If the fetch fails, or takes longer than it should, the prompt is computed. Prompts that begin with the same
 missing chunk wait for one fetch. They hold nothing while they wait. Then each of them fetches what is still
@@ -19,9 +20,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.content import CHUNK_TOKENS, Tier
+from baton.content import CHUNK_TOKENS
 from baton.engine import Engine, EngineRequest
-from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
+from baton.engine.core.prefix_exchange import Import, MissingPrefix
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.worker.engine_process.attempt import Attempt, Lease
@@ -39,11 +40,11 @@ prompt would wait for it again."""
 
 @dataclass(slots=True, eq=False)
 class Waiting(Lease[Attempt]):
-    """A prompt waits for a fetch. `source` is None if it waits for its own fetch."""
+    """A prompt waits for a fetch. `place`: where it may fetch from after that. None: the fetch is its own."""
 
     fetch: "PrefixFetch"
     request: EngineRequest
-    source: ContentSource | None
+    place: ContentSource | None
     then: Callable[[int], None]
 
     def revoke(self, reason: Reason) -> None:
@@ -56,23 +57,24 @@ class Waiting(Lease[Attempt]):
 
 @dataclass(slots=True, eq=False)
 class PrefixFetch:
-    """A fetch from a provider, until nothing writes into its blocks."""
+    """A fetch from a source, until nothing writes into its blocks."""
 
     fetches: "PrefixFetches"
     id: bytes
+    source: "PrefixSource"
+    place: ContentSource
     into: Import
     key: bytes  # the name of the first missing chunk
     tokens: int  # that are asked for
-    tier: Tier
     link: Link
     started: float  # time.monotonic(), and the next
     until: float
     waiting: dict[Waiting, None] = field(default_factory=dict)  # in order of arrival
 
     def give_up(self) -> None:
-        """No prompt waits any more. The blocks come back when the receiver has reported Closed."""
+        """No prompt waits any more. The blocks come back when the source has reported Closed."""
         self.fetches.close(self)
-        self.fetches.provider.cancel(self.id)
+        self.source.cancel(self.id)
 
     def handle(self, event: Injected | FetchFailed | Closed) -> None:
         """Handles the end of the fetch."""
@@ -86,14 +88,17 @@ class PrefixFetch:
         return waiting
 
 
-class Provider(Protocol):
+class PrefixSource(Protocol):
     """Where prefixes come from: other workers, or the shared store."""
 
-    @property
-    def exchange(self) -> PrefixExchange | None:
-        """The prefix cache that gets them. None: there is none."""
+    def find(self, hint: ContentSource | None) -> ContentSource | None:
+        """The place to fetch from. `hint`: the worker that the router named. None: there is none."""
 
-    def missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None: ...
+    def link(self, place: ContentSource) -> Link:
+        """What fetches from there took."""
+
+    def missing(self, request: EngineRequest) -> MissingPrefix | None:
+        """What the prefix cache lacks and this source may bring. None: nothing."""
 
     def limit(self, expected: float, computing: float) -> float:
         """Seconds in which a fetch must end, from the seconds that it should take and those to compute its
@@ -102,30 +107,33 @@ class Provider(Protocol):
     def ends(self, fetch_id: bytes) -> float:
         """When a fetch will have ended, at the speed that it has. 0: not known."""
 
-    def ask(self, fetch: PrefixFetch, source: ContentSource) -> None:
+    def ask(self, fetch: PrefixFetch) -> None:
         """Starts a fetch, which is the owner of its events."""
 
-    def began(self, fetch_id: bytes, /) -> bool:
+    def began(self, fetch_id: bytes) -> bool:
         """Whether there was an answer."""
 
-    def cancel(self, fetch_id: bytes, /) -> None: ...
+    def cancel(self, fetch_id: bytes) -> None: ...
 
 
-class Workers(Provider):
-    """The prefix caches of other workers."""
+class Workers:
+    """The prefix caches of other workers, as a `PrefixSource`."""
 
-    def __init__(self, engine: Engine, receiver: Receiver) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, receiver: Receiver, incarnation: int, links: PrefixLinks) -> None:
+        """`incarnation`: of this worker."""
+        self._exchange = engine.prefix_exchange
         self._receiver = receiver
-        self.began = receiver.began
-        self.cancel = receiver.cancel
+        self._incarnation = incarnation
+        self._links = links
 
-    @property
-    def exchange(self) -> PrefixExchange | None:
-        return self._engine.prefix_exchange
+    def find(self, hint: ContentSource | None) -> ContentSource | None:
+        return None if hint is None or hint.incarnation == self._incarnation else hint
 
-    def missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
-        return exchange.missing(request, MAX_CHUNKS)
+    def link(self, place: ContentSource) -> Link:
+        return self._links.to(place)
+
+    def missing(self, request: EngineRequest) -> MissingPrefix | None:
+        return None if self._exchange is None else self._exchange.missing(request, MAX_CHUNKS)
 
     def limit(self, expected: float, computing: float) -> float:
         return SLACK + 2 * computing if computing else LONGEST
@@ -133,103 +141,107 @@ class Workers(Provider):
     def ends(self, fetch_id: bytes) -> float:
         return 0.0
 
-    def ask(self, fetch: PrefixFetch, source: ContentSource) -> None:
+    def ask(self, fetch: PrefixFetch) -> None:
         missing = fetch.into.missing
         self._receiver.fetch_content(
             fetch.id,
             chunks=missing.chunks,
             first_chunk=missing.first_chunk,
-            kv_address=source.kv_address,
-            incarnation=source.incarnation,
+            kv_address=fetch.place.kv_address,
+            incarnation=fetch.place.incarnation,
             block_ids=fetch.into.table,
             owner=fetch,
         )
 
+    def began(self, fetch_id: bytes) -> bool:
+        return self._receiver.began(fetch_id)
+
+    def cancel(self, fetch_id: bytes) -> None:
+        self._receiver.cancel(fetch_id)
+
 
 class PrefixFetches:
-    """Owns the imports of the engine, and their fetches from the provider. Both roles share it.
+    """Owns the fetches into the prefix cache of the engine. Both roles share it.
 
     Attributes:
-        behind: fetches from one more source, the shared store. None: there is none.
+        sources: where prefixes come from. The first one is asked first.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        provider: Provider,
-        incarnation: int,
-        counts: RequestCounts,
-        links: PrefixLinks,
-        trace: TraceWriter,
-    ) -> None:
-        self.behind: tuple[PrefixFetches, ContentSource] | None = None
+    def __init__(self, engine: Engine, counts: RequestCounts, trace: TraceWriter) -> None:
+        self.sources: list[PrefixSource] = []
         self._engine = engine
-        self.provider = provider
-        self._incarnation = incarnation
         self._counts = counts
-        self._open: dict[bytes, PrefixFetch] = {}  # by key, those that prompts may wait for
-        self._links = links
+        self._open: dict[tuple[PrefixSource, bytes], PrefixFetch] = {}  # those that prompts may wait for
         self._trace = trace
 
     def get(
         self,
         attempt: Attempt,
         request: EngineRequest,
-        source: ContentSource | None,
+        hint: ContentSource | None,
         then: Callable[[int], None],
     ) -> bool:
-        """As `start`. What is still missing then is fetched from the source `behind`."""
-        if self.behind is None:
-            return source is not None and self.start(attempt, request, source, then)
-        fetches, last = self.behind
+        """Fetches what is missing of a prompt, from one source after the other. Calls `then` when this has
+        ended, in any way, with the number of tokens that came for it.
 
-        def fetched(tokens: int) -> None:
-            if not fetches.start(attempt, request, last, lambda more: then(tokens + more)):
-                then(tokens)
+        False: there is nothing to wait for, and `then` will not be called. `hint` as in `PrefixSource`."""
+        return self._get(attempt, request, hint, then, 0, 0)
 
-        if source is not None and self.start(attempt, request, source, fetched):
-            return True
-        return fetches.start(attempt, request, last, then)
-
-    def start(
+    def _get(
         self,
         attempt: Attempt,
         request: EngineRequest,
-        source: ContentSource,
+        hint: ContentSource | None,
+        then: Callable[[int], None],
+        first: int,
+        came: int,
+    ) -> bool:
+        """As `get`, from the sources from `first` on. `came`: tokens that came from those before."""
+        for number, source in enumerate(self.sources[first:], first):
+
+            def fetched(tokens: int, behind: int = number + 1) -> None:
+                if not self._get(attempt, request, hint, then, behind, came + tokens):
+                    then(came + tokens)
+
+            place = source.find(hint)
+            if place is not None and self._start(attempt, request, source, place, fetched):
+                return True
+        return False
+
+    def _start(
+        self,
+        attempt: Attempt,
+        request: EngineRequest,
+        source: PrefixSource,
+        place: ContentSource,
         then: Callable[[int], None],
         fetched: bytes = b"",
     ) -> bool:
-        """Fetches what is missing of a prompt. Calls `then` when this has ended, in any way, with the number
-        of tokens that came for it.
-
-        False: there is nothing to wait for, and `then` will not be called. `fetched`: a chunk that was
-        fetched just now. If it is still missing, it is not asked for again."""
-        exchange = self.provider.exchange
-        if exchange is None or source.incarnation == self._incarnation:
-            return False
-        missing = self.provider.missing(exchange, request)
-        if missing is None or missing.chunks[0] == fetched:
+        """As `get`, from one place. `fetched`: a chunk that was fetched just now. If it is still missing, it
+        is not asked for again."""
+        exchange = self._engine.store_exchange
+        missing = None if exchange is None else source.missing(request)
+        if exchange is None or missing is None or missing.chunks[0] == fetched:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
         stop = missing.first_chunk * CHUNK_TOKENS + tokens
         rest = len(request.prompt_ids) + len(request.output_ids) - stop
         seconds = self._engine.prompt_seconds(stop - missing.computed_from, rest, missing.computed_from)
-        same, now = self._open.get(key), time.monotonic()
-        link = same.link if same is not None else self._links.to(source)
+        same, now = self._open.get((source, key)), time.monotonic()
+        link = same.link if same is not None else source.link(place)
         if not link.pays(same.tokens if same is not None else tokens, seconds, now):
             return False
         if same is not None:
-            same.waiting[Waiting(attempt, same, request, source, then)] = None
+            same.waiting[Waiting(attempt, same, request, place, then)] = None
             return True
-        fetch_id = os.urandom(16)
         into = exchange.start_import(missing)
         if into is None:
             return False
-        until = now + self.provider.limit(link.expected(tokens), seconds)
-        fetch = PrefixFetch(self, fetch_id, into, key, tokens, source.tier, link, now, until)
+        until = now + source.limit(link.expected(tokens), seconds)
+        fetch = PrefixFetch(self, os.urandom(16), source, place, into, key, tokens, link, now, until)
         fetch.waiting[Waiting(attempt, fetch, request, None, then)] = None
-        self._open[key] = fetch
-        self.provider.ask(fetch, source)
+        self._open[source, key] = fetch
+        source.ask(fetch)
         return True
 
     def ended(self, fetch: PrefixFetch, event: Injected | FetchFailed | Closed) -> None:
@@ -238,7 +250,7 @@ class PrefixFetches:
         if isinstance(event, Injected):
             stats = event.stats
             fetched = stats.tokens
-            self._counts.prefix_fetched_tokens[fetch.tier] += fetched
+            self._counts.prefix_fetched_tokens[fetch.place.tier] += fetched
             self._counts.prefix_fetched_bytes += stats.bytes
             fetch.link.measured(
                 stats.tokens,
@@ -259,18 +271,20 @@ class PrefixFetches:
             fetch.link.paused_until = time.monotonic() + PAUSE
         fetch.into.end(fetched and fetch.into.missing.first_chunk * CHUNK_TOKENS + fetched)
         for each in fetch.take_waiting():
-            if each.source is None:
+            if each.place is None:
                 each.then(fetched)
-            elif not fetched or not self.start(each.attempt, each.request, each.source, each.then, fetch.key):
+            elif not fetched or not self._start(
+                each.attempt, each.request, fetch.source, each.place, each.then, fetch.key
+            ):
                 each.then(0)
 
     def expire(self) -> None:
         """Computes the prompts that wait for a fetch which takes too long."""
         now = time.monotonic()
         for fetch in list(self._open.values()):
-            ends = max(now, self.provider.ends(fetch.id))
+            ends = max(now, fetch.source.ends(fetch.id))
             if ends >= fetch.until:
-                if self.provider.began(fetch.id):
+                if fetch.source.began(fetch.id):
                     fetch.link.measured(fetch.tokens, 0.0, ends - fetch.started, now)
                 else:
                     fetch.link.paused_until = now + PAUSE
@@ -280,5 +294,5 @@ class PrefixFetches:
 
     def close(self, fetch: PrefixFetch) -> None:
         """No further prompt may wait for it."""
-        if self._open.get(fetch.key) is fetch:
-            del self._open[fetch.key]
+        if self._open.get(at := (fetch.source, fetch.key)) is fetch:
+            del self._open[at]

@@ -15,7 +15,7 @@ from baton.worker.engine_process.loop import loop
 from baton.worker.engine_process.offload import OffloadPump, offload_pumps
 from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.engine_process.roles import Role, Roles
-from baton.worker.engine_process.shared_store import StoreTier
+from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
 from baton.worker.ipc import ServiceLink
 
@@ -36,7 +36,7 @@ def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Se
     heartbeat.tick()
     try:
         engine, roles = build(context)
-        pumps: list[OffloadPump | StoreTier] = [
+        pumps: list[OffloadPump | StoreSource] = [
             *offload_pumps(engine, config.engine.disk_cache_dir, config.offload_fds)
         ]
         if context.store is not None:

@@ -3,70 +3,87 @@ fetched."""
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from baton.content import Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
-from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
+from baton.kv_transfer.shared_store import StoreFds
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
-from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetch, PrefixFetches, Provider
-from baton.worker.engine_process.prefix_links import RECENT, Link, PrefixLinks
-from baton.worker.engine_process.start import EngineProcessConfig
-from baton.worker.messages import ContentSource, RequestCounts, StoreStats
+from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetch
+from baton.worker.engine_process.prefix_links import RECENT, Link
+from baton.worker.messages import ContentSource, StoreStats
 
 SLACK = 0.05
 """Seconds that a prompt may wait for the store if computing takes longer: this process may be busy."""
-SOURCE = ContentSource("", 0, Tier.STORE)
+PLACE = ContentSource("", 0, Tier.STORE)
 
 
-class Store(Provider):
-    """The store, which has no pins and no incarnation."""
+class StoreSource:
+    """The shared store beside the loop, as a `PrefixSource`. It has no pins and no incarnation.
 
-    def __init__(self, engine: Engine, store: SharedStore, link: Link) -> None:
-        """`link`: to `SOURCE`."""
-        self._engine = engine
-        self._store = store
-        self._link = link
+    Attributes:
+        store: the engine's end of it.
+    """
+
+    def __init__(
+        self, engine: Engine, exchange: PrefixExchange, open_store: "Callable[[StoreSource], SharedStore]"
+    ) -> None:
+        """`open_store` gets the source, for what the store calls."""
+        self._engine, self._exchange = engine, exchange
+        self._link = Link()
         self._session = 0  # that the link is of
         self._probe_at = 0.0  # time.monotonic()
-        self.ends = store.ends
-        self.began = store.began
-        self.cancel = store.cancel
+        # What the cache had when this session began.
+        self._again: Iterator[tuple[bytes, list[bytes]]] | None = None
+        self.store = open_store(self)
 
-    def measure(self, now: float) -> bool:
-        """Has the store probed when its speed is not known, or has made prompts compute. So the speed is
-        learnt beside prompts, and not by any that waits: a try would cost it what it lacks of a gain.
+    @classmethod
+    def open(cls, engine: Engine, fds: StoreFds, cached_chunks: CachedChunks) -> "StoreSource":
+        """Raises `ValueError` without a prefix cache."""
+        if engine.store_exchange is None:
+            raise ValueError("--kv-store: needs the prefix cache; leave out --no-enable-prefix-caching")
+        kv = paged_kv(engine)
 
-        Returns whether the session is another one than at the last call. Then it may be another store."""
-        store, link = self._store, self._link
-        if is_new := store.session != self._session:
-            self._session, self._probe_at, link.chunk_seconds = store.session, now, 0.0
-            link.transfers.clear()
-        if now >= self._probe_at and (link.refused or not link.chunk_seconds) and store.probe():
-            self._probe_at = now + (RECENT if link.chunk_seconds else PAUSE)
-        # Nor do prompts wait for a store that is silent.
-        link.paused_until = 0.0 if link.chunk_seconds and not store.unanswered else math.inf
-        return is_new
+        def open_store(source: StoreSource) -> SharedStore:
+            cached_chunks.offer = source.entered
+            return SharedStore(
+                kv,
+                fds,
+                f"{kv.layout.fingerprint} {engine.content_root.hex()}",
+                lend=source.lend,
+                known=cached_chunks.stored,
+                answered=lambda seconds: source._link.waited.add(seconds),  # a probe makes a new average
+                probed=source._link.probed,
+            )
 
-    @property
-    def exchange(self) -> PrefixExchange | None:
-        return self._engine.store_exchange
+        return cls(engine, engine.store_exchange, open_store)
 
-    def missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
-        return exchange.missing(request, MAX_CHUNKS, remnant=True)
+    # As a source
+
+    def find(self, hint: ContentSource | None) -> ContentSource | None:
+        return PLACE
+
+    def link(self, place: ContentSource) -> Link:
+        return self._link
+
+    def missing(self, request: EngineRequest) -> MissingPrefix | None:
+        return self._exchange.missing(request, MAX_CHUNKS, remnant=True)
 
     def limit(self, expected: float, computing: float) -> float:
         """A fetch may take twice what it should, but no longer than computing."""
         return min(computing or LONGEST, max(SLACK, 2 * expected))
 
-    def ask(self, fetch: PrefixFetch, source: ContentSource) -> None:
+    def ends(self, fetch_id: bytes) -> float:
+        return self.store.ends(fetch_id)
+
+    def ask(self, fetch: PrefixFetch) -> None:
         missing = fetch.into.missing
-        self._store.fetch_content(
+        self.store.fetch_content(
             fetch.id,
             salt=missing.names.salt,
             chunks=missing.chunks,
@@ -76,47 +93,31 @@ class Store(Provider):
             owner=fetch,
         )
 
+    def began(self, fetch_id: bytes) -> bool:
+        return self.store.began(fetch_id)
 
-class StoreTier:
-    """The shared store beside the loop.
+    def cancel(self, fetch_id: bytes) -> None:
+        self.store.cancel(fetch_id)
 
-    Attributes:
-        store: the engine's end of it.
-        fetches: the prompts that wait for the store.
-    """
+    # Beside the loop
 
-    def __init__(
-        self,
-        engine: Engine,
-        config: EngineProcessConfig,
-        counts: RequestCounts,
-        trace: TraceWriter,
-        cached_chunks: CachedChunks,
-    ) -> None:
-        """Raises `ValueError` without a prefix cache."""
-        if engine.store_exchange is None:
-            raise ValueError("--kv-store: needs the prefix cache; leave out --no-enable-prefix-caching")
-        assert config.store is not None, "the service made it"
-        self._engine, self._exchange = engine, engine.store_exchange
-        links = PrefixLinks()
-        self._link = link = links.to(SOURCE)
-        kv = paged_kv(engine)
-        self.store = SharedStore(
-            kv,
-            config.store,
-            f"{kv.layout.fingerprint} {engine.content_root.hex()}",
-            lend=self._lend,
-            known=cached_chunks.stored,
-            answered=lambda seconds: link.waited.add(seconds),  # a probe makes a new average
-            probed=link.probed,
-        )
-        cached_chunks.offer = self._entered
-        # What the cache had when this session began.
-        self._again: Iterator[tuple[bytes, list[bytes]]] | None = None
-        self._provider = Store(engine, self.store, link)
-        self.fetches = PrefixFetches(engine, self._provider, config.incarnation, counts, links, trace)
+    def measure(self, now: float) -> bool:
+        """Has the store probed when its speed is not known, or has made prompts compute. So the speed is
+        learnt beside prompts, and not by any that waits: a try would cost it what it lacks of a gain.
 
-    def _lend(self, name: bytes, part: int, chunk: int) -> Lent | None:
+        Returns whether the session is another one than at the last call. Then it may be another store."""
+        store, link = self.store, self._link
+        if is_new := store.session != self._session:
+            self._session, self._probe_at, link.chunk_seconds = store.session, now, 0.0
+            link.transfers.clear()
+        if now >= self._probe_at and (link.refused or not link.chunk_seconds) and store.probe():
+            self._probe_at = now + (RECENT if link.chunk_seconds else PAUSE)
+        # Nor do prompts wait for a store that is silent.
+        link.paused_until = 0.0 if link.chunk_seconds and not store.unanswered else math.inf
+        return is_new
+
+    def lend(self, name: bytes, part: int, chunk: int) -> Lent | None:
+        """As in `SharedStore`."""
         exchange = self._exchange
         if part:
             lease = exchange.lend_states(name)
@@ -141,7 +142,7 @@ class StoreTier:
     def idle(self) -> bool:
         return self._again is None and self.store.idle
 
-    def _entered(self, block: CachedBlock) -> None:
+    def entered(self, block: CachedBlock) -> None:
         """The block is in the prefix cache now."""
         for chunk, name in enumerate(block.chunks, block.first_chunk):
             self.store.offer(block.salt, name, chunk)
@@ -151,8 +152,7 @@ class StoreTier:
         store.move(busy=self._engine.loop.has_work)
         for event in store.poll():
             event.owner.handle(event)
-        self.fetches.expire()
-        if self._provider.measure(time.monotonic()):  # the store may have lost all objects
+        if self.measure(time.monotonic()):  # the store may have lost all objects
             self._again = self._exchange.last_used() if store.session else None
         if self._again is not None and not store.offers.writes:
             prefix = next(self._again, None)
