@@ -24,7 +24,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from baton.machine import Average
 
@@ -224,8 +223,20 @@ class _Bins:
             round(each.mean_size): each.mean_seconds - slope * each.mean_work for each in seen if each.weight
         }
         sizes = sorted({**found, **self._measured}.items())
-        seconds = accumulate((max(0.0, seconds) for _, seconds in sizes), max)
-        return tuple(size for size, _ in sizes), tuple(seconds), slope
+        return tuple(size for size, _ in sizes), _rising([max(0.0, seconds) for _, seconds in sizes]), slope
+
+
+def _rising(values: Sequence[float]) -> tuple[float, ...]:
+    """The values closest to these (least squares) that never fall, by pooling adjacent violators: values that
+    fall get their mean. So one slow step of a small size does not make all larger ones slow."""
+    means: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while means and means[-1][0] > mean:
+            before, more = means.pop()
+            mean, count = (mean * count + before * more) / (count + more), count + more
+        means.append((mean, count))
+    return tuple(mean for mean, count in means for _ in range(count))
 
 
 def _slope(bins: Sequence[_Bin]) -> float:
@@ -334,8 +345,8 @@ def measure(
     `rows`, `tokens`: sizes to measure, ascending; the most important are the first and the last. `context`:
     positions of a decode in steps with a long context. `position`: of long prompts.
     `budget`: seconds of all these steps. A step that is expected to exceed it is left out, except for the
-    first."""
-    observed, spent = ObservedSteps(rows, tokens), 0.0
+    first, which runs once more before: a device that had no work is slow at first."""
+    observed, spent = ObservedSteps(rows, tokens), step(rows[0], rows[0], 0, 0.0)
     for size in _grid(rows, tokens, context, position):
         if (model := observed.model) is not None and spent + model.step(*size) > budget:
             continue

@@ -121,8 +121,22 @@ def test_a_measurement_keeps_its_budget() -> None:
     assert model.context_seconds > 0 < model.pair_seconds
     spent[:] = [0.0]
     model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.0)
-    assert len(spent) == 2, "the first step"
+    assert len(spent) == 3, "the first step, twice"
     assert model.prompt(10) == pytest.approx(10 * model.decode(1, 0)), "nothing says that more are cheaper"
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2], ids=["the first", "a decode", "a prompt"])
+def test_one_slow_step_does_not_make_all_larger_ones_slow(slow: int) -> None:
+    count = iter(range(1000))
+
+    def step(*size: float) -> float:
+        seconds = dense(int(size[0]), size[1], int(size[2]), size[3])
+        return 1.3 * seconds if next(count) == slow else seconds
+
+    model, same = (measure(each, ROWS, TOKENS, CONTEXT, POSITION) for each in (step, dense))
+    for of in (lambda each: each.decode_seconds, lambda each: each.prompt_seconds):
+        off = [a / b - 1 for a, b in zip(of(model), of(same), strict=True)]
+        assert max(off) < 0.2
 
 
 @pytest.mark.parametrize(
