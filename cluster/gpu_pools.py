@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.cluster.autoscaling.scaling import PREFILL_BUSY
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -71,9 +73,6 @@ def free_gpus(gpus: Sequence[Gpu], utilization: float) -> list[Gpu]:
     return [gpu for gpu in gpus if gpu.used_gib <= (1 - utilization) * gpu.total_gib]
 
 
-GOOD = 0.75
-"""A division is good if it has this part of the best rate. Routers give work of one pool to the other, so the
-real difference is smaller. With an even division, first turns wait least."""
 CHOOSE = "--prefill, --decode, --tensor-parallel-size and CUDA_VISIBLE_DEVICES"
 
 
@@ -112,12 +111,16 @@ def _named(gpus: Sequence[Gpu]) -> str:
 
 
 def _divided(gpus: int, needs: Needs) -> tuple[int, int]:
-    """Workers of both pools. Of equally even divisions it is that with more decode workers."""
+    """Workers of both pools. Of equally even divisions it is that with more decode workers.
+
+    With an even division, first turns wait least, and routers give work of one pool to the other. So it is
+    the most even one of which neither pool is overloaded, while the pools with the best rate are as busy as
+    the autoscaler wants them to be."""
     of_prefill, of_decode = needs.ranks
     if gpus < of_prefill + of_decode:
         return 0, gpus // of_decode
     counts = range(1, (gpus - of_decode) // of_prefill + 1)
     divisions = [(prefill, (gpus - prefill * of_prefill) // of_decode) for prefill in counts]
     rates = [min(p * needs.prefill_rate, d * needs.decode_rate) for p, d in divisions]
-    good = [pools for pools, rate in zip(divisions, rates, strict=True) if rate >= GOOD * max(rates)]
+    good = [pools for pools, rate in zip(divisions, rates, strict=True) if rate >= PREFILL_BUSY * max(rates)]
     return min(good, key=lambda pools: (abs(pools[0] - pools[1]), pools[0]))

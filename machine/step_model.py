@@ -37,6 +37,8 @@ ADAPTS = 0.1
 LARGEST_ERROR = 0.5
 """A step counts as at most so much longer than expected, as a share. A longer one may be a pause of the
 process."""
+MOST_ROWS = 1 << 20
+"""More decodes than a worker has seats."""
 DECAY = 0.95
 """Factor on the weight of an observed step with each later one of about its size."""
 
@@ -74,7 +76,7 @@ class StepModel:
 
     def decode(self, rows: int, context: float) -> float:
         """Seconds of a step that only decodes."""
-        return _interpolated(self.rows, self.decode_seconds, rows) + context * self.context_seconds
+        return interpolated(self.rows, self.decode_seconds, rows) + context * self.context_seconds
 
     def prompt(self, tokens: int, position: float = 0.0) -> float:
         """Seconds of a step with prompts alone."""
@@ -95,7 +97,7 @@ class StepModel:
             return 0.0, self.prompt(tokens, position)
         overlap, separate = self.overlap, 1.0 - self.overlap
         decode_rows, prompt_rows = (
-            _interpolated(self.rows, self.decode_seconds, rows),
+            interpolated(self.rows, self.decode_seconds, rows),
             self._prompt_rows(tokens),
         )
         all_rows = self._prompt_rows(rows + tokens)
@@ -122,6 +124,18 @@ class StepModel:
         begin, end = cost(low), cost(high)
         return low + int((high - low) * (seconds - begin) / (end - begin))
 
+    def fitting_rows(self, context: float, seconds: float) -> int:
+        """Most decodes, each of which reads `context` positions, with which a step that only decodes takes at
+        most `seconds`."""
+        return bisect_right(range(1, MOST_ROWS), seconds, key=lambda rows: self.decode(rows, rows * context))
+
+    def prompt_speed(self, position: float) -> float:
+        """Tokens of prompts that are computed in a second, if the steps are as large as may be. `position`:
+        their mean position."""
+        tokens = self.tokens[-1]
+        seconds = self.prompt(tokens, position - tokens / 2)
+        return tokens / seconds if seconds > 0 else math.inf
+
     def corrected(self, decode: float, prompt: float) -> "StepModel":
         """The model of a worker that takes so many times as long for decodes, and for prompts."""
         return replace(
@@ -133,7 +147,7 @@ class StepModel:
         )
 
     def _prompt_rows(self, tokens: int) -> float:
-        return _interpolated(self.tokens, self.prompt_seconds, tokens)
+        return interpolated(self.tokens, self.prompt_seconds, tokens)
 
     def attention(self, tokens: int, position: float) -> float:
         """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by less
@@ -142,7 +156,7 @@ class StepModel:
         return tokens * max(position, -min(tokens, self.tokens[-1]) / 2) * self.pair_seconds
 
 
-def _interpolated(sizes: Sequence[int], seconds: Sequence[float], size: int) -> float:
+def interpolated(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
     """Linear between measured sizes, and beyond the last two of them. Below the first it is constant. With
     one size it is proportional beyond it."""
     right = bisect_left(sizes, size)

@@ -164,6 +164,7 @@ class Worker:
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
+            decode_context=self._context,
             reservations=self.reserved,
             tokens_waiting=left + scheduled + self._under_way,  # all that are not computed
             blocks_free=self.kv.free * CHUNK_TOKENS // BLOCK,

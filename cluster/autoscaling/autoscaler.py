@@ -17,6 +17,7 @@ from baton.cluster.autoscaling.scaling import Needed, Sample
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import named_pool, set_pool, status_of
 from baton.cluster.supervision.supervisor import Supervisor
+from baton.router.workers.checks import clear_invalid_rates, step_model
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.tls import TlsFiles
@@ -128,12 +129,14 @@ class Autoscaler:
         status = await status_of(self._channels[address], PATIENCE)
         if status is None:  # health checks and /status report what is wrong with the worker
             known = self._last.get(address)
-            return None if known is None else Sample(known, done=0, refused=0, silent=True)
+            return None if known is None else Sample(known, step_model(known.step_model), 0, 0, silent=True)
+        clear_invalid_rates(status)
         # What a worker did before its first answer came earlier than the load that is measured.
         before = self._last.get(address, status)
         self._last[address] = status
         return Sample(
             status,
+            step_model(status.step_model),
             done=max(0, status.prompt_tokens - before.prompt_tokens),
             refused=max(0, status.no_room - before.no_room),
         )

@@ -4,8 +4,9 @@ Two separate questions:
 
 - *How many workers does the load need?* `PrefillDemand` and `DecodeDemand` answer with a fraction of workers.
   Prefill: arriving tokens divided by the speed of a worker, plus queued tokens divided by the time that the
-  TTFT target leaves for them. Decode: KV blocks in use, and how much load lengthens steps, relative to the
-  TTIT target. Separate signals for each pool are as in DistServe and Dynamo's planner.
+  TTFT target leaves for them. Decode: KV blocks in use, and requests, relative to those with which a step
+  keeps the TTIT target. Workers report a model of their steps, which says both speeds. Separate signals for
+  each pool are as in DistServe and Dynamo's planner.
 - *Does the pool follow?* `Scaler` lets it grow soon and shrink late, by bounded steps. Between both
   thresholds the size stays. The scheme is that of Kubernetes' HorizontalPodAutoscaler: tolerance, windows of
   recommendations, step policies.
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.machine.step_model import StepModel
 from baton.rpc import worker_pb2 as pb
 
 ARRIVAL_WINDOW = 15.0  # seconds over which arrivals are averaged: longer than a burst, shorter than a trend
@@ -38,12 +40,14 @@ class Sample:
     """The answer of one worker to a poll.
 
     Attributes:
+        model: what its steps cost. None: not known.
         done: prompt tokens that it prefilled since the last poll.
         refused: reservations that it refused for want of room since the last poll.
         silent: it did not answer; `status` is its last one.
     """
 
     status: pb.WorkerStatus
+    model: StepModel | None
     done: int
     refused: int
     silent: bool = False
@@ -66,7 +70,7 @@ class PrefillDemand:
         self._seen: deque[tuple[float, float, float]] = deque()  # (time, tokens that came, tokens queued)
 
     def needed(self, now: float, samples: Sequence[Sample], held: int = 0) -> Needed | None:
-        """The number of workers needed; None if there is load and no measured speed.
+        """The number of workers needed; None if there is load and no speed is known.
 
         `held`: prompt tokens in the routers. They and those of requests that have not started are queued.
         """
@@ -77,7 +81,11 @@ class PrefillDemand:
             for s in statuses
             if s.requests_waiting
         )
-        speeds = [status.prefill_tokens_per_s for status in statuses if status.prefill_tokens_per_s]
+        speeds = [
+            sample.model.prompt_speed(sample.status.prefill_position)
+            for sample in samples
+            if sample.model is not None
+        ]
         self._done += sum(sample.done for sample in samples)
         self._seen.append((now, self._done + waiting, queued))
         while now - self._seen[0][0] > ARRIVAL_WINDOW:
@@ -105,26 +113,26 @@ class DecodeDemand:
 
     def needed(self, samples: Sequence[Sample]) -> Needed:
         """A worker that refused a reservation counts as full, even with free blocks: they do not suffice."""
-        statuses = [sample.status for sample in samples]
         used = sum(
-            1.0 if sample.refused else 1 - sample.status.blocks_free / sample.status.blocks_total
+            1.0 if sample.refused else 1 - sample.status.blocks_free / max(1, sample.status.blocks_total)
             for sample in samples
         )
-        steps = [s.step_seconds for s in statuses if s.requests_running and s.step_seconds]
-        fastest = min(filter(None, (status.fastest_step_seconds for status in statuses)), default=0.0)
-        kv, longest = used / KV_FULL, max(steps, default=0.0)
+        loads = [
+            (status.requests_decoding, status.decode_context, sample.model)
+            for sample in samples
+            if sample.model is not None and (status := sample.status).requests_decoding
+        ]
+        longest = max((model.decode(rows, context) for rows, context, model in loads), default=0.0)
+        fitting = [model.fitting_rows(context / rows, self._target) for rows, context, model in loads]
+        workers = sum(rows / most for (rows, *_), most in zip(loads, fitting, strict=True) if most)
         share = used / max(1, len(samples))
         why = f"{share:.0%} of the KV blocks in use, steps up to {1000 * longest:.1f} ms"
-        if not fastest:
-            return Needed(kv, why)
-        room = self._target - fastest  # seconds that load may add to a step, which more workers can shorten
-        if room > 0:
-            return Needed(max(kv, sum(step - fastest for step in steps) / room), why)
-        return Needed(
-            kv,
-            f"{why}; more workers cannot keep steps at {1000 * self._target:.1f} ms, {TTIT_SHARE:.0%} of "
-            f"--ttit-target: the fastest step so far took {1000 * fastest:.1f} ms",
-        )
+        if 0 in fitting:
+            why += (
+                f"; more workers cannot keep steps at {1000 * self._target:.1f} ms, {TTIT_SHARE:.0%} of "
+                "--ttit-target: a step with one request takes longer"
+            )
+        return Needed(max(used / KV_FULL, workers), why)
 
 
 @dataclass

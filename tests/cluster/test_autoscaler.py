@@ -27,6 +27,15 @@ from tests.within import WITHIN
 
 from .conftest import AnyRole, eventually
 
+STEPS = pb.StepModel(
+    rows=[1],
+    decode_seconds=[0],
+    tokens=[1000],
+    prompt_seconds=[1],
+    overlap=1,
+    decode_factor=1,
+    prompt_factor=1,
+)
 ROLES = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 
 
@@ -91,7 +100,7 @@ class Pools:
         if spec.role == "router":
             return self.router
         worker = FakeWorker(ROLES[spec.role], Lanes(), [1], index=spec.index)
-        worker.status.prefill_tokens_per_s = 1000
+        worker.status.step_model.CopyFrom(STEPS)
         self.handles[spec.name] = handle = WorkerHandle(worker)
         return handle
 
@@ -173,6 +182,15 @@ async def test_the_last_ready_worker_of_a_pool_does_not_move(
     assert pools.handles["decode 0"].worker.status.pool == pb.POOL_DECODE
     starts.set()
     await eventually(lambda: len(pools.supervisor.pool("prefill")) == 2)
+
+
+async def test_nonsense_of_a_worker_does_not_end_the_scaling_of_others(pools: Pools) -> None:
+    await eventually(lambda: bool(pools.supervisor.pools))
+    worker = pools.handles["decode 0"].worker
+    worker.status.step_model.decode_factor = float("nan")
+    pools.load("decode", blocks_total=0, blocks_free=0, requests_decoding=3)
+    pools.load("prefill", prefill_position=float("inf"), tokens_waiting=9000, requests_waiting=9)
+    await eventually(lambda: "decode 1" in pools.names() and "prefill 2" in pools.names())
 
 
 async def test_a_worker_that_does_not_answer_does_not_count_as_one_that_stays(pools: Pools) -> None:

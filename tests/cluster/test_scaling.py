@@ -7,7 +7,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -15,11 +15,13 @@ from baton.cluster.autoscaling.scaling import (
     GROW_BEYOND,
     KV_FULL,
     SHRINK_BELOW,
+    TTIT_SHARE,
     DecodeDemand,
     PrefillDemand,
     Sample,
     Scaler,
 )
+from baton.machine.step_model import StepModel
 from baton.rpc import worker_pb2 as pb
 
 SPEED = 10_000.0  # tokens/s of one prefill worker
@@ -30,22 +32,29 @@ LEAST, MOST = 1, 8
 Trace = Callable[[float], float]  # time → requests/s
 
 
+def steps_of(*decode: float, prompt: float = 1.0) -> StepModel:
+    """`decode`: seconds of 1, 2, … decodes. `prompt`: of a token of a prompt."""
+    rows = tuple(range(1, len(decode) + 1))
+    return StepModel(rows, decode, 0.0, (1, 1000), (prompt, 1000 * prompt), 0.0, 1.0)
+
+
 def prefilling(done: float, waiting: float, queued: float, speed: float) -> Sample:
-    """`done`: tokens since the last sample. `queued`: those of `waiting` whose requests have not started."""
+    """`done`: tokens since the last sample. `queued`: those of `waiting` whose requests have not started.
+    `speed`: 0 if it is not known."""
     status = pb.WorkerStatus(
         tokens_waiting=round(waiting), requests_waiting=round(queued),
-        requests_running=round(waiting - queued), prefill_tokens_per_s=speed,
+        requests_running=round(waiting - queued),
     )  # fmt: skip
-    return Sample(status, round(done), 0)
+    return Sample(status, steps_of(1.0, prompt=1 / speed) if speed else None, round(done), 0)
 
 
-def decoding(used: float, step: float, fastest: float, refused: int = 0) -> Sample:
-    """`used`: share of the blocks. `step`: 0 if it runs no requests."""
+def decoding(used: float, rows: int, model: StepModel | None, refused: int = 0, context: int = 0) -> Sample:
+    """`used`: share of the blocks."""
     status = pb.WorkerStatus(
-        blocks_free=round(10**6 * (1 - used)), blocks_total=10**6, requests_running=int(step > 0),
-        step_seconds=step, fastest_step_seconds=fastest,
+        blocks_free=round(10**6 * (1 - used)), blocks_total=10**6, requests_decoding=rows,
+        decode_context=context,
     )  # fmt: skip
-    return Sample(status, 0, refused)
+    return Sample(status, model, 0, refused)
 
 
 @dataclass
@@ -222,6 +231,7 @@ def test_a_dead_worker_does_not_make_arrivals_negative() -> None:
 # ---------------------------------------------------------------- decode
 
 BASE, PER_REQUEST, ROOM, TTIT = 0.010, 0.0005, 40, 0.030
+STEPS = steps_of(BASE + PER_REQUEST, BASE + 2 * PER_REQUEST)
 
 
 def decode_pool(running: Callable[[float], float], seconds: int, ttit: float = TTIT, room: int = ROOM) -> Run:
@@ -233,8 +243,7 @@ def decode_pool(running: Callable[[float], float], seconds: int, ttit: float = T
             coming.pop(0)
             ready += 1
         each = min(running(now) / ready, room)
-        step = BASE + PER_REQUEST * each if each >= 1 else 0.0
-        needed = demand.needed([decoding(each / room, step, BASE)] * ready).workers
+        needed = demand.needed([decoding(each / room, int(each), STEPS)] * ready).workers
         new = scaler.decide(now, needed, ready + len(coming), starting=bool(coming))
         if new < ready + len(coming):
             ready -= 1
@@ -264,17 +273,35 @@ def test_a_decode_pool_that_is_loaded_from_the_first_second_grows() -> None:
 
 def test_a_target_below_a_lone_step_asks_for_no_workers() -> None:
     run = decode_pool(lambda now: 20, 300, ttit=BASE / 2, room=10_000)
-    assert set(run.sizes) == {1}, "more workers make no step shorter than the fastest"
-    needed = DecodeDemand(0.010).needed([decoding(0.4, 0.050, 0.020)])
+    assert set(run.sizes) == {1}, "more workers make no step shorter than with one request"
+    needed = DecodeDemand(0.010).needed([decoding(0.4, 2, steps_of(0.020, 0.050))])
     assert needed.workers == pytest.approx(0.5), "that of the KV"
     assert needed.why == (
         "40% of the KV blocks in use, steps up to 50.0 ms; more workers cannot keep steps at 9.0 ms, 90% of "
-        "--ttit-target: the fastest step so far took 20.0 ms"
+        "--ttit-target: a step with one request takes longer"
     )
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rows", "positions", "workers"),
+    [
+        ((0.010, 0.020, 0.030), 9, 0, 3.0),  # three requests fit a step of 30 ms
+        ((0.010, 0.020, 0.021), 9, 0, 9 / 12),  # the first requests cost most, as with experts: twelve fit
+        ((0.010, 0.011, 0.012), 9, 9_000, 9 / 5),  # 3 ms of context each
+        ((0.010, 0.011, 0.012), 0, 0, 0.0),
+    ],
+)
+def test_the_need_is_by_the_requests_that_fit_a_step(
+    seconds: tuple[float, ...], rows: int, positions: int, workers: float
+) -> None:
+    model = replace(steps_of(*seconds), context_seconds=3e-6)
+    assert DecodeDemand(0.030 / TTIT_SHARE + 1e-9).needed(
+        [decoding(0.0, rows, model, 0, positions)]
+    ).workers == (pytest.approx(workers))
+
+
 def test_before_a_worker_has_measured_a_step_only_the_kv_counts() -> None:
-    assert DecodeDemand(0.1).needed([decoding(0.4, 9.0, 0.0)]).workers == pytest.approx(0.5)
+    assert DecodeDemand(0.1).needed([decoding(0.4, 9, None)]).workers == pytest.approx(0.5)
 
 
 def test_a_full_pool_grows_though_its_use_cannot_pass_one() -> None:
@@ -292,9 +319,9 @@ def test_the_loads_of_workers_add_up() -> None:
     needed = PrefillDemand(TTFT).needed(0, [busy, new], held=700)
     assert needed is not None
     assert needed.why == "0 tokens/s arrive, 2700 are queued, a worker computes 900/s"
-    steps = [decoding(0.75, 0.03, 0.02), decoding(0.0, 0.0, 0.0)]
+    steps = [decoding(0.75, 2, steps_of(0.02, 0.03)), decoding(0.0, 0, None)]
     needed = DecodeDemand(1.0).needed(steps)
     assert needed.workers == pytest.approx(0.75 / KV_FULL)
     assert needed.why == "38% of the KV blocks in use, steps up to 30.0 ms"
-    full = decoding(0.75, 0.03, 0.02, refused=1)
+    full = decoding(0.75, 2, steps_of(0.02, 0.03), refused=1)
     assert DecodeDemand(1.0).needed([full]).workers == pytest.approx(1 / KV_FULL), "no room for the next"

@@ -21,6 +21,7 @@ from baton.cluster.tools.sizing.simulated import decode, prefill
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, measured, shape
 
 SPEEDS = Speeds(H200, REFERENCE)
+STEPS = SPEEDS.steps
 LOAD = SizingOptions(rate=20, input=2000, output=150)
 TARGETS = Targets(ttft=0.5, ttit=0.0065)
 
@@ -40,17 +41,18 @@ def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_speeds_are_the_measured_ones() -> None:
     for tokens, seconds in H200.prefill.items():
-        assert SPEEDS.prefill(tokens) == pytest.approx(seconds)
+        assert STEPS.prefill(tokens) == pytest.approx(seconds)
     for batch, seconds in H200.decode.items():
-        assert SPEEDS.step(batch, batch * 1064) == pytest.approx(seconds)
-    assert SPEEDS.prefill(1) > 4e-3, "all weights are read"
-    assert SPEEDS.prefill(500, cached=1500) < SPEEDS.prefill(2000)
+        assert STEPS.decode(batch, batch * 1064) == pytest.approx(seconds)
+    assert STEPS.prefill(1) > 4e-3, "all weights are read"
+    assert STEPS.prefill(500, 1500) < STEPS.prefill(2000)
 
 
 def test_a_model_of_twice_the_layers_takes_nearly_twice_as_long() -> None:
     double = Speeds(H200, replace(REFERENCE, num_layers=64))
-    assert 1.85 < double.prefill(2000) / SPEEDS.prefill(2000) < 2.0, "the output projection is there once"
-    assert 1.85 < double.step(64, 64_000) / SPEEDS.step(64, 64_000) < 2.0
+    steps = double.steps
+    assert 1.85 < steps.prefill(2000) / STEPS.prefill(2000) < 2.0, "the output projection is there once"
+    assert 1.85 < steps.decode(64, 64_000) / STEPS.decode(64, 64_000) < 2.0
     assert double.kv_bytes_per_token == 2 * SPEEDS.kv_bytes_per_token == 2 * 131_072
 
 
@@ -61,9 +63,11 @@ def test_a_mixture_of_experts_reads_only_the_experts_that_its_tokens_choose() ->
     assert model.parameters_read(1000) == pytest.approx(model.num_parameters)
     mixture = Speeds(H200, model)
     assert mixture.weight_bytes == 2 * model.num_parameters
-    assert mixture.step(1, 0) < 0.5 * SPEEDS.step(1, 0)
-    assert mixture.step(64, 0) > 2 * SPEEDS.step(64, 0), "64 requests read nearly all experts"
-    assert mixture.prefill(8000) < SPEEDS.prefill(8000), "a long prompt is bound by products"
+    steps = mixture.steps
+    assert steps.decode(1, 0) < 0.5 * STEPS.decode(1, 0)
+    assert steps.decode(64, 0) > 2 * STEPS.decode(64, 0), "64 requests read nearly all experts"
+    assert steps.decode(8, 0) - steps.decode(4, 0) > 10 * (steps.decode(256, 0) - steps.decode(252, 0))
+    assert steps.prefill(8000) < STEPS.prefill(8000), "a long prompt is bound by products"
 
 
 def test_a_llama4_has_the_published_numbers_of_parameters() -> None:
@@ -91,33 +95,36 @@ def test_windows_bound_the_kv_that_a_layer_reads() -> None:
     model = shape("gpt-oss-20b")
     assert model.num_parameters == pytest.approx(20.9e9, rel=0.01)
     assert shape("gpt-oss-120b").num_parameters == pytest.approx(116.8e9, rel=0.01)
-    speeds, plain = Speeds(H200, model), Speeds(H200, replace(model, spans=()))
-    assert speeds.kv_bytes_per_token == plain.kv_bytes_per_token, "all tokens are kept"
-    assert speeds.step(8, 8 * 100) == plain.step(8, 8 * 100)
-    reading = plain.step(8, 8 * 128_000) - plain.step(8, 0)
-    assert speeds.step(8, 8 * 128_000) - speeds.step(8, 0) == pytest.approx(reading / 2, rel=0.01)
-    assert speeds.prefill(30_000) < plain.prefill(30_000)
+    for positions, part in ((100, 1.0), (128_000, 0.5)):
+        speeds, plain = (
+            Speeds(H200, each, positions=positions) for each in (model, replace(model, spans=()))
+        )
+        assert speeds.kv_bytes_per_token == plain.kv_bytes_per_token, "all tokens are kept"
+        read = [x.steps.decode(8, 8 * positions) - x.steps.decode(8, 0) for x in (speeds, plain)]
+        assert read[0] == pytest.approx(part * read[1], rel=0.01)
+        assert speeds.steps.prefill(30_000) < plain.steps.prefill(30_000)
+        assert speeds.steps.pair_seconds == pytest.approx(part * plain.steps.pair_seconds, rel=0.01)
 
 
 def test_kv_in_fp8_is_read_in_half_the_time() -> None:
     plain, fp8 = Speeds(H200, REFERENCE), Speeds(H200, REFERENCE, kv_dtype=torch.float8_e4m3fn)
     assert fp8.kv_bytes_per_token == plain.kv_bytes_per_token * (128 + 4) / (2 * 128)
-    reading = [speeds.step(256, 256 * 1064) - speeds.step(256, 0) for speeds in (plain, fp8)]
+    reading = [x.steps.decode(256, 256 * 1064) - x.steps.decode(256, 0) for x in (plain, fp8)]
     assert reading[1] == pytest.approx(reading[0] * (128 + 4) / (2 * 128))
 
 
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     found = answered()
-    again = prefill(SPEEDS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)
+    again = prefill(STEPS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)
     assert again == found.ttft
     assert found.ttft.p99 <= TARGETS.ttft
     assert found.decoded.gap.p99 <= TARGETS.ttit
     hurried = answered(ttft=0.1)
     assert hurried.ttft.p99 <= 0.1 < found.ttft.p99
     assert "TTFT decides" in hurried.why[0]
-    assert LOAD.rate * SPEEDS.prefill(LOAD.input) < found.prefill, "no queue that only grows"
+    assert LOAD.rate * STEPS.prefill(LOAD.input) < found.prefill, "no queue that only grows"
     fewer = decode(
-        SPEEDS, rate=LOAD.rate / (found.decode - 1), prompt=LOAD.input, output=LOAD.output, slots=256
+        STEPS, rate=LOAD.rate / (found.decode - 1), prompt=LOAD.input, output=LOAD.output, slots=256
     )
     assert fewer.gap.p99 > TARGETS.ttit
     assert "TTIT decides" in found.why[1]
@@ -172,9 +179,9 @@ def test_workers_of_several_gpus() -> None:
     """The bounds are those of two H200."""
     two = Speeds(H200, REFERENCE, ranks=2)
     for tokens in (2000, 8000):
-        assert 1.65 < SPEEDS.prefill(tokens) / two.prefill(tokens) < 1.85
+        assert 1.65 < STEPS.prefill(tokens) / two.steps.prefill(tokens) < 1.85
     for batch in (1, 64):
-        assert 1.45 < SPEEDS.step(batch, batch * 1064) / two.step(batch, batch * 1064) < 1.8
+        assert 1.45 < STEPS.decode(batch, batch * 1064) / two.steps.decode(batch, batch * 1064) < 1.8
     assert two.kv_room(0.9) > 2 * SPEEDS.kv_room(0.9), "the weights are there once"
     assert two.kv_bytes_per_token == SPEEDS.kv_bytes_per_token
     assert Speeds(H200, REFERENCE, ranks=16).kv_bytes_per_token == 2 * SPEEDS.kv_bytes_per_token
@@ -203,9 +210,9 @@ def test_measured_speeds(tmp_path: Path) -> None:
     rows = {"engine.prefill.1x2000": 100, "engine.prefill.1x8000": 400}
     rows |= {"engine.decode.b1": 9, "engine.decode.b8": 10}
     file.write_text(json.dumps({"results": [{"name": n, "value": v} for n, v in rows.items()]}))
-    slow = Speeds(measured(H200, file), REFERENCE)
+    slow = Speeds(measured(H200, file), REFERENCE).steps
     assert slow.prefill(4000) == pytest.approx(0.2)
-    assert slow.step(8, 8 * 1064) == pytest.approx(0.010)
+    assert slow.decode(8, 8 * 1064) == pytest.approx(0.010)
     for text in ('{"results": []}', "no json", "[]"):
         file.write_text(text)
         with pytest.raises(ValueError, match="--measured"):

@@ -11,6 +11,7 @@ import pytest
 
 from baton.machine.step_model import (
     LARGEST_FACTOR,
+    MOST_ROWS,
     Correction,
     LearnedSteps,
     ObservedSteps,
@@ -105,6 +106,14 @@ def test_as_many_prompt_tokens_fit_as_the_time_allows(rows: int) -> None:
         assert not tokens or model.step(rows, context, tokens, 4_000) <= seconds + 1e-9
         more = math.ceil(1.02 * tokens) + 1
         assert tokens == TOKENS[-1] or model.step(rows, context, more, 4_000) > seconds
+
+
+def test_as_many_decodes_fit_as_the_time_allows() -> None:
+    model = StepModel((1, 8, 64), (0.004, 0.005, 0.012), 1e-7, (512,), (0.015,), 1e-9, 0.5)
+    fitting = [model.fitting_rows(*given) for given in ((0, 0.0039), (0, 0.005), (5_000, 0.0052), (0, 0.02))]
+    assert fitting == [0, 8, 2, 128]  # the context of two is 1 ms; beyond the table by its last slope
+    assert replace(model, rows=(1,), decode_seconds=(0.0,)).fitting_rows(0, 1.0) == MOST_ROWS - 1
+    assert [model.prompt_speed(256), model.prompt_speed(5_256)] == pytest.approx([512 / 0.015, 512 / 0.01756])
 
 
 def test_a_measurement_keeps_its_budget() -> None:

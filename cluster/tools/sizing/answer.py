@@ -43,7 +43,7 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
 
     Raises ValueError if no number of workers can meet the targets.
     """
-    alone = of_prefill.prefill(load.input)
+    alone = of_prefill.steps.prefill(load.input)
     if targets.ttft < alone:
         raise ValueError(
             f"--slo ttft={targets.ttft * 1e3:.0f}: one prefill of {load.input} tokens takes "
@@ -51,7 +51,7 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
             "a larger --prefill-tensor-parallel-size may"
         )
     context = load.input + load.output
-    shortest = of_decode.step(1, context)
+    shortest = of_decode.steps.decode(1, context)
     if targets.ttit < shortest:
         raise ValueError(
             f"--slo ttit={targets.ttit * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} "
@@ -85,7 +85,7 @@ def _prefill_pool(speeds: Speeds, load: SizingOptions, ttft: float, alone: float
     workers = least
     before: Latency | None = None
     while True:
-        found = prefill(speeds, workers=workers, rate=load.rate, tokens=load.input)
+        found = prefill(speeds.steps, workers=workers, rate=load.rate, tokens=load.input)
         if found.p99 <= ttft * (1 + 1e-9):  # tolerates rounding errors of the simulated clock
             break
         before = found
@@ -108,7 +108,9 @@ def _decode_pool(
         return found.gap.p99 <= ttit and found.waited <= WAITED
 
     def tried(workers: int) -> Decoded:
-        return decode(speeds, rate=load.rate / workers, prompt=load.input, output=load.output, slots=slots)
+        return decode(
+            speeds.steps, rate=load.rate / workers, prompt=load.input, output=load.output, slots=slots
+        )
 
     low, high = 0, 1
     found = {high: tried(high)}

@@ -26,7 +26,9 @@ def run(sizing: SizingOptions) -> int:
     element = weight_format.bytes_per_parameter(torch.bfloat16)
     sizes = sizing.prefill_tensor_parallel_size, sizing.decode_tensor_parallel_size
     kv_dtype = FP8 if sizing.kv_cache_dtype == "fp8" else torch.bfloat16
-    of_prefill, of_decode = (Speeds(gpu, model, element, ranks, kv_dtype) for ranks in sizes)
+    of_prefill, of_decode = (
+        Speeds(gpu, model, element, ranks, kv_dtype, sizing.input + sizing.output / 2) for ranks in sizes
+    )
     show(answer(of_prefill, of_decode, sizing, targets), sizes, gpu.source)
     per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16, kv_dtype))
     print(f"KV: {str(kv_dtype).removeprefix('torch.')}, {per_token:,} bytes a token")

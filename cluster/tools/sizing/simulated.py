@@ -4,7 +4,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from baton.cluster.tools.sizing.speeds import Speeds
+from baton.machine.step_model import StepModel
 from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.simulator.placement_outcome import quantile
 from baton.simulator.prefill import Setting, Simulation
@@ -24,12 +24,12 @@ def quantiles(counts: Counter[float]) -> Latency:
     return Latency(quantile(counts, 0.5), quantile(counts, 0.99))
 
 
-def prefill(speeds: Speeds, *, workers: int, rate: float, tokens: int) -> Latency:
+def prefill(steps: StepModel, *, workers: int, rate: float, tokens: int) -> Latency:
     """The time to the first token with the router's policy and without prefix-cache hits."""
     count = REQUESTS + PER_WORKER * workers
     rng = random.Random(SEED)
     sessions = [Session(rng.getrandbits(63), (Turn(tokens, (), 0.0),), 0) for _ in range(count)]
-    setting = Setting(workers, 1, 1, rate, 0.0, speeds.prefill, warm_up=0.2, seed=SEED)
+    setting = Setting(workers, 1, 1, rate, 0.0, steps.prefill, warm_up=0.2, seed=SEED)
     outcome = Simulation(sessions, PREFILL_POLICIES["sticky"], setting).run()
     return quantiles(Counter(outcome.ttft))
 
@@ -51,7 +51,7 @@ class Decoded:
     most: int
 
 
-def decode(speeds: Speeds, *, rate: float, prompt: int, output: int, slots: int) -> Decoded:
+def decode(model: StepModel, *, rate: float, prompt: int, output: int, slots: int) -> Decoded:
     """Simulates one worker with `slots` places in its batch.
 
     A real pool has more even batches, because the router chooses the better of two workers.
@@ -76,7 +76,7 @@ def decode(speeds: Speeds, *, rate: float, prompt: int, output: int, slots: int)
         if not ends:
             now = arrival
             continue
-        seconds = speeds.step(len(ends), positions)
+        seconds = model.decode(len(ends), positions)
         steps, now, busy = steps + 1, now + seconds, busy + seconds
         positions += len(ends)
         most = max(most, len(ends))

@@ -1,4 +1,4 @@
-"""Estimates the speed of an engine, from measurements of one model on one GPU.
+"""Makes the model of steps of a worker (`machine.step_model`), from measurements of one model on one GPU.
 
 The measured times are scaled to other models:
 
@@ -12,12 +12,12 @@ This works for a model of similar width. A much smaller model is bound by kernel
 than the estimate.
 """
 
-import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from baton.engine.loader.hf import read_config
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, cache_bytes_per_token, cache_spec
+from baton.machine.step_model import StepModel, interpolated, row_sizes, token_sizes
 from baton.router.text.model_files import locate
 
 ELEMENT_BYTES = 2  # bfloat16
@@ -87,7 +88,13 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
 
 
 class Speeds:
-    """The speeds of one worker with one model. `ranks` is the number of its GPUs."""
+    """One worker with one model.
+
+    Attributes:
+        ranks: its GPUs.
+        steps: what its steps cost.
+        kv_bytes_per_token, weight_bytes: of all its GPUs.
+    """
 
     def __init__(
         self,
@@ -96,8 +103,10 @@ class Speeds:
         matrix_bytes: float = ELEMENT_BYTES,
         ranks: int = 1,
         kv_dtype: torch.dtype = torch.bfloat16,
+        positions: float = CONTEXT,
     ) -> None:
         """`matrix_bytes`: of one parameter of a matrix, which depends on the format of the weights.
+        `positions`: of a request on average, which say how many of them a layer with a window reads.
 
         Raises ValueError if the heads of the model do not divide over the ranks.
         """
@@ -105,48 +114,55 @@ class Speeds:
         self._gpu = gpu
         self._model = model
         self._matrix_bytes = matrix_bytes
-        self._active = gemm_parameters(model, 1) / gemm_parameters(REFERENCE, 1)
-        self._attention = _attention_width(model) / _attention_width(REFERENCE)
         caches = cache_spec(model, torch.bfloat16, kv_dtype)
-        # Of all ranks. With fewer KV heads than ranks, each head is there several times.
+        # With fewer KV heads than ranks, each head is there several times.
         copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
         self.kv_bytes_per_token = cache_bytes_per_token(caches) * copies
         self._spans = Counter(layer.span for layer in attention_caches(caches))
-        reference_kv = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
-        self._reference_kv_seconds = CONTEXT * reference_kv / gpu.kv_bytes_per_s  # of one request
         self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, ELEMENT_BYTES, self._matrix_bytes)
+        self.steps = self._steps(positions)
+
+    def _steps(self, positions: float) -> StepModel:
+        gpu, ranks = self._gpu, self.ranks
+        active = gemm_parameters(self._model, 1) / gemm_parameters(REFERENCE, 1)
+        attention = _attention_width(self._model) / _attention_width(REFERENCE)
+        reference_kv = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
+        kv_seconds = CONTEXT * reference_kv / gpu.kv_bytes_per_s  # of one request of the reference model
+        products = {rows: max(0.0, seconds - rows * kv_seconds) for rows, seconds in gpu.decode.items()}
+        reading = _at(products, 1)
         # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
         (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
-        self._quadratic = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
-        self._linear = short_s / short - self._quadratic * short / 2
-        self._step_products = cache(self._products_of_step)  # a simulation asks for each batch often
+        quadratic = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
+        linear = short_s / short - quadratic * short / 2
+        quadratic *= attention
 
-    def prefill(self, uncached: int, cached: int = 0) -> float:
-        """Seconds to compute one prompt. Implements `simulator.prefill.Speed`."""
-        pairs = uncached * (cached + uncached / 2)
-        least = self._products(1) * self._read(uncached)  # even a short prompt reads the weights
-        attention = self._quadratic * self._seen(uncached, pairs) * self._attention
-        alone = max(least, self._linear * uncached * self._active) + attention
-        return alone / self.ranks + self._sums(uncached)
+        def decode(rows: int) -> float:
+            work = reading * self._read(rows) + (_at(products, rows) - reading) * active
+            return work / ranks + self._sums(rows)
 
-    def step(self, batch: int, positions: float) -> float:
-        """Seconds of a decode step of `batch` requests that have `positions` tokens in total."""
-        batch = max(1, batch)
-        kv_bytes = self._seen(batch, positions) * self.kv_bytes_per_token
-        kv_seconds = kv_bytes / self._gpu.kv_bytes_per_s
-        return (self._step_products(batch) + kv_seconds) / self.ranks + self._sums(batch)
+        def prompt(tokens: int) -> float:
+            work = max(reading * self._read(tokens), linear * tokens * active)
+            return (work + quadratic * self._seen(tokens, tokens**2 / 2)) / ranks + self._sums(tokens)
 
-    def _products_of_step(self, batch: int) -> float:
-        """Seconds of the matrix products of a decode step."""
-        reading = self._products(1)
-        return reading * self._read(batch) + (self._products(batch) - reading) * self._active
+        rows = sorted({*row_sizes(max(gpu.decode)), *gpu.decode})
+        tokens = sorted({*token_sizes(long), *gpu.prefill})
+        seen = self._seen(1, positions) / positions
+        return StepModel(
+            rows=tuple(rows),
+            decode_seconds=tuple(accumulate(map(decode, rows), max)),
+            context_seconds=seen * self.kv_bytes_per_token / gpu.kv_bytes_per_s / ranks,
+            tokens=tuple(tokens),
+            prompt_seconds=tuple(accumulate(map(prompt, tokens), max)),
+            pair_seconds=seen * quadratic / ranks,
+            overlap=1.0,
+        )
 
     def _sums(self, rows: int) -> float:
         """Seconds of the all-reduces of a step."""
         if self.ranks == 1:
             return 0.0
         wide = rows * self._model.hidden_size / REFERENCE.hidden_size
-        return 2 * self._model.num_layers * interpolated(self._gpu.all_reduce, wide)
+        return 2 * self._model.num_layers * _at(self._gpu.all_reduce, wide)
 
     def _seen(self, queries: float, pairs: float) -> float:
         """The pairs of a query and a key in the span of a layer, on average, of `pairs` without a span."""
@@ -157,10 +173,6 @@ class Speeds:
         """Bytes of weights that a step of `tokens` tokens reads, as a multiple of the reference model's."""
         parameters = gemm_parameters(self._model, tokens) / gemm_parameters(REFERENCE, tokens)
         return parameters * self._matrix_bytes / ELEMENT_BYTES
-
-    def _products(self, batch: int) -> float:
-        """Seconds of the matrix products of the reference model: a step without its reading of KV."""
-        return interpolated(self._gpu.decode, batch) - batch * self._reference_kv_seconds
 
     def kv_room(self, utilization: float) -> int:
         """Bytes for KV, after the weights and 4 GiB of each GPU for activations, graphs and context.
@@ -178,11 +190,8 @@ class Speeds:
         return room
 
 
-def interpolated(points: dict[int, float], at: float) -> float:
-    """Between two or more ascending points, and beyond them by the nearest two."""
-    pairs = list(itertools.pairwise(points.items()))
-    (low, low_s), (high, high_s) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
-    return low_s + (high_s - low_s) * (at - low) / (high - low)
+def _at(measured: Mapping[int, float], size: float) -> float:
+    return interpolated(tuple(measured), tuple(measured.values()), size)
 
 
 def gemm_parameters(model: ModelConfig, tokens: int) -> float:

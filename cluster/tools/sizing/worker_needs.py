@@ -84,10 +84,12 @@ def computed(
     gpu = replace(H200, memory=int(gpu_gib * (1 << 30)))
     context = int(str(options["max_model_len"] or model.max_model_len))
 
+    positions = NEW_TOKENS + CACHED_TOKENS + OUTPUT_TOKENS / 2
+
     def speeds(ranks: int) -> Speeds | None:
         """None: the model does not divide into so many, or leaves no room for KV."""
         try:
-            made = Speeds(gpu, model, element, ranks, kv_dtype)
+            made = Speeds(gpu, model, element, ranks, kv_dtype, positions)
             made.kv_room(utilization)
         except ValueError:
             return None
@@ -110,14 +112,13 @@ def computed(
         max(fitting),
     )
     ranks = Ranks(given[0] or fewest, given[1] or fewest)
-    of_prefill, of_decode = (Speeds(gpu, model, element, number, kv_dtype) for number in ranks)
-    positions = NEW_TOKENS + CACHED_TOKENS + OUTPUT_TOKENS / 2
+    of_prefill, of_decode = (Speeds(gpu, model, element, number, kv_dtype, positions) for number in ranks)
     room = of_decode.kv_room(utilization)
     batch = max(1, min(int(seqs), int(room / (positions * of_decode.kv_bytes_per_token))))
     return Needs(
         ranks,
-        1 / of_prefill.prefill(NEW_TOKENS, CACHED_TOKENS),
-        batch / (OUTPUT_TOKENS * of_decode.step(batch, batch * positions)),
+        1 / of_prefill.steps.prefill(NEW_TOKENS, CACHED_TOKENS),
+        batch / (OUTPUT_TOKENS * of_decode.steps.decode(batch, batch * positions)),
         known=True,
     )
 
