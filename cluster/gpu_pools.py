@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.cluster.autoscaling.scaling import PREFILL_BUSY
+PREFILL_BUSY = 0.75
+"""Share of time that a prefill worker should compute. Near 1 queues grow without bound."""
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.cluster.gpu_pools import PREFILL_BUSY
 from baton.machine.step_model import StepModel
 from baton.rpc import worker_pb2 as pb
 
 ARRIVAL_WINDOW = 15.0  # seconds over which arrivals are averaged: longer than a burst, shorter than a trend
 QUEUE_WINDOW = 5.0  # seconds over which the queue is averaged
-PREFILL_BUSY = 0.75  # target share of time that a prefill worker computes; near 1 queues grow without bound
 QUEUE_SHARE = 0.5  # share of the TTFT target that a prompt may queue; computing it needs the rest
 KV_FULL = 0.8  # target share of a decode worker's blocks in use; running requests grow into the rest
 TTIT_SHARE = 0.9  # share of the TTIT target that a step may take
