@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from baton.cluster.gpus import nvidia_smi, visible_gpus
 from baton.machine import usable_cpus
+from baton.machine.quantiles import percentile
 
 T = TypeVar("T")
 
@@ -201,12 +201,6 @@ def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[
 
 def median_ms(seconds: Iterable[float]) -> float:
     return statistics.median(seconds) * 1e3
-
-
-def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:
-    """The q-quantile (0…1) by nearest rank. The p99 of a short series is its maximum."""
-    assert len(values), "no values"
-    return float(np.quantile(values, q, method="inverted_cdf"))
 
 
 @functools.cache

@@ -35,7 +35,7 @@ import msgspec
 import torch
 
 import baton.bench.contract as contract
-from baton.bench.contract import Report, Row
+from baton.bench.contract import Report, Row, percentile
 from baton.bench.harness.processes import Server, spawn
 from baton.bench.harness.streams import Case, new_session, read
 from baton.bench.harness.workers import prompt_of
@@ -204,7 +204,7 @@ async def second_turns(serving: Cluster, chats: int, device: str, report: Report
         turns.append(await serving.turn([*first.text, *prompt_of(NEW, 100 + chat)], 2))
         computed.append((await serving.turn(prompt_of(len(first.text) + NEW, 200 + chat), 2)).ttft)
     ttfts = [turn.ttft for turn in turns]
-    fields = {"scale": 1e3, "p99": max(ttfts) * 1e3, "goal": GOAL[device]}
+    fields = {"scale": 1e3, "p99": percentile(ttfts, 0.99) * 1e3, "goal": GOAL[device]}
     report.add_ratio(f"{name}.second_turn", ttfts, "ms", computed, "computing it all", **fields)
     known = sum(len(first.text) for first in firsts)
     found = sum(turn.cached for turn in turns) / known

@@ -1,8 +1,9 @@
 """What a simulation of placement measured."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from baton.machine.quantiles import percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,11 @@ class PlacementOutcome:
         return sum(a.ttft <= ttft and a.gap <= gap for a in self.answers) / len(self.answers)
 
     def quantiles(self) -> Quantiles:
-        ttft, first = Counter(self.ttft), Counter(self.first_gaps)
-        p99 = (quantile(counts, 0.99) for counts in (ttft, self.gaps, first))
-        return Quantiles(quantile(ttft, 0.5), *p99)
+        ttft, first = self.ttft, self.first_gaps
+        return Quantiles(
+            percentile(ttft, 0.5), percentile(ttft, 0.99), self.gap(0.99), percentile(first, 0.99)
+        )
 
-
-def quantile(counts: Mapping[float, float], share: float) -> float:
-    """The least value that this share of the samples does not exceed. `counts`: of each value."""
-    left = share * sum(counts.values())
-    for value in sorted(counts):
-        left -= counts[value]
-        if left <= 0:
-            return value
-    raise ValueError("there are no samples")
+    def gap(self, q: float) -> float:
+        """The q-quantile of all gaps."""
+        return percentile([*self.gaps], q, [*self.gaps.values()])

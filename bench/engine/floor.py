@@ -114,4 +114,4 @@ def _median_ms(work: Callable[[], object], repeats: int) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+    return statistics.median(times)

@@ -42,6 +42,8 @@ REQUEST_HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
+EVENT, END = b"data: {", b"\r\n0\r\n\r\n"
+"""Each event of an answer has the first once, and the last chunk ends with the second."""
 CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -124,7 +126,7 @@ def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
         async with through(url) as ask:
             for i in itertools.count():
                 async for seen in ask(prompt_of(number * 100_000 + i), 100):
-                    tokens.value += seen.count(b"data: {")
+                    tokens.value += seen.count(EVENT)
 
     async def all_of_them() -> None:
         await asyncio.gather(*map(stream, range(streams)))
@@ -152,7 +154,7 @@ async def through(url: str) -> AsyncIterator[Ask]:
         sent = json.dumps(body).encode()
         writer.write(REQUEST_HEAD % len(sent) + sent)
         last = b""
-        while not last.endswith(b"\r\n0\r\n\r\n"):
+        while not last.endswith(END):
             seen = await reader.read(1 << 16)
             if not seen or (not last and not seen.startswith(b"HTTP/1.1 200")):
                 raise RuntimeError(f"the router answered {seen[:200]!r}")
@@ -169,7 +171,7 @@ async def first_event(ask: Ask, prompt: list[int]) -> float:
     """Seconds to the first event. Reads the answer to its end."""
     began, first = time.perf_counter(), 0.0
     async for seen in ask(prompt, OUTPUT_TOKENS):
-        if not first and b"data: {" in seen:
+        if not first and EVENT in seen:
             first = time.perf_counter() - began
     return first
 

@@ -44,7 +44,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.harness.cluster import LocalCluster
-from baton.bench.router.ends import REQUEST_HEAD, cpu_seconds, prompt_of
+from baton.bench.router.ends import END, EVENT, REQUEST_HEAD, cpu_seconds, prompt_of
 from baton.bench.router.stand_in import Lanes, Outputs, StandIn
 from baton.cluster.model import EMBEDDED_NAME
 from baton.rpc import worker_pb2 as pb
@@ -63,7 +63,6 @@ PAUSE_S = 0.25
 PARTS, FIRST_PORT = 4, 21_000
 HOLDERS, REPORTED = 8, 4096
 """Workers with chunks, and chunks of one message."""
-_END, _EVENT = b"\r\n0\r\n\r\n", b"data: {"
 _LIVE, _DONE, _LOST, _TOKENS, _OWN_STALL_US = range(5)
 
 # Children share the imports of this process. It has no thread and no gRPC channel when it forks.
@@ -230,11 +229,11 @@ class Reader(asyncio.Protocol):
         self._seen[_LIVE] += 1
 
     def data_received(self, data: bytes) -> None:
-        before, self._tail = self._tail[1 - len(_EVENT) :], (self._tail + data)[-300:]
-        count = (before + data).count(_EVENT)
+        before, self._tail = self._tail[1 - len(EVENT) :], (self._tail + data)[-300:]
+        count = (before + data).count(EVENT)
         self._got += count
         self._seen[_TOKENS] += count
-        if self._tail.endswith(_END):
+        if self._tail.endswith(END):
             self._end(
                 "" if self._got == self._want else f"{self._got} of {self._want} tokens: {self._tail!r}"
             )

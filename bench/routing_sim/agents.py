@@ -24,7 +24,7 @@ from baton.bench.contract import Report, Row, percentile
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK, read_trace
 from baton.content import CHUNK_TOKENS
 from baton.simulator.placement import Kind, simulate
-from baton.simulator.placement_outcome import PlacementOutcome, quantile
+from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.trace import Session, Turn
 
 SHARED_TOKENS, OWN_TOKENS = 4_000, 6_000
@@ -159,8 +159,10 @@ def _figures(outcomes: Sequence[PlacementOutcome]) -> dict[str, tuple[float, flo
         if values:
             p99 = 1e3 * percentile(values, 0.99) if len(values) >= 100 else None
             figures[what] = 1e3 * statistics.median(values), p99, "ms"
+    values, counts = [*gaps], [*gaps.values()]
+    gap, gap_p99 = (1e3 * percentile(values, q, counts) for q in (0.5, 0.99))
     return figures | {
-        "gap": (1e3 * quantile(gaps, 0.5), 1e3 * quantile(gaps, 0.99), "ms"),
+        "gap": (gap, gap_p99, "ms"),
         "latency": (1e3 * statistics.median(latency), 1e3 * percentile(latency, 0.99), "ms/token"),
         "latency_p90": (1e3 * percentile(latency, 0.9), None, "ms/token"),
         "tokens": (tokens, None, "tokens/s"),

@@ -21,6 +21,7 @@ from baton.cluster.autoscaling.scaling import (
     Sample,
     Scaler,
 )
+from baton.machine.quantiles import percentile
 from baton.machine.step_model import StepModel
 from baton.rpc import worker_pb2 as pb
 
@@ -75,8 +76,7 @@ class Run:
         return sum(a != b for a, b in itertools.pairwise(signs))
 
     def p99(self, begin: float, end: float) -> float:
-        within = sorted(t for at, t in self.ttft if begin <= at < end)
-        return within[int(0.99 * (len(within) - 1))]
+        return percentile([t for at, t in self.ttft if begin <= at < end], 0.99)
 
 
 def prefill_pool(trace: Trace, seconds: int, *, seed: int = 1) -> Run:

@@ -4,9 +4,9 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from baton.machine.quantiles import percentile
 from baton.machine.step_model import StepModel
 from baton.router.policy.prefill import PREFILL_POLICIES
-from baton.simulator.placement_outcome import quantile
 from baton.simulator.prefill import Setting, Simulation
 from baton.simulator.trace import Session, Turn
 
@@ -20,10 +20,6 @@ class Latency:
     p99: float
 
 
-def quantiles(counts: Counter[float]) -> Latency:
-    return Latency(quantile(counts, 0.5), quantile(counts, 0.99))
-
-
 def prefill(steps: StepModel, *, workers: int, rate: float, tokens: int) -> Latency:
     """The time to the first token with the router's policy and without prefix-cache hits."""
     count = REQUESTS + PER_WORKER * workers
@@ -31,7 +27,7 @@ def prefill(steps: StepModel, *, workers: int, rate: float, tokens: int) -> Late
     sessions = [Session(rng.getrandbits(63), (Turn(tokens, (), 0.0),), 0) for _ in range(count)]
     setting = Setting(workers, 1, 1, rate, 0.0, steps.prefill, warm_up=0.2, seed=SEED)
     outcome = Simulation(sessions, PREFILL_POLICIES["sticky"], setting).run()
-    return quantiles(Counter(outcome.ttft))
+    return Latency(percentile(outcome.ttft, 0.5), percentile(outcome.ttft, 0.99))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +81,6 @@ def decode(model: StepModel, *, rate: float, prompt: int, output: int, slots: in
         while ends and ends[0] <= steps:
             ends.popleft()
             positions -= prompt + output
-    return Decoded(quantiles(gaps), waited / came, busy / now, most)
+    values, weights = [*gaps], [*gaps.values()]
+    gap = Latency(*(percentile(values, q, weights) for q in (0.5, 0.99)))
+    return Decoded(gap, waited / came, busy / now, most)
