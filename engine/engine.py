@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.engine.api.config import EngineConfig
+from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
@@ -15,13 +15,14 @@ from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.making_room import to_drop
 from baton.engine.core.meters import ChunkLimit, Meters
+from baton.engine.core.offload_tier import stats_of
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.execution.graphs import batch_sizes
-from baton.engine.execution.memory_sizing import COPY_TOKENS
+from baton.engine.execution.memory_sizing import COPY_TOKENS, tier_places
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank
@@ -29,7 +30,7 @@ from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
 from baton.engine.loader.tokenizer_json import eos_of_tokenizer, tokenizer_json
 from baton.engine.model_config import ModelConfig, known_ids
-from baton.engine.models import cache_bytes_per_token
+from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 from baton.engine.outputs import Outputs
 from baton.engine.step_loop import StepLoop
 from baton.machine.step_model import LARGE, LearnedSteps, StepModel, row_sizes, token_sizes
@@ -148,20 +149,22 @@ class Engine:
         self.store_exchange = lives.store_exchange
         """Moves prefixes between this prefix cache and a shared store. None: there is no cache."""
         self.offload = lives.offload
-        """The tiers below the device. They say which blocks to copy there and back."""
+        """The tiers below the device, each for blocks or for states. They say what to copy there and back."""
 
     def _prefix_cache(
         self, config: EngineConfig, started: Started, hooks: Hooks, pool: BlockPool
     ) -> PrefixCache | None:
         """None: there is no prefix cache."""
-        architecture = started.model_config.architecture
+        places = tier_places(config, started.pool, self.cache_spec, self.block_size, self.ranks.size)
         for tier, size in config.offload_sizes.items():
             flag = f"--{tier.name.lower()}-cache-size"
             if size < self.block_bytes:
                 raise ValueError(f"{flag} {size}: a block takes {self.block_bytes} bytes")
-            if started.pool.num_slots:
-                reason = "has layers with states, which only the device keeps"
-                log.warning("%s is ignored: %s %s", flag, architecture, reason)
+            if TierCells(tier, False) not in places:
+                state_bytes = state_bytes_per_request(self.cache_spec) * self.ranks.size
+                log.warning(
+                    "%s is ignored: no room for copies of states, of %d bytes each", flag, state_bytes
+                )
         if not config.enable_prefix_caching:
             return None
         copies = None
@@ -182,9 +185,7 @@ class Engine:
             pool,
             self.content_root,
             hooks=hooks,
-            offload_places={}
-            if copies
-            else {tier: size // self.block_bytes for tier, size in config.offload_sizes.items()},
+            offload_places=places,
             prompt_tokens_per_s=lambda: self.prompt_tokens_per_s,
             copies=copies,
         )
@@ -350,7 +351,7 @@ class Engine:
             short=limit.mixed_step(limit.short_seconds),
             long=limit.mixed_step(limit.long_seconds),
             experts=None if (load := self._runner.expert_load) is None else load.read(),
-            offload=[tier.stats for tier in self.offload],
+            offload=stats_of(self.offload),
             speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
             step_table=self._steps.table,
             step_factors=self._steps.factors,

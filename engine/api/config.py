@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier
 
@@ -26,6 +27,13 @@ MOST_LOOKUP = 32
 SPECULATIVE_ROWS = 256
 """Most tokens of a step with drafts, if fewer requests than that may decode: with so many rows, products and
 not reading the weights bound a step."""
+
+
+class TierCells(NamedTuple):
+    """What a tier below the device keeps: blocks of KV, or copies of states."""
+
+    tier: Tier
+    of_states: bool
 
 
 @dataclass(frozen=True)
@@ -160,6 +168,11 @@ class EngineConfig:
         """Most tokens of a step without prompts, drafts included."""
         most = min(SPECULATIVE_ROWS, self.max_num_batched_tokens, self.max_num_seqs * self.ahead)
         return max(self.max_num_seqs, most)
+
+    @property
+    def offload_cells(self) -> list[TierCells]:
+        """What the tiers below the device may have. Only some models have states."""
+        return [TierCells(tier, of_states) for tier in self.offload_sizes for of_states in (False, True)]
 
     @property
     def offload_sizes(self) -> dict[Tier, int]:

@@ -1,14 +1,15 @@
-"""Tiers below the device, where blocks of the prefix cache live on: memory of the host, local disk. Pure.
+"""Tiers below the device, where the prefix cache lives on: memory of the host, local disk. Pure.
 
-A *place* of a tier holds one block, which is found by the name of its content:
+A *place* of a tier holds one *cell* of a pool: a block of KV, or a copy of states. A cell is found by the
+name of its content. States have the name of the block that they come after:
 
     absent ──next_saves──▶ copying out ──ended──▶ there ──next_loads──▶ copying in ──ended──▶ there
       ▲                        │                    │                        │
       └──── the pool gave ─────┴── evicted here: ───┴──── not the bytes ─────┘
-            out its block          least recently used    that were saved
+            out its cell            least recently used    that were saved
 
-The caller makes the copies. Copies out are of blocks that no request holds, before the pool evicts them. The
-pool never waits for such a copy: if it gives out the block meanwhile, the copy is dropped at its end. A block
+The caller makes the copies. Copies out are of cells that no request holds, before the pool evicts them. The
+pool never waits for such a copy: if it gives out the cell meanwhile, the copy is dropped at its end. A cell
 that is copied in belongs to a request, so it is not free. It enters the prefix cache only after its checksum
 was right. No copy waits for anything but the device and the disk, so nothing here waits in a circle.
 
@@ -17,19 +18,19 @@ Tiers know nothing of each other. Each saves what the pool evicts next.
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from baton.content import Tier
 from baton.engine.api.stats import OffloadStats
-from baton.engine.core.block_pool import BlockPool
 from baton.machine import Average
 
 CLEAN_SHARE = 4
-"""Prompts may need many blocks at once. So one in `CLEAN_SHARE` blocks of the pool should be free, or should
+"""Prompts may need many cells at once. So one in `CLEAN_SHARE` cells of the pool should be free, or should
 have a copy here and be evicted next."""
 LOOKS = 8
-"""The pool is searched again for blocks to copy when one in `LOOKS` of these blocks has changed."""
+"""The pool is searched again for cells to copy when one in `LOOKS` of these cells has changed."""
 DECAY = 0.7
 """Factor on the weight of past loads with each later one, in the measured speed."""
 PAUSE = 10.0
@@ -48,7 +49,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks that one request waits for."""
+    """Cells that one request waits for."""
 
     left: int
     then: Callable[[bool], None]
@@ -58,24 +59,41 @@ class _Load:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockCopy:
-    """A copy between a block of the pool and a place of a tier."""
+class CellCopy:
+    """A copy between a cell of the pool and a place of a tier."""
 
     name: bytes
-    block: int
+    cell: int
     entry: _Entry
-    load: _Load | None = None  # None: from the block to the place
+    load: _Load | None = None  # None: from the cell to the place
 
     @property
     def place(self) -> int:
         return self.entry.place
 
 
+class CellPool(Protocol):
+    """A pool of cells with names: `BlockPool`, or `StateCopies`."""
+
+    moves: int
+    """Cells that changed their state so far."""
+
+    def next_evicted(self, most: int) -> Iterator[tuple[int, bytes]]:
+        """The cached cells that the next `most` allocations would evict, in order, with names."""
+
+    def lookup(self, names: Sequence[bytes]) -> list[int]:
+        """The cached cells with these names, up to the first one that is not in the pool."""
+
+    def unreferenced(self, cells: Iterable[int], /) -> int:
+        """How many of these cached cells may be evicted."""
+
+
 class OffloadTier:
-    """Owns the places of one tier.
+    """Owns the places of one tier, for the cells of one pool.
 
     Attributes:
         tier: which one it is.
+        of_states: the cells are copies of states, and no blocks.
         num_places: places that it may have.
         ready: of these, the first ones, which have memory. All, unless the caller says otherwise.
     """
@@ -84,30 +102,34 @@ class OffloadTier:
         self,
         tier: Tier,
         num_places: int,
-        pool: BlockPool,
-        tenant_of: Callable[[bytes], bytes],
-        left: Callable[[bytes], None],
-        prompt_tokens_per_s: Callable[[], float],
+        pool: CellPool,
+        num_cells: int,
+        cell_tokens: int,
+        tenant_of: Callable[[bytes], bytes | None],
+        left: Callable[[bytes], None] = lambda _: None,
+        prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`tenant_of` a cached block, by its name. `left` is called with the name of each block that is not
-        kept here any more. `prompt_tokens_per_s`: the speed at which a prompt is computed now. 0: not
-        known."""
+        """`num_cells`: of the pool. `cell_tokens`: positions with KV in a cell. 0: it has states. `tenant_of`
+        a cell that the cache has, by its name. `left` is called with the name of each cell that is not kept
+        here any more. `prompt_tokens_per_s`: the speed at which a prompt is computed now. 0: not known."""
         self.tier = tier
+        self.of_states = not cell_tokens
         self.num_places = self.ready = num_places
         self._pool = pool
+        self._cell_tokens = cell_tokens
         self._tenant_of = tenant_of
         self._left = left
         self._prompt_tokens_per_s = prompt_tokens_per_s
-        # At most half of the places: otherwise all blocks of this tier would also be in the pool.
-        self._clean = min(pool.num_blocks // CLEAN_SHARE, num_places // 2)
+        # At most half of the places: otherwise all cells of this tier would also be in the pool.
+        self._clean = min(max(1, num_cells // CLEAN_SHARE), num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
         self._entries: dict[bytes, _Entry] = {}
         self._by_tenant: dict[bytes, OrderedDict[bytes, _Entry]] = {}  # least recently used first
-        self._to_save: deque[tuple[int, bytes]] = deque()  # block and name; in the order of their eviction
-        self._looked = -pool.num_blocks  # `moves` of the pool when it was looked at
-        self._saving: dict[bytes, BlockCopy] = {}
+        self._to_save: deque[tuple[int, bytes]] = deque()  # cell and name; in the order of their eviction
+        self._looked = -num_cells  # `moves` of the pool when it was looked at
+        self._saving: dict[bytes, CellCopy] = {}
         self._copies = 0  # handed to the caller and not ended
-        self._waiting: deque[BlockCopy] = deque()  # copies in
+        self._waiting: deque[CellCopy] = deque()  # copies in
         self._loads = 0  # not ended
         self._speed = Average(DECAY)  # tokens in a second of recent loads
         self._doubt = 1.0  # in that speed; grows with each prompt that is computed because of it
@@ -147,28 +169,35 @@ class OffloadTier:
     # Copies out
 
     def evicted(self, name: bytes) -> None:
-        """The pool gave out the block with this name."""
+        """The pool gave out the cell with this name."""
         self._saving.pop(name, None)
 
-    def next_saves(self, most: int) -> list[BlockCopy]:
-        """Up to `most` blocks to copy to their places now. The caller calls `ended` for each."""
+    def drop(self, name: bytes) -> None:
+        """Forgets what it has under this name, if it has something."""
+        self._saving.pop(name, None)
+        if (entry := self._entries.get(name)) is not None:
+            self._forget(name, entry)
+
+    def next_saves(self, most: int) -> list[CellCopy]:
+        """Up to `most` cells to copy to their places now. The caller calls `ended` for each."""
         if self._paused_until and time.monotonic() < self._paused_until:
             return []
         if not self._to_save and self._pool.moves - self._looked > self._clean // LOOKS:
             self._looked = self._pool.moves
             self._to_save.extend(
-                (block, name) for block, name in self._pool.next_evicted(self._clean) if self._lacks(name)
+                (cell, name) for cell, name in self._pool.next_evicted(self._clean) if self._lacks(name)
             )
-        copies: list[BlockCopy] = []
+        copies: list[CellCopy] = []
         while self._to_save and len(copies) < most:
-            block, name = self._to_save.popleft()
-            is_evictable = self._pool.lookup([name]) == [block] and self._pool.unreferenced([block])
-            if not is_evictable or not self._lacks(name):
+            cell, name = self._to_save.popleft()
+            is_evictable = self._pool.lookup([name]) == [cell] and self._pool.unreferenced([cell])
+            tenant = self._tenant_of(name)
+            if not is_evictable or not self._lacks(name) or tenant is None:
                 continue
             place = self._take_place()
             if place is None:
                 break
-            copy = self._saving[name] = BlockCopy(name, block, _Entry(place, self._tenant_of(name)))
+            copy = self._saving[name] = CellCopy(name, cell, _Entry(place, tenant))
             copies.append(copy)
         self._copies += len(copies)
         return copies
@@ -177,8 +206,8 @@ class OffloadTier:
         return name not in self._entries and name not in self._saving
 
     def _take_place(self) -> int | None:
-        """A place for one more block. If all are taken, the tenant with most blocks gives up the one that is
-        least recently used. None: copies read all blocks of that tenant, or places get their memory."""
+        """A place for one more cell. If all are taken, the tenant with most cells gives up the one that is
+        least recently used. None: copies read all cells of that tenant, or places get their memory."""
         if self._free:
             return self._free.pop()
         if self.ready < self.num_places:
@@ -203,7 +232,7 @@ class OffloadTier:
     # Copies in
 
     def pays(self) -> bool:
-        """Whether copying a block takes less time than computing it, as far as known."""
+        """Whether copying a cell takes less time than computing it, as far as known."""
         speed = self._speed.value
         if not speed or self._prompt_tokens_per_s() <= speed * self._doubt:
             return True
@@ -211,32 +240,32 @@ class OffloadTier:
         return False
 
     def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
-        """Copies what is there under these names into these blocks, which nothing else uses meanwhile. Then
-        calls `then`, with True if all bytes are as they were saved. The caller publishes the blocks."""
-        load = _Load(len(wanted), then, len(wanted) * self._pool.block_size)
+        """Copies what is there under these names into these cells, which nothing else uses meanwhile. Then
+        calls `then`, with True if all bytes are as they were saved. The caller publishes the cells."""
+        load = _Load(len(wanted), then, len(wanted) * self._cell_tokens)
         self._loads += 1
-        for name, block in wanted:
+        for name, cell in wanted:
             entry = self._entries[name]
             entry.readers += 1
             self._by_tenant[entry.tenant].move_to_end(name)
-            self._waiting.append(BlockCopy(name, block, entry, load))
+            self._waiting.append(CellCopy(name, cell, entry, load))
 
-    def next_loads(self, most: int) -> list[BlockCopy]:
-        """Up to `most` places to copy into their blocks now. The caller calls `ended` for each."""
+    def next_loads(self, most: int) -> list[CellCopy]:
+        """Up to `most` places to copy into their cells now. The caller calls `ended` for each."""
         copies = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         self._copies += len(copies)
         return copies
 
     # Both
 
-    def ended(self, copy: BlockCopy, intact: bool) -> None:
+    def ended(self, copy: CellCopy, intact: bool) -> None:
         """A copy is over. `intact`: of a copy in, whether its checksum was that of the copy out. Of a copy
         out, whether the place has all bytes."""
         self._copies -= 1
         if copy.load is not None:
             self._in(copy, copy.load, intact)
         elif self._saving.get(copy.name) is not copy:
-            # The block was given out meanwhile, so the bytes may be of another prompt.
+            # The cell was given out meanwhile, so the bytes may be of another prompt.
             self._free.append(copy.place)
             self._dropped += 1
         elif not intact:
@@ -250,7 +279,7 @@ class OffloadTier:
             self._by_tenant.setdefault(copy.entry.tenant, OrderedDict())[copy.name] = copy.entry
             self._saved += 1
 
-    def _in(self, copy: BlockCopy, load: _Load, intact: bool) -> None:
+    def _in(self, copy: CellCopy, load: _Load, intact: bool) -> None:
         entry = copy.entry
         entry.readers -= 1
         if self._entries.get(copy.name) is not entry:  # another load found it damaged
@@ -265,13 +294,14 @@ class OffloadTier:
             return
         self._loads -= 1
         self._loaded += load.tokens * load.intact
-        self._speed.add(load.tokens, time.monotonic() - load.began)
+        if load.tokens:
+            self._speed.add(load.tokens, time.monotonic() - load.began)
         self._doubt = 1.0
         load.then(load.intact)
 
     @property
     def loading(self) -> bool:
-        """Whether a block waits for its bytes, or gets them."""
+        """Whether a cell waits for its bytes, or gets them."""
         return self._loads > 0
 
     def assert_consistent(self) -> None:
@@ -290,3 +320,16 @@ class OffloadTier:
         assert not self._waiting, "a copy was left behind"
         assert not any(entry.readers for entry in self._entries.values())
         assert len(self._free) + len(self._entries) == self.ready, "a place was lost"
+
+
+def stats_of(tiers: Iterable[OffloadTier]) -> list[OffloadStats]:
+    """Of each tier, what it has of blocks. Copies of states count only among the copies."""
+    found: dict[Tier, OffloadStats] = {}
+    for each in tiers:
+        stats = each.stats
+        if (blocks := found.get(each.tier)) is not None:
+            counts = ("saved", "dropped", "failed", "damaged")
+            both = {count: getattr(blocks, count) + getattr(stats, count) for count in counts}
+            stats = replace(blocks, **both)
+        found[each.tier] = stats
+    return [*found.values()]

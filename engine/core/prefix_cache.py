@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, extend_names, name_of_prefix, packed, salted
+from baton.engine.api.config import TierCells
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.offload_tier import OffloadTier
@@ -69,7 +70,7 @@ class PrefixCache:
 
     Attributes:
         queries, hits: tokens that requests looked up, and how many of these were found.
-        offload: the tiers with blocks that the pool may have evicted, the fastest first.
+        offload: the tiers with what the pools may have evicted, the fastest first: of blocks, then of states.
         copies: of the states of a model with state layers. None: another model.
     """
 
@@ -79,11 +80,11 @@ class PrefixCache:
         content_root: bytes,
         *,
         hooks: Hooks = NO_HOOKS,
-        offload_places: Mapping[Tier, int] = MappingProxyType({}),
+        offload_places: Mapping[TierCells, int] = MappingProxyType({}),
         prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
         copies: StateCopies | None = None,
     ) -> None:
-        """`content_root`: root of all names. `offload_places`: blocks of each tier below the device.
+        """`content_root`: root of all names. `offload_places`: cells of each tier below the device.
         `prompt_tokens_per_s`: as in `OffloadTier`."""
         self.queries = 0
         self.hits = 0
@@ -98,12 +99,19 @@ class PrefixCache:
         # By name, the blocks that are in any tier. The last used one is last.
         self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
         pool.on_evicted = self._evicted
-        self.offload = tuple(
-            OffloadTier(
-                tier, places, pool, lambda name: self._cached[name].tenant, self._left, prompt_tokens_per_s
-            )
-            for tier, places in sorted(offload_places.items())
-        )
+        tiers: list[OffloadTier] = []
+        for (tier, of_states), places in sorted(offload_places.items()):
+            if of_states:
+                assert copies is not None, "the model has states"
+                tiers.append(OffloadTier(tier, places, copies, copies.count, 0, self._tenant_of))
+                continue
+            cells = pool, pool.num_blocks, pool.block_size
+            tiers.append(OffloadTier(tier, places, *cells, self._tenant_of, self._left, prompt_tokens_per_s))
+        self.offload: Sequence[OffloadTier] = tiers
+        self._block_tiers = [tier for tier in tiers if not tier.of_states]
+        self._state_tiers = [tier for tier in tiers if tier.of_states]
+        if copies is not None:
+            copies.on_evicted = self._states_evicted
 
     def names(self, request: EngineRequest) -> PrefixNames:
         """Names for the tokens of a request. A prompt is looked up for a fetch, and again when it is added.
@@ -164,12 +172,14 @@ class PrefixCache:
                 blocks.reverse()
                 yield blocks[0].salt, [chunk for block in blocks for chunk in block.chunks]
 
-    def usable(self, names: Sequence[bytes]) -> int:
+    def usable(self, names: Sequence[bytes], *, on_device: bool = False) -> int:
         """How many of these cached blocks a request can begin with. For a model with states, these are the
-        blocks before the last copy of the states."""
-        if self.copies is None:
+        blocks before the last copy of the states, in any tier or on the device."""
+        if (copies := self.copies) is None:
             return len(names)
-        return next((count for count in range(len(names), 0, -1) if names[count - 1] in self.copies), 0)
+        kept = [copies] if on_device else [copies, *self._state_tiers]
+        ends = range(len(names), 0, -1)
+        return next((end for end in ends if any(names[end - 1] in each for each in kept)), 0)
 
     def known(self, names: Sequence[bytes]) -> int:
         """How many of these blocks are in any tier, from the first on."""
@@ -208,16 +218,25 @@ class PrefixCache:
 
     def tier_of(self, name: bytes) -> OffloadTier | None:
         """The fastest tier below the device that has this block."""
-        return next((tier for tier in self.offload if name in tier), None)
+        return next((tier for tier in self._block_tiers if name in tier), None)
 
-    def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
+    def load(
+        self,
+        wanted: Sequence[tuple[bytes, int]],
+        then: Callable[[bool], None],
+        states: tuple[bytes, int] | None = None,
+    ) -> None:
         """Copies these blocks, which the tiers have, from there to blocks of the pool that nothing else uses
-        meanwhile. Then calls `then`, with True if all bytes are as they were saved."""
+        meanwhile. `states`: also a copy of states, to a slot. Then calls `then`, with True if all bytes are
+        as they were saved."""
         parts: dict[OffloadTier, list[tuple[bytes, int]]] = {}
         for name, block in wanted:
             tier = self.tier_of(name)
             assert tier is not None
             parts.setdefault(tier, []).append((name, block))
+        if states is not None:
+            parts[next(tier for tier in self._state_tiers if states[0] in tier)] = [states]
+        assert parts, "what the device has is not loaded"
         wholes: list[bool] = []
 
         def ended(whole: bool) -> None:
@@ -252,9 +271,18 @@ class PrefixCache:
         return len(chunks), list(table.values())
 
     def _evicted(self, name: bytes) -> None:
-        for tier in self.offload:
+        for tier in self._block_tiers:
             tier.evicted(name)
         self._place_changed(name)
+
+    def _states_evicted(self, name: bytes) -> None:
+        for tier in self._state_tiers:
+            tier.evicted(name)
+
+    def _tenant_of(self, name: bytes) -> bytes | None:
+        """Of a block that any tier has, or of the states after it."""
+        block = self._cached.get(name)
+        return None if block is None else block.tenant
 
     def _left(self, name: bytes) -> None:
         if not self._pool.lookup([name]):
@@ -274,6 +302,8 @@ class PrefixCache:
     def _gone(self, name: bytes) -> None:
         if self.copies is not None:
             self.copies.drop(name)
+            for tier in self._state_tiers:
+                tier.drop(name)
         for chunk in self._cached.pop(name).chunks:
             if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
                 del self._blocks_of[chunk]

@@ -52,7 +52,7 @@ class RequestMemory:
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
             return blocks
-        return blocks[: self._cache.usable(names[: len(blocks)])]
+        return blocks[: self._cache.usable(names[: len(blocks)], on_device=True)]
 
     def lacks(self, live: LiveRequest) -> int:
         """Blocks that the request needs for its next token, wherever the steps under way end."""
@@ -123,14 +123,18 @@ class RequestMemory:
         if cache is None or not cache.offload:
             return False
         names, usable = self._names(live, cache), self._usable(live, cache)
-        first, stop = live.num_published, cache.known(usable)
+        first, stop = live.num_published, cache.usable(usable[: cache.known(usable)])
         pays: dict[OffloadTier, bool] = {}
         for index in range(first, stop):
             tier = None if self._pool.lookup([usable[index]]) else cache.tier_of(usable[index])
             if tier is not None and not pays.setdefault(tier, tier.pays()):
                 stop = index
                 break
-        if first == stop:
+        stop = cache.usable(usable[:stop])
+        if stop <= first:
+            return False
+        states = None
+        if self.states is not None and (states := self.states.load(live, names, stop)) is None:
             return False
         cache.used(usable[first:stop])
         wanted: list[tuple[bytes, int]] = []
@@ -144,13 +148,16 @@ class RequestMemory:
                 wanted.append((usable[index], live.blocks[index]))
 
         def landed(intact: bool) -> None:
-            if intact and live.phase is not Phase.GONE:
+            has_kv = intact and live.phase is not Phase.GONE
+            if has_kv:
                 cache.publish(names, live.blocks, first, stop)
                 cache.hits += (stop - first) * self._block_size
                 live.num_published, live.num_cached = stop, stop * self._block_size
+            if states is not None:
+                states.loaded(has_kv)
             ended(intact)
 
-        cache.load(wanted, landed)
+        cache.load(wanted, landed, None if states is None else states.wanted)
         return True
 
     def publish(self, live: LiveRequest, computed: int) -> None:

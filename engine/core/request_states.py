@@ -1,12 +1,22 @@
 """The slots of the states of requests, and the copies of states that they begin with and leave. Pure."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from baton.engine.core.block_pool import StatePool
 from baton.engine.core.live_request import LiveRequest, Phase, States
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.state_copies import Save
 from baton.engine.core.step_builder import Schedule
+
+
+class StatesLoad(NamedTuple):
+    """States that a request waits for."""
+
+    wanted: tuple[bytes, int] | None
+    """The name in the tiers, and the slot to copy to. None: the device has the states."""
+    loaded: Callable[[bool], None]
+    """The slot is not written any more. True: it has the states, and the request begins with them."""
 
 
 class RequestStates:
@@ -31,10 +41,37 @@ class RequestStates:
         live.states = States(self._pool.allocate())
         if self._copies is not None and num_hits and live.phase is not Phase.RESERVED:
             assert live.names is not None, "hits are found by names"
-            name = live.names.blocks[num_hits - 1]
-            self._copies.use(name)
-            live.states.copy = copy = self._copies.lend(name)
-            live.states.begins_with = None if copy is None else copy.slot
+            self._begin_with(live, live.names.blocks[num_hits - 1])
+
+    def _begin_with(self, live: LiveRequest, name: bytes) -> None:
+        """The request begins with this cached copy."""
+        assert live.states is not None, "it has blocks"
+        assert self._copies is not None, "the copy is cached"
+        self.forget_restore(live)
+        self._copies.use(name)
+        live.states.copy = copy = self._copies.lend(name)
+        live.states.begins_with = None if copy is None else copy.slot
+
+    def load(self, live: LiveRequest, names: PrefixNames, num_blocks: int) -> StatesLoad | None:
+        """Gets the states after so many cached blocks, which the device or a tier has. None: there is no slot
+        for them."""
+        cache, copies, name = self._cache, self._copies, names.blocks[num_blocks - 1]
+        assert cache is not None, "it has the blocks"
+        assert copies is not None, "it has the states"
+        if name in copies:
+            self._begin_with(live, name)
+            return StatesLoad(None, lambda _: None)
+        if (slot := copies.allocate()) is None:
+            return None
+
+        def loaded(is_right: bool) -> None:
+            if is_right:
+                cache.publish_states(names, num_blocks * self._block_size, slot)
+                self._begin_with(live, name)
+            else:
+                copies.release(slot)
+
+        return StatesLoad((name, slot), loaded)
 
     def publish(self, live: LiveRequest, computed: int) -> None:
         """Offers the copies among the first `computed` positions to the prefix cache."""

@@ -15,7 +15,8 @@ one there is no copy.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 END_TOKENS = 512
@@ -48,7 +49,12 @@ class CopyLease:
 
 
 class StateCopies:
-    """Owns the slots of copies, and finds cached copies by the name of the last block before them."""
+    """Owns the slots of copies, and finds cached copies by the name of the last block before them.
+
+    Attributes:
+        on_evicted: called with the name of each copy that `allocate` evicts.
+        count, moves: as `BlockPool.num_blocks` and `moves`, of slots.
+    """
 
     def __init__(
         self, first_slot: int, count: int, interval: int, block_size: int, chunk_tokens: int
@@ -58,7 +64,9 @@ class StateCopies:
         self._chunk_tokens = chunk_tokens
         self._interval = -(-interval // block_size) * block_size
         self._block_size = block_size
-        self._count = count
+        self.count = count
+        self.moves = 0
+        self.on_evicted: Callable[[bytes], None] = lambda _: None
         self.most_written = max(1, count // 4)
         """Slots that one request may write at a time, so that a long prompt leaves room for others."""
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
@@ -96,7 +104,25 @@ class StateCopies:
 
     def use(self, name: bytes) -> None:
         """A cached copy counts as used now."""
+        self.moves += 1
         self._slot_of.move_to_end(name)
+
+    # As a pool of a tier
+
+    def next_evicted(self, most: int) -> Iterator[tuple[int, bytes]]:
+        """The copies that the next `most` calls of `allocate` would evict, in order, with names."""
+        evictable = ((slot, name) for name, slot in self._slot_of.items() if slot not in self._lent)
+        return islice(evictable, max(0, most - len(self._free)))
+
+    def lookup(self, names: Sequence[bytes]) -> list[int]:
+        """The slots of the copies with these names, up to the first one that is not here."""
+        return [self._slot_of[name] for name in takewhile(self._slot_of.__contains__, names)]
+
+    def unreferenced(self, slots: Iterable[int]) -> int:
+        """How many of these copies `allocate` may evict."""
+        return sum(slot not in self._lent for slot in slots)
+
+    # Slots
 
     def allocate(self) -> int | None:
         """Returns a slot for a step to write, and evicts a copy where needed. None: steps are writing to all
@@ -105,9 +131,11 @@ class StateCopies:
             oldest = next((name for name, slot in self._slot_of.items() if slot not in self._lent), None)
             if oldest is not None:
                 self._free.append(self._slot_of.pop(oldest))
+                self.on_evicted(oldest)
         if not self._free:
             return None
         self._writing += 1
+        self.moves += 1
         return self._free.pop()
 
     def publish(self, name: bytes, slot: int) -> None:
@@ -148,4 +176,4 @@ class StateCopies:
         """Asserts that each slot is free or has a cached copy."""
         slots = {*self._free, *self._slot_of.values()}
         assert not self._writing and not self._lent, "a copy was left behind"  # noqa: PT018
-        assert len(slots) == self._count == len(self._free) + len(self._slot_of), "a slot has two owners"
+        assert len(slots) == self.count == len(self._free) + len(self._slot_of), "a slot has two owners"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.engine.api.config import EngineConfig, check_max_model_len
+from baton.engine.api.config import EngineConfig, TierCells, check_max_model_len
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat
@@ -221,6 +221,25 @@ def size_pool(
     size = PoolSize(num_blocks, min(limits.max_model_len, capacity), num_slots, num_copies)
     _log(config, model, limits, use, size)
     return size
+
+
+def tier_places(
+    config: EngineConfig, pool: PoolSize, cache: Sequence[CacheSpec], block_size: int, ranks: int
+) -> dict[TierCells, int]:
+    """How many blocks, and how many copies of states, each tier below the device has room for. They share the
+    bytes of a tier as they share the memory of the device. A tier that has no room for both is left out."""
+    slots, block_bytes = pool.num_slots + pool.num_copies, block_size * cache_bytes_per_token(cache) * ranks
+    state_bytes = state_bytes_per_request(cache) * ranks
+    on_device = pool.num_blocks * block_bytes, slots * state_bytes
+    found: dict[TierCells, int] = {}
+    for tier, size in config.offload_sizes.items():
+        of_states = size * on_device[1] // sum(on_device)
+        blocks = (size - of_states) // block_bytes
+        if pool.num_copies and blocks and of_states >= 2 * state_bytes:
+            found |= {TierCells(tier, False): blocks, TierCells(tier, True): of_states // state_bytes}
+        elif blocks and not state_bytes:
+            found[TierCells(tier, False)] = blocks
+    return found
 
 
 def _most_slots(config: EngineConfig) -> int:

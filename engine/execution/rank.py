@@ -14,6 +14,7 @@ from baton.engine.execution.commands import Commands
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.host_ranks import HostRanks
+from baton.engine.execution.memory_sizing import tier_places
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.runner import Launched
 from baton.engine.execution.start import Started, start_rank
@@ -36,6 +37,9 @@ class Follower:
         self.block_size = started.runner.block_size
         self.kv_cache = started.runner.kv_cache
         self.states = started.runner.states
+        self.offload_places = tier_places(
+            config, started.pool, self.cache_spec, self.block_size, self.ranks.size
+        )
         self._runner = started.runner
         self._commands = commands(config, started, files)
 

@@ -1,25 +1,53 @@
-"""Copies of whole blocks of a KV cache, for the tiers below the device: memory of the host, and its disk.
+"""Copies of cells of a cache, for the tiers below the device: memory of the host, and its disk.
 
-A tier of the engine decides what is copied, loaded and dropped. A store here copies: `host_store` to memory
-of the host (`cuda_store` from a GPU), `ranked_store` on all ranks of an engine, `disk_store` to a file.
+A *cell* is a block of KV, or a slot of states. A tier of the engine decides what is copied, loaded and
+dropped. A store here copies the cells of one kind: `host_store` to memory of the host (`cuda_store` from a
+GPU), `ranked_store` on all ranks of an engine, `disk_store` to a file.
 
-A *place* has all layers of one block, as this rank holds them. A block gets a checksum when it is saved. When
-it is loaded, the checksum must match. If it does not, the block's bytes are undefined.
+A *place* has all layers of one cell, as this rank holds them. A cell gets a checksum when it is saved. When
+it is loaded, the checksum must match. If it does not, the bytes of the cell are undefined.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
+
+from baton.kv_transfer.device.pool import tensor_planes
+from baton.kv_transfer.transport import PagedKV
+
+if TYPE_CHECKING:
+    import torch
 
 Pair = tuple[int, int]
-"""A block and a place."""
+"""A cell and a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCells:
+    """The cells of one kind of a cache."""
+
+    kv: PagedKV
+    of_states: bool = False
+
+    @property
+    def planes(self) -> "list[dict[int, torch.Tensor]]":
+        """By layer, as in `pool.planes`: [rows, cells, positions, heads, head_dim]."""
+        kv, *states = tensor_planes(self.kv)
+        return [*chain.from_iterable(states)] if self.of_states else kv
+
+    @property
+    def cell_bytes(self) -> int:
+        """The bytes of a cell, as this rank holds it."""
+        return sum(pool[:, 0].nbytes for plane in self.planes for pool in plane.values())
 
 
 class BlockStore(Protocol):
-    """The base of stores. The caller has one thread. It owns blocks and places from the start of their copy
-    to its end."""
+    """The base of stores. The caller has one thread. It owns cells and places from the start of their copy to
+    its end."""
 
     batch: int
-    """Blocks that are worth copying together."""
+    """Cells that are worth copying together."""
     num_places: int
     """Places that it may have. It falls to `ready` if no more memory can be had."""
     ready: int
@@ -32,15 +60,15 @@ class BlockStore(Protocol):
 
     @property
     def room(self) -> int:
-        """How many blocks may be copied now."""
+        """How many cells may be copied now."""
 
     def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        """Starts to copy blocks to places, or places into blocks. No step writes a block that is saved, or
-        the caller does not use its place. No step uses a block that is loaded."""
+        """Starts to copy cells to places, or places into cells. No step writes a cell that is saved, or the
+        caller does not use its place. No step uses a cell that is loaded."""
 
     def ended(self) -> list[bool]:
-        """Of each block with a copy that is over, in the order of the copies: whether it is whole. A block
-        that is saved is, unless a disk fails."""
+        """Of each cell with a copy that is over, in the order of the copies: whether it is whole. A cell that
+        is saved is, unless a disk fails."""
 
     def close(self) -> None:
         """Waits for the copies, and frees the places."""
@@ -50,7 +78,7 @@ class HostStore(BlockStore, Protocol):
     """The base of stores in the memory of the host."""
 
     sums: list[int | None]
-    """The checksum of each place. None: a block that is loaded from there is not whole."""
+    """The checksum of each place. None: a cell that is loaded from there is not whole."""
 
     def have_all(self) -> None:
         """Waits until all places are ready, or no more memory can be had. Does nothing if they are."""

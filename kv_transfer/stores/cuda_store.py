@@ -1,4 +1,4 @@
-"""Blocks of a KV cache on a GPU in pinned memory of the host. Imported on GPUs only: it needs Triton."""
+"""Cells of a cache on a GPU in pinned memory of the host. Imported on GPUs only: it needs Triton."""
 
 import logging
 import mmap
@@ -12,17 +12,16 @@ import torch
 
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
-from baton.kv_transfer.device.pool import Window, tensor_planes
+from baton.kv_transfer.device.pool import Window
 from baton.kv_transfer.device.tables import Table, pin, unpin
-from baton.kv_transfer.stores import HostStore, Pair
-from baton.kv_transfer.transport import PagedKV
+from baton.kv_transfer.stores import CacheCells, HostStore, Pair
 
 log = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20
-"""Memory on the device through which blocks go, so many at once. The bus takes 1.2 ms for it."""
+"""Memory on the device through which cells go, so many at once. The bus takes 1.2 ms for it."""
 MOST_LINES = 1 << 15
-"""Blocks × layers of one launch: a grid has 65,535 places there."""
+"""Cells × layers of one launch: a grid has 65,535 places there."""
 BATCHES = 16
 """Batches under way at most."""
 PINNED_BYTES = 64 << 20
@@ -31,51 +30,51 @@ AHEAD_BYTES = 1 << 30
 """Pinned before it is needed. KV comes more slowly than memory is pinned, 6 GiB/s."""
 
 
-class BlockLines:
-    """Lines of the table of `copy_kernels.launch`, for whole blocks and all layers with KV."""
+class CellLines:
+    """Lines of the table of `copy_kernels.launch`, for whole cells and all layers that have them."""
 
-    def __init__(self, kv: PagedKV) -> None:
-        self._planes = tensor_planes(kv)[0]  # keeps the pools alive
-        self.block_size = kv.block_size
-        first, last = kv.heads[0]
-        self.heads = last - first
-        block = Window(0, self.block_size, 0, self.heads, 0, 0, self.block_size, self.heads)
-        self._pages: list[Pages] = []
+    def __init__(self, cells: CacheCells) -> None:
+        self._planes = cells.planes  # keeps the pools alive
+        # Of each plane; and positions and heads of a cell.
+        self._pages: list[tuple[Pages, tuple[int, int]]] = []
         lines: list[list[list[int]]] = []
         at = 0
         for plane in self._planes:
-            pages = Pages.of(next(iter(plane.values())))
-            self._pages.append(pages)
+            first = next(iter(plane.values()))
+            positions, heads = first.shape[2:4]
+            cell, pages = Window(0, positions, 0, heads, 0, 0, positions, heads), Pages.of(first)
+            self._pages.append((pages, (positions, heads)))
             lines.append([])
             for pool in plane.values():
-                lines[-1].append(pages.line(pool.data_ptr(), 0, at, block, first_word=at // 4))
+                lines[-1].append(pages.line(pool.data_ptr(), 0, at, cell, first_word=at // 4))
                 at += pool[:, 0].nbytes
-        self.block_bytes = at
-        self._lines = np.array(lines, dtype=np.int64)[:, None]  # [planes, 1, layers, fields]
+        self.cell_bytes = at
+        self.lines = np.array(lines, dtype=np.int64)[:, None]  # [planes, 1, layers, fields]
+        self._block_sizes = np.array([pages.block_size for pages, _ in self._pages])[:, None, None]
 
-    def words(self, blocks: int) -> int:
-        """Size of `fill`'s table for so many blocks: their numbers, their checksums, and the lines."""
-        return 2 * blocks + blocks * self._lines.size
+    def words(self, cells: int) -> int:
+        """Size of `fill`'s table for so many cells: their numbers, their checksums, and the lines."""
+        return 2 * cells + cells * self.lines.size
 
-    def fill(self, words: np.ndarray, address: int, blocks: Sequence[int], dense: int, stride: int) -> None:
-        """Writes the table for these blocks, which the device will have at `address`. In dense memory at
-        `dense` a block begins every `stride` bytes."""
-        count = len(blocks)
-        words[:count] = blocks
+    def fill(self, words: np.ndarray, address: int, cells: Sequence[int], dense: int, stride: int) -> None:
+        """Writes the table for these cells, which the device will have at `address`. In dense memory at
+        `dense` a cell begins every `stride` bytes."""
+        count = len(cells)
+        words[:count] = cells
         words[count : 2 * count] = 0
         number = np.arange(count)[:, None]
         table = words[2 * count :].reshape(len(self._pages), count, -1, copy_kernels.FIELDS)
-        table[:] = self._lines
+        table[:] = self.lines
         table[..., 1] = address
         table[..., 2] += dense + stride * number
-        table[..., 3] = self.block_size * number
+        table[..., 3] = self._block_sizes * number
         table[..., 8] = address + 8 * (count + number)
 
     def launch(self, words: torch.Tensor, count: int, *, into_pool: bool) -> None:
-        """Copies the blocks of a table that is on the device, and adds up their checksums there."""
+        """Copies the cells of a table that is on the device, and adds up their checksums there."""
         tables = words[2 * count :].view(len(self._pages), -1, copy_kernels.FIELDS)
-        for pages, table in zip(self._pages, tables, strict=True):
-            copy_kernels.launch(table, pages, (self.block_size, self.heads), into_pool=into_pool, sums=True)
+        for (pages, most), table in zip(self._pages, tables, strict=True):
+            copy_kernels.launch(table, pages, most, into_pool=into_pool, sums=True)
 
     def close(self) -> None:
         self._planes.clear()
@@ -83,27 +82,27 @@ class BlockLines:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Blocks that are copied together."""
+    """Cells that are copied together."""
 
-    table: Table  # as `BlockLines.fill` makes it
+    table: Table  # as `CellLines.fill` makes it
     over: torch.cuda.Event
     places: list[int] = field(default_factory=list)
     is_load: bool = False
 
 
 class CudaStore(HostStore):
-    """Copies on a side stream: a kernel between the pool and dense memory on the device, and one copy a block
+    """Copies on a side stream: a kernel between the pool and dense memory on the device, and one copy a cell
     between that and its place. The kernel adds up the checksums.
 
     Memory is taken from the host and pinned when it is needed, in parts, by a thread. A caller that does not
     ask for places with `expect` waits for them in `have_all` or in `copy`."""
 
-    def __init__(self, kv: PagedKV, num_places: int) -> None:
-        self._device = torch.device(kv.device)
-        self._lines = BlockLines(kv)
-        size = self._lines.block_bytes
+    def __init__(self, cells: CacheCells, num_places: int) -> None:
+        self._device = torch.device(cells.kv.device)
+        self._lines = CellLines(cells)
+        size = self._lines.cell_bytes
         self._stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.batch = max(1, min(STAGING_BYTES // self._stride, MOST_LINES // kv.layout.num_layers))
+        self.batch = max(1, min(STAGING_BYTES // self._stride, MOST_LINES // self._lines.lines.shape[2]))
         try:
             self._map = mmap.mmap(-1, num_places * self._stride)
         except OSError as error:
@@ -122,7 +121,7 @@ class CudaStore(HostStore):
         words = self._lines.words(self.batch)
         self._spare = [_Batch(Table.of_size(words, self._device), torch.cuda.Event()) for _ in range(BATCHES)]
         self._under_way: deque[_Batch] = deque()
-        # Compiles the kernels: block 0, there and back.
+        # Compiles the kernels: cell 0, there and back.
         for is_load in (False, True):
             self.copy([(0, 0)], is_load=is_load)
         self._stream.synchronize()
@@ -179,12 +178,12 @@ class CudaStore(HostStore):
                 self._start_batch(pairs[first : first + self.batch], is_load=is_load)
 
     def _start_batch(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        count, size = len(pairs), self._lines.block_bytes
+        count, size = len(pairs), self._lines.cell_bytes
         batch = self._spare.pop()
         batch.places, batch.is_load = [place for _, place in pairs], is_load
-        used, table, blocks = self._lines.words(count), batch.table, [block for block, _ in pairs]
+        used, table, cells = self._lines.words(count), batch.table, [cell for cell, _ in pairs]
         self._lines.fill(
-            table.words[:used], table.on_device.data_ptr(), blocks, self._staging.data_ptr(), self._stride
+            table.words[:used], table.on_device.data_ptr(), cells, self._staging.data_ptr(), self._stride
         )
         # By torch, which gives this thread the context of the device if it has none yet.
         table.on_device[:used].copy_(table.pinned[:used], non_blocking=True)
@@ -217,7 +216,7 @@ class CudaStore(HostStore):
         return intact
 
     def memory(self, place: int) -> memoryview:
-        return self._memory[place * self._stride :][: self._lines.block_bytes].numpy().data
+        return self._memory[place * self._stride :][: self._lines.cell_bytes].numpy().data
 
     def close(self) -> None:
         self._closed = True

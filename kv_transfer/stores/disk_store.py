@@ -1,7 +1,7 @@
-"""Blocks of a KV cache in a file on a local disk: a `BlockStore` behind a small `HostStore`.
+"""Cells of a cache in a file on a local disk: a `BlockStore` behind a small `HostStore`.
 
-    save:  block ──▶ slot of the staging store, which makes the checksum ──▶ place in the file
-    load:  place in the file ──▶ slot, with the checksum of its save ──▶ block, if the bytes have it
+    save:  cell ────▶ slot of the staging store, which makes the checksum ──▶ place in the file
+    load:  place in the file ──▶ slot, with the checksum of its save ──▶ cell, if the bytes have it
 
 Threads read and write the file, so the caller never waits for the disk. A write that fails, for example
 because the disk is full, ends its save. A read that fails ends its load as a wrong checksum does. No content
@@ -16,18 +16,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.kv_transfer.stores import BlockStore, Pair
-from baton.kv_transfer.stores.host_store import block_bytes, open_host_store
-from baton.kv_transfer.transport import PagedKV
+from baton.kv_transfer.stores import BlockStore, CacheCells, Pair
+from baton.kv_transfer.stores.host_store import open_host_store
 
 STAGING_BYTES = 256 << 20
-"""Memory of the host for blocks on their way."""
+"""Memory of the host for cells on their way."""
 THREADS = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    block: int
+    cell: int
     place: int
     slot: int
     is_load: bool
@@ -40,16 +39,16 @@ class _Copy:
 class DiskStore(BlockStore):
     """Owns the file and the staging store."""
 
-    def __init__(self, kv: PagedKV, num_places: int, directory: str) -> None:
+    def __init__(self, cells: CacheCells, num_places: int, directory: str) -> None:
         """Raises `OSError` if the directory takes no file, or has too little space, and `MemoryError` if the
         host has too little memory."""
-        self._size = block_bytes(kv)
+        self._size = cells.cell_bytes
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         if (free := shutil.disk_usage(directory).free) < num_places * self._size:
             self._file.close()
             raise OSError(f"{num_places * self._size} bytes are wanted, {free} are free")
         slots = min(num_places, max(1, STAGING_BYTES // self._size))
-        self._staging = open_host_store(kv, slots)
+        self._staging = open_host_store(cells, slots)
         self._staging.have_all()
         self.batch = max(1, min(self._staging.batch, slots // 2))
         self.num_places = self.ready = num_places
@@ -65,7 +64,7 @@ class DiskStore(BlockStore):
         return min(len(self._free), self._staging.room) // self.batch * self.batch
 
     def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        copies = [_Copy(block, place, self._free.pop(), is_load) for block, place in pairs]
+        copies = [_Copy(cell, place, self._free.pop(), is_load) for cell, place in pairs]
         self._under_way += copies
         if not is_load:
             self._stage(copies)
@@ -102,7 +101,7 @@ class DiskStore(BlockStore):
         self._file.close()
 
     def _stage(self, copies: Sequence[_Copy]) -> None:
-        """Starts copies between blocks and their slots, all in one direction."""
+        """Starts copies between cells and their slots, all in one direction."""
         if not copies:
             return
         self._staged += copies
@@ -111,7 +110,7 @@ class DiskStore(BlockStore):
             self._reading.remove(copy)
             is_read = copy.io is not None and copy.io.result()
             self._staging.sums[copy.slot] = self._sums[copy.place] if is_read else None
-        self._staging.copy([(copy.block, copy.slot) for copy in copies], is_load=is_load)
+        self._staging.copy([(copy.cell, copy.slot) for copy in copies], is_load=is_load)
 
     def _move(self, copy: _Copy) -> bool:
         """Reads or writes the file, in a thread."""

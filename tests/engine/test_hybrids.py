@@ -4,7 +4,7 @@ Their tokens are compared with transformers in `test_models`.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from baton.engine import Engine, EngineConfig, EngineRequest, step_loop
 from baton.engine.core import state_copies
 from baton.engine.core.live_request import Phase
+from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_sizing
@@ -23,6 +24,7 @@ from tests.engine.checkpoints import assert_refused, load
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run, save_tiny, tokens_of
 from tests.engine.scheduling import add, live_of, make
 from tests.engine.test_overlap import land_one
+from tests.engine.test_tiers import TURNS, answers, corrupt
 
 KINDS = ("Bamba", "Qwen3Next")
 RNG = random.Random(5)
@@ -214,6 +216,43 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
     assert (num_copies == 6) != bool(cache.copies._free), "few slots have a copy each"
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_states_live_on_below_the_device(
+    path: Path,
+    tiny_engine: MakeEngine,
+    caching: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tier: str,
+    breaks: bool,
+) -> None:
+    """Requests begin with states that the device has evicted, and give the tokens that they give alone."""
+    loads = list[tuple[bool, int]]()
+    load = OffloadTier.load
+
+    def noted(self: OffloadTier, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
+        loads.append((self.of_states, len(wanted)))
+        load(self, wanted, then)
+
+    turns = TURNS[:12]
+    expected = answers(tiny_engine(model=str(path), num_blocks=200), turns)
+    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    monkeypatch.setattr(OffloadTier, "load", noted)
+    sizes = {"num_blocks": 40, "max_num_seqs": 3, f"{tier}_cache_size": 1 << 22}
+    engine = tiny_engine(model=str(path), **caching(4, **sizes), disk_cache_dir=str(tmp_path))
+    assert answers(engine, turns, tmp_path, corrupt if breaks else lambda _: None) == expected
+    assert (True, 1) in loads
+    blocks, states = engine.offload
+    assert blocks.stats.saved
+    assert states.stats.saved
+    [stats] = engine.stats().offload
+    assert stats.saved == blocks.stats.saved + states.stats.saved
+    assert bool(stats.damaged) == breaks
+    assert stats.blocks_total == blocks.num_places
+    assert breaks or stats.loaded_tokens
+
+
 def test_each_rank_copies_its_states(
     path: Path,
     tiny_engine: MakeEngine,
@@ -300,10 +339,15 @@ def test_copies_need_memory(
     caching: Callable[..., dict[str, Any]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    ignored = "--host-cache-size is ignored: no room for copies of states"
     engine = tiny_engine(model=str(path), **caching(0), host_cache_size=1 << 20)
     assert engine._lives.cache is None
-    for message in ("prefix caching is off: ", "--host-cache-size is ignored: "):
+    for message in ("prefix caching is off: ", ignored):
         assert any(message in said for said in caplog.messages)
+    caplog.clear()
+    engine = tiny_engine(model=str(path), **caching(6), host_cache_size=engine.block_bytes)
+    assert not engine.offload
+    assert ignored in caplog.text
 
 
 def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path) -> None:

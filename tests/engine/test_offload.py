@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.content import Tier
+from baton.engine.api.config import TierCells
 from baton.engine.api.request import CachedBlock, EngineRequest, Hooks
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core import offload_tier
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.offload_tier import BlockCopy, OffloadTier
+from baton.engine.core.offload_tier import CellCopy, OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import Pin
 from tests.engine.scheduling import hooks_to, make
@@ -55,13 +56,13 @@ class Worker:
         self.observed = Observed()
         self.scheduler = make(
             num_blocks, seqs, 64, prefix_cache=True, block_size=BLOCK, hooks=hooks_to(self.observed),
-            offload_places={tier: num_places},
+            offload_places={TierCells(tier, False): num_places},
         )  # fmt: skip
         [self.tier] = self.scheduler.lives.offload
         self.rows: dict[int, object] = {}
         self.places: dict[int, list[object]] = {}
         self.saved: dict[int, list[object]] = {}  # what `places` had at the end of the copy, as a checksum
-        self.under_way: deque[BlockCopy] = deque()
+        self.under_way: deque[CellCopy] = deque()
         self.requests = 0
 
     def add(
@@ -108,11 +109,11 @@ class Worker:
             self.tier.ended(copy, True)
             return
         for offset, content in enumerate(self.places[copy.place]):
-            self.rows[copy.block * BLOCK + offset] = content
+            self.rows[copy.cell * BLOCK + offset] = content
         self.tier.ended(copy, self.places[copy.place] == self.saved[copy.place])
 
-    def _block(self, copy: BlockCopy) -> list[object]:
-        return [self.rows.get(copy.block * BLOCK + offset) for offset in range(BLOCK)]
+    def _block(self, copy: CellCopy) -> list[object]:
+        return [self.rows.get(copy.cell * BLOCK + offset) for offset in range(BLOCK)]
 
     def copy_all(self) -> None:
         while self.start_copies() or self.under_way:
@@ -292,7 +293,7 @@ def test_no_block_gives_up_its_place_while_others_get_their_memory() -> None:
 def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads() -> None:
     speed = 0.0
     pool = BlockPool(4, BLOCK)
-    tier = OffloadTier(Tier.HOST, 8, pool, lambda name: b"", lambda name: None, lambda: speed)
+    tier = OffloadTier(Tier.HOST, 8, pool, 4, BLOCK, lambda name: b"", prompt_tokens_per_s=lambda: speed)
     assert tier.pays()
     tier._speed.add(1000.0, 1.0)
     speed = 900.0
@@ -435,7 +436,7 @@ def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
         moved=seen.__setitem__,
         evicted=lambda name: seen.__setitem__(name, None),
     )
-    places = {Tier.DISK: 4, Tier.HOST: 2}
+    places = {TierCells(Tier.DISK, False): 4, TierCells(Tier.HOST, False): 2}
     cache = PrefixCache(pool, b"root", hooks=hooks, offload_places=places)
     host, disk = cache.offload
     names = cache.names(EngineRequest(b"r", text(4 * BLOCK, 1)))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS, Tier
+from baton.engine.api.config import TierCells
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prefix_exchange import Import
@@ -25,7 +26,7 @@ class Worker:
         self.block_size = block_size
         self.scheduler = make(
             num_blocks, budget=4096, prefix_cache=True, block_size=block_size,
-            offload_places={Tier.HOST: num_blocks},
+            offload_places={TierCells(Tier.HOST, False): num_blocks},
         )  # fmt: skip
         self.kv: dict[int, object] = {}
         assert self.scheduler.lives.prefix_exchange is not None

@@ -9,6 +9,7 @@ import pytest
 
 from baton.content import Tier
 from baton.engine import Engine
+from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
@@ -28,7 +29,7 @@ def answers(
 ) -> list[list[int]]:
     """The tokens of each prompt. Copies are made as in the loop of a worker. `break_store` is called with
     the store of each tier before each prompt."""
-    pumps = offload_pumps(engine, str(directory))
+    pumps = offload_pumps(engine, EngineConfig("tiny", disk_cache_dir=str(directory)))
     tokens: dict[bytes, list[int]] = {}
     for number, prompt in enumerate(prompts):
         request_id = number.to_bytes(2)

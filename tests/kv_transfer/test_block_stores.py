@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer.arena import channel_pair
 from baton.kv_transfer.layout import FP8, KVLayout
-from baton.kv_transfer.stores import BlockStore, cuda_store, disk_store, ranked_store
-from baton.kv_transfer.stores.cuda_store import BlockLines, CudaStore
+from baton.kv_transfer.stores import BlockStore, CacheCells, cuda_store, disk_store, ranked_store
+from baton.kv_transfer.stores.cuda_store import CellLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
-from baton.kv_transfer.stores.host_store import CpuStore, block_bytes, open_host_store
+from baton.kv_transfer.stores.host_store import CpuStore, open_host_store
 from baton.kv_transfer.stores.ranked_store import RankedStore, serve_store
 from baton.kv_transfer.transport import PagedKV
 from tests.within import WITHIN
@@ -31,7 +32,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, BLOCK = 12, 16
 
 
-def paged(dtype: str, device: str, order: str = next(iter(ORDERS)), kind: str = "attention") -> PagedKV:
+def paged(dtype: str, device: str, order: str = next(iter(ORDERS)), kind: str = "attention") -> CacheCells:
     """Bits of any kind: they are moved, not computed with. `order`: of the dimensions in memory."""
     heads, rows = (1, 1) if kind == "latent" else (2, 2)
     layout = KVLayout(3, heads, 8, dtype, kind=kind)
@@ -40,18 +41,40 @@ def paged(dtype: str, device: str, order: str = next(iter(ORDERS)), kind: str = 
     bits = [torch.randint(0, 255, shape, dtype=torch.uint8) for _ in range(3)]
     values = [in_memory(order, x.view(element)).to(device) for x in bits]
     scales = [torch.rand(2, BLOCKS, 2, BLOCK, device=device) for _ in range(3)] if dtype == FP8 else []
-    return PagedKV(values, BLOCK, layout, device, scales=scales)
+    return CacheCells(PagedKV(values, BLOCK, layout, device, scales=scales))
 
 
-def content(kv: PagedKV, block: int) -> list[torch.Tensor]:
-    blocks = [t[:, block].clone(memory_format=torch.contiguous_format) for t in (*kv.layers, *kv.scales)]
-    return [block.view(torch.uint8).cpu() for block in blocks]
+def with_states(device: str) -> CacheCells:
+    """The states of a model. Heads of one array are so large that kernels cut them."""
+    arrays = (
+        CacheArray("state", "conv", 3, 4, 8, "bfloat16"),
+        CacheArray("state", "ssm", 1, 2, 16384, "float32"),
+    )
+    layout = KVLayout(3, 2, 8, "bfloat16", states=arrays, state_layers=(0, 2))
+    kv = torch.zeros(2, BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16, device=device)
+    states = [
+        [
+            torch.randn(BLOCKS, each.rows, each.heads, each.head_dim, device=device).to(
+                getattr(torch, each.dtype)
+            )
+            for _ in layout.state_layers
+        ]
+        for each in arrays
+    ]
+    return CacheCells(PagedKV([kv], BLOCK, layout, device, states=states), of_states=True)
 
 
-def damage(store: BlockStore, kv: PagedKV, place: int) -> None:
+def content(cells: CacheCells, number: int) -> list[torch.Tensor]:
+    """The bytes of a cell."""
+    pools = [pool for plane in cells.planes for pool in plane.values()]
+    kept = [pool[:, number].clone(memory_format=torch.contiguous_format) for pool in pools]
+    return [x.view(torch.uint8).cpu() for x in kept]
+
+
+def damage(store: BlockStore, kv: CacheCells, place: int) -> None:
     """Changes a byte of a place."""
     if isinstance(store, DiskStore):
-        at = place * block_bytes(kv) + 7
+        at = place * kv.cell_bytes + 7
         [byte] = os.pread(store._file.fileno(), 1, at)
         os.pwrite(store._file.fileno(), bytes([byte ^ 1]), at)
     else:
@@ -67,7 +90,7 @@ def ended(store: BlockStore, count: int) -> list[bool]:
 
 
 @pytest.fixture(params=["host", "disk"])
-def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[PagedKV, int], BlockStore]:
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[CacheCells, int], BlockStore]:
     if request.param == "host":
         return lambda kv, places: open_host_store(kv, places)
     return lambda kv, places: DiskStore(kv, places, str(tmp_path))
@@ -76,18 +99,23 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Page
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "order"), [*zip(("float32", "bfloat16", FP8), ORDERS, strict=False)])
 def test_blocks_come_back_bit_for_bit_and_into_any_block(
-    open_store: Callable[[PagedKV, int], BlockStore], device: str, dtype: str, order: str
+    open_store: Callable[[CacheCells, int], BlockStore], device: str, dtype: str, order: str
 ) -> None:
     kv = paged(dtype, device, order)
     check_copies(kv, open_store(kv, 5))
 
 
-def test_blocks_with_latents_come_back(open_store: Callable[[PagedKV, int], BlockStore]) -> None:
+def test_blocks_with_latents_come_back(open_store: Callable[[CacheCells, int], BlockStore]) -> None:
     kv = paged("bfloat16", "cpu", kind="latent")
     check_copies(kv, open_store(kv, 5))
 
 
-def check_copies(kv: PagedKV, store: BlockStore) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_come_back(open_store: Callable[[CacheCells, int], BlockStore], device: str) -> None:
+    check_copies(cells := with_states(device), open_store(cells, 5))
+
+
+def check_copies(kv: CacheCells, store: BlockStore) -> None:
     """Blocks go to a store and come back. The store has five places."""
     before = [content(kv, block) for block in range(BLOCKS)]
     saves = [(3, 4), (7, 0), (1, 2)]
@@ -110,7 +138,7 @@ def test_a_place_with_other_bytes_is_not_whole(device: str) -> None:
     check_damage(kv, open_host_store(kv, 4))
 
 
-def check_damage(kv: PagedKV, store: BlockStore) -> None:
+def check_damage(kv: CacheCells, store: BlockStore) -> None:
     """A byte of a block in the store is changed."""
     store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
@@ -128,7 +156,7 @@ def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
     store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
     damage(store, kv, place=0)
-    os.ftruncate(store._file.fileno(), 3 * block_bytes(kv) - 1)
+    os.ftruncate(store._file.fileno(), 3 * kv.cell_bytes - 1)
     right = content(kv, 2)
     store.copy([(4, 0), (5, 1), (6, 2)], is_load=True)
     assert ended(store, 3) == [False, True, False]
@@ -185,7 +213,7 @@ def test_a_disk_with_too_little_space_is_refused(tmp_path: Path) -> None:
 def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads and saves at the same time, through two slots, with reads that end in any order."""
     kv = paged("bfloat16", "cpu")
-    monkeypatch.setattr(disk_store, "STAGING_BYTES", 2 * block_bytes(kv))
+    monkeypatch.setattr(disk_store, "STAGING_BYTES", 2 * kv.cell_bytes)
     store = DiskStore(kv, 8, str(tmp_path))
     right = [content(kv, block) for block in range(BLOCKS)]
     for place in range(6):
@@ -213,9 +241,10 @@ def test_the_store_of_a_gpu_without_one(
     cuda_on_cpu.use(monkeypatch)
     cuda_on_cpu.be_late(range(9) if late else ())
     kv = paged(dtype, "cpu", order)
-    assert BlockLines(kv).block_bytes == kv.layout.bytes_per_token * BLOCK
-    check_copies(kv, CudaStore(kv, 5))
-    check_damage(kv, CudaStore(kv, 4))
+    assert CellLines(kv).cell_bytes == kv.kv.layout.bytes_per_token * BLOCK
+    for cells in (kv, with_states("cpu")):
+        check_copies(cells, CudaStore(cells, 5))
+        check_damage(cells, CudaStore(cells, 4))
 
 
 @pytest.mark.parametrize("parts", [5, 2, 0])
@@ -272,7 +301,7 @@ def test_a_rank_pins_what_the_first_rank_orders(kernel_device: str, monkeypatch:
 
 
 def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
-    open_store: Callable[[PagedKV, int], BlockStore],
+    open_store: Callable[[CacheCells, int], BlockStore],
 ) -> None:
     kvs = [paged("float32", "cpu") for _ in range(3)]
     stores = [open_store(kv, 4) for kv in kvs]
@@ -317,7 +346,7 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
 
 
 @pytest.mark.parametrize("store", [CpuStore, CudaStore])
-def test_more_memory_than_a_host_can_have(store: Callable[[PagedKV, int], BlockStore]) -> None:
+def test_more_memory_than_a_host_can_have(store: Callable[[CacheCells, int], BlockStore]) -> None:
     """The worker then has no host tier."""
     with pytest.raises(MemoryError):
         store(paged("float32", "cpu"), 1 << 40)

@@ -1,22 +1,22 @@
-"""Moves blocks between the engine's KV cache and the tiers below it, as the engine says, between two
-steps."""
+"""Moves blocks of KV and copies of states between the engine's cache and the tiers below it, as the engine
+says, between two steps."""
 
 import logging
 import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 from baton.content import Tier
 from baton.engine import Engine, EngineConfig
-from baton.engine.core.offload_tier import BlockCopy, OffloadTier
+from baton.engine.api.config import TierCells
+from baton.engine.core.offload_tier import CellCopy, OffloadTier
 from baton.engine.execution.rank import Follower
-from baton.engine.models import cache_bytes_per_token, state_caches
-from baton.kv_transfer.stores import BlockStore
+from baton.kv_transfer.stores import BlockStore, CacheCells
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import open_host_store
 from baton.kv_transfer.stores.ranked_store import RankedStore, serve_store
-from baton.kv_transfer.transport import PagedKV
 from baton.worker.engine_process.paged_kv import paged_kv
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class OffloadPump:
     def __init__(self, tier: OffloadTier, store: BlockStore) -> None:
         self._tier = tier
         self._store = store
-        self._under_way: deque[BlockCopy] = deque()  # in the order of the store
+        self._under_way: deque[CellCopy] = deque()  # in the order of the store
         self._busy = False  # the last call started copies, so more may wait
         self._pumped = time.monotonic()
         self._have()
@@ -58,10 +58,10 @@ class OffloadPump:
                 break
         self._pumped = time.monotonic()
 
-    def _start(self, copies: Sequence[BlockCopy], *, is_load: bool) -> None:
+    def _start(self, copies: Sequence[CellCopy], *, is_load: bool) -> None:
         self._busy = True
         self._under_way += copies
-        self._store.copy([(copy.block, copy.place) for copy in copies], is_load=is_load)
+        self._store.copy([(copy.cell, copy.place) for copy in copies], is_load=is_load)
         self._end()
 
     def _end(self) -> None:
@@ -85,52 +85,54 @@ class OffloadPump:
 
 
 def offload_pumps(
-    engine: Engine,
-    disk_cache_dir: str | None = None,
-    rank_fds: Sequence[Sequence[int]] = (),
+    engine: Engine, config: EngineConfig, rank_fds: Sequence[Sequence[int]] = ()
 ) -> list[OffloadPump]:
     """One for each tier of the engine, except for a tier that would need more memory than the host has.
-    `rank_fds`: for each other rank, a socket for each tier. Raises `ValueError` if the disk has too little
-    space."""
+    `rank_fds`: for each other rank, a socket for each of `config.offload_cells`. Raises `ValueError` if the
+    disk has too little space."""
     pumps: list[OffloadPump] = []
-    for number, tier in enumerate(engine.offload):
-        sockets = [socket.socket(fileno=fds[number]) for fds in rank_fds]
+    sockets = {
+        cells: [socket.socket(fileno=fds[number]) for fds in rank_fds]
+        for number, cells in enumerate(config.offload_cells)
+    }
+    for tier in engine.offload:
+        kept = CacheCells(paged_kv(engine), tier.of_states)
         try:
-            store = _open_store(tier.tier, paged_kv(engine), tier.num_places, disk_cache_dir)
+            store = _open_store(tier.tier, kept, tier.num_places, config.disk_cache_dir)
         except MemoryError as error:
-            name, size = tier.tier.name.lower(), tier.num_places * engine.block_bytes
+            name, size = tier.tier.name.lower(), tier.num_places * kept.cell_bytes * engine.ranks.size
             log.warning("--%s-cache-size: no %s tier, %d bytes cannot be had: %s", name, name, size, error)
             tier.have(0, 0)
-            for sock in sockets:
-                sock.close()
             continue
         except OSError as error:
-            raise ValueError(f"--disk-cache-dir: {disk_cache_dir}: {error}") from error
-        if sockets:
-            store = RankedStore(store, sockets, SILENCE[tier.tier])
+            raise ValueError(f"--disk-cache-dir: {config.disk_cache_dir}: {error}") from error
+        if ranks := sockets.pop(TierCells(tier.tier, tier.of_states), []):
+            store = RankedStore(store, ranks, SILENCE[tier.tier])
         pumps.append(OffloadPump(tier, store))
+    for sock in chain.from_iterable(sockets.values()):  # the other ranks need none, too
+        sock.close()
     return pumps
 
 
 def serve_offload(config: EngineConfig, follower: Follower, fds: Sequence[int]) -> None:
-    """Makes the copies of this rank, in a thread for each tier. `fds`: for each tier, a socket to rank 0. A
-    model with states has no tiers."""
-    if state_caches(follower.cache_spec):
-        return
-    kv = paged_kv(follower)
-    size_of_block = kv.block_size * cache_bytes_per_token(follower.cache_spec) * kv.ranks
-    for (tier, size), fd in zip(config.offload_sizes.items(), fds, strict=True):
+    """Makes the copies of this rank, in a thread for each tier. `fds`: for each of `config.offload_cells`, a
+    socket to rank 0."""
+    for cells, fd in zip(config.offload_cells, fds, strict=True):
         sock = socket.socket(fileno=fd)
+        if not (places := follower.offload_places.get(cells)):
+            sock.close()
+            continue
         try:
-            store = _open_store(tier, kv, size // size_of_block, config.disk_cache_dir)
+            kept = CacheCells(paged_kv(follower), cells.of_states)
+            store = _open_store(cells.tier, kept, places, config.disk_cache_dir)
         except MemoryError:
             sock.close()  # rank 0 logs the same
             continue
         serve_store(store, sock)
 
 
-def _open_store(tier: Tier, kv: PagedKV, num_places: int, disk_cache_dir: str | None) -> BlockStore:
+def _open_store(tier: Tier, cells: CacheCells, num_places: int, disk_cache_dir: str | None) -> BlockStore:
     if tier is Tier.HOST:
-        return open_host_store(kv, num_places)
+        return open_host_store(cells, num_places)
     assert disk_cache_dir is not None, "checked by the configuration"
-    return DiskStore(kv, num_places, disk_cache_dir)
+    return DiskStore(cells, num_places, disk_cache_dir)

@@ -36,9 +36,7 @@ def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Se
     heartbeat.tick()
     try:
         engine, roles = build(context)
-        pumps: list[OffloadPump | StoreSource] = [
-            *offload_pumps(engine, config.engine.disk_cache_dir, config.offload_fds)
-        ]
+        pumps: list[OffloadPump | StoreSource] = [*offload_pumps(engine, config.engine, config.offload_fds)]
         if context.store is not None:
             pumps.append(context.store)
         ready = _ready(engine)
@@ -73,7 +71,7 @@ def _ready(engine: Engine) -> messages.EngineReady:
         max_model_len=model.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
-        offload_blocks=sum(tier.num_places for tier in engine.offload),
+        offload_blocks=sum(tier.num_places for tier in engine.offload if not tier.of_states),
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
         attention_doubles_at=model.attention_doubles_at,
         numerics=engine.numerics,

@@ -45,7 +45,8 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     arenas: Arenas | None  # None: the engine hands over no KV
     offload_fds: Sequence[Sequence[int]] = ()
-    """Rank 0: for each other rank, one for each tier below the device. Other ranks: the same for rank 0."""
+    """Rank 0: for each other rank, one for each of `EngineConfig.offload_cells`. Other ranks: the same for
+    rank 0."""
     store: StoreFds | None = None
     """Of the shared store. None: there is none."""
 

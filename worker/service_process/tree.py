@@ -90,7 +90,7 @@ class WorkerTree:
         self._sending = ArenaEnds.create(config)
         self._receiving = ArenaEnds.create(config)
         # Of each other rank, for each tier; rank 0's end first.
-        self._offload_ends = [[channel_pair() for _ in config.engine.offload_sizes] for _ in range(ranks - 1)]
+        self._offload_ends = [[channel_pair() for _ in config.engine.offload_cells] for _ in range(ranks - 1)]
         service_end, self._transfer_service_end = channel_pair()
         self.transfer_link = TransferLink(service_end)
 
