@@ -24,7 +24,8 @@ class ExpertStats:
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """Blocks of the prefix cache in one tier. Counts are since the start."""
+    """Blocks of the prefix cache in one tier. Counts are since the start. Those of copies and damage include
+    copies of states."""
 
     tier: Tier
     blocks_total: int
