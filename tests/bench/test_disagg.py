@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,14 +10,13 @@ import pytest
 from tokenizers import Tokenizer
 from typer.main import get_command
 
-from baton.bench.disagg.__main__ import Side, chosen_loads, figure, ratio, requests_of, started
+from baton.bench.disagg.__main__ import Side, chosen_loads, figure, main, ratio, requests_of, started
 from baton.bench.disagg.loads import LOADS, Load, command
 from baton.bench.load.cli import app
 from baton.bench.load.target.tokenization import WORDS
 from baton.bench.load.traffic.trace import SAMPLE_TRACE
 from baton.bench.shapes import SHAPES, write_shape
-from tests.pages import ROOT
-from tests.within import WITHIN
+from tests.forked import forking
 
 OPEN, CLOSED, AGENTS, SWING = LOADS[0], *LOADS[-3:]
 
@@ -68,29 +66,19 @@ def test_prompts_differ_for_the_tokenizer_of_a_shape(tmp_path: Path) -> None:
     assert tokenizer.get_vocab_size() == SHAPES["one-small-layer"]["vocab_size"]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_other_engines_can_read_a_shape(name: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig  # here, since it takes a second in every process of a test run
-
-    config = AutoConfig.from_pretrained(write_shape(name, tmp_path))
-    shape = SHAPES[name].get("text_config", SHAPES[name])
-    assert config.architectures == SHAPES[name]["architectures"]
-    assert config.get_text_config().num_hidden_layers == shape["num_hidden_layers"]
-
-
 MOCK = f"{sys.executable} -m tests.bench.mock_server --port {{port}}"
 
 
-def test_a_ratio_is_that_of_the_answers_of_both_sides(tmp_path: Path) -> None:
+def test_a_ratio_is_that_of_the_answers_of_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sides = [f"fast 1 {MOCK} --ttft-ms 20 --gaps-ms 1", f"slow 2 {MOCK} --ttft-ms 40 --gaps-ms 1"]
     out, reports = tmp_path / "report.json", tmp_path / "reports"
     flags = ["--device", "cpu", "--seeds", "1", "--requests", "12", "--rates", "20", "--loads", "2000/150"]
-    flags += ["--short", "--json", str(out), "--reports", str(reports)]
-    done = subprocess.run(
-        [sys.executable, "-m", "baton.bench.disagg", *flags, "--side", sides[0], "--side", sides[1]],
-        cwd=ROOT, capture_output=True, text=True, timeout=WITHIN,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    flags += ["--short", "--json", str(out), "--reports", str(reports), "--side", sides[0]]
+    monkeypatch.setattr(sys, "argv", ["disagg", *flags, "--side", sides[1]])
+    with forking():
+        assert main() == 0
     rows = {row["name"]: row["value"] for row in json.loads(out.read_text())["results"]}
     assert rows["disagg.2000_150.r20.fast.answered"] == rows["disagg.2000_150.r20.slow.answered"] == 12
     fast, slow = (requests_of(reports / f"2000_150.r20.{side}.0.jsonl") for side in ("fast", "slow"))

@@ -21,7 +21,6 @@ from typing import Any, AnyStr
 from baton.machine.system import process_end
 
 KINDS = {
-    "baton.bench.load": "loads",
     "baton.bench.load.traffic.client_process": "loads",
     "baton.cluster.cli": "roles",
     "baton.cluster.check_model": "roles",
@@ -29,13 +28,15 @@ KINDS = {
     "baton.kv_transfer.process": "transfers",
     "baton.router.preparation.child": "roles",
     "baton.vllm_worker.engine_process": "roles",
+    "tests.bench.mock_server": "loads",
     "tests.decode_worker.engine_process": "roles",
     "tests.worker.patient_engine": "roles",
     "tests.worker_process": "roles",
     "tests.vllm_worker.vllm_server": "roles",
     "baton.worker.engine_process.rank_process": "roles",
 }
-"""The fork server of each module, which is named after `-m`. That of `roles` has torch."""
+"""The fork server of each module. That of `roles` has torch."""
+_BENCH = ["baton.cluster.cli", "bench"]
 VLLM_PYTHON = str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
 """All that runs by it has a fork server of its own, which has vLLM."""
 LAST = "baton.kv_transfer.process"
@@ -102,9 +103,14 @@ _servers: dict[str, ForkServer] = {}
 _may_start = True
 
 
+def kind_of(command: Sequence[str]) -> str | None:
+    """The fork server of a command, which begins with what follows `-m`."""
+    return "loads" if command[:2] == _BENCH else KINDS.get(command[0])
+
+
 def _server_of(command: Sequence[str], env: Mapping[str, str]) -> ForkServer | None:
     """None: the process must be a fresh one."""
-    if command[1:2] != ["-m"] or (kind := KINDS.get(command[2])) is None:
+    if command[1:2] != ["-m"] or (kind := kind_of(command[2:])) is None:
         return None
     environment: Mapping[str, str] = os.environ
     if command[0] != sys.executable:

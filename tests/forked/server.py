@@ -84,9 +84,15 @@ _PRELOADED = {
         "baton.vllm_worker.llm",
         "baton.worker.service_process.service",
     ),
-    "loads": ("baton.bench.load.cli", "baton.bench.load.commands", "baton.bench.load.traffic.client_process"),
+    "loads": (
+        "baton.bench.load.cli",
+        "baton.bench.load.commands",
+        "baton.bench.load.traffic.client_process",
+        "baton.cluster.cli",
+        "tests.bench.mock_server",
+    ),
 }
-_PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process", "baton.bench.load")
+_PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process", "bench")
 """These start other processes that are forked: `baton` commands, and modules."""
 
 
@@ -230,7 +236,9 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     tempfile.tempdir = None  # TMPDIR may differ
     command = [*request["command"], ""]
     if command[0] in _PARENTS or (command[0] == "baton.cluster.cli" and command[1] in _PARENTS):
-        _start_server(popen.KINDS[command[0]])
+        kind = popen.kind_of(command)
+        assert kind is not None
+        _start_server(kind)
         if command[1] == "router":  # uvloop
             setattr(asyncio, "create_subprocess_exec", popen.AsyncProcess.start)  # noqa: B010
 
