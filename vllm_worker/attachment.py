@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import struct
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -91,20 +90,23 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def events_address(connector: str) -> str:
     """Where vLLM publishes what enters and leaves its prefix cache: beside the connector's socket."""
-    return f"ipc://{connector}.events"
+    return f"ipc://{Path(connector).with_name('events')}"
 
 
 class ConnectorLink:
     """The engine process's end. All methods are for its event loop.
 
-    Owns the descriptors of `arenas`, one for each rank, until the connectors have them, and the directory of
-    `path`."""
+    Owns the descriptors of `arenas`, one for each rank, until the connectors have them.
 
-    def __init__(self, arenas: Sequence[kv.Arenas], heartbeat_fd: int) -> None:
+    Args:
+        directory: of mode 0700. The service made it, and removes it when this process is ready or has ended.
+            No name in it is longer than that of the service's socket.
+    """
+
+    def __init__(self, arenas: Sequence[kv.Arenas], heartbeat_fd: int, directory: Path) -> None:
         self._arenas = arenas
         self._heartbeat_fd = heartbeat_fd
-        self._directory = tempfile.mkdtemp(prefix="baton-")  # of mode 0700
-        self.path = f"{self._directory}/connector"
+        self.path = str(directory / "vllm")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.path)
         self._listener.listen()
@@ -159,13 +161,8 @@ class ConnectorLink:
                 loop.remove_reader(channel)
         return messages
 
-    def remove_directory(self) -> None:
-        """All that it was made for is connected. Idempotent."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-
     def close(self) -> None:
         self._listener.close()
-        self.remove_directory()
         for channel in self._channels.values():
             channel.sock.close()
 

@@ -19,6 +19,7 @@ import logging
 import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
@@ -81,7 +82,8 @@ class EngineProcess:
         self._link = ServiceLink(config.address)
         self._attempts = AttemptTable[VLLMAttempt](self._send)
         self._heartbeat = Heartbeat(config.heartbeat_fd)
-        self._connector = ConnectorLink([config.arenas, *config.rank_arenas], config.heartbeat_fd)
+        directory = Path(config.address.removeprefix("ipc://")).parent
+        self._connector = ConnectorLink([config.arenas, *config.rank_arenas], config.heartbeat_fd, directory)
         # vLLM's process dies with the thread that starts it. This one lives on, while it can be reached.
         self._thread = ThreadPoolExecutor(1, "vllm")
         self._flushes = False  # soon
@@ -150,7 +152,6 @@ class EngineProcess:
         attach = await attaching
         if self._config.engine.enable_prefix_caching:
             self._events = await _subscribed(events_address(self._connector.path))
-        self._connector.remove_directory()
         self._send(messages.Progress("warming up vLLM", 0.8))
         await vllm.warm_up()
         return vllm, await asyncio.to_thread(vllm.ready, attach)

@@ -31,7 +31,8 @@ def _bound(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
 
 class EngineLink:
     """The service's end. Owns the listening socket and its directory, which it makes in `run_dir`, or in
-    shared memory if that is full: a full disk must not keep a worker from starting again.
+    shared memory if that is full: a full disk must not keep a worker from starting again. The engine process
+    may make further sockets there.
 
     Raises ValueError if the directory cannot be made.
     """
@@ -72,7 +73,7 @@ class EngineLink:
     def remove_directory(self) -> None:
         """Removes the socket file and its directory. Idempotent.
 
-        The engine must have connected, which its first message proves.
+        The engine must be ready: then all sockets are connected.
         """
         if self._directory is not None:
             shutil.rmtree(self._directory)

@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -37,10 +38,17 @@ processes.set_forkserver_preload(["pytest", "baton.vllm_worker.attachment", "tes
 class Worker:
     """What a service process makes and an engine process inherits, for `ranks` connectors."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, directory: Path, ranks: int = 1) -> None:
         self.heartbeat = Heartbeat.create()
         arenas, self.transfer = make_arenas(ranks, SLOTS, SLOT_BYTES)
-        self.link = ConnectorLink(arenas, self.heartbeat.fd)
+        self.link = ConnectorLink(arenas, self.heartbeat.fd, directory)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """What the service gives the engine process for sockets. Their paths must be short."""
+    with TemporaryDirectory() as name:
+        yield Path(name)
 
 
 def attach(path: str, rank: int, then: Callable[[WorkerLink], None]) -> None:
@@ -72,12 +80,11 @@ def answers(link: WorkerLink) -> None:
     link.channel.send(Injected(b"d", FIRST, STATS), FetchFailed(b"e", "gone"), Released(b"p", "acked"))
 
 
-async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens() -> None:
-    worker = Worker()
+async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens(directory: Path) -> None:
+    worker = Worker(directory)
     process = connector(worker.link.path, 0, answers)
     assert await worker.link.attached() == SAYS
-    worker.link.remove_directory()
-    assert not Path(worker.link.path).parent.exists(), "no file stays, however the process ends"
+    Path(worker.link.path).unlink()  # the service removes the directory then
     sending, receiving = worker.transfer
     assert sending.channel.recv(100) == b"ready"
     assert bytes(sending.arena.slot(1)[:4]) == b"sent"
@@ -112,8 +119,8 @@ def second(link: WorkerLink) -> None:
     sending.channel.send(b"from rank 1")
 
 
-async def test_each_rank_gets_its_own_arenas() -> None:
-    worker = Worker(2)
+async def test_each_rank_gets_its_own_arenas(directory: Path) -> None:
+    worker = Worker(directory, 2)
     ranks = [connector(worker.link.path, 1, second), connector(worker.link.path, 0, first)]
     assert await worker.link.attached() == SAYS
     for process in ranks:
@@ -133,8 +140,8 @@ def reads(link: WorkerLink) -> None:
     link.channel.send(Released(b"p", "all read"))
 
 
-async def test_messages_wait_while_the_connector_does_not_read() -> None:
-    worker = Worker()
+async def test_messages_wait_while_the_connector_does_not_read(directory: Path) -> None:
+    worker = Worker(directory)
     process = connector(worker.link.path, 0, reads)
     await worker.link.attached()
     for i in range(MESSAGES):
@@ -152,9 +159,9 @@ async def test_messages_wait_while_the_connector_does_not_read() -> None:
     [(b"", "truncated"), (msgspec.msgpack.encode(SAYS_2), "there are 2 ranks")],
     ids=["ends", "rank"],
 )
-async def test_a_connector_that_does_not_attach(says: bytes, why: str) -> None:
+async def test_a_connector_that_does_not_attach(says: bytes, why: str, directory: Path) -> None:
     """Another one, which waits for an answer, ends at once."""
-    worker = Worker(2)
+    worker = Worker(directory, 2)
     with (
         closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as wrong,
         closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as other,
@@ -171,8 +178,8 @@ async def test_a_connector_that_does_not_attach(says: bytes, why: str) -> None:
     worker.link.close()
 
 
-async def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker()
+async def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    worker = Worker(directory)
     uids = iter([os.getuid() + 1, os.getuid()])
     monkeypatch.setattr(attachment, "_uid_of_peer", lambda sock: next(uids))
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as stranger:

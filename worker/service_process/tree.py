@@ -129,14 +129,13 @@ class WorkerTree:
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
         while True:
-            message = await self.engine_link.receive()
-            self.engine_link.remove_directory()
-            match message:
+            match message := await self.engine_link.receive():
                 case messages.Progress(stage, fraction):
                     progress(stage, fraction)
                 case messages.StartFailed(reason):
                     raise StartError(reason)
                 case EngineReady():
+                    self.engine_link.remove_directory()
                     dog.restart(config.deadlines.engine_dead)
                     self._started = True
                     return message
