@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import closing, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.engine_process import EngineProcess
 from baton.vllm_worker.roles import EngineGone
 from baton.worker import messages
-from baton.worker.engine_process.start import EngineProcessConfig
+from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig
 from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, Origin, Work
 from tests.stand_in import stand_in
@@ -47,6 +49,14 @@ class Process(EngineProcess):
         self._connector.close()
 
 
+def config_of(service: EngineLink, heartbeat: Heartbeat) -> Any:
+    return stand_in(
+        EngineProcessConfig,
+        address=service.address, heartbeat_fd=heartbeat.fd, arenas=None, rank_arenas=(), incarnation=1,
+        engine=EngineConfig("model", enable_prefix_caching=False, max_num_seqs=8),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("which", "error", "code"),
     [("vllm", EngineGone(), 5), ("connector", ChannelClosed(), 5), ("connector", ValueError("broken"), None)],
@@ -57,12 +67,7 @@ def test_the_service_reads_what_vllm_computed(which: str, error: Exception, code
     heartbeat = Heartbeat.create()
 
     async def main() -> int:
-        config = stand_in(
-            EngineProcessConfig,
-            address=service.address, heartbeat_fd=heartbeat.fd, arenas=None, rank_arenas=(), incarnation=1,
-            engine=EngineConfig("model", enable_prefix_caching=False, max_num_seqs=8),
-        )  # fmt: skip
-        with closing(Process(config)) as process:
+        with closing(Process(config_of(service, heartbeat))) as process:
             running = asyncio.create_task(process.run())
             request = EngineRequest(D, [1] * 20, sampling=SamplingParams(max_tokens=8))
             await service.send(messages.Decode(7, Work(request, 60.0, Origin(D, "r", "", 0.0)), None))
@@ -75,3 +80,19 @@ def test_the_service_reads_what_vllm_computed(which: str, error: Exception, code
     with closing(EngineLink(None)) as service, asyncio.Runner() as runner, ends:
         assert runner.run(within(main())) == code
     assert heartbeat.step == [D]
+
+
+def test_a_vllm_that_does_not_start_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(self: EngineProcess) -> None:
+        raise ValueError("no vLLM")
+
+    monkeypatch.setattr(EngineProcess, "_start", fails)
+    with TemporaryDirectory() as directory, asyncio.Runner() as runner:
+        monkeypatch.setattr("tempfile.tempdir", directory)
+
+        async def main() -> int:
+            with closing(EngineLink(None)) as service:
+                return await EngineProcess(config_of(service, Heartbeat.create())).run()
+
+        assert runner.run(within(main())) == EXIT_START_FAILED
+        assert [*Path(directory).iterdir()] == []
