@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import distribution
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -27,8 +27,6 @@ from tests.loop_clock import Clock
 from tests.shallow import shallow
 
 pytest_plugins = ["tests.leftovers", "tests.reruns", "tests.shards"]
-
-_TRUSTED = pytest.StashKey[TemporaryDirectory[str]]()
 
 # A busy machine is no failure of what is tested.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -60,14 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "COLUMNS", None
     )  # that of pytest-xdist's processes, which commands would take for a terminal's
     if not hasattr(config, "workerinput"):  # a process of pytest-xdist has it from the one that started it
-        directory = config.stash[_TRUSTED] = TemporaryDirectory()
-        os.environ["SSL_CERT_FILE"] = f"{directory.name}/ca.pem"
+        os.environ["SSL_CERT_FILE"] = f"{gettempdir()}/ca.pem"  # the run removes this directory
         trustme.CA().cert_pem.write_to_path(os.environ["SSL_CERT_FILE"])
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if _TRUSTED in config.stash:
-        config.stash[_TRUSTED].cleanup()
+def pytest_unconfigure() -> None:
     gc.freeze()  # the interpreter collects garbage at its end, which takes half a second with torch
 
 

@@ -1,16 +1,22 @@
-"""A test run that leaves processes behind fails. It names them and ends them.
+"""A test run that leaves processes or files of Baton behind fails. It names them, and ends or removes them.
 
 A leftover process started during the run and works in this checkout. Init has adopted it, or it is still a
 child of pytest. Processes that a user started beside the run have another parent.
 
-vLLM leaves names in /dev/shm when it is killed, as some tests do. So its processes give them the prefix of
-the run (`tests/vllm_worker/cheaper`), and the run removes them.
+All processes of a run have its directory for temporary files, where a leftover file is one with Baton's name.
+A killed vLLM leaves sockets there, which go with the directory, and names in /dev/shm. Most of these have the
+prefix of the run (`tests/vllm_worker/cheaper`). Those of its ranks on CPUs have another, so the run removes
+them if they came while it ran and no process maps them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import psutil
@@ -25,7 +31,10 @@ HELPERS = ("multiprocessing", "baton tests: fork server", "baton.machine.grammar
 """In the command lines of children of pytest that end with it."""
 SHARED_MEMORY = "vllm-of-tests-"
 """The prefix of each run begins so. Processes get it as `SHARED_MEMORY_OF_TESTS`."""
+BATON = "baton"
+"""Names of Baton's temporary files begin so."""
 _FOUND = pytest.StashKey[list[str]]()
+_DIRECTORY = pytest.StashKey[str]()
 
 
 def left_behind(since: float) -> Iterator[psutil.Process]:
@@ -58,16 +67,48 @@ def end(processes: list[psutil.Process]) -> list[str]:
     return lines
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("SHARED_MEMORY_OF_TESTS", f"{SHARED_MEMORY}{os.getpid()}-")
+    if hasattr(config, "workerinput"):
+        return  # a process of pytest-xdist has the directory of the one that started it
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps its own directories
+    # A short path, because sockets go there.
+    directory = config.stash[_DIRECTORY] = tempfile.mkdtemp(prefix="bt", dir="/tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir = directory
+    # At the end of this process, after multiprocessing has removed its own directory there.
+    Finalize(None, shutil.rmtree, (directory, True), exitpriority=-200)
 
 
-def remove_shared_memory() -> None:
+def files_left_behind(directory: Path) -> Iterator[str]:
+    """Yields the temporary files that Baton left there."""
+    for path in sorted(directory.iterdir()):
+        if path.name.lstrip(".").startswith(BATON):
+            yield " ".join(map(str, (path, *sorted(path.rglob("*")))))
+
+
+def unmapped(entries: Iterable[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
+    """Those names in /dev/shm whose memory no process maps."""
+    mapped, entries = set(), [*entries]
+    for maps in Path("/proc").glob("[0-9]*/maps") if entries else ():
+        with contextlib.suppress(OSError):  # the process has ended
+            mapped |= {int(line.split()[4]) for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return [entry for entry in entries if entry.inode() not in mapped]
+
+
+def is_of_ranks(entry: os.DirEntry[str]) -> bool:
+    """Whether ranks of vLLM on CPUs made this name in /dev/shm."""
+    return entry.name.startswith("vllm_dist_") and "cpushm" in entry.name
+
+
+def remove_shared_memory(since: float) -> None:
     """Of this run. A run within a test has the prefix of the outer one, which removes the names."""
     prefix = os.environ["SHARED_MEMORY_OF_TESTS"]
     if prefix == f"{SHARED_MEMORY}{os.getpid()}-":
-        for path in Path("/dev/shm").glob(f"{prefix}*"):
-            path.unlink(missing_ok=True)
+        names = [*os.scandir("/dev/shm")]
+        of_ranks = (entry for entry in names if is_of_ranks(entry) and entry.stat().st_mtime > since)
+        for entry in (*unmapped(of_ranks), *(entry for entry in names if entry.name.startswith(prefix))):
+            Path(entry.path).unlink(missing_ok=True)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest-xdist has ended its processes
@@ -75,14 +116,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return  # a process of pytest-xdist: the one that started it looks
     since = psutil.Process().create_time()
-    session.config.stash[_FOUND] = end(list(left_behind(since)))
-    remove_shared_memory()
+    processes = end(list(left_behind(since)))
+    files = files_left_behind(Path(session.config.stash[_DIRECTORY]))
+    session.config.stash[_FOUND] = [*processes, *files]
+    remove_shared_memory(since)
     if session.config.stash[_FOUND]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if found := config.stash.get(_FOUND, []):
-        terminalreporter.section("processes that tests left behind (killed)", red=True)
+        terminalreporter.section("left behind by tests (ended or removed)", red=True)
         for line in found:
             terminalreporter.write_line(line)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import subprocess
 import sys
@@ -48,27 +50,40 @@ def test_a_process_that_a_user_started_is_not_found() -> None:
     assert children[0] not in found
 
 
+def test_a_file_of_baton_is_found(tmp_path: Path) -> None:
+    for name in ("baton-1", ".baton-2", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "baton-1" / "engine").touch()
+    found = list(leftovers.files_left_behind(tmp_path))
+    assert found == [f"{tmp_path}/.baton-2", f"{tmp_path}/baton-1 {tmp_path}/baton-1/engine"]
+
+
 def test_names_in_shared_memory_of_vllm_are_no_trace_and_go_with_their_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine()
-    names = [f"{leftovers.SHARED_MEMORY}{run}-{os.urandom(4).hex()}" for run in (os.getpid(), 0)]
-    ours, of_another_run, strange = (
-        Path("/dev/shm", name) for name in (*names, f"psm_{os.urandom(4).hex()}")
-    )
+    prefixes = [*(f"{leftovers.SHARED_MEMORY}{run}-" for run in (os.getpid(), 0)), "vllm_dist_", "vllm_dist_"]
+    names = [f"{prefix}{os.urandom(4).hex()}-cpushm_0" for prefix in (*prefixes, "psm_")]
+    paths = ours, _, of_ranks, mapped, strange = [Path("/dev/shm", name) for name in names]
+    since = psutil.Process().create_time()
     try:
-        for path in (ours, of_another_run, strange):
-            path.touch()
+        for path in paths:
+            path.write_bytes(b"1")
         left = machine._left_shared_memory()
         assert strange.name in left
-        assert not {ours.name, of_another_run.name} & {*left}
+        assert not {*names[:4]} & {*left}
+        with mapped.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         monkeypatch.setenv("SHARED_MEMORY_OF_TESTS", f"{leftovers.SHARED_MEMORY}0-")
-        leftovers.remove_shared_memory()
+        leftovers.remove_shared_memory(since)
         assert ours.exists(), "a run within a test removes nothing"
         monkeypatch.setenv("SHARED_MEMORY_OF_TESTS", f"{leftovers.SHARED_MEMORY}{os.getpid()}-")
-        leftovers.remove_shared_memory()
-        assert (ours.exists(), of_another_run.exists(), strange.exists()) == (False, True, True)
+        leftovers.remove_shared_memory(math.inf)
+        assert [path for path in paths if not path.exists()] == [ours], "others came before the run"
+        leftovers.remove_shared_memory(since)
+        assert [path for path in paths if not path.exists()] == [ours, of_ranks]
+        memory.close()
     finally:
-        for path in (ours, of_another_run, strange):
+        for path in paths:
             path.unlink(missing_ok=True)
         machine.remove()

@@ -27,9 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def parent() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(
-        prefix="rd", dir="/tmp"
-    ) as path:  # pytest's own are too long for sockets
+    with tempfile.TemporaryDirectory(prefix="rd") as path:  # pytest's own are too long for sockets
         yield Path(path)
 
 

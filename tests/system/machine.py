@@ -17,7 +17,7 @@ from typing import TypeVar
 import psutil
 
 from baton.cluster.supervision.processes import alive
-from tests.leftovers import SHARED_MEMORY
+from tests.leftovers import SHARED_MEMORY, is_of_ranks, unmapped
 from tests.within import WITHIN
 
 BATON = [sys.executable, "-m", "baton.cluster.cli"]
@@ -29,7 +29,7 @@ def until(what: Callable[[], T | None], within: float, why: str) -> T:
     deadline = time.monotonic() + within
     while (result := what()) is None:
         assert time.monotonic() < deadline, f"not within {within} s: {why}"
-        time.sleep(0.05)
+        time.sleep(0.1)
     return result
 
 
@@ -44,9 +44,9 @@ class Machine:
 
     def __init__(self) -> None:
         # Short, because sockets go there.
-        self.tmp = Path(tempfile.mkdtemp(prefix="bs", dir="/tmp"))
-        self.home = Path(tempfile.mkdtemp(prefix="bh", dir="/tmp"))
-        self.outputs = Path(tempfile.mkdtemp(prefix="bo", dir="/tmp"))  # what commands print
+        self.tmp = Path(tempfile.mkdtemp(prefix="bs"))
+        self.home = Path(tempfile.mkdtemp(prefix="bh"))
+        self.outputs = Path(tempfile.mkdtemp(prefix="bo"))  # what commands print
         ours = ("BATON_", "RAY_", "XDG_")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         self.environment |= {"TMPDIR": str(self.tmp), "HOME": str(self.home)}
@@ -73,21 +73,15 @@ class Machine:
 
     def _left_shared_memory(self) -> list[str]:
         """New names in /dev/shm whose memory no process maps. Tests that run beside this one map theirs. vLLM
-        leaves some; those of its ranks on CPUs end with `cpushm`."""
-        new = [
+        leaves some, which the run removes."""
+        new = (
             entry
             for entry in os.scandir("/dev/shm")
             if entry.name not in self._shared_memory
             and not entry.name.startswith(SHARED_MEMORY)
-            and not entry.name.endswith("cpushm")
-        ]
-        mapped = set()
-        for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
-            with contextlib.suppress(OSError):  # the process has ended
-                mapped |= {
-                    int(line.split()[4]) for line in maps.read_text().splitlines() if "/dev/shm/" in line
-                }
-        return [entry.name for entry in new if entry.inode() not in mapped]
+            and not is_of_ranks(entry)
+        )
+        return [entry.name for entry in unmapped(new)]
 
     def remove(self) -> None:
         shutil.rmtree(self.tmp)
