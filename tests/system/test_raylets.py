@@ -231,6 +231,8 @@ async def survive(joined: Joined, raylets: list[str], clients: int) -> None:
         await off(joined.until_replaced, [joined.names[-1]], before)
         await off(joined.raylets.gcs, True)
         await progress(load, clients)
+    router = (await off(joined.roles))["router 0"]
+    assert not router["restarts"], router["last_exit"]
     await off(joined.assert_whole)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ from baton.kv_transfer import (
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
 from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, Costs, FromConnector
 from baton.vllm_worker.mixed_steps import StepCosts
+from tests.kv_transfer.transfer_process import deadlines
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 from tests.within import WITHIN
@@ -41,7 +43,8 @@ class Worker:
         self.costs = StepCosts()
         self._heartbeat = Heartbeat.create()
         arenas, self._theirs = make_arenas(ranks, SLOTS, SLOT_BYTES)
-        self.link = ConnectorLink(arenas, self._heartbeat.fd)
+        self._directory = TemporaryDirectory()
+        self.link = ConnectorLink(arenas, self._heartbeat.fd, Path(self._directory.name))
         connector = {
             "kv_role": role, "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"attach": self.link.path},
@@ -55,6 +58,7 @@ class Worker:
         config = TransferConfig(
             name=f"vllm {attach.rank}", incarnation=self.incarnation, layout=attach.layout, lanes=2,
             model_fingerprint=attach.model_fingerprint, num_slots=SLOTS, slot_bytes=SLOT_BYTES,
+            deadlines=deadlines(),
         )  # fmt: skip
         self.transfer = spawn_transfer(
             config, sending=self._theirs[0], receiving=self._theirs[1], heartbeat=self._heartbeat,
@@ -124,6 +128,7 @@ class Worker:
         self._service.close()
         await asyncio.to_thread(self.transfer.wait)
         self.link.close()
+        self._directory.cleanup()
 
 
 @contextlib.asynccontextmanager
