@@ -98,6 +98,8 @@ of `system` share clusters, those of `engine` classes of transformers, which tak
 KERNELS = re.compile(r"tests/engine/test_(exact|mamba2|(\w+_)?kernels)\.py")
 """Tests of the scope `kernels`: most of their time they are in Triton's interpreter, and few compare with
 transformers."""
+ENGINE = "tests/router/test_tokenizer.py"
+"""This module compares with transformers, too."""
 FORKS = ("tests/bench/test_smoke.py", "tests/decode_worker", "tests/router/test_process", "tests/worker")
 """Tests of the scope `forks`. They share workers and a fork server (`tests.forked`), which takes seconds to
 start."""
@@ -128,6 +130,8 @@ def _scope(nodeid: str) -> str:
         return "forks"
     if KERNELS.match(module):
         return "kernels"
+    if module == ENGINE:
+        return "engine"
     package = Path(module).parts[1]
     return package if package in SCOPES else module
 
