@@ -186,7 +186,7 @@ class Engine:
             self.content_root,
             hooks=hooks,
             offload_places=places,
-            prompt_tokens_per_s=lambda: self.prompt_tokens_per_s,
+            prompt_seconds=self.prompt_seconds,
             copies=copies,
         )
 
@@ -311,11 +311,6 @@ class Engine:
         """Proves, when idle, that no block and no other part of a request was left behind."""
         assert not self.loop.under_way, "a step is under way"
         self._lives.assert_whole()
-
-    @property
-    def prompt_tokens_per_s(self) -> float:
-        """Speed at which a prompt is computed now, alone or beside decodes. 0: not known."""
-        return self._meters.prompt_tokens_per_s(decoding=self._scheduler.decoding > 0)
 
     def prompt_seconds(self, tokens: int, uncached: int, position: int) -> float:
         """As in `Meters`."""

@@ -19,25 +19,20 @@ Tiers know nothing of each other. Each saves what the pool evicts next.
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.content import Tier
 from baton.engine.api.stats import OffloadStats
-from baton.machine import Average
+from baton.machine.link import Link
 
 CLEAN_SHARE = 4
 """Prompts may need many cells at once. So one in `CLEAN_SHARE` cells of the pool should be free, or should
 have a copy here and be evicted next."""
 LOOKS = 8
 """The pool is searched again for cells to copy when one in `LOOKS` of these cells has changed."""
-DECAY = 0.7
-"""Factor on the weight of past loads with each later one, in the measured speed."""
 PAUSE = 10.0
 """Seconds without copies to a tier after one has failed: the disk is full, or does not work."""
-FORGET = 0.97
-"""Divides the speed at which prompts should be computed, once for each prompt that is computed instead of
-loaded. Otherwise one slow load would be the last one."""
 
 
 @dataclass(slots=True)
@@ -54,7 +49,7 @@ class _Load:
     left: int
     then: Callable[[bool], None]
     tokens: int
-    began: float = field(default_factory=time.monotonic)
+    began: float  # time.monotonic()
     intact: bool = True
 
 
@@ -107,11 +102,10 @@ class OffloadTier:
         cell_tokens: int,
         tenant_of: Callable[[bytes], bytes | None],
         left: Callable[[bytes], None] = lambda _: None,
-        prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`num_cells`: of the pool. `cell_tokens`: positions with KV in a cell. 0: it has states. `tenant_of`
         a cell that the cache has, by its name. `left` is called with the name of each cell that is not kept
-        here any more. `prompt_tokens_per_s`: the speed at which a prompt is computed now. 0: not known."""
+        here any more."""
         self.tier = tier
         self.of_states = not cell_tokens
         self.num_places = self.ready = num_places
@@ -119,7 +113,6 @@ class OffloadTier:
         self._cell_tokens = cell_tokens
         self._tenant_of = tenant_of
         self._left = left
-        self._prompt_tokens_per_s = prompt_tokens_per_s
         # At most half of the places: otherwise all cells of this tier would also be in the pool.
         self._clean = min(max(1, num_cells // CLEAN_SHARE), num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
@@ -131,8 +124,7 @@ class OffloadTier:
         self._copies = 0  # handed to the caller and not ended
         self._waiting: deque[CellCopy] = deque()  # copies in
         self._loads = 0  # not ended
-        self._speed = Average(DECAY)  # tokens in a second of recent loads
-        self._doubt = 1.0  # in that speed; grows with each prompt that is computed because of it
+        self._link = Link()
         self._saved = self._loaded = self._dropped = self._failed = self._damaged = 0
         self._paused_until = 0.0  # time.monotonic()
 
@@ -145,7 +137,7 @@ class OffloadTier:
             self.tier,
             blocks_total=self.num_places,
             blocks_used=len(self._entries),
-            tokens_per_s=self._speed.value,
+            tokens_per_s=self._link.tokens_per_s.value,
             saved=self._saved,
             loaded_tokens=self._loaded,
             dropped=self._dropped,
@@ -231,18 +223,14 @@ class OffloadTier:
 
     # Copies in
 
-    def pays(self) -> bool:
-        """Whether copying a cell takes less time than computing it, as far as known."""
-        speed = self._speed.value
-        if not speed or self._prompt_tokens_per_s() <= speed * self._doubt:
-            return True
-        self._doubt /= FORGET
-        return False
+    def pays(self, tokens: int, seconds: float) -> bool:
+        """As `Link.pays`: whether loading so many tokens takes less than `seconds`."""
+        return self._link.pays(tokens, seconds, time.monotonic())
 
     def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
         """Copies what is there under these names into these cells, which nothing else uses meanwhile. Then
         calls `then`, with True if all bytes are as they were saved. The caller publishes the cells."""
-        load = _Load(len(wanted), then, len(wanted) * self._cell_tokens)
+        load = _Load(len(wanted), then, len(wanted) * self._cell_tokens, time.monotonic())
         self._loads += 1
         for name, cell in wanted:
             entry = self._entries[name]
@@ -295,8 +283,8 @@ class OffloadTier:
         self._loads -= 1
         self._loaded += load.tokens * load.intact
         if load.tokens:
-            self._speed.add(load.tokens, time.monotonic() - load.began)
-        self._doubt = 1.0
+            now = time.monotonic()
+            self._link.measured(load.tokens, 0.0, now - load.began, now)
         load.then(load.intact)
 
     @property

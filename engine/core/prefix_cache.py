@@ -81,14 +81,15 @@ class PrefixCache:
         *,
         hooks: Hooks = NO_HOOKS,
         offload_places: Mapping[TierCells, int] = MappingProxyType({}),
-        prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
+        prompt_seconds: Callable[[int, int, int], float] = lambda *_: 0.0,
         copies: StateCopies | None = None,
     ) -> None:
         """`content_root`: root of all names. `offload_places`: cells of each tier below the device.
-        `prompt_tokens_per_s`: as in `OffloadTier`."""
+        `prompt_seconds`: as in `Meters`."""
         self.queries = 0
         self.hits = 0
         self.copies = copies
+        self.prompt_seconds = prompt_seconds
         self._pool = pool
         self._block_size = pool.block_size
         self._root = content_root
@@ -106,7 +107,7 @@ class PrefixCache:
                 tiers.append(OffloadTier(tier, places, copies, copies.count, 0, self._tenant_of))
                 continue
             cells = pool, pool.num_blocks, pool.block_size
-            tiers.append(OffloadTier(tier, places, *cells, self._tenant_of, self._left, prompt_tokens_per_s))
+            tiers.append(OffloadTier(tier, places, *cells, self._tenant_of, self._left))
         self.offload: Sequence[OffloadTier] = tiers
         self._block_tiers = [tier for tier in tiers if not tier.of_states]
         self._state_tiers = [tier for tier in tiers if tier.of_states]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.request_states import RequestStates
 
@@ -124,12 +123,12 @@ class RequestMemory:
             return False
         names, usable = self._names(live, cache), self._usable(live, cache)
         first, stop = live.num_published, cache.usable(usable[: cache.known(usable)])
-        pays: dict[OffloadTier, bool] = {}
-        for index in range(first, stop):
-            tier = None if self._pool.lookup([usable[index]]) else cache.tier_of(usable[index])
-            if tier is not None and not pays.setdefault(tier, tier.pays()):
-                stop = index
-                break
+        tiers = [None if self._pool.lookup([name]) else cache.tier_of(name) for name in usable[first:stop]]
+        rest = len(live.token_ids) - stop * self._block_size
+        for tier in dict.fromkeys(filter(None, tiers)):
+            start, tokens = first + tiers.index(tier), tiers.count(tier) * self._block_size
+            if not tier.pays(tokens, cache.prompt_seconds(tokens, rest, start * self._block_size)):
+                stop = min(stop, start)
         stop = cache.usable(usable[:stop])
         if stop <= first:
             return False

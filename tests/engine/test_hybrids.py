@@ -237,7 +237,7 @@ def test_states_live_on_below_the_device(
 
     turns = TURNS[:12]
     expected = answers(tiny_engine(model=str(path), num_blocks=200), turns)
-    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
     monkeypatch.setattr(OffloadTier, "load", noted)
     sizes = {"num_blocks": 40, "max_num_seqs": 3, f"{tier}_cache_size": 1 << 22}
     engine = tiny_engine(model=str(path), **caching(4, **sizes), disk_cache_dir=str(tmp_path))

@@ -138,7 +138,7 @@ def test_quality_of_latents_in_fp8(tmp_path: Path) -> None:
 def test_tokens_are_the_same_with_a_tier_and_preemptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
     save_tiny(tmp_path, "DeepseekV3")
     turns = TURNS[:12]
     expected = answers(load(tmp_path, num_blocks=200, block_size=4), turns)

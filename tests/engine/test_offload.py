@@ -290,20 +290,28 @@ def test_no_block_gives_up_its_place_while_others_get_their_memory() -> None:
     assert worker.tier.stats.blocks_total == 5
 
 
-def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads() -> None:
-    speed = 0.0
-    pool = BlockPool(4, BLOCK)
-    tier = OffloadTier(Tier.HOST, 8, pool, 4, BLOCK, lambda name: b"", prompt_tokens_per_s=lambda: speed)
-    assert tier.pays()
-    tier._speed.add(1000.0, 1.0)
-    speed = 900.0
-    assert tier.pays()
-    speed = 1100.0
-    assert not tier.pays()
-    refused = 1
-    while not tier.pays():
+def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, pool = 0.0, BlockPool(1, BLOCK)
+    tier = OffloadTier(Tier.HOST, 8, pool, 8, BLOCK, lambda name: b"")
+    monkeypatch.setattr(offload_tier, "time", SimpleNamespace(monotonic=lambda: now))
+    assert tier.pays(BLOCK, 0.1), "nothing is known"
+    blocks = pool.allocate(1)
+    pool.publish(blocks[0], b"a")
+    pool.release(blocks)
+    [copy] = tier.next_saves(1)
+    tier.ended(copy, True)
+    tier.load([(b"a", 0)], lambda is_right: None)
+    [copy] = tier.next_loads(1)
+    now = 1.0
+    tier.ended(copy, True)
+    assert tier.stats.tokens_per_s == BLOCK
+    assert tier.pays(BLOCK, 1.1)
+    refused = 0
+    while not tier.pays(BLOCK, 0.9):
         refused += 1
-    assert refused < 10, "a load is tried again"
+    assert 0 < refused < 10, "a load is tried again"
 
 
 def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:

@@ -83,7 +83,7 @@ def without_tiers(tiny_engine: MakeEngine) -> list[list[int]]:
 @pytest.fixture
 def right(without_tiers: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of `TURNS`. Copies to tiers always pay meanwhile."""
-    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
     return without_tiers
 
 

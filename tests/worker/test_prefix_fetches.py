@@ -11,10 +11,11 @@ from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
+from baton.machine.link import Link
 from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
-from baton.worker.engine_process.prefix_links import Link, PrefixLinks
+from baton.worker.engine_process.prefix_links import PrefixLinks
 from baton.worker.engine_process.shared_store import PLACE, SLACK, StoreSource
 from baton.worker.messages import ContentSource, Origin, RequestCounts
 from tests.stand_in import stand_in
@@ -417,7 +418,7 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     assert limit(0.9, 1.0) == 1.0, "no later than it would be computed"
     assert limit(SLACK / 10, 1.0) == SLACK
     assert limit(SLACK / 10, SLACK / 4) == SLACK / 4, "nor if that takes no time"
-    link.probed(0.0, CHUNK_TOKENS / 2000.0)
+    link.probed(0.0, 1 / 2000.0)
     world.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
@@ -431,7 +432,7 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
 
 def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
     store = world.put_behind()
-    store.link(PLACE).probed(0.0, CHUNK_TOKENS / 2000.0)
+    store.link(PLACE).probed(0.0, 1 / 2000.0)
     world.prompt_tokens_per_s = 1000.0  # 0.256 s for all
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
@@ -450,17 +451,17 @@ def test_no_prompt_waits_for_a_store_that_a_probe_found_slow(world: World) -> No
     store = world.put_behind()
     world.prompt_tokens_per_s = 1000.0
     link = store.link(PLACE)
-    link.probed(0.0, CHUNK_TOKENS / 900.0)
+    link.probed(0.0, 1 / 900.0)
     assert link.expected(1 << 10) == pytest.approx((1 << 10) / 900.0)
     assert not world.get(b"a", None)
     link.measured(4 * CHUNK_TOKENS, 0.0, 0.1, now=0.0)
     assert link.pays(4 * CHUNK_TOKENS, 0.11, 0.0), "fetches say more than a probe"
-    link.probed(0.0, CHUNK_TOKENS / 450.0)
+    link.probed(0.0, 1 / 450.0)
     assert not link.pays(4 * CHUNK_TOKENS, 0.19, 0.0), "and a later one says how they have changed"
     assert link.pays(4 * CHUNK_TOKENS, 0.21, 0.0)
     link.waited.add(5.0)
     assert not link.pays(4 * CHUNK_TOKENS, 0.21, 0.0)
-    link.probed(0.0, CHUNK_TOKENS / 450.0)
+    link.probed(0.0, 1 / 450.0)
     assert link.pays(4 * CHUNK_TOKENS, 0.21, 0.0), "it answers at once again"
 
 
@@ -491,7 +492,7 @@ class SlowStore:
     def probe(self) -> bool:
         if self.answers_probes:
             self.probes += 1
-            self.link.probed(self.ANSWER, self._seconds(CHUNK_TOKENS, self.promised))
+            self.link.probed(self.ANSWER, self._seconds(1, self.promised))
         return self.answers_probes
 
     def fetch_content(self, fetch_id: bytes, *, owner: Any, **_: object) -> None:

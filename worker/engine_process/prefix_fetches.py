@@ -25,8 +25,9 @@ from baton.engine import Engine, EngineRequest
 from baton.engine.core.prefix_exchange import Import, MissingPrefix
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
+from baton.machine.link import Link
 from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.engine_process.prefix_links import Link, PrefixLinks
+from baton.worker.engine_process.prefix_links import PrefixLinks
 from baton.worker.messages import ContentSource, RequestCounts
 
 LONGEST = 5.0

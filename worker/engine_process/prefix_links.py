@@ -1,114 +1,17 @@
 """How fast prefixes come from other workers: measured for each tier of each worker."""
 
-import math
-from collections import defaultdict
-from dataclasses import dataclass, field
-
-from baton.content import CHUNK_TOKENS, Tier
+from baton.content import Tier
 from baton.kv_transfer import TransferDeadlines
-from baton.kv_transfer.protocol.messages import MAX_CHUNKS
-from baton.machine import Average
+from baton.machine.link import Link
 from baton.worker.messages import ContentSource, PrefixLink
 
-MEMORY = 0.7
-"""Factor on the weight of the fetches before, in averages."""
-MEMORY_OF_SIZE = 0.4
-"""The same for the fetches of one size. There are few of these, so one slow fetch must soon be forgotten."""
-FORGET = 0.97
-"""Factor on the measured seconds with each prompt that is computed because of them. Otherwise one slow fetch
-would be the last one."""
 IDLE_CLOSE = TransferDeadlines().idle_close
-"""Seconds without a fetch after which the next one has to make a session first."""
+"""Seconds without a fetch after which a session ends."""
 MOST = 1000
 """Links with measured fetches. One more replaces the oldest."""
 RECENT = 60.0
 """Seconds for which a measured fetch is reported to routers. After that they count the link as unknown, and
 try it again."""
-
-LONG = (MAX_CHUNKS * CHUNK_TOKENS).bit_length()
-"""Of the longest fetch."""
-
-
-@dataclass(slots=True)
-class Link:
-    """What recent fetches from one tier of one worker took."""
-
-    waited: Average = field(default_factory=lambda: Average(MEMORY))  # seconds until the first frame
-    transfers: dict[int, Average] = field(
-        default_factory=lambda: defaultdict(lambda: Average(MEMORY_OF_SIZE))
-    )
-    """Seconds from then on, by size. Sizes differ by a factor of two."""
-    tokens_per_s: Average = field(default_factory=lambda: Average(MEMORY))  # from the first frame on
-    paused_until: float = 0.0  # time.monotonic()
-    connecting: float = 0.0  # seconds until the last new session was up
-    measured_at: float = -math.inf  # time.monotonic()
-    refused: bool = False  # since the last probe, a prompt was computed because of what was measured
-    chunk_seconds: float = 0.0  # of the last probe. 0: there was none
-
-    def pays(self, tokens: int, seconds: float, now: float) -> bool:
-        """Whether a fetch of so many tokens takes less than `seconds`, as far as known. 0: not known.
-
-        Each time the answer is no, the measured times are lowered. So after many prompts a fetch is tried
-        again. Where probes measure, no prompt has to try."""
-        if now < self.paused_until:
-            return False
-        if not seconds or not self.transfers:
-            return True
-        connecting = self.connecting if self._has_ended(now) else 0.0
-        if connecting + self.expected(tokens) < seconds:
-            return True
-        self.refused = True
-        if self.chunk_seconds:
-            return False
-        self.connecting *= FORGET
-        for average in (self.waited, *self.transfers.values()):
-            average.scale(FORGET)
-        return False
-
-    def expected(self, tokens: int) -> float:
-        """Seconds to fetch so many tokens. 0: not known.
-
-        Short fetches say little about the speed of long ones. So a fetch longer than all before is expected
-        to take as long as the longest of them. This makes the worker try it."""
-        if not self.transfers:
-            return 0.0
-        shorter = [size for size in self.transfers if size <= tokens.bit_length()]
-        if shorter:
-            transfer = self.transfers[max(shorter)].value
-        else:
-            size = min(self.transfers)
-            transfer = self.transfers[size].value * tokens / (1 << size)
-        return self.waited.value + transfer
-
-    def _has_ended(self, now: float) -> bool:
-        """Whether the session of the last fetch has probably ended."""
-        return now >= self.measured_at + IDLE_CLOSE
-
-    def probed(self, waited: float, chunk_seconds: float) -> None:
-        """The first answer and a chunk took so long, and no prompt waited. Until there are fetches, a chunk
-        counts for all sizes. Then fetches are believed to take longer, or less long, by the factor that
-        probes do."""
-        self.waited = Average(MEMORY)
-        self.waited.add(waited)
-        if self.chunk_seconds:
-            factor = chunk_seconds / self.chunk_seconds
-            self.tokens_per_s.scale(1 / factor)
-            for average in self.transfers.values():
-                average.scale(factor)
-        else:
-            self.tokens_per_s.add(CHUNK_TOKENS, chunk_seconds)
-            self.transfers[LONG].add((1 << LONG) / CHUNK_TOKENS * chunk_seconds)
-        self.chunk_seconds, self.refused = chunk_seconds, False
-
-    def measured(
-        self, tokens: int, waited: float, seconds: float, now: float, connecting: float = 0.0
-    ) -> None:
-        if self._has_ended(now):
-            self.connecting = connecting
-        self.measured_at = now
-        self.tokens_per_s.add(tokens, seconds)
-        self.waited.add(waited)
-        self.transfers[tokens.bit_length()].add(seconds)
 
 
 class PrefixLinks:
@@ -121,7 +24,7 @@ class PrefixLinks:
         key = source.kv_address, source.incarnation, source.tier
         if key not in self._links and len(self._links) >= MOST:
             del self._links[next(iter(self._links))]
-        return self._links.setdefault(key, Link())
+        return self._links.setdefault(key, Link(IDLE_CLOSE))
 
     def recent(self, now: float) -> list[PrefixLink]:
         """What routers should know."""

@@ -5,17 +5,18 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from baton.content import Tier
+from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.kv_transfer.shared_store import StoreFds
+from baton.machine.link import Link
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetch
-from baton.worker.engine_process.prefix_links import RECENT, Link
+from baton.worker.engine_process.prefix_links import RECENT
 from baton.worker.messages import ContentSource, StoreStats
 
 SLACK = 0.05
@@ -58,7 +59,7 @@ class StoreSource:
                 lend=source.lend,
                 known=cached_chunks.stored,
                 answered=lambda seconds: source._link.waited.add(seconds),  # a probe makes a new average
-                probed=source._link.probed,
+                probed=lambda waited, seconds: source._link.probed(waited, seconds / CHUNK_TOKENS),
             )
 
         return cls(engine, engine.store_exchange, open_store)
@@ -108,12 +109,12 @@ class StoreSource:
         Returns whether the session is another one than at the last call. Then it may be another store."""
         store, link = self.store, self._link
         if is_new := store.session != self._session:
-            self._session, self._probe_at, link.chunk_seconds = store.session, now, 0.0
+            self._session, self._probe_at, link.token_seconds = store.session, now, 0.0
             link.transfers.clear()
-        if now >= self._probe_at and (link.refused or not link.chunk_seconds) and store.probe():
-            self._probe_at = now + (RECENT if link.chunk_seconds else PAUSE)
+        if now >= self._probe_at and (link.refused or not link.token_seconds) and store.probe():
+            self._probe_at = now + (RECENT if link.token_seconds else PAUSE)
         # Nor do prompts wait for a store that is silent.
-        link.paused_until = 0.0 if link.chunk_seconds and not store.unanswered else math.inf
+        link.paused_until = 0.0 if link.token_seconds and not store.unanswered else math.inf
         return is_new
 
     def lend(self, name: bytes, part: int, chunk: int) -> Lent | None:
