@@ -17,16 +17,18 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import logging
 import math
 import os
+import re
 import time
 import tomllib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.errors import RateLimited, Unauthorized
@@ -37,15 +39,6 @@ MAX_FILE_BYTES = 1 << 20
 POLL_SECONDS = 1.0
 """Between two looks at the file. A Secret that Kubernetes mounts changes without a signal."""
 MAX_HEADER = 4096
-_FIELDS = {
-    "key": str,
-    "sha256": str,
-    "max-requests": int,
-    "tokens-per-minute": int,
-    "min-priority": int,
-    "salt": str,
-}
-_PRIORITIES = range(-(2**31), 2**31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,55 +106,42 @@ def read_key_file(path: str) -> tuple[ApiKey, ...]:
     return tuple(_key(f"{where}: [{name}]", name, table) for name, table in tables.items())
 
 
+class _Table(msgspec.Struct, forbid_unknown_fields=True, rename=lambda field: field.replace("_", "-")):
+    """A table of a key file."""
+
+    key: str | None = None
+    sha256: str | None = None
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    min_priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = 0
+    salt: str | None = None
+
+
 def _key(where: str, name: str, table: Any) -> ApiKey:
-    if not isinstance(table, dict):
-        raise ValueError(f"{where} must be a table")
-    for field, value in table.items():
-        if field not in _FIELDS:
-            raise ValueError(f"{where} has no field {field!r}; there are {', '.join(_FIELDS)}")
-        if type(value) is not _FIELDS[field]:
-            raise ValueError(f"{where} {field} must be a {'number' if _FIELDS[field] is int else 'string'}")
-        if field == "min-priority" and value not in _PRIORITIES:
-            raise ValueError(f"{where} {field} must be {_PRIORITIES[0]} to {_PRIORITIES[-1]}, not {value}")
-        if type(value) is int and field != "min-priority" and value < 1:
-            raise ValueError(f"{where} {field} must be at least 1, not {value}")
-    salt = table.get("salt")
-    return ApiKey(
-        name,
-        _sha256(where, table),
-        max_requests=table.get("max-requests"),
-        tokens_per_minute=table.get("tokens-per-minute"),
-        min_priority=table.get("min-priority", 0),
-        cache_salt=b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=16).digest(),
-    )
-
-
-def _sha256(where: str, table: Mapping[str, Any]) -> bytes:
-    if ("key" in table) == ("sha256" in table):
-        raise ValueError(f"{where} needs either key or sha256")
-    if "key" in table:
-        return ApiKey.of(where, table["key"]).sha256
     try:
-        digest = bytes.fromhex(table["sha256"])
-    except ValueError:
-        digest = b""
-    if len(digest) != 32:
+        read = msgspec.convert(table, _Table)
+    except msgspec.ValidationError as error:
+        fields = ", ".join(_Table.__struct_encode_fields__)
+        raise ValueError(f"{where}: {error}; a table has the fields {fields}") from error
+    if (read.key is None) == (read.sha256 is None):
+        raise ValueError(f"{where} needs either key or sha256")
+    if read.key is not None:
+        sha256 = ApiKey.of(where, read.key).sha256
+    elif re.fullmatch("[0-9a-fA-F]{64}", read.sha256 or ""):
+        sha256 = bytes.fromhex(read.sha256 or "")
+    else:
         raise ValueError(f"{where} sha256 must be 64 hexadecimal digits: printf %s KEY | sha256sum")
-    return digest
+    salt = b"" if read.salt is None else hashlib.blake2b(read.salt.encode(), digest_size=16).digest()
+    return ApiKey(name, sha256, read.max_requests, read.tokens_per_minute, read.min_priority, salt)
 
 
-def to_json(keys: Sequence[ApiKey]) -> str:
+def to_json(keys: Sequence[ApiKey]) -> bytes:
     """For another process of the router."""
-    return json.dumps(
-        [asdict(k) | {"sha256": k.sha256.hex(), "cache_salt": k.cache_salt.hex()} for k in keys]
-    )
+    return msgspec.json.encode(keys)
 
 
 def from_json(text: bytes) -> tuple[ApiKey, ...]:
-    return tuple(
-        ApiKey(**each | {field: bytes.fromhex(each[field]) for field in ("sha256", "cache_salt")})
-        for each in json.loads(text)
-    )
+    return msgspec.json.decode(text, type=tuple[ApiKey, ...])
 
 
 async def follow_keys(

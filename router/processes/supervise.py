@@ -334,7 +334,7 @@ class Supervisor:
         keys = self._config.api_keys
         if process.ready is not None and process.keys != keys:
             process.keys = keys
-            await process.send_or_kill(f"keys {to_json(keys)}")
+            await process.send_or_kill(f"keys {to_json(keys).decode()}")
 
     async def _report_ready(self, admin_url: str) -> None:
         while not (ready := self._all_ready()):
