@@ -24,15 +24,20 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from baton.machine import oom_kills
 from baton.machine.python_path import python_path
 from baton.machine.system import process_end
 from baton.router.admission.fairness import FairQueue
+from baton.router.errors import ApiError, InvalidRequest, all_errors
 
 log = logging.getLogger(__name__)
 
 Frame = bytes | bytearray
+_ERRORS = {kind.__name__: kind for kind in all_errors()}
 _LENGTH = struct.Struct("<I")
 HANG_SECONDS = 60.0
 """Without a reply for so long, a child hangs, and is killed. Its limit of CPU time does not end a child that
@@ -244,20 +249,31 @@ class ChildPool:
         self._busy_long: set[Child] = set()
         self._calls: set[asyncio.Task[bytes]] = set()
 
-    async def call(self, key: str, *parts: Frame) -> bytes:
-        """Sends `parts` as one request for the client's API key `key`. Returns the reply.
+    async def ask(self, key: str, *parts: Frame, too_much: InvalidRequest) -> Any:
+        """As `call`, but also raises ApiErrors in place of ChildDied: `too_much` if the child died of the
+        request."""
+        try:
+            return await self.call(key, *parts)
+        except ChildDied as died:
+            if died.caused_by_request:
+                raise too_much from died
+            raise ApiError(f"the router has no process for this request: {died}") from died
+
+    async def call(self, key: str, *parts: Frame) -> Any:
+        """Sends `parts` as one request for the client's API key `key`. Returns the answer.
 
         When the caller is cancelled, the child finishes and its reply is dropped. When a child is killed from
-        outside, the request is sent once more, unless the kernel killed for want of memory. Raises ChildDied.
+        outside, the request is sent once more, unless the kernel killed for want of memory. Raises ChildDied,
+        and the ApiError that the child raised.
         """
         kills = oom_kills()
         try:
-            return await self._call(key, parts)
+            return read_answer(await self._call(key, parts))
         except ChildDied as died:
             died.caused_by_request |= died.killed and oom_kills() > kills
             if died.caused_by_request or not died.killed:
                 raise
-        return await self._call(key, parts)
+        return read_answer(await self._call(key, parts))
 
     async def _call(self, key: str, parts: Sequence[Frame]) -> bytes:
         size = sum(map(len, parts))
@@ -319,3 +335,18 @@ class ChildPool:
         child = self._idle.pop()
         waiting.set_result(child)
         return child
+
+
+def read_answer(reply: bytes) -> Any:
+    """Returns what `pipe.answered` was given. Raises the ApiError that it caught; one without details for a
+    defect, which the log has."""
+    match msgspec.msgpack.decode(reply):
+        case ["answer", answer]:
+            return answer
+        case ["error", error, message, param]:
+            raise _ERRORS[error](message, param=param)
+        case ["defect", stack]:
+            log.error("a child process failed\n%s", stack)
+            raise ApiError("the request failed inside the router")
+        case other:
+            raise AssertionError(other)

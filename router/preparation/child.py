@@ -1,33 +1,27 @@
 """Prepares bodies, large ones in a child process. This module is also the process that forks the children.
 
 A frame is a body to prepare: a line of JSON, then the history, then the client's bytes. The line is [kind,
-model names, context length, salt in hexadecimal, bytes of the history]. A reply is an array in MessagePack,
-of which the first entry says what it is.
+model names, context length, salt in hexadecimal, bytes of the history]. An answer is the bytes of a response,
+or an array of the fields of `Prepared`.
 """
 
 import asyncio
 import gc
 import json
-import logging
 import sys
 from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from baton.machine import memory_share
-from baton.machine.logs import stack_without_text
 from baton.router.admission.keys import ApiKey
 from baton.router.api.bodies import ChatOptions, CompletionOptions
-from baton.router.child_pool import ChildDied, ChildPool, ForkServer
-from baton.router.errors import ApiError, InvalidRequest, all_errors
+from baton.router.child_pool import ChildPool, ForkServer
+from baton.router.errors import InvalidRequest
 from baton.router.preparation import pipe
 from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer
-
-log = logging.getLogger(__name__)
 
 SMALL_BYTES = 16 << 10
 """A body up to this size takes 10 ms at most. The event loop prepares it, which saves the way to a child."""
@@ -44,9 +38,7 @@ MAX_OPTIONS_BYTES = 512 << 10
 MAX_OPTIONS_VALUES = 1 << 16
 """Limit for the commas and brackets in them: each value becomes an object. Tools have one in 20 bytes."""
 _PROMPT = {"messages", "prompt", "chat_template_kwargs", "bad_words"}
-_ERRORS = {kind.__name__: kind for kind in all_errors()}
 assert array("I").itemsize == 4
-_encode = msgspec.msgpack.encode
 
 
 class Preparer:
@@ -80,13 +72,8 @@ class Preparer:
                 finally:
                     await asyncio.sleep(0)
         head = request_head(kind, served, history, key.cache_salt)
-        try:
-            return read_reply(await self._children.call(key.name, head, raw), expect)
-        except ChildDied as died:
-            if not died.caused_by_request:
-                raise ApiError(f"the router has no process to prepare this request: {died}") from died
-            text = f"the preparation of this request takes more than {self._limits}"
-            raise InvalidRequest(text) from died
+        too_much = InvalidRequest(f"the preparation of this request takes more than {self._limits}")
+        return read_prepared(await self._children.ask(key.name, head, raw, too_much=too_much), expect)
 
     async def close(self) -> None:
         await self._children.close()
@@ -111,24 +98,15 @@ def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes =
     return json.dumps(head).encode() + b"\n" + history
 
 
-def read_reply(reply: bytes, expect: Callable[[int], None] = lambda tokens: None) -> Prepared | bytes:
-    """Raises the ApiError that the child raised, or one without details if the child had a defect."""
-    match msgspec.msgpack.decode(reply):
-        case ["prepared", is_chat, options, *ids, echoes, starts, beginning, repeated]:
-            expect(sum(map(len, ids[0])) // 4)
-            kind = ChatOptions if is_chat else CompletionOptions
-            prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
-            chosen = kind.model_validate_json(options)
-            return Prepared(chosen, prompts, echoes, starts, beginning, repeated, bad_words)
-        case ["response", body]:
-            return body
-        case ["error", error, message, param]:
-            raise _ERRORS[error](message, param=param)
-        case ["crash", stack]:
-            log.error("preparing a request failed\n%s", stack)
-            raise ApiError("the request failed inside the router")
-        case other:
-            raise AssertionError(other)
+def read_prepared(answer: Any, expect: Callable[[int], None] = lambda tokens: None) -> Prepared | bytes:
+    if isinstance(answer, bytes):
+        return answer
+    is_chat, options, *ids, echoes, starts, beginning, repeated = answer
+    expect(sum(map(len, ids[0])) // 4)
+    kind = ChatOptions if is_chat else CompletionOptions
+    prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
+    chosen = kind.model_validate_json(options)
+    return Prepared(chosen, prompts, echoes, starts, beginning, repeated, bad_words)
 
 
 def main(title: str, memory_bytes: str, control: str) -> None:
@@ -137,31 +115,25 @@ def main(title: str, memory_bytes: str, control: str) -> None:
     tokenizer = ModelTokenizer.restored(sys.stdin.buffer.read())
 
     def serve() -> None:
-        pipe.serve(partial(reply_to, tokenizer), CPU_SECONDS)
+        pipe.serve(partial(answer_to, tokenizer), CPU_SECONDS)
 
     gc.freeze()
     kinds = {"bodies": serve, "grammars": grammar_child.serve}
     pipe.fork_children(int(control), title, kinds, int(memory_bytes))
 
 
-def reply_to(tokenizer: ModelTokenizer, request: bytes) -> bytes:
+def answer_to(tokenizer: ModelTokenizer, request: bytes) -> list[Any] | bytes:
+    """Raises InvalidRequest and ModelNotFound."""
     head, _, rest = request.partition(b"\n")
     kind, model_names, context, salt, length = json.loads(head)
     served, history, raw = Served(tuple(model_names), context), rest[:length], rest[length:]
-    try:
-        return _encode(_reply(prepare(kind, raw, tokenizer, served, history, bytes.fromhex(salt))))
-    except ApiError as error:
-        return _encode(["error", type(error).__name__, error.message, error.param])
-    except MemoryError:
-        sys.exit(1)  # the memory limit: the router refuses the body
-    except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
-        return _encode(["crash", "\n".join(stack_without_text(error))])
+    return _sent(prepare(kind, raw, tokenizer, served, history, bytes.fromhex(salt)))
 
 
-def _reply(prepared: Prepared | bytes) -> list[Any]:
+def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
     """Raises InvalidRequest when the fields beside the prompt are too large."""
     if isinstance(prepared, bytes):
-        return ["response", prepared]
+        return prepared
     chosen = prepared.options
     options = chosen.model_dump_json(
         by_alias=True,
@@ -182,7 +154,7 @@ def _reply(prepared: Prepared | bytes) -> list[Any]:
     )
     is_chat = isinstance(chosen, ChatOptions)
     rest = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
-    return ["prepared", is_chat, options, *ids, *rest]
+    return [is_chat, options, *ids, *rest]
 
 
 if __name__ == "__main__":

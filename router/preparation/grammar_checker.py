@@ -5,12 +5,11 @@ A grammar from a client may hang or crash it. Therefore it runs in a child proce
 """
 
 import hashlib
-import json
 from collections import OrderedDict
 
 from baton.router.api.structured import MAX_LENGTH, Structure
-from baton.router.child_pool import ChildDied, ChildPool, ForkServer
-from baton.router.errors import ApiError, InvalidRequest, Unsupported
+from baton.router.child_pool import ChildPool, ForkServer
+from baton.router.errors import InvalidRequest
 from baton.router.preparation.demand import Demand
 
 _CACHED = 64
@@ -39,25 +38,12 @@ class GrammarChecker:
             raise InvalidRequest(text, param=given.field)
         name = hashlib.blake2b(demand.text).digest()
         if name not in self._valid:
-            self._valid[name] = await self._compile(demand, key)
+            too_much = InvalidRequest(f"{demand.param}: too much to compile", param=demand.param)
+            structure = await self._children.ask(key, demand.text, too_much=too_much)
+            self._valid[name] = structure and Structure(**structure)
             if len(self._valid) > _CACHED:
                 self._valid.popitem(last=False)
         return self._valid[name]
 
     async def close(self) -> None:
         await self._children.close()
-
-    async def _compile(self, demand: Demand, key: str) -> Structure | None:
-        try:
-            said = json.loads(await self._children.call(key, demand.text))
-        except ChildDied as died:
-            if not died.caused_by_request:
-                raise ApiError(f"the router has no process to compile this grammar: {died}") from died
-            raise InvalidRequest(f"{demand.param}: too much to compile", param=demand.param) from died
-        match said:
-            case {"structure": structure}:
-                return structure and Structure(*structure)
-            case {"error": message, "param": param, "unsupported": unsupported}:
-                raise (Unsupported if unsupported else InvalidRequest)(message, param=param)
-            case other:
-                raise AssertionError(other)

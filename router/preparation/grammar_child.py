@@ -1,20 +1,18 @@
 """A child process that composes the grammars of requests, and compiles exactly what workers will compile.
 
 A grammar may take minutes to compile, or overflow the compiler's stack. Then this process dies, and
-`router.child_pool` starts another. A request is a `demand.Demand`. The reply is JSON: {"structure": …}
-or {"error": …, "param": …, "unsupported": …}.
+`router.child_pool` starts another. A request is a `demand.Demand`. The answer is a `Structure`, or None.
 """
 
 import json
 from functools import cache
-from typing import Any
 
 from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.machine.grammars import TOO_MUCH, Alphabet, error_of, limited
 from baton.router.api.structured import MAX_LENGTH, Structure
-from baton.router.errors import ApiError, InvalidRequest, Unsupported
+from baton.router.errors import InvalidRequest
 from baton.router.preparation import demand, pipe
 from baton.router.tools.regex import of_ascii
 from baton.router.tools.schema import subschemas
@@ -25,37 +23,27 @@ _OF_DRAFT_3 = {"divisibleBy", "extends", "disallow"}
 
 
 def serve() -> None:
-    def reply_within_limits(request: bytes) -> bytes:
-        with limited():
-            return reply(request)
-
     pipe.limit(MEMORY_BYTES)
-    pipe.serve(reply_within_limits, CPU_SECONDS)
+    pipe.serve(limited()(answer_to), CPU_SECONDS)
 
 
-def reply(request: bytes) -> bytes:
+def answer_to(request: bytes) -> Structure | None:
+    """Raises InvalidRequest and Unsupported."""
     asked = demand.read(request)
     alphabet = _alphabet(asked.vocab_size)
+    checked: list[Structure] = []
+
+    def check(given: Structure) -> Structure:
+        checked.append(_checked(alphabet, given))
+        return checked[-1]
+
     try:
-        checked: list[Structure] = []
-
-        def check(given: Structure) -> Structure:
-            checked.append(_checked(alphabet, given))
-            return checked[-1]
-
         structure = asked.composed(check)
         if structure is not None and structure not in checked:
             _compile(alphabet, structure)
-        said: dict[str, Any] = {"structure": structure and [structure.kind, structure.text, structure.field]}
-    except ApiError as error:
-        said = {"error": error.message, "param": error.param, "unsupported": isinstance(error, Unsupported)}
     except (ValueError, RecursionError, MemoryError) as error:
-        said = {
-            "error": f"{asked.param}: {str(error) or TOO_MUCH}",
-            "param": asked.param,
-            "unsupported": False,
-        }
-    return json.dumps(said).encode()
+        raise InvalidRequest(f"{asked.param}: {str(error) or TOO_MUCH}", param=asked.param) from error
+    return structure
 
 
 @cache

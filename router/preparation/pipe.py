@@ -15,12 +15,15 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import msgspec
 from setproctitle import setproctitle
 
+from baton.machine.logs import stack_without_text
 from baton.machine.memory import trim
 from baton.machine.system import die_with_parent
+from baton.router.errors import ApiError
 
 _NICE = 5
 """A lower priority than the event loop, for machines with few cores."""
@@ -118,20 +121,33 @@ def limit(memory_bytes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def serve(reply: Callable[[bytes], bytes], cpu_seconds: float) -> None:
-    """Replies to requests until the router closes the pipe. A request that takes longer ends the process."""
-    answer = str(os.getpid()).encode()
+def serve(answer: Callable[[bytes], Any], cpu_seconds: float) -> None:
+    """Answers requests until the router closes the pipe. A request that takes longer ends the process."""
+    reply = str(os.getpid()).encode()
     while True:
-        sys.stdout.buffer.write(_LENGTH.pack(len(answer)) + answer)
+        sys.stdout.buffer.write(_LENGTH.pack(len(reply)) + reply)
         sys.stdout.buffer.flush()
         if (request := read()) is None:
             return
         # The timer's signal ends the process even inside a library.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        answer = reply(request)
+        reply = answered(answer, request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         del request  # the next one may come much later
         _give_memory_back()
+
+
+def answered(answer: Callable[[bytes], Any], request: bytes) -> bytes:
+    """Returns the reply that `child_pool.read_answer` reads: the answer, or the error that was raised."""
+    try:
+        return msgspec.msgpack.encode(["answer", answer(request)])
+    except ApiError as error:
+        message = error.message.encode(errors="backslashreplace").decode()
+        return msgspec.msgpack.encode(["error", type(error).__name__, message, error.param])
+    except MemoryError:
+        sys.exit(1)  # the memory limit: the router refuses the request
+    except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
+        return msgspec.msgpack.encode(["defect", "\n".join(stack_without_text(error))])
 
 
 def _give_memory_back() -> None:

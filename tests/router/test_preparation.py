@@ -32,8 +32,8 @@ from baton.router.preparation.child import (
     MAX_OPTIONS_BYTES,
     SMALL_BYTES,
     Preparer,
-    read_reply,
-    reply_to,
+    answer_to,
+    read_prepared,
     request_head,
 )
 from baton.router.preparation.prepare import _BODIES, Kind, Prepared, Served, prepare
@@ -70,7 +70,8 @@ def test_a_child_ends_quietly_if_its_router_ends_within_a_frame(
 
 
 def in_child(kind: Kind, raw: bytes, tokenizer: ModelTokenizer) -> Prepared | bytes:
-    return read_reply(reply_to(restored(tokenizer), request_head(kind, SERVED) + raw))
+    answer = functools.partial(answer_to, restored(tokenizer))
+    return read_prepared(child_pool.read_answer(pipe.answered(answer, request_head(kind, SERVED) + raw)))
 
 
 @functools.cache
@@ -370,7 +371,7 @@ def test_a_defect_in_a_child_is_logged_without_the_clients_text(
 
     monkeypatch.setattr("baton.router.preparation.child.prepare", broken)
     with pytest.raises(ApiError) as failure:
-        read_reply(reply_to(tokenizer, request_head("chat", SERVED) + b"{}"))
+        in_child("chat", b"{}", tokenizer)
     assert failure.value.status == 500
     assert "RuntimeError" in caplog.text
     assert "text of a client" not in caplog.text

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.router.api.structured import MAX_LENGTH, Structure
-from baton.router.child_pool import ForkServer
+from baton.router.child_pool import ChildPool, ForkServer
 from baton.router.errors import InvalidRequest
 from baton.router.preparation.child import fork_server
 from baton.router.preparation.demand import Demand
@@ -250,14 +250,13 @@ async def running_checker(tokenizer: ModelTokenizer) -> AsyncIterator[GrammarChe
 
 async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tokenizer: ModelTokenizer):
     compiled = []
-    original = GrammarChecker._compile
+    original = ChildPool.ask
 
-    async def compile_(self: GrammarChecker, demand: Demand, key: str) -> Any:
-        assert demand.answer is not None
-        compiled.append(demand.answer.text)
-        return await original(self, demand, key)
+    async def ask(self: ChildPool, key: str, demand: bytes, *, too_much: InvalidRequest) -> Any:
+        compiled.append(json.loads(demand)["answer"]["text"])
+        return await original(self, key, demand, too_much=too_much)
 
-    monkeypatch.setattr(GrammarChecker, "_compile", compile_)
+    monkeypatch.setattr(ChildPool, "ask", ask)
     async with running_checker(tokenizer) as checker:
         for text in ("a", "b", "a", "a"):
             await checked(checker, Structure("regex", text, "f"))
