@@ -23,7 +23,6 @@ class KimiReader(NamedCallReader):
     def __init__(self, opening: str, tools: Sequence[Tool], ends: Sequence[str]) -> None:
         super().__init__(_HEAD, opening, tools, ends)
         self._number: int | None = None  # of the call, as its id says
-        self._early: list[str] = []  # arguments before the name is known
 
     def _name(self, found: re.Match[str]) -> None:
         given = found["id"].strip()
@@ -41,15 +40,10 @@ class KimiReader(NamedCallReader):
         if name is not None and self._number is not None:
             self.call_id = f"functions.{name}:{self._number}"
 
-    def _new(self, text: str) -> str:
-        self._early.append(text)
+    def _new(self, arguments: str) -> str:
         if self.name is None and self._arguments is not None and self._arguments.done:
-            self._identify(self._only_fit("".join(self._early)))
-        if self.name is None:
-            return ""
-        text = "".join(self._early)
-        self._early.clear()
-        return super()._new(text)
+            self._identify(self._only_fit("".join([*self._early, arguments])))
+        return super()._new(arguments)
 
     def _without_arguments(self, head: str) -> str:
         text = super()._without_arguments(head)

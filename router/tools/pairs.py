@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.router.api.messages import Tool
@@ -55,7 +55,7 @@ class PairsReader(Reader):
     def __init__(self, form: Pairs, opening: str, tools: Sequence[Tool]) -> None:
         super().__init__(opening, tools)
         self._form = form
-        self._state: Callable[[str], str] = self._take_head
+        self._step = self._take_head
         self._held = ""  # text that is neither returned nor a part of a value
         self._spaces: list[str] = []  # before it, behind an end inside of a value
         self._value: list[str] = []
@@ -71,24 +71,21 @@ class PairsReader(Reader):
         """The mark before the call, and what has come behind it, if the call has not begun."""
         return self._raw[0], "".join(self._raw[1:])
 
-    def take(self, character: str) -> str:
-        return self._state(character)
-
     def take_plain(self, text: str, at: int) -> str:
-        reads = self._state == self._take_value and self._types == {"string"}
+        reads = self._step == self._take_value and self._types == {"string"}
         found = _PLAIN.match(text, at) if reads and not self._fresh and not self._tags.held else None
         return "" if found is None else found[0]
 
     def finish(self, *, ended: bool) -> str:
-        if self._state == self._take_head:
+        if self._step == self._take_head:
             return self._named(self._held, self._form.ends[-1]) if ended else ""
-        if self._state == self._take_between:
+        if self._step == self._take_between:
             self.rest = self._held
         if ended or self.rest:
             return self._last_value() + "}"
-        if self._state == self._take_key:
+        if self._step == self._take_key:
             return self._separator() + json.dumps(self._held, ensure_ascii=False)[:-1]
-        if self._state != self._take_value:
+        if self._step != self._take_value:
             return ""
         if self._types == {"string"}:
             return _escaped(self._tags.held)
@@ -96,17 +93,16 @@ class PairsReader(Reader):
 
     def _last_value(self) -> str:
         """Returns the end of a value that has none, at the end of the text."""
-        if self._state == self._take_value:
+        if self._step == self._take_value:
             text = self._tags.held
             return self._end_value("" if text == "\n" or text.strip("\n").startswith("</") else text)
-        if self._state == self._take_after_end:
+        if self._step == self._take_after_end:
             return self._end_value("")
-        if self._state == self._take_next_key:
+        if self._step == self._take_next_key:
             return self._end_value(self._tags.found + self._held)
         return ""
 
     def _take_head(self, character: str) -> str:
-        self._raw.append(character)
         self._held += character
         for tag in (self._form.before_key, *self._form.ends):
             if self._held.endswith(tag):
@@ -134,7 +130,7 @@ class PairsReader(Reader):
     def _after_tag(self, tag: str) -> str:
         self._held = ""
         if tag == self._form.before_key:
-            self._state = self._take_key
+            self._step = self._take_key
             return ""
         self.done = tag == self._form.end
         if not self.done:
@@ -156,7 +152,7 @@ class PairsReader(Reader):
         self._types = self._types_of(key, string)
         self._is_json = string == "false" and self._types != {"string"}
         self._value.clear()
-        self._state, self._fresh = self._take_value, self._form.skips_newlines
+        self._step, self._fresh = self._take_value, self._form.skips_newlines
         begin = '"' if self._types == {"string"} else ""
         text = f"{self._separator()}{json.dumps(key, ensure_ascii=False)}: {begin}"
         self._keys.append(key)
@@ -186,10 +182,10 @@ class PairsReader(Reader):
             return text
         tag = self._tags.found.strip("\n")
         if tag == self._form.value_end:
-            self._state, self._held = self._take_between, ""
+            self._step, self._held = self._take_between, ""
             return text + self._end_value("")
         self._held, self._spaces = "", []
-        self._state = self._take_next_key if tag == self._form.before_key else self._take_after_end
+        self._step = self._take_next_key if tag == self._form.before_key else self._take_after_end
         return text
 
     def _of_value(self, text: str) -> str:
@@ -250,7 +246,7 @@ class PairsReader(Reader):
     def _go_on(self) -> str:
         """Takes a tag and the text behind it as a part of the value."""
         behind = "".join(self._spaces) + self._held
-        self._state = self._take_value
+        self._step = self._take_value
         return self._of_value(self._tags.found) + "".join(map(self.take, behind))
 
     def _take_between(self, character: str) -> str:

@@ -12,6 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from baton.router.api.messages import FUNCTION_NAME, Tool
 from baton.router.tools.json_text import QUOTES, SPACE, Arguments, JsonText
@@ -50,6 +51,7 @@ class Reader:
         self.rest = ""
         self.name: str | None = None
         self.call_id: str | None = None
+        self._step: Callable[[str], str]  # takes the next character
 
     @property
     def raw(self) -> str:
@@ -64,7 +66,9 @@ class Reader:
 
     def take(self, character: str) -> str:
         """Takes a character. Returns the new part of the arguments."""
-        raise NotImplementedError
+        if not self.begun:
+            self._raw.append(character)
+        return self._step(character)
 
     def take_plain(self, text: str, at: int) -> str:
         """Takes as many characters from `at` on as are the same in the arguments. Returns these, if any."""
@@ -85,30 +89,13 @@ class Reader:
         return any(tool.function.name == name for tool in self._tools)
 
 
-class CallReader(Reader):
-    """Reads a JSON object {"name": NAME, "arguments": {...}}, or with "parameters" for "arguments".
+class ObjectReader(Reader):
+    """Reads a call whose arguments are a JSON object. Returns them as they arrive, once the name is known."""
 
-    Returns the arguments as they arrive, once the name is known.
-    """
-
-    def __init__(
-        self, opening: str = "", tools: Sequence[Tool] = (), names: Collection[str] | None = None
-    ) -> None:
-        """`names`: the only ones that make it a call. None: all."""
+    def __init__(self, opening: str, tools: Sequence[Tool]) -> None:
         super().__init__(opening, tools)
-        self._names, self._marked = names, bool(opening)
-        self._step: Callable[[str], str] = self._take_begin
-        self._depth = 0  # open braces of the call
-        self._key = ""  # of the member whose value follows or is read
-        self._value = JsonText()  # a key, or a value that is not the arguments
-        self._said: list[str] = []  # of this key or of the name
         self._arguments: Arguments | None = None
         self._early: list[str] = []  # arguments before the name
-
-    def take(self, character: str) -> str:
-        if not self.begun:
-            self._raw.append(character)
-        return self._step(character)
 
     def take_plain(self, text: str, at: int) -> str:
         arguments = self._arguments if self.begun else None
@@ -120,12 +107,8 @@ class CallReader(Reader):
         return self._arguments.held() if self.begun and self._arguments is not None else ""
 
     def _close(self) -> str:
-        """Ends the call, whatever is missing. Without arguments it has none."""
-        if self._arguments is None and not self._marked and not self._offered(self.name):
-            return ""
-        arguments = self._arguments or Arguments()
-        text = arguments.finish()
-        return "" if arguments.broken else self._new(text)
+        """Ends the call, whatever is missing."""
+        raise NotImplementedError
 
     def _new(self, arguments: str) -> str:
         """Returns the new part of the arguments, and all earlier ones that waited for the name."""
@@ -137,6 +120,29 @@ class CallReader(Reader):
         arguments = "".join(self._early)
         self._early.clear()
         return arguments
+
+
+class CallReader(ObjectReader):
+    """Reads a JSON object {"name": NAME, "arguments": {...}}, or with "parameters" for "arguments"."""
+
+    def __init__(
+        self, opening: str = "", tools: Sequence[Tool] = (), names: Collection[str] | None = None
+    ) -> None:
+        """`names`: the only ones that make it a call. None: all."""
+        super().__init__(opening, tools)
+        self._names, self._marked = names, bool(opening)
+        self._step = self._take_begin
+        self._depth = 0  # open braces of the call
+        self._key = ""  # of the member whose value follows or is read
+        self._value = JsonText()  # a key, or a value that is not the arguments
+        self._said: list[str] = []  # of this key or of the name
+
+    def _close(self) -> str:
+        if self._arguments is None and not self._marked and not self._offered(self.name):
+            return ""
+        arguments = self._arguments or Arguments()
+        text = arguments.finish()
+        return "" if arguments.broken else self._new(text)
 
     def _wrong(self, character: str) -> str:
         """Breaks the call. A tag ends it, and what is open."""
@@ -232,7 +238,7 @@ class CallReader(Reader):
         return bool(re.fullmatch(FUNCTION_NAME, name)) and (self._names is None or name in self._names)
 
 
-class NamedCallReader(Reader):
+class NamedCallReader(ObjectReader):
     """Reads the name of a function in a fixed text, and then the object of its arguments."""
 
     def __init__(
@@ -244,17 +250,14 @@ class NamedCallReader(Reader):
         self._head, self._ends = head, tuple(ends)
         self._mark = Marker(*ends)  # outside of strings
         self._before = ""  # what has come of the head
-        self._arguments: Arguments | None = None
+        self._step = self._take_head
 
-    def take(self, character: str) -> str:
-        if not self.begun:
-            self._raw.append(character)
-        if self._arguments is not None:
-            return self._take_arguments(self._arguments, character)
+    def _take_head(self, character: str) -> str:
         if character in ("{", '"') and (found := self._head.fullmatch(self._before)):
             self._arguments = Arguments()
+            self._step = partial(self._take_arguments, self._arguments)
             self._name(found)
-            return self._take_arguments(self._arguments, character)
+            return self._step(character)
         self._before += character
         if end := next((end for end in self._ends if self._before.endswith(end)), ""):
             text = self._without_arguments(self._before.removesuffix(end))
@@ -264,24 +267,14 @@ class NamedCallReader(Reader):
             self._break(character)
         return ""
 
-    def take_plain(self, text: str, at: int) -> str:
-        arguments = self._arguments if self.begun else None
-        return "" if arguments is None else arguments.take_plain(text, at)
-
-    def finish(self, *, ended: bool) -> str:
+    def _close(self) -> str:
         if self._arguments is None:
-            return self._without_arguments(self._before) if ended else ""
-        if ended:
-            text = "".join(map(self._arguments.take, self._mark.held.removeprefix("<")))
-            return self._new(text + self._arguments.finish())
-        return self._arguments.held() if self.begun else ""
+            return self._without_arguments(self._before)
+        text = "".join(map(self._arguments.take, self._mark.held.removeprefix("<")))
+        return self._new(text + self._arguments.finish())
 
     def _name(self, found: re.Match[str]) -> None:
         self.name, self.call_id = found["name"], found.groupdict().get("id")
-
-    def _new(self, text: str) -> str:
-        self.begun = self.begun or (bool(text) and self.name is not None)
-        return text
 
     def _take_arguments(self, arguments: Arguments, character: str) -> str:
         characters, ended = (character, False) if arguments.in_string else self._mark.take(character)
@@ -319,14 +312,13 @@ class PythonReader(Reader):
     def __init__(self, tools: Sequence[Tool] = (), names: Collection[str] | None = None) -> None:
         """`names`: as of `CallReader`."""
         super().__init__("", tools)
-        self._names = names
+        self._names, self._step = names, self._take_code
         self._code: list[str] = []  # with line breaks in strings as escapes
         self._closers: list[str] = []  # of the open brackets
         self._quote = ""  # of the string that is read
         self._escaped = False
 
-    def take(self, character: str) -> str:
-        self._raw.append(character)
+    def _take_code(self, character: str) -> str:
         self._code.append(_BREAKS.get(character, character) if self._quote else character)
         if self._quote:
             if not self._escaped and character == self._quote:
