@@ -20,9 +20,8 @@ from aiohttp import web
 from baton.machine.connections import Connections
 from baton.machine.system import describe_exit, die_with_parent
 from baton.router.config import RouterConfig
-from baton.router.endpoints.http_connections import HttpRunner
+from baton.router.endpoints.http_connections import HttpServer, listen
 from baton.router.errors import NoWorker
-from baton.router.processes.sockets import Listener, listen
 from baton.router.workers.checks import explain
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
@@ -104,15 +103,9 @@ async def _explaining(config: RouterConfig, reasons: Mapping[str, str]) -> Async
     ]
     if config.admin_port:
         ports.append(("--admin-port", config.admin_host, config.admin_port, None))
-    runner = HttpRunner(
-        web.Application(middlewares=[answer]), lambda _: None, access_log=None, shutdown_timeout=0.5
-    )
-    await runner.setup()
-    async with contextlib.AsyncExitStack() as undo:
-        undo.push_async_callback(runner.cleanup)
+    async with HttpServer(web.Application(middlewares=[answer])) as server:
         for flag, host, port, tls in ports:
-            listener = Listener(listen(flag, host, port), runner.connect, Connections(flag, _CLIENTS), tls)
-            undo.callback(listener.close)
+            server.serve(listen(flag, host, port), Connections(flag, _CLIENTS), tls)
         yield
 
 

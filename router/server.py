@@ -33,11 +33,11 @@ from baton.router.api.jobs import SamplingDefaults, sampling_defaults, shown
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.grpc_server import GrpcEndpoint
-from baton.router.endpoints.http_connections import HttpRunner
+from baton.router.endpoints.http_connections import EXTRA, HttpServer, listen
 from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
-from baton.router.processes.sockets import EXTRA, Listener, listen, serve_commands
+from baton.router.processes.sockets import serve_commands
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -168,45 +168,37 @@ async def running(
     frontend = Frontend(services)
     http = HttpEndpoints(services, frontend)
     grpc_endpoint = GrpcEndpoint(services, frontend)
-    runner = HttpRunner(
-        http.app,
-        services.metrics.failed,
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=0.5,
-        keepalive_timeout=config.keep_alive,
-    )
-    await runner.setup()
     following = asyncio.create_task(pool.run(), name="workers")
     observed = services.metrics.loop_lag.observe, services.metrics.own_loop_lag.observe
     lag = asyncio.create_task(observe_lag(*observed), name="lag")
     collecting = asyncio.create_task(collect_garbage(services.active), name="garbage")
     try:
-        context = None if config.tls is None else config.tls.server_context()
-        listening = listen("--port", config.host, config.port, share=config.supervised)
-        port = listening.getsockname()[1]
-        most = affordable_connections(config.processes)
-        listener = Listener(listening, runner.connect, Connections("--port", most, EXTRA), context)
-        if not config.supervised:
-            await runner.listen_at(config.admin_socket)
+        async with HttpServer(
+            http.app, services.metrics.failed, handler_cancellation=True, keepalive_timeout=config.keep_alive
+        ) as http_server:
+            context = None if config.tls is None else config.tls.server_context()
+            listening = listen("--port", config.host, config.port, share=config.supervised)
+            port = listening.getsockname()[1]
+            most = affordable_connections(config.processes)
+            listener = http_server.serve(listening, Connections("--port", most, EXTRA), context)
+            http_server.serve_unix(None if config.supervised else config.admin_socket)
 
-        grpc_address = None
-        if config.grpc_port is not None:
-            grpc_address = await grpc_endpoint.start(config.host, config.grpc_port)
+            grpc_address = None
+            if config.grpc_port is not None:
+                grpc_address = await grpc_endpoint.start(config.host, config.grpc_port)
 
-        async def stop_listening() -> None:
-            if not frontend.draining:
-                frontend.draining = True
-                listener.close()
-                await grpc_endpoint.drain()
+            async def stop_listening() -> None:
+                if not frontend.draining:
+                    frontend.draining = True
+                    listener.close()
+                    await grpc_endpoint.drain()
 
-        scheme = "http" if config.tls is None else "https"
-        url = f"{scheme}://{url_host(config.host)}:{port}"
-        yield RunningRouter(url, grpc_address, services, following, frontend, stop_listening)
-        await stop_listening()
-        await _cut(services)
+            scheme = "http" if config.tls is None else "https"
+            url = f"{scheme}://{url_host(config.host)}:{port}"
+            yield RunningRouter(url, grpc_address, services, following, frontend, stop_listening)
+            await stop_listening()
+            await _cut(services)
     finally:
-        await runner.cleanup()
         await grpc_endpoint.close()
         await frontend.close()
         tasks = following, lag, collecting

@@ -1,16 +1,22 @@
 """The connections of an HTTP server: how many may be open, and the response to bytes that are not HTTP."""
 
+import asyncio
+import contextlib
 import logging
+import os
+import socket
+import ssl
+import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web_protocol import RequestHandler
 
-from baton.machine.connections import Connection
-from baton.machine.system import cannot_write
+from baton.machine.connections import Connection, Connections
+from baton.machine.system import cannot_listen, cannot_write, family
 from baton.router import errors
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import request_name
@@ -25,43 +31,43 @@ def is_extra(request: web.Request) -> bool:
     return slot is not None and slot.is_extra
 
 
-class HttpRunner(web.AppRunner):
-    """Takes the arguments of `web.AppRunner`, and what is told of each error that a client gets."""
+class HttpServer:
+    """Serves an application while it is open."""
 
-    __slots__ = ("_failed",)
-
-    def __init__(self, app: web.Application, failed: Callable[[ApiError], None], **arguments: Any) -> None:
-        super().__init__(app, **arguments)
+    def __init__(
+        self, app: web.Application, failed: Callable[[ApiError], None] = lambda error: None, **arguments: Any
+    ) -> None:
+        """`failed` is told of each error for bytes that are not HTTP. `arguments`: of `web.AppRunner`."""
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, **arguments)
         self._failed = failed
+        self._listeners: list[Listener] = []
 
-    async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
-        return _Server(made, self._failed, **self._kwargs)
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        return self
 
-    async def listen_at(self, path: str | None) -> None:
-        """Also listens on a Unix socket, unless `path` is None. Raises ValueError if that cannot be made."""
+    async def __aexit__(self, *_: object) -> None:
+        for listener in self._listeners:
+            listener.close()
+        await self._runner.cleanup()
+
+    def serve(
+        self, listening: socket.socket, connections: Connections, context: ssl.SSLContext | None = None
+    ) -> "Listener":
+        """Serves at a listening socket, until the listener closes."""
+        listener = Listener(listening, self._connect, connections, context)
+        self._listeners.append(listener)
+        return listener
+
+    def serve_unix(self, path: str | None) -> None:
+        """Serves at a Unix socket, unless `path` is None. Raises ValueError if that cannot be made."""
         if path is not None:
-            try:
-                await web.UnixSite(self, path).start()
-            except OSError as error:
-                raise ValueError(cannot_write("--admin-socket", Path(path), error)) from error
+            self.serve(_listen_unix("--admin-socket", path), Connections("--admin-socket", ADMINS))
 
-    def connect(self, slot: Connection) -> RequestHandler:
-        """Returns the protocol for one connection."""
-        assert isinstance(self._server, _Server), "`setup` has made it"
-        return _Connection(self._server, slot, loop=self._server._loop, **self._server._kwargs)
-
-
-class _Server(web.Server):
-    """Copies the server that aiohttp made, but with `_Connection` as its connections."""
-
-    def __init__(self, other: web.Server, failed: Callable[[ApiError], None], **arguments: Any) -> None:
-        factory = other.request_factory
-        super().__init__(other.request_handler, request_factory=factory, **arguments)
-        self.failed = failed
-
-    def __call__(self) -> RequestHandler:
-        return _Connection(self, None, loop=self._loop, **self._kwargs)
+    def _connect(self, slot: Connection) -> RequestHandler:
+        server = self._runner.server
+        assert server is not None, "the context is open"
+        return _Connection(server, slot, self._failed, loop=server._loop, **server._kwargs)
 
 
 class _Connection(RequestHandler):
@@ -70,17 +76,16 @@ class _Connection(RequestHandler):
 
     __slots__ = ("_failed", "slot")
 
-    def __init__(self, server: _Server, slot: Connection | None, **arguments: Any) -> None:
-        """`slot`: None for a connection that nothing counts."""
+    def __init__(
+        self, server: web.Server, slot: Connection, failed: Callable[[ApiError], None], **arguments: Any
+    ) -> None:
         super().__init__(server, **arguments)
-        self._failed = server.failed
+        self._failed = failed
         self.slot = slot
-        if slot is not None:
-            slot.end = self.force_close
+        slot.end = self.force_close
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self.slot is not None:
-            self.slot.close()
+        self.slot.close()
         super().connection_lost(exc)
 
     async def _handle_request(
@@ -89,12 +94,9 @@ class _Connection(RequestHandler):
         start_time: float | None,
         request_handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
     ) -> tuple[web.StreamResponse, bool]:
-        arguments = request, start_time, request_handler
-        if self.slot is None:
-            return await super()._handle_request(*arguments)
         self.slot.busy()
         try:
-            return await super()._handle_request(*arguments)
+            return await super()._handle_request(request, start_time, request_handler)
         finally:
             self.slot.idle()
 
@@ -127,3 +129,116 @@ class _Connection(RequestHandler):
         response = web.json_response(error.body, status=error.status, headers=headers)
         response.force_close()
         return response
+
+
+_AT_ONCE = 64
+"""Connections that a `Listener` accepts before others may use the event loop."""
+_PAUSE_SECONDS = 0.1
+"""Before the next try, when this process or the system has no descriptor left."""
+
+
+class Listener:
+    """Accepts the connections of a listening socket, and keeps to the bound of `connections`."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        connect: Callable[[Connection], asyncio.BaseProtocol],
+        connections: Connections,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        """`connect`: makes the protocol of a connection, which says when that is busy, idle and closed."""
+        self._listening = listening
+        self._connect = connect
+        self._connections = connections
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._failing = False  # accept has failed, and the log says so
+        listening.setblocking(False)
+        self._loop.add_reader(listening.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accepts no more connections. Those that are open stay open. Idempotent."""
+        if self._listening.fileno() >= 0:
+            self._loop.remove_reader(self._listening.fileno())
+            self._listening.close()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                sock, address = self._listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._pause(error)
+                return
+            self._failing = False
+            sock.setblocking(False)
+            host = address[0] if address else ""  # a Unix socket has none
+            slot = self._connections.open(host, sock.close)
+            if slot is None:
+                sock.close()
+                continue
+            handshake = asyncio.create_task(self._open(sock, slot))
+            slot.end = handshake.cancel
+            self._handshakes.add(handshake)
+            handshake.add_done_callback(self._handshakes.discard)
+
+    async def _open(self, sock: socket.socket, slot: Connection) -> None:
+        """With TLS this takes until the client has done its part."""
+        try:
+            await self._loop.connect_accepted_socket(lambda: self._connect(slot), sock, ssl=self._context)
+        except (OSError, asyncio.CancelledError):  # the client failed, or too many connections are open
+            slot.close()
+            sock.close()
+
+    def _pause(self, error: OSError) -> None:
+        """There are no descriptors, or no memory for a socket."""
+        if not self._failing:
+            self._failing = True
+            log.error("connections wait, since none can be accepted: %s", error.strerror)
+        self._connections.evict()
+        self._loop.remove_reader(self._listening.fileno())
+        self._loop.call_later(_PAUSE_SECONDS, self._resume)
+
+    def _resume(self) -> None:
+        if self._listening.fileno() >= 0:
+            self._loop.add_reader(self._listening.fileno(), self._accept)
+
+
+SEND_BUFFER_BYTES = 256 << 10
+"""Bytes that the kernel buffers for one client that does not read. Its default is megabytes."""
+BACKLOG = 1024
+EXTRA = 64
+"""Connections above the bound of clients, so that a probe is always answered."""
+ADMINS = 256
+"""Connections to the admin port."""
+
+
+def listen(flag: str, host: str, port: int, *, share: bool = False) -> socket.socket:
+    """Returns a listening TCP socket. `share`: other processes of this router listen at the same address.
+
+    Raises ValueError naming the flag.
+    """
+    try:
+        made = socket.create_server((host, port), family=family(host), backlog=BACKLOG, reuse_port=share)
+    except OSError as error:
+        raise ValueError(cannot_listen(flag, host, port, error)) from error
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
+    return made
+
+
+def _listen_unix(flag: str, path: str) -> socket.socket:
+    """Returns a listening Unix socket. Raises ValueError naming the flag."""
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode):  # of a router that was killed
+                os.remove(path)
+        made.bind(path)
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        raise ValueError(cannot_write(flag, Path(path), error)) from error
+    return made

@@ -1,4 +1,4 @@
-"""The sockets of the processes of one router: one port for clients, and commands from the supervisor.
+"""Commands of the supervisor to the processes of one router, and the ports that they share.
 
 Each process has a socket pair with the supervisor for its commands.
 
@@ -9,15 +9,10 @@ socket closes and the processes end.
 """
 
 import asyncio
-import logging
 import socket
-import ssl
 from collections.abc import Awaitable, Callable
 
-from baton.machine.connections import Connection, Connections
 from baton.machine.system import cannot_listen, family, waited_for_cpu
-
-log = logging.getLogger(__name__)
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung. The time in which it waits for a CPU does not count."""
@@ -88,101 +83,6 @@ class ControlClient:
 
     def close(self) -> None:
         self._writer.close()
-
-
-_AT_ONCE = 64
-"""Connections that a `Listener` accepts before others may use the event loop."""
-_PAUSE_SECONDS = 0.1
-"""Before the next try, when this process or the system has no descriptor left."""
-
-
-class Listener:
-    """Accepts the connections of a listening socket, and keeps to the bound of `connections`."""
-
-    def __init__(
-        self,
-        listening: socket.socket,
-        connect: Callable[[Connection], asyncio.BaseProtocol],
-        connections: Connections,
-        context: ssl.SSLContext | None = None,
-    ) -> None:
-        """`connect`: makes the protocol of a connection, which says when that is busy, idle and closed."""
-        self._listening = listening
-        self._connect = connect
-        self._connections = connections
-        self._context = context
-        self._loop = asyncio.get_running_loop()
-        self._handshakes: set[asyncio.Task[None]] = set()
-        self._failing = False  # accept has failed, and the log says so
-        listening.setblocking(False)
-        self._loop.add_reader(listening.fileno(), self._accept)
-
-    def close(self) -> None:
-        """Accepts no more connections. Those that are open stay open. Idempotent."""
-        if self._listening.fileno() >= 0:
-            self._loop.remove_reader(self._listening.fileno())
-            self._listening.close()
-
-    def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
-            try:
-                sock, address = self._listening.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                self._pause(error)
-                return
-            self._failing = False
-            sock.setblocking(False)
-            slot = self._connections.open(address[0], sock.close)
-            if slot is None:
-                sock.close()
-                continue
-            handshake = asyncio.create_task(self._open(sock, slot))
-            slot.end = handshake.cancel
-            self._handshakes.add(handshake)
-            handshake.add_done_callback(self._handshakes.discard)
-
-    async def _open(self, sock: socket.socket, slot: Connection) -> None:
-        """With TLS this takes until the client has done its part."""
-        try:
-            await self._loop.connect_accepted_socket(lambda: self._connect(slot), sock, ssl=self._context)
-        except (OSError, asyncio.CancelledError):  # the client failed, or too many connections are open
-            slot.close()
-            sock.close()
-
-    def _pause(self, error: OSError) -> None:
-        """There are no descriptors, or no memory for a socket."""
-        if not self._failing:
-            self._failing = True
-            log.error("connections wait, since none can be accepted: %s", error.strerror)
-        self._connections.evict()
-        self._loop.remove_reader(self._listening.fileno())
-        self._loop.call_later(_PAUSE_SECONDS, self._resume)
-
-    def _resume(self) -> None:
-        if self._listening.fileno() >= 0:
-            self._loop.add_reader(self._listening.fileno(), self._accept)
-
-
-SEND_BUFFER_BYTES = 256 << 10
-"""Bytes that the kernel buffers for one client that does not read. Its default is megabytes."""
-BACKLOG = 1024
-EXTRA = 64
-"""Connections above the bound of clients, so that a probe is always answered."""
-
-
-def listen(flag: str, host: str, port: int, *, share: bool = False) -> socket.socket:
-    """Returns a listening TCP socket. `share`: other processes of this router listen at the same address.
-
-    Raises ValueError naming the flag.
-    """
-    try:
-        made = socket.create_server((host, port), family=family(host), backlog=BACKLOG, reuse_port=share)
-    except OSError as error:
-        raise ValueError(cannot_listen(flag, host, port, error)) from error
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
-    return made
 
 
 def reserve(flag: str, host: str, port: int) -> socket.socket:

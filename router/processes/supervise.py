@@ -30,10 +30,10 @@ from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
-from baton.router.endpoints.http_connections import HttpRunner
+from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
-from baton.router.processes.sockets import ControlClient, Listener, listen, reserve
+from baton.router.processes.sockets import ControlClient, reserve
 from baton.router.status import all_are, merged_status, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 
@@ -44,8 +44,6 @@ Loaded = TypeVar("Loaded", bound=tuple[ModelTokenizer, Any])
 PING_SECONDS = 2.0
 ANSWER_SECONDS = 0.5
 """For a process to reply to a probe or a scrape. After that its last reply counts."""
-_ADMINS = 256
-"""Connections to the admin port."""
 END_SECONDS = 15.0
 """For processes to end, after their drain."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
@@ -366,15 +364,10 @@ class Supervisor:
                 web.get("/routable", self._get_routable),
             ]
         )
-        runner = HttpRunner(
-            app, lambda _: None, access_log=None, shutdown_timeout=0.5, keepalive_timeout=config.keep_alive
-        )
-        await runner.setup()
-        async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(runner.cleanup)
-            await runner.listen_at(config.admin_socket)
+        async with HttpServer(app, keepalive_timeout=config.keep_alive) as server:
+            server.serve_unix(config.admin_socket)
             listening = listen("--admin-port", config.admin_host, config.admin_port or 0)
-            undo.callback(Listener(listening, runner.connect, Connections("--admin-port", _ADMINS)).close)
+            server.serve(listening, Connections("--admin-port", ADMINS))
             yield f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
 
     async def _known(self, command: str) -> dict[int, bytes]:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from baton.router import server
-from baton.router.processes import sockets
+from baton.router.endpoints import http_connections
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import channel
 from baton.rpc.tls import TlsFiles
@@ -106,7 +106,7 @@ async def test_a_listener_without_descriptors_goes_on_later(
     caplog: pytest.LogCaptureFixture,
 ):
     """The log says it once, not once for each connection."""
-    monkeypatch.setattr(sockets, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(http_connections, "_PAUSE_SECONDS", 0.01)
     async with make_cluster(tokenizer, tmp_path) as cluster:
         accept, failures = socket.socket.accept, iter(range(5))
 

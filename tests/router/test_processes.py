@@ -24,8 +24,9 @@ from baton.content import prompt_hints
 from baton.machine.system import report
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
+from baton.router.endpoints.http_connections import listen
 from baton.router.processes import sockets, supervise
-from baton.router.processes.sockets import listen, reserve
+from baton.router.processes.sockets import reserve
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
 from baton.rpc.stubs import InferenceStub
