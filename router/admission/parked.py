@@ -1,7 +1,7 @@
 """Generations that cannot go on, and wait outside the admission queue.
 
-    no worker of a pool ───▶ without_worker ─ a worker becomes ready ─▶ on_worker
-    no retry budget left ──▶ without_budget ─ budget is free again ───▶ on_retry, in order of arrival
+    no worker of a pool ───▶ without_worker ─ a worker becomes ready ─▶ advance
+    no retry budget left ──▶ without_budget ─ budget is free again ───▶ advance, in order of arrival
 
 A parked generation does not hold up the queue. It may keep a reservation on a decode worker (`Retarget`). Its
 `Waits` bounds how long it waits.
@@ -148,10 +148,6 @@ class Deadline:
         return self.began + self.seconds - time.monotonic()
 
 
-def _over(*_: object) -> None:
-    """The generation has ended."""
-
-
 class Waits:
     """What one generation waits for outside the queue: a worker, retry budget, and its own deadline.
 
@@ -168,19 +164,17 @@ class Waits:
         parked: Parked,
         *,
         name: str,
-        on_worker: Callable[[], None],
-        on_retry: Callable[[], None],
+        advance: Callable[[], None],
         on_deadline: Callable[[ApiError], None],
         deadline: Deadline,
         worker_wait: float,
     ) -> None:
-        """`on_worker`: a worker became ready. A generation that still lacks one parks again. `on_retry`: the
-        generation got a retry from the budget. `on_deadline`: it has waited too long."""
+        """`advance`: a worker became ready, or the generation got a retry from the budget. A generation that
+        still lacks a worker parks again. `on_deadline`: it has waited too long."""
         self.arrival = parked.arrival()
-        self._on_worker = on_worker
+        self._advance = advance
         self._parked = parked
         self._name = name
-        self._on_retry = on_retry
         self._on_deadline = on_deadline
         self._worker_wait = worker_wait
         self.prefilled = False
@@ -203,7 +197,7 @@ class Waits:
     def may_prefill(self) -> bool:
         """Whether the prompt may be computed now: once for free, then only with a retry from the budget.
 
-        Without budget it parks the generation, until `on_retry`.
+        Without budget it parks the generation.
         """
         if self.prefilled and not self._has_retry:
             self._has_retry = self._parked.take_retry(self)
@@ -215,20 +209,20 @@ class Waits:
 
     def retry_granted(self) -> None:
         self._has_retry = True
-        self._on_retry()
+        self._advance()
 
     def prefill_sent(self) -> None:
         self.prefilled, self._has_retry = True, False
 
     def wait_for_worker(self, pool: str) -> None:
-        """Parks the generation, until `on_worker`."""
+        """Parks the generation."""
         self._parked.without_worker[self] = None
         if self._worker_timer is None:
             loop = asyncio.get_running_loop()
             self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, pool)
 
     def worker_ready(self) -> None:
-        self._on_worker()
+        self._advance()
         if self not in self._parked.without_worker:  # it may be in the queue, or lack retry budget
             self.worker_found()
 
@@ -242,7 +236,7 @@ class Waits:
         self._deadline_timer.cancel()
         self.worker_found()
         self._parked.remove(self)
-        self._on_worker = self._on_retry = self._on_deadline = _over  # they refer to the generation
+        self._advance = self._on_deadline = lambda *_: None  # they refer to the generation
 
     def _no_worker(self, pool: str) -> None:
         text = f"no {pool} worker became available within {self._worker_wait:g} s"

@@ -61,14 +61,14 @@ class Turn:
         """`tokens`: length of the prompt."""
         self.account = account
         self.tokens = tokens
+        self.computed = tokens  # of the prompt; the rest is cached
+        self.in_window = 0  # what its prompt takes of the window, if workers have it
         self._admission = admission
         self._priority = priority
         self._level = account.among_keys(priority) if admission.shared else priority
         self._ticket: int | None = None  # its number in the queue, from the first wait on
-        self._computed = tokens  # of the prompt; the rest is cached
         self._positions = tokens
         self._sent = False  # workers had it once
-        self._in_window = 0  # what its prompt takes of the window, if workers have it
         self._answered = False  # it has its first token
         self._running_since: float | None = None
         self._ended = False
@@ -107,15 +107,15 @@ class Turn:
             account.positions += self._positions
         if not self._sent:
             self._sent = True
-            queue.charge(account, self._computed)
-            self._in_window = self._admission.sent(account, self.tokens, self._computed)
+            queue.charge(account, self.computed)
+            self._admission.sent(self)
         return True
 
     def computes(self, tokens: int) -> None:
         """Workers compute so many tokens of the prompt, as far as known. The key is charged for these."""
         if self._sent:
-            self._admission.queue.charge(self.account, tokens - self._computed)
-        self._computed = tokens
+            self._admission.queue.charge(self.account, tokens - self.computed)
+        self.computed = tokens
 
     def generated(self) -> None:
         if not self._answered:
@@ -168,9 +168,7 @@ class Turn:
     def _first_token(self, *, drained: bool) -> None:
         if not self._answered:
             self._answered = True
-            self._admission.answered(
-                self.account, self.tokens, sent=self._sent, drained=drained, in_window=self._in_window
-            )
+            self._admission.answered(self, drained=drained)
 
 
 class Entry:
@@ -406,24 +404,20 @@ class Admission:
 
         return self.queue.pop(may_start)
 
-    def sent(self, account: Account, tokens: int, computed: int) -> int:
-        """Workers have a prompt, of which they compute so many tokens. Called by its turn. Returns what it
-        takes of the window."""
-        self._sent_tokens += tokens
-        in_window = self._window().counted(computed)
-        account.in_window += in_window
-        return in_window
+    def sent(self, turn: Turn) -> None:
+        """Workers have its prompt, which takes a part of the window. Called by the turn."""
+        self._sent_tokens += turn.tokens
+        turn.in_window = self._window().counted(turn.computed)
+        turn.account.in_window += turn.in_window
 
-    def answered(
-        self, account: Account, tokens: int, *, sent: bool, drained: bool, in_window: int = 0
-    ) -> None:
-        """A prompt no longer waits: its first token came (`drained`), or it ended. Called by its turn."""
-        self._count(account, -tokens)
-        if sent:
-            self._sent_tokens -= tokens
-            account.in_window -= in_window
+    def answered(self, turn: Turn, *, drained: bool) -> None:
+        """Its prompt no longer waits: its first token came (`drained`), or it ended. Called by the turn."""
+        self._count(turn.account, -turn.tokens)
+        if not turn.is_new:
+            self._sent_tokens -= turn.tokens
+            turn.account.in_window -= turn.in_window
         if drained:
-            self._wait.answered(tokens, self.clock())
+            self._wait.answered(turn.tokens, self.clock())
 
     def freed(self, since: float) -> None:
         """A generation has left its worker, which had it from the time `since`. Called by its turn."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -168,6 +169,10 @@ def text(value: Any, kinds: Mapping[str, str] = TEXTS) -> str:
             raise invalid("a text part must have a text")
         texts.append(found)
     return "\n".join(texts)
+
+
+Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
+"""A string or text parts. Other members of a part, such as `cache_control`, have no effect."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The messages of a chat and its tools, as clients send them and as chat templates read them."""
 
 import json
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AliasChoices,
@@ -12,12 +13,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from baton.router.api.fields import Items, Part, TextInput, invalid, text
+from baton.router.api.fields import Items, Part, Text, invalid
 from baton.router.api.validation import refusing
 
 MAX_TOOLS = 128
-P = TypeVar("P", bound=Part)
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 
 
@@ -81,7 +82,7 @@ class Message(Part):
     model_config = ConfigDict(json_schema_extra={"anyOf": _BY_ROLE})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)] = ""
+    content: Text = ""
     name: str | None = None
     reasoning: str | None = Field(None, validation_alias=AliasChoices("reasoning", "reasoning_content"))
     tool_calls: Items[ToolCall] | None = None
@@ -107,25 +108,15 @@ class Message(Part):
 
         The role `developer`, OpenAI's newer name, becomes `system`. Arguments become objects.
         """
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content,
-        }
-        if self.name is not None:
-            message["name"] = self.name
+        message = self.model_dump(exclude_none=True)
+        if self.role == "developer":
+            message["role"] = "system"
         if self.reasoning is not None:
-            message |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.parsed_arguments()},
-                }
-                for call in self.tool_calls
-            ]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
+            message["reasoning_content"] = self.reasoning
+        if not self.tool_calls:
+            message.pop("tool_calls", None)
+        for call, shown in zip(self.tool_calls or (), message.get("tool_calls", ()), strict=True):
+            shown["function"]["arguments"] = call.function.parsed_arguments()
         return message
 
 
@@ -165,11 +156,6 @@ class Tool(Part):
 
     def for_template(self) -> dict[str, Any]:
         return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
-
-    @property
-    def lax(self) -> "Tool":
-        """The same tool with any arguments."""
-        return self.with_parameters({"type": "object"})
 
     def with_parameters(self, parameters: dict[str, Any]) -> "Tool":
         function = self.function.model_copy(update={"parameters": parameters})
@@ -211,25 +197,31 @@ class AllowedToolsChoice(Part):
         return {tool.function.name for tool in self.allowed_tools.tools}
 
 
-def allowed_tools(model: type[P], value: Any) -> P:
-    try:
-        return model.model_validate(value)
-    except ValidationError:
-        raise invalid("allowed_tools needs a mode, auto or required, and tools by their names") from None
+def choice_of(
+    named: type[Part], allowed: type[Part], unknown: Callable[[str], PydanticCustomError]
+) -> PlainValidator:
+    """Returns the validator of a `tool_choice`. `named`, `allowed`: its models if it names one tool, or
+    several. `unknown`: makes the error for all others."""
+
+    def check(value: Any) -> Any:
+        if value in (None, "none", "auto", "required"):
+            return value
+        kind = value.get("type") if isinstance(value, dict) else None
+        try:
+            if kind == "allowed_tools":
+                return allowed.model_validate(value)
+            if kind == "function":
+                return named.model_validate(value)
+        except ValidationError:
+            needs = "must have the name of the function"
+            if kind == "allowed_tools":
+                needs = "allowed_tools needs a mode, auto or required, and tools by their names"
+            raise invalid(needs) from None
+        raise unknown("must be none, auto, required, allowed_tools, or a function by its name")
+
+    shown = Literal["none", "auto", "required"] | named | allowed | None
+    return PlainValidator(check, json_schema_input_type=shown)
 
 
 Choice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None
-
-
-def _choice(value: Any) -> Choice:
-    if value in (None, "none", "auto", "required"):
-        return value
-    if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        return allowed_tools(AllowedToolsChoice, value)
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid("must be none, auto, required, allowed_tools, or a function by its name")
-    return NamedTool(type="function", function=NamedFunction(name=function["name"]))
-
-
-ToolChoice = Annotated[Choice, PlainValidator(_choice, json_schema_input_type=Choice)]
+ToolChoice = Annotated[Choice, choice_of(NamedTool, AllowedToolsChoice, invalid)]

@@ -83,8 +83,7 @@ class Generation:
         self._waits = Waits(
             parked,
             name=name,
-            on_worker=self.advance,
-            on_retry=self.advance,
+            advance=self.advance,
             on_deadline=self._waited_too_long,
             deadline=deadline,
             worker_wait=worker_wait,

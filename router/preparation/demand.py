@@ -73,12 +73,12 @@ class Demand:
         schemas = {offered.field: offered.tool.schema_text for offered in calls.tools if offered.enforced}
         _check_length(sum(map(len, schemas.values())))
         for offered in calls.tools:
-            tool = offered.tool.lax
+            parameters: dict[str, Any] = {"type": "object"}
             if offered.enforced:
                 given = Structure("json_schema", schemas[offered.field], offered.field)
-                tool = offered.tool.with_parameters(json.loads(checked(given).text))
+                parameters = json.loads(checked(given).text)
             if offered.callable:
-                tools.append(tool)
+                tools.append(offered.tool.with_parameters(parameters))
         try:
             grammar = FORMATS[calls.format].grammar(
                 tools, many=calls.many, spell=self._spell, text=calls.free

@@ -62,23 +62,22 @@ class Waiting:
         self.waits = Waits(
             self.parked,
             name="0",
-            on_worker=self._on_worker,
-            on_retry=self._on_retry,
+            advance=self._advance,
             on_deadline=self.errors.append,
             deadline=self.deadline or Deadline(time.monotonic(), 60.0),
             worker_wait=self.worker_wait,
         )
 
-    def _on_worker(self) -> None:
+    def _advance(self) -> None:
+        if self.waits._has_retry:
+            self.served.append(self)
+            self.done.set()
+            return
         self.woken += 1
         if self.woken <= self.times:
             self.waits.wait_for_worker("prefill")
         else:
             self.then()
-
-    def _on_retry(self) -> None:
-        self.served.append(self)
-        self.done.set()
 
 
 async def test_each_ready_worker_wakes_all_that_wait_for_one_once() -> None:

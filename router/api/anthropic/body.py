@@ -14,9 +14,8 @@ from baton.router.api.fields import (
     Part,
     StopString,
     TemplateSettings,
-    TextInput,
+    Text,
     invalid,
-    text,
 )
 from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments
 from baton.router.api.sampling import Body, SamplingBody
@@ -29,10 +28,6 @@ _TOOL_FIELDS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
-"""A string or text blocks. Members such as `cache_control` have no effect."""
-
-
 class TextBlock(Part):
     type: Literal["text"]
     text: str
@@ -41,20 +36,12 @@ class TextBlock(Part):
 class TextSource(Part):
     type: Literal["text"]
     media_type: Literal["text/plain"]
-    data: str
-
-    @property
-    def text(self) -> str:
-        return self.data
+    text: str = Field(alias="data")
 
 
 class ContentSource(Part):
     type: Literal["content"]
-    content: Text
-
-    @property
-    def text(self) -> str:
-        return self.content
+    text: Text = Field(alias="content")
 
 
 class DocumentBlock(Part):
@@ -89,11 +76,7 @@ class ToolReferenceBlock(Part):
     """The name of a tool that a search for tools has found."""
 
     type: Literal["tool_reference"]
-    tool_name: str
-
-    @property
-    def text(self) -> str:
-        return self.tool_name
+    text: str = Field(alias="tool_name")
 
 
 class ThinkingBlock(Part):

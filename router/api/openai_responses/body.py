@@ -9,7 +9,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PlainValidator,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -22,12 +21,12 @@ from baton.router.api.fields import (
     Nullable,
     Part,
     TemplateSettings,
-    TextInput,
+    Text,
     invalid,
     text,
     unsupported,
 )
-from baton.router.api.messages import MAX_TOOLS, Arguments, Function, allowed_tools
+from baton.router.api.messages import MAX_TOOLS, Arguments, Function, choice_of
 from baton.router.api.sampling import OpenAIBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import RESPONSES, refusing, validate
@@ -42,7 +41,6 @@ class ReasoningTextPart(Part):
 
 
 _TO_REASONING = dict.fromkeys(("reasoning_text", "summary_text"), "text")
-Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
 ReasoningText = Annotated[
     str,
     BeforeValidator(
@@ -211,18 +209,6 @@ class AllowedFunctionTools(Part):
 Choice = Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None
 
 
-def _choice(value: Any) -> Choice:
-    if value in (None, "none", "auto", "required"):
-        return value
-    if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        return allowed_tools(AllowedFunctionTools, value)
-    if not isinstance(value, dict) or value.get("type") != "function":
-        raise unsupported("must be none, auto, required, allowed_tools, or a function by its name")
-    if not isinstance(value.get("name"), str):
-        raise invalid("must have the name of the function")
-    return NamedFunctionTool(type="function", name=value["name"])
-
-
 def _false(value: bool) -> bool:
     if value:
         raise unsupported("must be false")
@@ -258,7 +244,7 @@ class ResponsesBody(OpenAIBody):
         Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_without_hosted)] | None,
         Field(description="only functions; tools that OpenAI runs itself have no effect"),
     ] = None
-    tool_choice: Annotated[Choice, PlainValidator(_choice, json_schema_input_type=Choice)] = None
+    tool_choice: Annotated[Choice, choice_of(NamedFunctionTool, AllowedFunctionTools, unsupported)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateSettings | None = None
     metadata: (
