@@ -24,7 +24,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -229,12 +229,18 @@ class Child:
             await process.end()
 
 
+class _Waiting(NamedTuple):
+    """A request that waits for a child."""
+
+    acquired: asyncio.Future[Child]
+    is_long: bool
+
+
 class ChildPool:
     """Up to `count` children of one kind. API keys take turns by the time of their requests.
 
     With several children, at most `count - 1` work on long requests: those above `long_bytes`, and those of
     keys of which the last request took long. Otherwise two clients with long requests would block all others.
-    A free child that may take a long request takes it first, so that neither kind starves.
 
     Wait-for graph: a request waits for a child. A child waits only for its process, which replies or dies.
     """
@@ -244,8 +250,7 @@ class ChildPool:
         self._long_bytes = long_bytes
         self._slow: set[str] = set()  # keys of which the last request took long
         self._idle = [Child(server, kind) for _ in range(count)]
-        self._waiting: FairQueue[str, asyncio.Future[Child]] = FairQueue()
-        self._waiting_long: FairQueue[str, asyncio.Future[Child]] = FairQueue()
+        self._waiting: FairQueue[str, _Waiting] = FairQueue()
         self._busy_long: set[Child] = set()
         self._calls: set[asyncio.Task[bytes]] = set()
 
@@ -278,14 +283,13 @@ class ChildPool:
     async def _call(self, key: str, parts: Sequence[Frame]) -> bytes:
         size = sum(map(len, parts))
         is_long = self._count > 1 and (size > self._long_bytes or key in self._slow)
-        queue = self._waiting_long if is_long else self._waiting
-        child = await self._acquire(queue, key)
+        child = await self._acquire(key, is_long)
         began = time.monotonic()
 
         def over(_: asyncio.Task[bytes]) -> None:
             # The bytes of a request do not tell how long it takes.
             seconds = time.monotonic() - began
-            queue.charge(key, seconds)
+            self._waiting.charge(key, seconds)
             (self._slow.add if seconds > _LONG_SECONDS else self._slow.discard)(key)
             self._release(child)
 
@@ -302,14 +306,14 @@ class ChildPool:
         await asyncio.gather(*self._calls, return_exceptions=True)
         await asyncio.gather(*(child.end() for child in self._idle))
 
-    async def _acquire(self, queue: FairQueue[str, asyncio.Future[Child]], key: str) -> Child:
+    async def _acquire(self, key: str, is_long: bool) -> Child:
         acquired: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-        ticket = queue.push(key, 0, acquired)
+        ticket = self._waiting.push(key, 0, _Waiting(acquired, is_long), lane=is_long)
         self._dispatch()
         try:
             return await acquired
         except asyncio.CancelledError:
-            queue.remove(ticket)
+            self._waiting.remove(ticket)
             if not acquired.cancelled():  # the child was assigned at the same moment
                 self._release(acquired.result())
             raise
@@ -320,21 +324,16 @@ class ChildPool:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        while self._idle and len(self._busy_long) < self._count - 1 and len(self._waiting_long):
-            if (child := self._assign(self._waiting_long)) is not None:
-                self._busy_long.add(child)
-        while self._idle and len(self._waiting):
-            self._assign(self._waiting)
+        def may_go(key: str, waiting: _Waiting) -> bool:
+            return not waiting.is_long or len(self._busy_long) < self._count - 1
 
-    def _assign(self, queue: FairQueue[str, asyncio.Future[Child]]) -> Child | None:
-        """Gives an idle child to the first request of the queue. None: its caller was cancelled."""
-        waiting = queue.pop()
-        assert waiting is not None, "the queue is not empty"
-        if waiting.done():
-            return None
-        child = self._idle.pop()
-        waiting.set_result(child)
-        return child
+        while self._idle and (first := self._waiting.pop(may_go)) is not None:
+            if first.acquired.done():
+                continue  # its caller was cancelled
+            child = self._idle.pop()
+            if first.is_long:
+                self._busy_long.add(child)
+            first.acquired.set_result(child)
 
 
 def read_answer(reply: bytes) -> Any:
