@@ -13,6 +13,8 @@ from baton.router.active_request import Services
 from baton.router.config import RouterConfig
 from baton.router.workers.worker import POOL_NAMES, Worker
 
+Condition = Literal["ready", "routable"]
+"""What is true of a router, or of each process."""
 ASKED = 50
 """The most workers that a status asks at once. Of more it shows the last reports, which are a second old."""
 _COUNTS = (
@@ -76,7 +78,7 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
     }
 
 
-def all_are(condition: Literal["ready", "routable"], routers: list[dict[str, Any]]) -> bool:
+def all_are(condition: Condition, routers: list[dict[str, Any]]) -> bool:
     """True when it holds for every process that listens. One that restarts gets no connections."""
     return bool(routers) and all(r[condition] and r["state"] == "serving" for r in routers)
 

@@ -9,23 +9,21 @@ retries after a pause, and the other processes go on.
 
 import asyncio
 import contextlib
-import gc
-import itertools
 import json
 import logging
 import logging.config
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import setproctitle
 from aiohttp import web
 
 from baton.machine.connections import Connections
-from baton.machine.system import die_with_parent, process_end, report, url_host
+from baton.machine.system import report, url_host
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.child_pool import ForkServer
@@ -33,8 +31,9 @@ from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
-from baton.router.processes.sockets import ControlClient, reserve
-from baton.router.status import all_are, merged_status, scrape_targets
+from baton.router.processes.process import RouterProcess
+from baton.router.processes.sockets import reserve
+from baton.router.status import Condition, all_are, merged_status, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -54,132 +53,6 @@ class _CannotServe(Exception):
     """The first start of a process failed. The message is for the user."""
 
 
-class _Process:
-    """One process of the router, from its start to its end.
-
-    Attributes:
-        ready: its URL and addresses, once it listens.
-        keys: the API keys that it has, or gets now.
-        error: the error that it reported, or "".
-        known: its last reply to each command of `asked`.
-    """
-
-    def __init__(self, number: int, config: RouterConfig, run: Callable[[RouterConfig], int]) -> None:
-        self.number = number
-        self.ready: dict[str, Any] | None = None
-        self.keys = config.api_keys
-        self.error = ""
-        self.known: dict[str, bytes] = {}
-        self._asked: dict[str, asyncio.Task[None]] = {}
-        own_end, its_end = socket.socketpair()
-        reader, writer = os.pipe()
-        with contextlib.ExitStack() as undo, its_end, open(writer, "wb"):
-            undo.callback(own_end.close)
-            undo.callback(os.close, reader)
-            config = replace(
-                config, id=os.urandom(16), process_number=number, ready_fd=writer, control_fd=its_end.fileno()
-            )
-            self.pid = _fork(config, run)
-            undo.pop_all()
-        self._control, self._pipe = own_end, reader
-        self._client: ControlClient | None = None
-        self._reaped = False
-
-    async def follow(self, ready_fd: int | None) -> None:
-        """Reads its ready pipe until it listens or the pipe ends. Passes its progress on to `ready_fd`."""
-        loop = asyncio.get_running_loop()
-        self._client = await ControlClient.connect(self._control, self.pid)
-        reader = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._pipe, "rb", 0)
-        )
-        with contextlib.closing(transport):
-            while line := await reader.readline():
-                message = json.loads(line)
-                self.ready = message.get("ready")
-                self.error = message.get("error", self.error)
-                if "stage" in message:
-                    report(ready_fd, message)
-
-    async def ended(self) -> int:
-        """Waits for its end. Returns the exit code."""
-        await process_end(self.pid)
-        _, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222  (it is dead)
-        self._reaped = True
-        return os.waitstatus_to_exitcode(status)
-
-    async def send(self, command: str) -> bytes:
-        """Returns the reply. Raises ConnectionError if there is none. Kills a process that hangs."""
-        if self.ready is None or self._client is None:
-            raise ConnectionResetError("the process does not listen yet")
-        try:
-            return await self._client.send(command)
-        except TimeoutError as error:
-            log.error("process %d hangs and is killed", self.number)
-            self.kill()
-            raise ConnectionResetError("the process hangs") from error
-
-    def asked(self, command: str) -> asyncio.Task[None]:
-        """Sends a command, unless it waits for its reply already. The task ends with the reply in `known`."""
-        task = self._asked.get(command)
-        if task is None or task.done():
-            task = self._asked[command] = asyncio.create_task(self._ask(command))
-        return task
-
-    async def _ask(self, command: str) -> None:
-        with contextlib.suppress(ConnectionError):
-            self.known[command] = await self.send(command)
-
-    async def send_or_kill(self, command: str) -> None:
-        """Sends `keys`, `drain` or `stop`. A process that does not listen yet is killed."""
-        try:
-            await self.send(command)
-        except ConnectionError:
-            self.kill()
-
-    def kill(self) -> None:
-        if not self._reaped:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-
-
-def _fork(config: RouterConfig, run: Callable[[RouterConfig], int]) -> int:
-    """Starts a process that shares the memory of this one, as far as neither changes it. Returns its pid."""
-    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a handler of the new process would tell this one
-    try:
-        pid = os.fork()
-        if not pid:
-            signal.set_wakeup_fd(-1)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    if not pid:
-        _become(config, run)
-    return pid
-
-
-def _become(config: RouterConfig, run: Callable[[RouterConfig], int]) -> NoReturn:
-    """In the new process. It never returns to the event loop, which is the supervisor's."""
-    code = 1
-    try:
-        die_with_parent()
-        asyncio._set_running_loop(None)
-        gc.freeze()  # an object of the supervisor must not close a descriptor by its number
-        given = (config.ready_fd, config.control_fd, config.keys_fd, config.forks_fd)
-        kept = sorted(fd for fd in (2, *given, os.sysconf("SC_OPEN_MAX")) if fd is not None)
-        for low, high in itertools.pairwise(kept):
-            os.closerange(low + 1, high)
-        code = run(config)
-    except ValueError as error:  # a mistake of the user
-        report(config.ready_fd, {"error": str(error)})
-    except BaseException:
-        log.exception("process %s", config.process_number)
-    os._exit(code)
-
-
 class Supervisor:
     """Owns the processes, the reserved ports, the admin port, and the memory that the processes share."""
 
@@ -193,10 +66,10 @@ class Supervisor:
         self._metrics = MergedMetrics()
         self._key_counts = KeyCounts(keys_fd, config.processes)
         self._key_counts.add(key.account for key in (ANY_CLIENT, *config.api_keys))
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, RouterProcess] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._signalled = asyncio.Event()  # to read the API keys
-        self._listens = asyncio.Event()
+        self._admin_url = ""
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
@@ -214,15 +87,14 @@ class Supervisor:
 
             port = held("--port", config.port)
             grpc_port = None if config.grpc_port is None else held("--grpc-port", config.grpc_port)
-            async with self._admin() as admin_url:
-                admin_port = int(admin_url.rpartition(":")[2])
+            async with self._admin() as self._admin_url:
+                admin_port = int(self._admin_url.rpartition(":")[2])
                 self._config = replace(config, port=port, grpc_port=grpc_port, admin_port=admin_port)
-                return await self._serve(admin_url)
+                return await self._serve()
 
-    async def _serve(self, admin_url: str) -> int:
+    async def _serve(self) -> int:
         self._forks.start()
         lives = [asyncio.create_task(self._keep(n)) for n in range(self._config.processes)]
-        reporting = asyncio.create_task(self._report_ready(admin_url))
         keys = asyncio.create_task(self._follow_keys())
         stopped = asyncio.create_task(self._signals.get())
         try:
@@ -238,8 +110,8 @@ class Supervisor:
             return 1
         finally:
             self._stopping.set()
-            for task in (reporting, keys, stopped):
-                task.cancel()
+            keys.cancel()
+            stopped.cancel()
             for process in self._processes.values():
                 process.kill()
             await asyncio.gather(*lives, return_exceptions=True)
@@ -266,7 +138,7 @@ class Supervisor:
         has_listened, backoff = False, FIRST_BACKOFF
         while not self._stopping.is_set():
             try:
-                listened, why = await self._live(_Process(number, self._config, self._run), ready_fd)
+                listened, why = await self._live(RouterProcess(number, self._config, self._run), ready_fd)
             except OSError as error:
                 listened, why = False, f"cannot be started: {error}"
             ready_fd = None
@@ -284,7 +156,7 @@ class Supervisor:
                     await self._stopping.wait()
             backoff = min(2 * backoff, LAST_BACKOFF)
 
-    async def _live(self, process: _Process, ready_fd: int | None) -> tuple[bool, str]:
+    async def _live(self, process: RouterProcess, ready_fd: int | None) -> tuple[bool, str]:
         """Waits for the end of the process. Returns whether it listened, and why it ended."""
         number = process.number
         self._processes[number] = process
@@ -305,12 +177,12 @@ class Supervisor:
             return True, process.error or f"ended with {code}"
         return False, process.error or f"router process {number} ended with {code} before it listened"
 
-    async def _follow(self, process: _Process, ready_fd: int | None) -> None:
+    async def _follow(self, process: RouterProcess, ready_fd: int | None) -> None:
         await process.follow(ready_fd)
-        self._listens.set()
+        self._report_ready()
         await self._give_keys(process)  # they may have changed since its start
 
-    async def _ping(self, process: _Process) -> None:
+    async def _ping(self, process: RouterProcess) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
             await process.asked("ping")
@@ -326,7 +198,7 @@ class Supervisor:
         self._config = replace(self._config, api_keys=keys)
         await asyncio.gather(*map(self._give_keys, list(self._processes.values())))
 
-    async def _give_keys(self, process: _Process) -> None:
+    async def _give_keys(self, process: RouterProcess) -> None:
         """Gives a process the present keys, unless it has them. One that does not listen yet gets them
         then."""
         keys = self._config.api_keys
@@ -334,14 +206,14 @@ class Supervisor:
             process.keys = keys
             await process.send_or_kill(f"keys {to_json(keys).decode()}")
 
-    async def _report_ready(self, admin_url: str) -> None:
-        while not (ready := self._all_ready()):
-            await self._listens.wait()
-            self._listens.clear()
-        where = {**ready, "admin_url": admin_url, "pid": os.getpid()}
-        log.info("%d processes listen on %s; admin: %s", self._config.processes, where["url"], admin_url)
-        report(self._config.ready_fd, {"ready": where}, last=True)
-        self._reported = True
+    def _report_ready(self) -> None:
+        """Tells the parent once that all processes listen."""
+        if not self._reported and (ready := self._all_ready()):
+            self._reported = True
+            where = {**ready, "admin_url": self._admin_url, "pid": os.getpid()}
+            listen = "%d processes listen on %s; admin: %s"
+            log.info(listen, self._config.processes, where["url"], self._admin_url)
+            report(self._config.ready_fd, {"ready": where}, last=True)
 
     def _all_ready(self) -> dict[str, Any] | None:
         ready = [process.ready for process in self._processes.values() if process.ready is not None]
@@ -360,8 +232,8 @@ class Supervisor:
                 web.get("/metrics/targets", self._get_targets),
                 web.get("/status", self._get_status),
                 web.get("/health", self._get_health),
-                web.get("/ready", self._get_ready),
-                web.get("/routable", self._get_routable),
+                web.get("/ready", partial(self._get_condition, "ready")),
+                web.get("/routable", partial(self._get_condition, "routable")),
             ]
         )
         async with HttpServer(app, keepalive_timeout=config.keep_alive) as server:
@@ -396,13 +268,9 @@ class Supervisor:
     async def _get_health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if await self._known("ping") else 503)
 
-    async def _get_ready(self, request: web.Request) -> web.Response:
+    async def _get_condition(self, condition: Condition, request: web.Request) -> web.Response:
         found = [json.loads(text) for text in (await self._known("ping")).values()]
-        return web.Response(status=200 if all_are("ready", found) else 503)
-
-    async def _get_routable(self, request: web.Request) -> web.Response:
-        found = [json.loads(text) for text in (await self._known("ping")).values()]
-        return web.Response(status=200 if all_are("routable", found) else 503)
+        return web.Response(status=200 if all_are(condition, found) else 503)
 
 
 def supervise(
