@@ -2,7 +2,7 @@
 
 Life of such a router:
 
-1. `supervise` reserves the ports and starts the processes (`process`). Each listens on the shared port (`sockets`).
+1. `supervise` reserves the ports and starts each `process`, which listens on the shared port (`sockets`).
 2. The supervisor sends them commands and merges their metrics (`merged_metrics`).
 3. On a signal all drain or stop.
 """
