@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
+from typing import Any
 
 from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
@@ -17,7 +18,7 @@ from baton.router.policy.plan import Plan
 from baton.router.policy.planner import Held
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.workers.pool import WorkerPool
-from baton.router.workers.worker import Attempt, AttemptEvent, Worker
+from baton.router.workers.worker import Attempt, AttemptEvent
 from baton.rpc import worker_pb2 as pb
 
 
@@ -193,13 +194,15 @@ class AttemptPair:
             self.end_decode()
             decode = None
         if plan.ranges and not plan.inline:
-            self._add_prefill(plan)
-            if decode is not None:
-                self._retarget(decode)
+            prefill = self._add_prefill(plan)
+            if decode is not None:  # it fetches the KV of the new prefill of prompt + output
+                source = self._next_source(decode, prefill)
+                retarget = pb.Retarget(decode_id=decode.id, source=source, output_ids=self.output_ids)
+                decode.worker.send(pb.RouterMessage(retarget=retarget))
             elif plan.order == "prefill":
-                self._promise()
+                self._promise(prefill, self.length + 1)
             if plan.order != "decode" or decode is not None:
-                self.send_prefill()  # before the decode: the client waits for its token
+                self.send_prefill(prefill)  # before the decode: the client waits for its token
         if decode is None and plan.decode is not None and plan.order != "prefill":
             self._submit_decode(plan)
 
@@ -213,9 +216,7 @@ class AttemptPair:
         """The prompt is sent when the decode has reserved its memory."""
         return self.prefill is not None and self.prefill.state is PrefillState.PLANNED
 
-    # ------------------------------------------------------------ messages
-
-    def _add_prefill(self, plan: Plan) -> None:
+    def _add_prefill(self, plan: Plan) -> PrefillAttempt:
         """Makes the attempts of all workers that compute the prompt, and sends nothing yet."""
         attempts = {
             row: PrefillAttempt(
@@ -228,20 +229,17 @@ class AttemptPair:
             )
             for row in dict.fromkeys(part.worker for part in plan.ranges)
         }
-        self.prefill = attempts.pop(plan.ranges[-1].worker)
-        self.prefill.parts = list(attempts.values())
+        prefill = self.prefill = attempts.pop(plan.ranges[-1].worker)
+        prefill.parts = list(attempts.values())
+        return prefill
 
-    def send_prefill(self) -> None:
-        prefill = self.prefill
-        assert prefill is not None
+    def send_prefill(self, prefill: PrefillAttempt) -> None:
         prefill.state = PrefillState.SENT
         plan, attempts = prefill.plan, {each.worker.row: each for each in (*prefill.parts, prefill)}
         ranges = list[pb.PlanRange]()
         for part in plan.ranges if prefill.parts else ():
             attempt = attempts[part.worker]
-            described = attempt.worker.description
-            named = {"kv_address": described.kv_address, "incarnation": described.incarnation}
-            ranges.append(pb.PlanRange(prefill_id=attempt.id, start=part.start, stop=part.stop, **named))
+            ranges.append(pb.PlanRange(start=part.start, stop=part.stop, **_named(attempt)))
         self._pool.prompts += 1
         for row, attempt in attempts.items():
             last = attempt is prefill
@@ -258,8 +256,7 @@ class AttemptPair:
                 content=None if plan.source is None else plan.source.message(),
                 plan=ranges,
             )
-            self._computed_by(attempt.worker)
-            attempt.worker.submit(attempt, "prefill", pb.RouterMessage(prefill=submit), self._span)
+            self._submit(attempt, pb.RouterMessage(prefill=submit))
 
     def _submit_decode(self, plan: Plan) -> None:
         """The worker fetches the KV of the current prefill, and repeats its token. Without a prefill it
@@ -284,28 +281,14 @@ class AttemptPair:
             self._pool.prompts += 1
             if plan.source is not None:
                 submit.content.CopyFrom(plan.source.message())
-        self._computed_by(worker)
-        worker.submit(decode, "decode", pb.RouterMessage(decode=submit), self._span)
-
-    def _retarget(self, decode: DecodeAttempt) -> None:
-        """Tells the decode worker to fetch the KV of the new prefill of prompt + output."""
-        assert self.prefill is not None
-        source = self._next_source(decode, self.prefill)
-        message = pb.Retarget(decode_id=decode.id, source=source, output_ids=self.output_ids)
-        decode.worker.send(pb.RouterMessage(retarget=message))
+        self._submit(decode, pb.RouterMessage(decode=submit))
 
     def _next_source(self, decode: DecodeAttempt, prefill: PrefillAttempt) -> pb.PrefillSource:
         """Names the current prefill for a decode worker."""
         self._source_count += 1
         decode.sources += 1
-        self._end_promise(prefill)
-        described = prefill.worker.description
-        return pb.PrefillSource(
-            prefill_id=prefill.id,
-            kv_address=described.kv_address,
-            incarnation=described.incarnation,
-            attempt=self._source_count,
-        )
+        self._promise(prefill, 0)
+        return pb.PrefillSource(attempt=self._source_count, **_named(prefill))
 
     def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
         """Builds the message to a worker. `output_ids` were emitted before.
@@ -337,21 +320,16 @@ class AttemptPair:
             sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
         return request
 
-    def _computed_by(self, worker: Worker) -> None:
-        numerics = worker.description.numerics
+    def _submit(self, attempt: Attempt, message: pb.RouterMessage) -> None:
+        numerics = attempt.worker.description.numerics
         self.numerics = self.numerics or numerics
         self.numerics_changed |= numerics != self.numerics
+        attempt.worker.submit(attempt, message, self._span)
 
-    def _promise(self) -> None:
-        """The prompt queues, and its decode is submitted when it starts."""
-        assert self.prefill is not None
-        self.prefill.promised = self.length + 1
-        self._pool.promise(self.prefill.promised)
-
-    def _end_promise(self, prefill: PrefillAttempt) -> None:
-        if prefill.promised:
-            self._pool.fulfilled(prefill.promised)
-            prefill.promised = 0
+    def _promise(self, prefill: PrefillAttempt, positions: int) -> None:
+        """Keeps so many positions for its decode. 0: its decode is submitted, or it needs none."""
+        self._pool.promise(bool(positions) - bool(prefill.promised), positions - prefill.promised)
+        prefill.promised = positions
 
     # ------------------------------------------------------------ end
 
@@ -400,7 +378,7 @@ class AttemptPair:
     def end_prefill(self, failure: str = "") -> None:
         prefill, self.prefill = self.prefill, None
         if prefill is not None:
-            self._end_promise(prefill)
+            self._promise(prefill, 0)
             for attempt in (prefill, *prefill.parts):
                 attempt.worker.cancel(attempt.id, failure)
 
@@ -414,3 +392,9 @@ class AttemptPair:
         self.end_prefill()
         self.end_decode()
         self._on_event = lambda *_: None  # it refers to the generation
+
+
+def _named(prefill: PrefillAttempt) -> dict[str, Any]:
+    """How messages name a prefill and its worker."""
+    worker = prefill.worker.description
+    return {"prefill_id": prefill.id, "kv_address": worker.kv_address, "incarnation": worker.incarnation}

@@ -252,7 +252,7 @@ class Generation:
             return
         if prefill.worker.ready_in(pb.POOL_PREFILL):
             self._prompt_sent(prefill.plan)
-            self._pair.send_prefill()
+            self._pair.send_prefill(prefill)
         else:
             self._pair.end_prefill()
             self.advance()

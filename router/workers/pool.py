@@ -184,12 +184,7 @@ class WorkerPool(Roster):
                 total += sum(shown) / len(shown) * len(workers)
         return total
 
-    def promise(self, tokens: int) -> None:
-        """A queued prompt needs a decode with `tokens` positions as soon as it is computed."""
-        self._promised_slots += 1
-        self._promised_positions += tokens
-
-    def fulfilled(self, tokens: int) -> None:
-        """Ends a promise. The request has its decode, or needs none."""
-        self._promised_slots -= 1
-        self._promised_positions -= tokens
+    def promise(self, slots: int, positions: int) -> None:
+        """Queued prompts need so much more room for their decodes. Negative: they have it, or need none."""
+        self._promised_slots += slots
+        self._promised_positions += positions

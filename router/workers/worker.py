@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 
 import grpc.aio
 
@@ -237,11 +236,10 @@ class Worker:
 
     # ------------------------------------------------------------ messages
 
-    def submit(
-        self, attempt: Attempt, kind: Literal["prefill", "decode"], message: pb.RouterMessage, request: Span
-    ) -> None:
+    def submit(self, attempt: Attempt, message: pb.RouterMessage, request: Span) -> None:
         """Sends a SubmitPrefill or a SubmitDecode. `request`: the span of the request."""
         assert self.ready, "work goes to ready workers only"
+        kind = message.WhichOneof("kind")
         asked = message.prefill.request if kind == "prefill" else message.decode.request
         described = {"baton.worker": str(self), "baton.output_tokens": len(asked.output_ids)}
         if request.exported:

@@ -45,7 +45,8 @@ def worker_with(span: RecordedSpan, tokens: int, work: PrefillWork) -> Worker:
         tokens=tokens,
         work=work,
     )
-    worker.submit(attempt, "decode" if tokens else "prefill", pb.RouterMessage(), cast("Span", span))
+    decode, prefill = pb.RouterMessage(decode=pb.SubmitDecode()), pb.RouterMessage(prefill=pb.SubmitPrefill())
+    worker.submit(attempt, decode if tokens else prefill, cast("Span", span))
     return worker
 
 
