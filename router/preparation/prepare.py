@@ -151,185 +151,172 @@ def prepare(
     body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
     if body.model not in (None, *served.model_names):
         raise ModelNotFound.of(body.model, served.model_names)
+    preparation = _Preparation(tokenizer, served.context, salt)
     with named_as_in(kind):
-        prepared = _prepared(body, kind, tokenizer, served, history, salt)
+        prepared = preparation.of_body(body, kind, history)
     if isinstance(prepared, Prepared) and prepared.options.bad_words:
-        prepared = replace(prepared, bad_words=_bad_words(prepared.options.bad_words, tokenizer))
+        return replace(prepared, bad_words=preparation.bad_words(prepared.options.bad_words))
     return prepared
 
 
-def _prepared(
-    body: Body, kind: Kind, tokenizer: ModelTokenizer, served: Served, history: bytes, salt: bytes
-) -> Prepared | bytes:
-    match body:
-        case ChatBody():
-            prepared = _chat(body, tokenizer, served, salt)
-        case ResponsesBody() if kind == "input_tokens":
-            prepared = _count_tokens(
-                body.chat(history), tokenizer, served, {"object": "response.input_tokens"}
-            )
-        case ResponsesBody():
-            prepared = _chat(body.chat(history), tokenizer, served, salt)
-            prepared = replace(prepared, repeated=body.repeated)
-        case MessagesBody():
-            prepared = _chat(body.chat(), tokenizer, served, salt)
-        case CompletionBody():
-            prepared = _completion(body, tokenizer, served)
-        case TokenizeBody():
-            prepared = _tokenize(body, tokenizer, served)
-        case DetokenizeBody():
-            prepared = _detokenize(body, tokenizer, served)
-        case CountTokensBody():
-            prepared = _count_tokens(body.chat(), tokenizer, served)
-        case _:
-            raise AssertionError(body)
-    return prepared
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """Prepares one body."""
 
+    tokenizer: ModelTokenizer
+    context: int
+    salt: bytes
 
-def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes) -> Prepared:
-    field = body.prompt_field
-    if len(body.messages) > served.context:
-        count = len(body.messages)
-        raise ContextLengthExceeded.of_prompt(field, count, "messages", served.context, served.context)
-    text = _rendered(tokenizer, body, body.messages)
-    encode = partial(tokenizer.encode_chat, scope=(salt, body.cache_salt))
-    if body.add_special_tokens:
-        encode = tokenizer.encode
-    prompt = _encoded(tokenizer, text, body, served, encode)
-    beginning: Beginning = "answer"
-    if (way := tokenizer.reasoning) is not None:
-        if not body.continue_final_message:
-            beginning = way.beginning_after(text)
-        elif way.continues_reasoning(body.messages[-1].content):
-            beginning = "reasoning"
-    return Prepared(body, [prompt], [], beginning=beginning)
+    def of_body(self, body: Body, kind: Kind, history: bytes) -> Prepared | bytes:
+        match body:
+            case ChatBody():
+                prepared = self._chat(body)
+            case ResponsesBody() if kind == "input_tokens":
+                prepared = self._count_tokens(body.chat(history), {"object": "response.input_tokens"})
+            case ResponsesBody():
+                prepared = replace(self._chat(body.chat(history)), repeated=body.repeated)
+            case MessagesBody():
+                prepared = self._chat(body.chat())
+            case CompletionBody():
+                prepared = self._completion(body)
+            case TokenizeBody():
+                prepared = self._tokenize(body)
+            case DetokenizeBody():
+                prepared = self._detokenize(body)
+            case CountTokensBody():
+                prepared = self._count_tokens(body.chat())
+            case _:
+                raise AssertionError(body)
+        return prepared
 
+    def _chat(self, body: ChatBody) -> Prepared:
+        field = body.prompt_field
+        if len(body.messages) > self.context:
+            count = len(body.messages)
+            raise ContextLengthExceeded.of_prompt(field, count, "messages", self.context, self.context)
+        text = self._rendered(body, body.messages)
+        encode = partial(self.tokenizer.encode_chat, scope=(self.salt, body.cache_salt))
+        if body.add_special_tokens:
+            encode = self.tokenizer.encode
+        prompt = self._encoded(text, body, encode)
+        beginning: Beginning = "answer"
+        if (way := self.tokenizer.reasoning) is not None:
+            if not body.continue_final_message:
+                beginning = way.beginning_after(text)
+            elif way.continues_reasoning(body.messages[-1].content):
+                beginning = "reasoning"
+        return Prepared(body, [prompt], [], beginning=beginning)
 
-def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:
-    field = body.prompt_field
-    prompts: list[list[int]] = []
-    for prompt in body.prompt:
-        if isinstance(prompt, list):
-            prompt = body.truncated(prompt, served.context)
-            output_room(len(prompt), field, served.context)
-            _check_ids(prompt, field, tokenizer)
-            prompts.append(prompt)
-        else:
-            encode = partial(tokenizer.encode, add_special_tokens=body.add_special_tokens)
-            prompts.append(_encoded(tokenizer, prompt, body, served, encode))
-    if not body.echo:
-        return Prepared(body, prompts, [])
-    echoes: list[str] = []
-    starts: list[list[int]] = []
-    cut = body.truncate_prompt_tokens is not None and body.truncation_side != "right"
-    for sent, prompt in zip(body.prompt, prompts, strict=True):
-        is_text = isinstance(sent, str)
-        echo = sent if is_text else tokenizer.decode(prompt, skip_special_tokens=False)
-        echoes.append(echo)
-        if body.logprobs is not None:
-            special = is_text and body.add_special_tokens
-            starts.append(
-                tokenizer.starts(prompt, echo, add_special_tokens=special, from_end=is_text and cut)
-            )
-    return Prepared(body, prompts, echoes, starts)
-
-
-def _bad_words(words: Sequence[str], tokenizer: ModelTokenizer) -> list[list[int]]:
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    token_ids = [encode(space + word.lstrip()) for word in words for space in ("", " ")]
-    if (count := sum(map(len, token_ids))) > MAX_BAD_WORD_TOKENS:
-        text = f"bad_words: {count} tokens in all, with and without a space before each word, are more than"
-        raise InvalidRequest(f"{text} {MAX_BAD_WORD_TOKENS}", param="bad_words")
-    return token_ids
-
-
-def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:
-    if body.messages is not None:
-        text, special = _rendered(tokenizer, body, body.messages), bool(body.add_special_tokens)
-    else:
-        text, special = body.prompt or "", body.add_special_tokens is not False
-    _check_length(text, "prompt" if body.messages is None else "messages", tokenizer, served)
-    tokens = tokenizer.encode(text, add_special_tokens=special)
-    strings = tokenizer.entries(tokens) if body.return_token_strs else None
-    response = {
-        "count": len(tokens), "max_model_len": served.context, "tokens": tokens, "token_strs": strings,
-    }  # fmt: skip
-    return msgspec.json.encode(response)
-
-
-def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:
-    _check_length(body.tokens, "tokens", tokenizer, served)
-    _check_ids(body.tokens, "tokens", tokenizer)
-    text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
-    return msgspec.json.encode({"prompt": text})
-
-
-def _count_tokens(
-    body: ChatBody, tokenizer: ModelTokenizer, served: Served, more: dict[str, str] | None = None
-) -> bytes:
-    text = _rendered(tokenizer, body, body.messages)
-    _check_length(text, body.prompt_field, tokenizer, served)
-    count = len(tokenizer.encode(text, add_special_tokens=False))
-    return msgspec.json.encode({**(more or {}), "input_tokens": count})
-
-
-def _check_length(text: Sequence[Any], field: str, tokenizer: ModelTokenizer, served: Served) -> None:
-    """Raises ContextLengthExceeded for a text that is longer than any prompt. To tokenize takes 300 times the
-    bytes of a text, so its length is checked before."""
-    most = served.context * tokenizer.longest_token
-    if len(text) > most:
-        kind = "characters" if isinstance(text, str) else "tokens"
-        raise ContextLengthExceeded.of_prompt(field, len(text), kind, most, served.context)
-
-
-def _check_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:
-    if (largest := max(token_ids, default=0)) >= tokenizer.vocab_size:
-        text = f"{field}: token id {largest} is out of vocabulary, which has {tokenizer.vocab_size} tokens"
-        raise InvalidRequest(text, param=field)
-
-
-def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[Message]) -> str:
-    tools = body.offered_tools
-    if not tokenizer.takes_tools:
-        if tools and not (isinstance(body, ChatOptions) and body.must_call):
-            reason = "this model's chat template does not support tools, so a call must be forced"
-            raise Unsupported(f"tools is not supported: {reason} by tool_choice", param="tools")
-        for i, message in enumerate(messages):
-            if message.about_tools:
-                text = (
-                    f"messages[{i}]: this model's chat template does not support tool calls and their results"
+    def _completion(self, body: CompletionBody) -> Prepared:
+        field = body.prompt_field
+        prompts: list[list[int]] = []
+        for prompt in body.prompt:
+            if isinstance(prompt, list):
+                prompt = body.truncated(prompt, self.context)
+                output_room(len(prompt), field, self.context)
+                self._check_ids(prompt, field)
+                prompts.append(prompt)
+            else:
+                encode = partial(self.tokenizer.encode, add_special_tokens=body.add_special_tokens)
+                prompts.append(self._encoded(prompt, body, encode))
+        if not body.echo:
+            return Prepared(body, prompts, [])
+        echoes: list[str] = []
+        starts: list[list[int]] = []
+        cut = body.truncate_prompt_tokens is not None and body.truncation_side != "right"
+        for sent, prompt in zip(body.prompt, prompts, strict=True):
+            is_text = isinstance(sent, str)
+            echo = sent if is_text else self.tokenizer.decode(prompt, skip_special_tokens=False)
+            echoes.append(echo)
+            if body.logprobs is not None:
+                special = is_text and body.add_special_tokens
+                starts.append(
+                    self.tokenizer.starts(prompt, echo, add_special_tokens=special, from_end=is_text and cut)
                 )
-                raise Unsupported(text, param=f"messages[{i}]")
-    if body.continue_final_message and messages[-1].tool_calls:
-        text = "continue_final_message: the last message has tool_calls, and no text can follow them"
-        raise InvalidRequest(text, param="continue_final_message")
-    try:
-        return tokenizer.chat_template.render(
-            [message.for_template() for message in messages],
-            [tool.for_template() for tool in tools],
-            body.template_settings,
-            add_generation_prompt=body.ends_with_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-    except ValueError as error:
-        raise InvalidRequest(f"messages: {error}", param="messages") from error
+        return Prepared(body, prompts, echoes, starts)
 
+    def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        token_ids = [encode(space + word.lstrip()) for word in words for space in ("", " ")]
+        if (count := sum(map(len, token_ids))) > MAX_BAD_WORD_TOKENS:
+            text = f"bad_words: {count} tokens in all, with and without a space before each word"
+            raise InvalidRequest(f"{text}, are more than {MAX_BAD_WORD_TOKENS}", param="bad_words")
+        return token_ids
 
-def _encoded(
-    tokenizer: ModelTokenizer,
-    text: str,
-    body: ChatOptions | CompletionOptions,
-    served: Served,
-    encode: Callable[[str], list[int]],
-) -> list[int]:
-    """Returns the token ids of a prompt. Raises ContextLengthExceeded when it leaves no room for output."""
-    field = body.prompt_field
-    if body.truncate_prompt_tokens is None:
-        _check_length(text, field, tokenizer, served)
-    else:
-        # Beside these characters, tokens that are kept may depend on the word that is cut.
-        most = (served.context + _CUT_TOKENS) * tokenizer.longest_token
-        text = text[:most] if body.truncation_side == "right" else text[-most:]
-    token_ids = body.truncated(encode(text), served.context)
-    output_room(len(token_ids), field, served.context)
-    return token_ids
+    def _tokenize(self, body: TokenizeBody) -> bytes:
+        if body.messages is not None:
+            text, special = self._rendered(body, body.messages), bool(body.add_special_tokens)
+        else:
+            text, special = body.prompt or "", body.add_special_tokens is not False
+        self._check_length(text, "prompt" if body.messages is None else "messages")
+        tokens = self.tokenizer.encode(text, add_special_tokens=special)
+        strings = self.tokenizer.entries(tokens) if body.return_token_strs else None
+        response = {
+            "count": len(tokens), "max_model_len": self.context, "tokens": tokens, "token_strs": strings,
+        }  # fmt: skip
+        return msgspec.json.encode(response)
+
+    def _detokenize(self, body: DetokenizeBody) -> bytes:
+        self._check_length(body.tokens, "tokens")
+        self._check_ids(body.tokens, "tokens")
+        text = self.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return msgspec.json.encode({"prompt": text})
+
+    def _count_tokens(self, body: ChatBody, more: dict[str, str] | None = None) -> bytes:
+        text = self._rendered(body, body.messages)
+        self._check_length(text, body.prompt_field)
+        count = len(self.tokenizer.encode(text, add_special_tokens=False))
+        return msgspec.json.encode({**(more or {}), "input_tokens": count})
+
+    def _check_length(self, text: Sequence[Any], field: str) -> None:
+        """Raises ContextLengthExceeded for a text that is longer than any prompt. To tokenize takes 300 times
+        the bytes of a text, so its length is checked before."""
+        most = self.context * self.tokenizer.longest_token
+        if len(text) > most:
+            kind = "characters" if isinstance(text, str) else "tokens"
+            raise ContextLengthExceeded.of_prompt(field, len(text), kind, most, self.context)
+
+    def _check_ids(self, token_ids: list[int], field: str) -> None:
+        size = self.tokenizer.vocab_size
+        if (largest := max(token_ids, default=0)) >= size:
+            text = f"{field}: token id {largest} is out of vocabulary, which has {size} tokens"
+            raise InvalidRequest(text, param=field)
+
+    def _rendered(self, body: RenderedBody, messages: Sequence[Message]) -> str:
+        tools = body.offered_tools
+        if not self.tokenizer.takes_tools:
+            if tools and not (isinstance(body, ChatOptions) and body.must_call):
+                reason = "this model's chat template does not support tools, so a call must be forced"
+                raise Unsupported(f"tools is not supported: {reason} by tool_choice", param="tools")
+            for i, message in enumerate(messages):
+                if message.about_tools:
+                    text = "this model's chat template does not support tool calls and their results"
+                    raise Unsupported(f"messages[{i}]: {text}", param=f"messages[{i}]")
+        if body.continue_final_message and messages[-1].tool_calls:
+            text = "continue_final_message: the last message has tool_calls, and no text can follow them"
+            raise InvalidRequest(text, param="continue_final_message")
+        try:
+            return self.tokenizer.chat_template.render(
+                [message.for_template() for message in messages],
+                [tool.for_template() for tool in tools],
+                body.template_settings,
+                add_generation_prompt=body.ends_with_generation_prompt,
+                continue_final_message=body.continue_final_message,
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"messages: {error}", param="messages") from error
+
+    def _encoded(
+        self, text: str, body: ChatOptions | CompletionOptions, encode: Callable[[str], list[int]]
+    ) -> list[int]:
+        """Returns the token ids of a prompt. Raises ContextLengthExceeded if it leaves no room for output."""
+        field = body.prompt_field
+        if body.truncate_prompt_tokens is None:
+            self._check_length(text, field)
+        else:
+            # Beside these characters, tokens that are kept may depend on the word that is cut.
+            most = (self.context + _CUT_TOKENS) * self.tokenizer.longest_token
+            text = text[:most] if body.truncation_side == "right" else text[-most:]
+        token_ids = body.truncated(encode(text), self.context)
+        output_room(len(token_ids), field, self.context)
+        return token_ids
