@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from baton.machine.logs import of_request
 from baton.machine.tracing import Attributes, Span, Tracer
+from baton.router.admission.entry import Entry
 from baton.router.admission.parked import Deadline
-from baton.router.admission.queue import Admission, Entry
+from baton.router.admission.queue import Admission
 from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow

@@ -19,13 +19,12 @@ each generation that workers have, ends or comes back to the queue without waiti
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum, auto
 
 from baton.router.admission.expected_wait import Ahead, ExpectedWait
 from baton.router.admission.fairness import FairQueue
-from baton.router.admission.keys import MAX_RETRY_AFTER, Account, ApiKey, Clock
+from baton.router.admission.keys import MAX_RETRY_AFTER, Account, Clock
 from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.errors import Overloaded, RateLimited
 from baton.router.policy.decode import FreeCapacity
@@ -171,77 +170,6 @@ class Turn:
             self._admission.answered(self, drained=drained)
 
 
-class Entry:
-    """One admitted request: first its body and an estimate of its prompt tokens, then a turn for each
-    generation.
-
-    Attributes:
-        max_wait: seconds that its client waits for its turn. The router's own bound holds as well.
-    """
-
-    def __init__(self, admission: "Admission", account: Account) -> None:
-        self.max_wait = math.inf
-        self._admission = admission
-        self._account = account
-        self._bytes = self._estimate = 0
-        self._turns: list[Turn] = []
-
-    @property
-    def key(self) -> ApiKey:
-        """The client's key."""
-        return self._account.key
-
-    def among_keys(self, priority: int) -> int:
-        """Returns what a priority counts beside the requests of other keys."""
-        return self._account.among_keys(priority) if self._admission.shared else priority
-
-    def receive(self, size: int) -> None:
-        """Counts bytes of its body; a negative size corrects the count. Raises Overloaded and RateLimited."""
-        admission, account = self._admission, self._account
-        left = admission.max_body_bytes - admission.body_bytes - size
-        if size > 0 and admission.shared and account.body_bytes + size > KEY_SHARE * left:
-            raise RateLimited(
-                f"key {account.key.name!r} has {account.body_bytes} bytes of requests under way; the rest of "
-                f"{admission.max_body_bytes} is kept for other keys",
-                retry_after=1,
-            )
-        if left < 0:
-            text = f"{admission.body_bytes} bytes of requests are under way"
-            raise Overloaded(f"{text}, and {admission.max_body_bytes} may be", retry_after=1)
-        self._bytes += size
-        admission.body_bytes += size
-        account.body_bytes += size
-
-    def expect(self, tokens: int) -> None:
-        """Counts an estimate of its prompt tokens, in place of the one before. Raises Overloaded and
-        RateLimited."""
-        self._admission.release(self._account, self._estimate)
-        self._estimate = 0
-        self._admission.reserve(self._account, tokens, self.max_wait)
-        self._estimate = tokens
-
-    def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
-        """Replaces the body and the estimate, once, by the prompt tokens of each generation.
-
-        Raises Overloaded and RateLimited.
-        """
-        self._drop_body()
-        self._admission.reserve(self._account, sum(sizes), self.max_wait)
-        self._turns = [Turn(self._admission, self._account, priority, size) for size in sizes]
-        return self._turns
-
-    def end(self) -> None:
-        """Ends its turns. A request without turns costs its key nothing. Idempotent."""
-        self._drop_body()
-        for turn in self._turns:
-            turn.end()
-
-    def _drop_body(self) -> None:
-        self.receive(-self._bytes)
-        self._admission.release(self._account, self._estimate)
-        self._estimate = 0
-
-
 def _unlimited() -> FreeCapacity:
     return FreeCapacity(math.inf, math.inf)
 
@@ -302,19 +230,6 @@ class Admission:
     def waiting_for_decode(self) -> int:
         """Generations in the queue that wait for decode workers. The others wait for prefill workers."""
         return 0 if self._window_full else len(self.queue)
-
-    @contextmanager
-    def enter(self, account: Account) -> Iterator[Entry]:
-        """Admits one request, before its body is read. Raises RateLimited."""
-        account.enter()
-        try:
-            entry = Entry(self, account)
-            try:
-                yield entry
-            finally:
-                entry.end()
-        finally:
-            account.leave()
 
     @property
     def expected_wait(self) -> float:

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager, contextmanager
 
 from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
+from baton.router.admission.entry import Entry, entering
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.parked import Deadline
-from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.jobs import Job, make_jobs
 from baton.router.api.sampling import MAX_TIMEOUT
@@ -114,7 +114,7 @@ class Frontend:
     def admit(self, account: Account) -> Iterator[Entry]:
         """Admits a request, before its body is read. Raises ShuttingDown and RateLimited."""
         self._refuse_while_draining()
-        with self._services.admission.enter(account) as entry:
+        with entering(self._services.admission, account) as entry:
             yield entry
 
     def _refuse_while_draining(self) -> None:

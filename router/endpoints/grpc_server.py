@@ -11,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.machine.system import cannot_listen, url_host
 from baton.router.active_request import ActiveRequest, Services
-from baton.router.admission.queue import Entry
+from baton.router.admission.entry import Entry
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.output import Delta

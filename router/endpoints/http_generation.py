@@ -12,8 +12,8 @@ from aiohttp import web
 
 from baton.router import errors
 from baton.router.active_request import ActiveRequest
+from baton.router.admission.entry import Entry
 from baton.router.admission.keys import Account
-from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions
 from baton.router.config import RouterConfig
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from baton.machine.system import url_host
 from baton.router.active_request import ActiveRequest
-from baton.router.admission.queue import Entry
+from baton.router.admission.entry import Entry
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.builders.base import encode

@@ -328,8 +328,9 @@ class AttemptPair:
 
     def _promise(self, prefill: PrefillAttempt, positions: int) -> None:
         """Keeps so many positions for its decode. 0: its decode is submitted, or it needs none."""
-        self._pool.promise(bool(positions) - bool(prefill.promised), positions - prefill.promised)
-        prefill.promised = positions
+        if positions != prefill.promised:
+            self._pool.promise(bool(positions) - bool(prefill.promised), positions - prefill.promised)
+            prefill.promised = positions
 
     # ------------------------------------------------------------ end
 

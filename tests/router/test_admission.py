@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.router.admission.entry import entering
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, ApiKey
 from baton.router.admission.queue import Admission, Turn, TurnResult
@@ -60,7 +61,7 @@ def no_limit() -> Account:
 def admitted(
     admission: Admission, account: Account, sizes: Sequence[int], priority: int = 0
 ) -> Iterator[list[Turn]]:
-    with admission.enter(account) as entry:
+    with entering(admission, account) as entry:
         entry.expect(sum(sizes))
         yield entry.turns(sizes, priority)
 
@@ -86,7 +87,7 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
     clock = Clock()
     admission = Admission(1000, lambda: PrefillWindow(math.inf), clock=clock)
     account = Account(ApiKey.of("a", "1", tokens_per_minute=1000), clock=clock)
-    with admission.enter(account) as small, admission.enter(no_limit()) as large:
+    with entering(admission, account) as small, entering(admission, no_limit()) as large:
         small.expect(500)
         large.expect(400)
         assert account.tokens_left == 500
@@ -95,7 +96,7 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
         assert (admission.waiting_tokens, account.waiting_tokens) == (430, 30)
         large.turns([900])
         assert admission.waiting_tokens == 930
-        with admission.enter(no_limit()) as other:
+        with entering(admission, no_limit()) as other:
             other.expect(50)
             with pytest.raises(Overloaded):
                 other.expect(80)
@@ -103,7 +104,7 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
             with pytest.raises(Overloaded):
                 other.turns([80])
             assert admission.waiting_tokens == 930
-    with admission.enter(account) as unused:
+    with entering(admission, account) as unused:
         unused.expect(800)
         assert account.tokens_left == 200, "no worker had the prompts of the first request"
     assert account.tokens_left == 1000, "a request that started no generation costs nothing"

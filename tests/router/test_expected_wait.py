@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.router.admission.entry import entering
 from baton.router.admission.expected_wait import Ahead, ExpectedWait
 from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, ApiKey
 from baton.router.admission.queue import Admission, Turn, TurnResult
@@ -36,7 +37,7 @@ class Router:
         self._stack = contextlib.ExitStack()
 
     def ask(self, tokens: int, account: Account | None = None, *, max_wait: float = math.inf) -> Turn:
-        entry = self._stack.enter_context(self.admission.enter(account or self.account))
+        entry = self._stack.enter_context(entering(self.admission, account or self.account))
         entry.max_wait = max_wait
         entry.expect(tokens)
         [turn] = entry.turns([tokens])

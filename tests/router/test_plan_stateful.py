@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from baton.machine.tracing import Tracer
+from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account
 from baton.router.admission.parked import Deadline
 from baton.router.admission.queue import Admission
@@ -100,7 +101,7 @@ class Life:
             self.attach(self.streams[-1], first)
         sampling = pb.SamplingParams(max_tokens=len(self.output) if rng.random() < 0.5 else 100)
         account, span = Account(ANY_CLIENT), Tracer(None, "", {}).begin("request", "", {})
-        self.entering = self.admission.enter(account)
+        self.entering = entering(self.admission, account)
         self.account, entry = account, self.entering.__enter__()
         [turn] = entry.turns([PROMPT])
         self.generation = Generation(

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from baton.router import child_pool, server
 from baton.router.active_request import ActiveRequests
+from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import ChatBody, ChatOptions, CompletionBody
 from baton.router.api.fields import MAX_ITEMS
@@ -516,7 +517,7 @@ async def test_limits_are_checked_before_the_preparation(
                 assert response.status == 429
                 return (await response.json())["error"]["code"]
 
-        with admission.enter(Account(ANY_CLIENT)) as other:
+        with entering(admission, Account(ANY_CLIENT)) as other:
             other.expect(3000)
             assert await refused("/v1/completions", {"prompt": LONG}) == "overloaded"
         account.enter()

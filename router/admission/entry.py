@@ -1,0 +1,94 @@
+"""One request in the admission: its body, then the turns of its generations."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from baton.router.admission.keys import Account, ApiKey
+from baton.router.admission.queue import KEY_SHARE, Admission, Turn
+from baton.router.errors import Overloaded, RateLimited
+
+
+@contextmanager
+def entering(admission: Admission, account: Account) -> Iterator["Entry"]:
+    """Admits one request, before its body is read. Raises RateLimited."""
+    account.enter()
+    try:
+        entry = Entry(admission, account)
+        try:
+            yield entry
+        finally:
+            entry.end()
+    finally:
+        account.leave()
+
+
+class Entry:
+    """One admitted request: first its body and an estimate of its prompt tokens, then a turn for each
+    generation.
+
+    Attributes:
+        max_wait: seconds that its client waits for its turn. The router's own bound holds as well.
+    """
+
+    def __init__(self, admission: Admission, account: Account) -> None:
+        self.max_wait = math.inf
+        self._admission = admission
+        self._account = account
+        self._bytes = self._estimate = 0
+        self._turns: list[Turn] = []
+
+    @property
+    def key(self) -> ApiKey:
+        """The client's key."""
+        return self._account.key
+
+    def among_keys(self, priority: int) -> int:
+        """Returns what a priority counts beside the requests of other keys."""
+        return self._account.among_keys(priority) if self._admission.shared else priority
+
+    def receive(self, size: int) -> None:
+        """Counts bytes of its body; a negative size corrects the count. Raises Overloaded and RateLimited."""
+        admission, account = self._admission, self._account
+        left = admission.max_body_bytes - admission.body_bytes - size
+        if size > 0 and admission.shared and account.body_bytes + size > KEY_SHARE * left:
+            raise RateLimited(
+                f"key {account.key.name!r} has {account.body_bytes} bytes of requests under way; the rest of "
+                f"{admission.max_body_bytes} is kept for other keys",
+                retry_after=1,
+            )
+        if left < 0:
+            text = f"{admission.body_bytes} bytes of requests are under way"
+            raise Overloaded(f"{text}, and {admission.max_body_bytes} may be", retry_after=1)
+        self._bytes += size
+        admission.body_bytes += size
+        account.body_bytes += size
+
+    def expect(self, tokens: int) -> None:
+        """Counts an estimate of its prompt tokens, in place of the one before. Raises Overloaded and
+        RateLimited."""
+        self._admission.release(self._account, self._estimate)
+        self._estimate = 0
+        self._admission.reserve(self._account, tokens, self.max_wait)
+        self._estimate = tokens
+
+    def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
+        """Replaces the body and the estimate, once, by the prompt tokens of each generation.
+
+        Raises Overloaded and RateLimited.
+        """
+        self._drop_body()
+        self._admission.reserve(self._account, sum(sizes), self.max_wait)
+        self._turns = [Turn(self._admission, self._account, priority, size) for size in sizes]
+        return self._turns
+
+    def end(self) -> None:
+        """Ends its turns. A request without turns costs its key nothing. Idempotent."""
+        self._drop_body()
+        for turn in self._turns:
+            turn.end()
+
+    def _drop_body(self) -> None:
+        self.receive(-self._bytes)
+        self._admission.release(self._account, self._estimate)
+        self._estimate = 0
