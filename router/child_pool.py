@@ -77,23 +77,23 @@ class ForkServer:
         """`state`: for its stdin. `fd`: the process is another one's."""
         self._command, self._state = command, state
         self._running: asyncio.Task[None] | None = None
-        self._its_end: socket.socket | None = None
+        self._server_end: socket.socket | None = None
         if fd is None:
-            self._socket, self._its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         else:
             self._socket = socket.socket(fileno=os.dup(fd))
         self._socket.setblocking(False)
         self.fd = self._socket.fileno()
 
     def start(self) -> None:
-        if self._its_end is not None and self._running is None:
-            self._running = asyncio.create_task(self._run(self._its_end))
+        if self._server_end is not None and self._running is None:
+            self._running = asyncio.create_task(self._run(self._server_end))
 
-    async def _run(self, its_end: socket.socket) -> None:
+    async def _run(self, server_end: socket.socket) -> None:
         # A process that reads texts of clients must not have the router's secrets.
         env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
         env |= python_path()
-        number = its_end.fileno()
+        number = server_end.fileno()
         while True:
             process = None
             try:
@@ -125,13 +125,13 @@ class ForkServer:
         """Starts a child of this kind. Raises OSError."""
         self.start()
         pairs = socket.socketpair(), socket.socketpair()
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            for own, its in pairs:
-                ours.enter_context(own)
-                theirs.enter_context(its)
-            socket.send_fds(self._socket, [kind.encode()], [its.fileno() for _, its in pairs])
-            streams = [await asyncio.open_unix_connection(sock=own) for own, _ in pairs]
-            ours.pop_all()
+        with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as router_ends:
+            for router_end, child_end in pairs:
+                router_ends.enter_context(router_end)
+                child_ends.enter_context(child_end)
+            socket.send_fds(self._socket, [kind.encode()], [child_end.fileno() for _, child_end in pairs])
+            streams = [await asyncio.open_unix_connection(sock=router_end) for router_end, _ in pairs]
+            router_ends.pop_all()
         return _Process(*streams[0], *streams[1])
 
     async def close(self) -> None:
@@ -139,9 +139,9 @@ class ForkServer:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        for own in (self._socket, self._its_end):
-            if own is not None:
-                own.close()
+        for end in (self._socket, self._server_end):
+            if end is not None:
+                end.close()
 
 
 @dataclass

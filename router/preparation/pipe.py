@@ -54,8 +54,8 @@ def fork_children(
                     kind, fds, *_ = socket.recv_fds(asked, 64, 2)
                     if not kind:
                         return
-                    its, ends = (socket.socket(fileno=fd) for fd in fds)
-                    with its:
+                    requests, ends = (socket.socket(fileno=fd) for fd in fds)
+                    with requests:
                         try:
                             pid = os.fork()
                         except OSError as error:  # no process is left: a later request may find one
@@ -63,7 +63,7 @@ def fork_children(
                             continue
                         if not pid:
                             serve = kinds.get(kind.decode(), lambda: None)
-                            _become(its, f"{title} {kind.decode()}", serve, memory_bytes)
+                            _become(requests, f"{title} {kind.decode()}", serve, memory_bytes)
                     alive[pid] = pidfd, _ = os.pidfd_open(pid), ends
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                     selector.register(ends, selectors.EVENT_READ, pid)
@@ -86,7 +86,7 @@ def _tell(ends: socket.socket, code: int) -> None:
         ends.send(str(code).encode())
 
 
-def _become(its: socket.socket, title: str, serve: Callable[[], None], memory_bytes: int) -> NoReturn:
+def _become(requests: socket.socket, title: str, serve: Callable[[], None], memory_bytes: int) -> NoReturn:
     """In the new process."""
     code = 1
     try:
@@ -95,8 +95,8 @@ def _become(its: socket.socket, title: str, serve: Callable[[], None], memory_by
         die_with_parent()
         os.nice(_NICE)
         limit(memory_bytes)
-        os.dup2(its.fileno(), 0)
-        os.dup2(its.fileno(), 1)
+        os.dup2(requests.fileno(), 0)
+        os.dup2(requests.fileno(), 1)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         serve()
         code = 0

@@ -37,17 +37,16 @@ class RouterProcess:
         self.error = ""
         self.known: dict[str, bytes] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}
-        own_end, its_end = socket.socketpair()
+        supervisor_end, child_end = socket.socketpair()
         reader, writer = os.pipe()
-        with contextlib.ExitStack() as undo, its_end, open(writer, "wb"):
-            undo.callback(own_end.close)
+        with contextlib.ExitStack() as undo, child_end, open(writer, "wb"):
+            undo.callback(supervisor_end.close)
             undo.callback(os.close, reader)
-            config = replace(
-                config, id=os.urandom(16), process_number=number, ready_fd=writer, control_fd=its_end.fileno()
-            )
+            fds = {"ready_fd": writer, "control_fd": child_end.fileno()}
+            config = replace(config, id=os.urandom(16), process_number=number, **fds)
             self.pid = _fork(config, run)
             undo.pop_all()
-        self._control, self._pipe = own_end, reader
+        self._control, self._pipe = supervisor_end, reader
         self._client: ControlClient | None = None
         self._reaped = False
 

@@ -73,8 +73,8 @@ def shared_forks(tokenizer: ModelTokenizer) -> Iterator[None]:
     """Gives all routers of `make_cluster` with this tokenizer one process that forks their children, as the
     router processes of a host have it. To start it takes half a second of CPU time."""
     server = fork_server("baton tests", tokenizer)
-    assert server._its_end is not None
-    number = server._its_end.fileno()
+    assert server._server_end is not None
+    number = server._server_end.fileno()
     process = subprocess.Popen([*server._command, str(number)], stdin=subprocess.PIPE, pass_fds=[number])
     try:
         assert process.stdin is not None
