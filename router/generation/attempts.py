@@ -372,7 +372,7 @@ class AttemptPair:
         elif prefill is not None and decode.joined:
             # Its KV is of a shorter text than was emitted, or was released after the transfer.
             if prefill.state is PrefillState.SERVED:
-                prefill.worker.release(prefill.id)
+                prefill.worker.cancel(prefill.id, holds_kv=True)
             self.end_prefill()
         return True
 

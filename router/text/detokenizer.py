@@ -21,7 +21,7 @@ class Detokenizer:
         """Returns the characters that the token completes."""
         if not self._inside and (known := self._texts.get(token_id)) is not None:
             return known
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if self._skip_special and token_id in self._tokenizer.specials:
             return ""
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
         began, self._inside = self._inside, bool(self._utf8.getstate()[0])

@@ -32,6 +32,7 @@ class ModelTokenizer:
         reasoning: this way, one of `REASONING`.
         vocab_size: every token id is below it.
         longest_token: characters of the longest token.
+        specials: the ids of special tokens that are no part of the text.
         whole_texts: the texts of tokens that are whole characters, as far as they were needed; and the same
             without special tokens.
         vocabulary_fingerprint: differs from a worker's if the same ids mean other text there.
@@ -67,7 +68,7 @@ class ModelTokenizer:
         if self.reasoning is not None:
             shown |= {self.reasoning.start, self.reasoning.end}
             shown |= set(SPECIALS) if self.reasoning.in_messages else set()
-        self._special = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
+        self.specials = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
 
     @property
@@ -140,7 +141,7 @@ class ModelTokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Invalid UTF-8 becomes U+FFFD."""
-        kept = [t for t in token_ids if not (skip_special_tokens and t in self._special)]
+        kept = [t for t in token_ids if not (skip_special_tokens and t in self.specials)]
         return b"".join(self._spelled(kept)).decode("utf-8", "replace")
 
     def _spelled(self, token_ids: list[int]) -> Iterator[bytes]:
@@ -185,9 +186,6 @@ class ModelTokenizer:
     def entries(self, token_ids: list[int]) -> list[str | None]:
         """Returns the tokens as the vocabulary spells them, such as "Ġthe"."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token that others precede. They may end inside a character."""

@@ -262,18 +262,13 @@ class Worker:
         if attempt.tokens:
             self.on_load()
 
-    def cancel(self, attempt_id: bytes, failure: str = "") -> None:
-        """Ends an attempt here and at the worker. Does nothing if it has ended."""
-        if self.forget(attempt_id, failure):
+    def cancel(self, attempt_id: bytes, failure: str = "", *, holds_kv: bool = False) -> None:
+        """Ends an attempt here and at the worker. Does nothing if it has ended here.
+
+        `holds_kv`: a prefill that was handed over has ended here. If its decode worker died before it
+        acknowledged the KV, the prefill worker would keep that until its hold deadline."""
+        if self.forget(attempt_id, failure) or holds_kv:
             self.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
-
-    def release(self, prefill_id: bytes) -> None:
-        """Cancels a handed-over prefill, in case its decode worker died before it acknowledged the KV.
-
-        Without the cancel the prefill worker would keep the KV until its hold deadline.
-        """
-        self.forget(prefill_id)
-        self.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=prefill_id)))
 
     def forget(self, attempt_id: bytes, failure: str = "", *, full: bool = False) -> bool:
         """Ends an attempt here. False: it had ended before. `failure` goes into its span. `full`: the worker
