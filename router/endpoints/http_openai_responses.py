@@ -27,7 +27,7 @@ from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
+from baton.router.endpoints.stored_responses import Events, StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
 from baton.router.generation.output import MAX_TAKEN, Delta
 from baton.router.preparation.prepare import Peek
@@ -53,46 +53,13 @@ class _Turn:
         return b"[" + b",".join(self.earlier) + b"]" if self.earlier else b""
 
 
-class _Events:
-    """The events of a response in the background, for all clients that follow it.
-
-    The place of an event is its sequence number.
-    """
-
-    def __init__(self) -> None:
-        self.all: list[bytes] = []
-        self.ended = False
-        self._new = asyncio.Event()
-
-    def add(self, data: bytes) -> None:
-        """`data`: any number of whole events."""
-        self.all += [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
-        self._wake()
-
-    def end(self) -> None:
-        self.ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        self._new.set()
-        self._new = asyncio.Event()
-
-    async def wait(self) -> bool:
-        """Waits for the next event. Returns False if none came for some seconds."""
-        try:
-            async with asyncio.timeout(http.KEEPALIVE_SECONDS):
-                return await self._new.wait()
-        except TimeoutError:
-            return False
-
-
 @dataclass(frozen=True, slots=True)
 class _Running:
     """A response that is generated in the background."""
 
     task: asyncio.Task[None]
     builder: OpenAIResponsesBuilder
-    events: _Events | None
+    events: Events | None
     """None: it is not streamed."""
 
 
@@ -113,7 +80,7 @@ class OpenAIResponses:
             turn = await self._turn(raw, entry)
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
-            events = _Events() if turn.background and active.body.stream else None
+            events = Events() if turn.background and active.body.stream else None
             builder = self._builder(request, active, turn, events)
             if not turn.background:
                 return await self._generation.respond(request, active, builder)
@@ -129,22 +96,17 @@ class OpenAIResponses:
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
-        running = self._running.get((key, id))
-        stored = None if running is not None else self._stored.get(key, id)
+        kept = self._running.get((key, id)) or self._stored.get(key, id)
         if request.query.get("stream", "false").lower() not in ("false", "0"):
-            events = None if running is None else running.events
-            if stored is not None and stored.events is not None:
-                events = _Events()
-                events.all, events.ended = stored.events, True
-            if events is None:
+            if kept.events is None:
                 text = f"stream: {id} was not made with both background and stream"
                 raise InvalidRequest(text, param="stream")
-            return await self._follow(request, events, _number(request, "starting_after", -1, -1, 2**31) + 1)
-        if running is not None:
-            status = "in_progress" if running.builder.begun else "queued"
-            return http.json_response(encode(running.builder.response(status)))
-        assert stored is not None
-        return await http.send_json(request, self._config, stored.response)
+            after = _number(request, "starting_after", -1, -1, 2**31)
+            return await self._follow(request, kept.events, after + 1)
+        if isinstance(kept, _Running):
+            status = "in_progress" if kept.builder.begun else "queued"
+            return http.json_response(encode(kept.builder.response(status)))
+        return await http.send_json(request, self._config, kept.response)
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
@@ -166,13 +128,13 @@ class OpenAIResponses:
             counted = await self._frontend.convert("input_tokens", raw, entry, turn.history)
             return await http.send_json(request, self._config, counted)
 
-    async def _follow(self, request: web.Request, events: _Events, position: int) -> web.StreamResponse:
+    async def _follow(self, request: web.Request, events: Events, position: int) -> web.StreamResponse:
         """Sends the events from this place on, until the response ends or the client leaves."""
         response = web.StreamResponse(headers=http.STREAM_HEADERS)
         try:
             await response.prepare(request)
             while position < len(events.all) or not events.ended:
-                if position >= len(events.all) and not await events.wait():
+                if position >= len(events.all) and not await events.wait(http.KEEPALIVE_SECONDS):
                     await self._generation.write(request, response, http.KEEPALIVE)
                 new = events.all[position : position + MAX_TAKEN]
                 if new:
@@ -224,19 +186,18 @@ class OpenAIResponses:
         return _Turn(key, earlier, input, peek.background)
 
     def _builder(
-        self, request: web.Request, active: ActiveRequest, turn: _Turn, events: _Events | None
+        self, request: web.Request, active: ActiveRequest, turn: _Turn, events: Events | None
     ) -> OpenAIResponsesBuilder:
         def keep(response: dict[str, Any]) -> None:
             if turn.input is not None:
                 conversation = (*turn.earlier, turn.input, encode(response["output"]))
-                kept = None if events is None else events.all
-                stored = StoredResponse(encode(response), conversation, turn.background, kept)
+                stored = StoredResponse(encode(response), conversation, turn.background, events)
                 self._stored.put(turn.key, response["id"], stored)
 
         return OpenAIResponsesBuilder(active, _new_id(request), keep)
 
     async def _generate_unseen(
-        self, active: ActiveRequest, builder: OpenAIResponsesBuilder, events: _Events | None
+        self, active: ActiveRequest, builder: OpenAIResponsesBuilder, events: Events | None
     ) -> None:
         """Generates in the background."""
 

@@ -1,5 +1,6 @@
 """The responses of /v1/responses that clients may ask for again, in the memory of this router process."""
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Set
@@ -27,6 +28,39 @@ def home_tag(address: str) -> str:
     return f"resp_{xxhash.xxh3_64_intdigest(address.encode()) & 0xFFFF:04x}"
 
 
+class Events:
+    """The events of a response in the background, for all clients that follow it.
+
+    The place of an event is its sequence number.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[bytes] = []
+        self.ended = False
+        self._new = asyncio.Event()
+
+    def add(self, data: bytes) -> None:
+        """`data`: any number of whole events."""
+        self.all += [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
+        self._wake()
+
+    def end(self) -> None:
+        self.ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._new.set()
+        self._new = asyncio.Event()
+
+    async def wait(self, seconds: float) -> bool:
+        """Waits for the next event. Returns False if none came in this time."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._new.wait()
+        except TimeoutError:
+            return False
+
+
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     response: bytes
@@ -34,12 +68,12 @@ class StoredResponse:
     conversation: tuple[bytes, ...]
     """The inputs and outputs up to this response, each as the JSON of an `input`. Responses share them."""
     background: bool
-    events: list[bytes] | None = None
+    events: Events | None = None
     """Those of a stream in the background. Its last event, which holds the response, may follow later."""
 
     @property
     def size(self) -> int:
-        events = 0 if self.events is None else len(self.response) + sum(map(len, self.events))
+        events = 0 if self.events is None else len(self.response) + sum(map(len, self.events.all))
         return len(self.response) + sum(map(len, self.conversation)) + events
 
 
