@@ -5,7 +5,8 @@ A response is sent whole, or as a stream of server-sent events.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from aiohttp import web
@@ -151,7 +152,7 @@ class HttpGeneration:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=STREAM_HEADERS)
         direct = _DirectWriter(request, response, active, builder)
-        try:
+        with sending(request):
             try:
                 while not active.finished:
                     deltas = await _deltas(active, builder)
@@ -168,10 +169,6 @@ class HttpGeneration:
                 active.services.metrics.failed(error)
                 end = builder.failed(error)
             await self.write(request, response, end)
-        except ConnectionResetError:
-            pass  # the client disconnected, and aiohttp has not cancelled this task yet
-        except TimeoutError:
-            cut(request, active.name)
         return response
 
     async def write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
@@ -261,19 +258,23 @@ async def send_json(request: web.Request, config: RouterConfig, body: bytes) -> 
     It goes out in pieces: many clients may take a large one slowly, and TLS would copy it for each."""
     response = web.StreamResponse()
     response.content_type, response.content_length = "application/json", len(body)
-    try:
+    with sending(request):
         async with asyncio.timeout(config.client_timeout):
             await response.prepare(request)
             for start in range(0, len(body), PIECE_BYTES):
                 await response.write(memoryview(body)[start : start + PIECE_BYTES])
             await response.write_eof()
-    except TimeoutError:
-        cut(request, REQUEST_ID.get())
     return response
 
 
-def cut(request: web.Request, name: str) -> None:
-    """Closes the connection of a client that does not read."""
-    log.info("request %s: the client does not read its response", name)
-    if request.transport is not None:
-        request.transport.abort()
+@contextmanager
+def sending(request: web.Request) -> Iterator[None]:
+    """Closes the connection of a client that does not read the response."""
+    try:
+        yield
+    except ConnectionResetError:
+        pass  # the client disconnected, and aiohttp has not cancelled this task yet
+    except TimeoutError:
+        log.info("request %s: the client does not read its response", REQUEST_ID.get())
+        if request.transport is not None:
+            request.transport.abort()

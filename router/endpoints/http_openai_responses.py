@@ -131,7 +131,7 @@ class OpenAIResponses:
     async def _follow(self, request: web.Request, events: Events, position: int) -> web.StreamResponse:
         """Sends the events from this place on, until the response ends or the client leaves."""
         response = web.StreamResponse(headers=http.STREAM_HEADERS)
-        try:
+        with http.sending(request):
             await response.prepare(request)
             while position < len(events.all) or not events.ended:
                 if position >= len(events.all) and not await events.wait(http.KEEPALIVE_SECONDS):
@@ -140,10 +140,6 @@ class OpenAIResponses:
                 if new:
                     await self._generation.write(request, response, b"".join(new))
                 position += len(new)
-        except ConnectionResetError:
-            pass  # the client disconnected, and the response goes on
-        except TimeoutError:
-            http.cut(request, http.REQUEST_ID.get())
         return response
 
     async def delete(self, request: web.Request) -> web.Response:
