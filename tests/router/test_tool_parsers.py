@@ -118,6 +118,8 @@ CASES = [
     ("mistral", "[TOOL_CALLS]I think [TOOL_CALLS]now{}", "I think", [OTHER]),
     ("mistral", f"[TOOL_CALLS][{CALL}, and so on", ", and so on", [ONE]),
     ("mistral", '[TOOL_CALLS][{"name": 1}]', '[{"name": 1}]', []),
+    ("mistral", "[TOOL_CALLS][ARGS]{}", "{}", []),
+    ("mistral", "[TOOL_CALLS][[TOOL_CALLS]now{}", "[", [OTHER]),
     ("qwen3_coder", "Sure!\n\n<tool_call>\n<function=edit>\n<parameter=path>\n/a\n</parameter>\n<parameter=line>\n"  # noqa: E501
      "2\n</parameter>\n</function>\n</tool_call>", "Sure!", [("edit", '{"path": "/a", "line": 2}')]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"  # noqa: E501
