@@ -106,7 +106,10 @@ class Engine:
         self.ranks = runner.ranks
         self.block_bytes = self.block_size * cache_bytes_per_token(self.cache_spec) * self.ranks.size
         """Of the KV of one block, on all ranks."""
-        limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps)
+        sizes = row_sizes(config.max_num_seqs), token_sizes(config.max_num_batched_tokens)
+        self._steps = steps = LearnedSteps(*sizes, started.steps)
+        budget = config.max_num_batched_tokens
+        limit = ChunkLimit(steps, config.ttit_target, budget, config.ttit_target_steps)
         pool = BlockPool(self.num_blocks, self.block_size)
         self._lives = lives = RequestLives(
             pool,
@@ -125,9 +128,7 @@ class Engine:
         )
         self._outputs = Outputs(lives, speculation, model.eos_ids)
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
-        sizes = row_sizes(config.max_num_seqs), token_sizes(config.max_num_batched_tokens)
-        self._steps = LearnedSteps(*sizes, started.steps)
-        self._meters = Meters(limit, _large(started.steps), self._steps)
+        self._meters = Meters(limit, _large(started.steps))
         self._runner = runner
         self.loop = StepLoop(
             runner,
@@ -314,19 +315,19 @@ class Engine:
 
     def prompt_seconds(self, tokens: int, uncached: int, position: int) -> float:
         """As in `Meters`."""
-        return self._meters.prompt_seconds(tokens, uncached, position, decoding=self._scheduler.decoding > 0)
+        return self._meters.prompt_seconds(tokens, uncached, self._scheduler.batch(position))
 
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self._lives, self._scheduler, self._meters
         limit, cache = meters.chunk_limit, lives.cache
         waiting: list[tuple[int, float]] = list(scheduler.parts_waiting())
-        decoding = scheduler.decoding
+        batch = scheduler.batch(meters.prefill_position)
         for schedule, _ in self.loop.under_way:
             tokens = schedule.prompt_tokens
             waiting.append((tokens, schedule.prompt_position - tokens / 2))
         return EngineStats(
             requests_running=len(lives.running),
-            requests_decoding=decoding,
+            requests_decoding=batch.rows,
             requests_waiting=len(lives.waiting) + len(lives.compiling) + len(lives.loading),
             tokens_waiting=sum(tokens for tokens, _ in waiting),
             blocks_free=lives.pool.free,
@@ -340,16 +341,16 @@ class Engine:
             prefill_tokens_per_s=meters.prefill_tokens_per_s,
             prefill_position=meters.prefill_position,
             step_seconds=meters.step_seconds,
-            decode_seconds=limit.step_seconds,
+            decode_seconds=limit.decode_seconds(batch),
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
-            short=limit.mixed_step(limit.short_seconds),
-            long=limit.mixed_step(limit.long_seconds),
+            short=limit.short_step(batch),
+            long=limit.long_step(batch),
             experts=None if (load := self._runner.expert_load) is None else load.read(),
             offload=stats_of(self.offload),
             speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
             step_table=self._steps.table,
             step_factors=self._steps.factors,
-            decode_context=scheduler.decode_context,
-            queue_seconds=meters.queue_seconds(waiting, decoding=decoding > 0),
+            decode_context=int(batch.context),
+            queue_seconds=meters.queue_seconds(waiting, batch),
         )

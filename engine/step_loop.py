@@ -14,7 +14,7 @@ from array import array
 from baton.engine.api.request import Hooks, StepResult
 from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import Phase
-from baton.engine.core.meters import Meters
+from baton.engine.core.meters import Batch, Meters
 from baton.engine.core.pace import Pace
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step_builder import Schedule, build_step, is_plain
@@ -151,7 +151,13 @@ class StepLoop:
         return True
 
     def _schedule(self, began: float, result: StepResult) -> Schedule:
-        schedule = self._scheduler.schedule(self._prompt_limit(began))
+        joins_at, self._joined = began if self._joined else self.joins_at, False
+        begins = max(began, self._pace.ends) if self.under_way else began
+
+        def prompt_limit(batch: Batch) -> int:
+            return self._meters.chunk_limit.tokens(batch, self._scheduler.prompts(), begins, joins_at)
+
+        schedule = self._scheduler.schedule(prompt_limit)
         schedule.began = began
         schedule.ids = frozenset([live.id for live in schedule.chunks])
         result.preempted += [live.id for live in schedule.preempted if live.hand_back]
@@ -253,12 +259,6 @@ class StepLoop:
     def joined(self) -> None:
         """A request from another worker decodes from the next step on."""
         self._joined = True
-
-    def _prompt_limit(self, now: float) -> int:
-        """Most prompt tokens of the next step, if it decodes."""
-        joins_at, self._joined = now if self._joined else self.joins_at, False
-        begins = max(now, self._pace.ends) if self.under_way else now
-        return self._meters.chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
 
     def _expected(self, schedule: Schedule) -> float:
         """Seconds that a step with prompts should take. 0: not known."""

@@ -107,22 +107,33 @@ class StepModel:
             return decode + overlap * decode_rows, prompt
         return decode, prompt + overlap * all_rows
 
-    def fitting(self, rows: int, context: float, position: float, seconds: float) -> int:
-        """Most prompt tokens with which a step takes at most `seconds`. At most the largest measured number,
-        which is the token budget of a step."""
+    def fitting(self, rows: int, context: float, position: float, seconds: float, most: int = 0) -> int:
+        """Most prompt tokens with which a step takes at most `seconds`, and at most `most`. 0: `most` is the
+        largest measured number, which is the token budget of a step."""
 
         def cost(tokens: int) -> float:
             return self.step(rows, context, tokens, position)
 
-        # Between these sizes a step is linear in its tokens, or convex: the result may be a little short.
-        most = self.tokens[-1]
-        sizes = sorted({1, *(size - less for size in self.tokens for less in (0, rows) if size > less)})
-        right = bisect_right(sizes, seconds, key=cost)
-        if right in (0, len(sizes)):
-            return most if right else 0
-        low, high = sizes[right - 1], sizes[right]
-        begin, end = cost(low), cost(high)
-        return low + int((high - low) * (seconds - begin) / (end - begin))
+        low, high = 0, most or self.tokens[-1]
+        begin, end = cost(1), cost(high)
+        if end <= seconds or begin > seconds:
+            return high if end <= seconds else 0
+        sizes = self.tokens[: bisect_left(self.tokens, high)]
+        left, right = 0, len(sizes)
+        while left < right:
+            middle = (left + right) // 2
+            if (found := cost(sizes[middle])) <= seconds:
+                left, low, begin = middle + 1, sizes[middle], found
+            else:
+                right, high, end = middle, sizes[middle], found
+        # Between two sizes a step is linear in its tokens, or about convex: the result may be a little short.
+        for _ in range(2):
+            tokens = low + int((high - low) * (seconds - begin) / (end - begin))
+            if (found := cost(tokens)) <= seconds:
+                low, begin = tokens, found
+            else:
+                high, end = tokens, found
+        return max(1, low)
 
     def fitting_rows(self, context: float, seconds: float) -> int:
         """Most decodes, each of which reads `context` positions, with which a step that only decodes takes at
@@ -334,15 +345,21 @@ class ObservedSteps:
             self._overlap.add(saved, separate - shared)
 
     def _update(self) -> None:
-        decodes, prompts = self._decodes.table(), self._prompts.table(self._mixed)
-        decodes, prompts = (
-            own if own[0] else (*other[:2], 0.0) for own, other in ((decodes, prompts), (prompts, decodes))
-        )
-        if not decodes[0]:
-            return
-        if prompts[0][0] > 2 * self._smallest:  # a few prompt tokens take as long as to read the weights
-            prompts = (1, *prompts[0]), (min(decodes[1][0], prompts[1][0]), *prompts[1]), prompts[2]
-        self._model = StepModel(*decodes, *prompts, self._overlap.value)
+        rows, decodes, context_seconds = self._decodes.table()
+        tokens, prompts, pair_seconds = self._prompts.table(self._mixed)
+        if not rows:
+            rows, decodes = tokens, prompts
+        elif not tokens:
+            tokens, prompts = rows, decodes
+        else:
+            if len(rows) == 1 and rows[0] < tokens[-1]:  # many decodes take as long as a prompt
+                rows, decodes = (*rows, tokens[-1]), (decodes[0], max(decodes[0], prompts[-1]))
+            if 1 < tokens[0] != self._smallest:  # few take as long as a decode
+                tokens, prompts = (1, *tokens), (min(decodes[0], prompts[0]), *prompts)
+        if rows:
+            self._model = StepModel(
+                rows, decodes, context_seconds, tokens, prompts, pair_seconds, self._overlap.value
+            )
 
 
 def measure(

@@ -12,11 +12,12 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 from baton.content import CHUNK_TOKENS
-from baton.engine.core.meters import MIXED_STEPS, ChunkLimit, Meters, may_join, prompt_limit
+from baton.engine.core.meters import MIXED_STEPS, Batch, ChunkLimit, Meters, may_join, prompt_limit
 from baton.engine.core.pace import EARLY
+from baton.machine.step_model import LearnedSteps, StepModel, measure, row_sizes, token_sizes
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.clock import Clock
@@ -35,12 +36,22 @@ COLOCATED_DECODES = 1.12
 """How many times as long the decodes of a colocated engine take: vLLM 0.26 on an H200, 1 to 256 of them."""
 LEAD_SECONDS = 1.1e-3
 """Before the end of a step, the engine launches the next one. From traces of an H200."""
-FIRST_CONTEXT = 16
-"""Positions of the first request of each worker. No later step that only decodes is as fast."""
+LONG_CONTEXT = 4_096
+"""As in `engine.execution.warmup`, which measures the steps of a real engine."""
 
 
 Chunks = list[tuple[Request, int]]
 """Prompts, and how many tokens of each a step takes."""
+
+
+@cache
+def _measured(seconds: Callable[..., float]) -> StepModel:
+    """Measures as an engine does when it starts."""
+
+    def step(rows: int, context: float, tokens: int, position: float) -> float:
+        return seconds(rows, context, [(tokens, int(position))] if tokens else [])
+
+    return measure(step, row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET), LONG_CONTEXT, LONG_CONTEXT)
 
 
 class Worker:
@@ -75,8 +86,8 @@ class Worker:
         self._outcome = outcome
         self._colocated = colocated
         largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
-        self._limit = ChunkLimit(None, BUDGET, target_steps)
-        self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
+        sizes = row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET)
+        self._limit = ChunkLimit(LearnedSteps(*sizes, _measured(step_seconds)), None, BUDGET, target_steps)
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by `_tokens` at the end
@@ -156,8 +167,9 @@ class Worker:
 
     def status(self) -> pb.WorkerStatus:
         limit = self._limit
-        short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
+        batch = Batch(decoding, self._context, self._meters.prefill_position)
+        short, long = limit.short_step(batch), limit.long_step(batch)
         started = sum(request.number in self._leases for request in self._prompts)
         left = sum(request.left for request in self._prompts)
         scheduled = sum(count for _, count in self._scheduled or ())
@@ -178,7 +190,7 @@ class Worker:
             chunk_seconds=short.seconds,
             long_chunk_tokens=long.tokens,
             long_chunk_seconds=long.seconds,
-            decode_seconds=limit.step_seconds,
+            decode_seconds=limit.decode_seconds(batch),
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
         )
@@ -226,14 +238,13 @@ class Worker:
                 last.append(request)
         self._clock.after(seconds, partial(self._end_step, seconds, tokens, position, last, joining))
         if not self._colocated:
-            self._schedule_next(tokens, seconds)
+            self._schedule_next(tokens, position, seconds)
 
-    def _schedule_next(self, tokens: int, seconds: float) -> None:
-        """The step under way has `tokens` prompt tokens and takes `seconds`."""
+    def _schedule_next(self, tokens: int, position: float, seconds: float) -> None:
+        """The step under way has `tokens` prompt tokens, at a mean `position`, and takes `seconds`."""
         expected, early = seconds, seconds - LEAD_SECONDS
         if tokens:
-            speed = self._meters.prefill_tokens_per_s
-            expected = self._limit.mixed_seconds(tokens) if self._decodes else tokens / speed
+            expected = self._meters.step_expected(len(self._decodes), self._context, tokens, position)
             early = EARLY * expected - LEAD_SECONDS if self._decodes or self.reserved else 0.0
         begins = self._clock.now + expected
         if early < seconds:
@@ -248,8 +259,11 @@ class Worker:
         if not decodes and not self.reserved:
             return BUDGET
         joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
-        prompts = ((request.left, request.due) for request in self._prompts if request.left)
-        tokens = self._limit.tokens(prompts, begins, joins_at)
+        left = [request for request in self._prompts if request.left]
+        context = self._context + sum(request.prompt + 1 for request in self._joining)
+        batch = Batch(decodes, context, left[0].computed if left else 0)
+        prompts = [(request.left, request.due) for request in left]
+        tokens = self._limit.tokens(batch, prompts, begins, joins_at)
         return min(BUDGET - decodes, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
 
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:
@@ -276,7 +290,7 @@ class Worker:
     ) -> None:
         now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
         self._under_way = 0
-        self._meters.record(decodes > 0, tokens, seconds, position)
+        self._meters.record(decodes, tokens, seconds, position, self._context)
         self._computed += tokens
         self._tokens += 1
         self._context += decodes

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from baton.engine.api.stats import UNKNOWN_STEP, MixedStep
-from baton.engine.core.meters import DECAY, LEAST, LONG, ChunkLimit, Meters, prompt_limit
+from baton.engine.core.meters import DECAY, LEAST, LONG, Batch, ChunkLimit, Meters, prompt_limit
 from baton.machine import Average
 from baton.machine.step_model import LearnedSteps, StepModel, row_sizes, token_sizes
 
@@ -78,7 +78,7 @@ class MixedSteps:
         self._most = most
         beside_decodes = min(usual or most, most, graph or most)
         self._costs = LearnedSteps(row_sizes(MOST_DECODES), token_sizes(max(usual, most, 1)))
-        self._meters = Meters(ChunkLimit(target, beside_decodes, target_steps), steps=self._costs)
+        self._meters = Meters(ChunkLimit(self._costs, target, beside_decodes, target_steps))
         self._context = 0  # of the last step
         self._usual = usual
         self._graph = graph or math.inf
@@ -159,12 +159,11 @@ class MixedSteps:
                 self._decodes.clear()
                 if step.decodes:
                     self._mixed_at = now
-                    expected = limit.step_seconds + step.prompt_tokens * self._alone
+                    expected = limit.decode_seconds(Batch(step.decodes, step.context, 0))
+                    expected += step.prompt_tokens * self._alone
                     self._launches.add(max(0.0, seconds - expected))
-                else:
-                    limit.record_alone(step.prompt_tokens, seconds)
-                    if step.prompt_tokens < LEAST:
-                        continue  # vLLM may have compiled functions: that is no speed
+                elif step.prompt_tokens < LEAST:
+                    continue  # vLLM may have compiled functions: that is no speed
             position = step.positions / step.prompt_tokens if step.prompt_tokens else 0.0
             self._meters.record(step.decodes, step.prompt_tokens, seconds, position, step.context)
 
@@ -177,11 +176,18 @@ class MixedSteps:
             return 1
         limit, prompts = self._meters.chunk_limit, self._prompts.values()
         may_join_at = now if self._handed_over else math.inf
-        tokens = limit.tokens([(prompt.left, prompt.due) for prompt in prompts], now, may_join_at)
+        waiting = [(prompt.left, prompt.due) for prompt in prompts]
+        tokens = limit.tokens(self._batch, waiting, now, may_join_at)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
         tokens = int(min(tokens, self._graph - len(self._decoding)))
         return max(1, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
+
+    @property
+    def _batch(self) -> Batch:
+        """What the next step computes."""
+        first = next(iter(self._prompts.values()), None)
+        return Batch(len(self._decoding), self._context, first.tokens - first.left if first else 0)
 
     @property
     def _alone(self) -> float:
@@ -192,14 +198,17 @@ class MixedSteps:
     def news(self, now: float) -> list[StepCosts]:
         """Returns what steps cost, if it differs in two digits from what was returned before."""
         meters, limit = self._meters, self._meters.chunk_limit
-        long_seconds = limit.short_seconds if self._handed_over else limit.long_seconds
-        short, long = map(limit.mixed_step, (limit.short_seconds, long_seconds))
-        if now < self._mixed_at + TRIED_AGAIN and limit.token_seconds > DEAR * self._alone > 0:
+        batch = self._batch
+        decode = limit.decode_seconds(batch)
+        short = limit.short_step(batch)
+        long = short if self._handed_over else limit.long_step(batch)
+        token_seconds = (long.seconds - decode) / max(1, long.tokens)
+        if now < self._mixed_at + TRIED_AGAIN and token_seconds > DEAR * self._alone > 0:
             short = long = UNKNOWN_STEP
-        rest = meters.step_seconds, limit.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
+        rest = meters.step_seconds, decode, limit.fastest_seconds, meters.prefill_tokens_per_s
         steps, prompts = self._costs, self._prompts.values()
         parts = [(prompt.left, prompt.tokens - prompt.left) for prompt in prompts]
-        load = self._context, meters.queue_seconds(parts, decoding=bool(self._decoding))
+        load = self._context, meters.queue_seconds(parts, batch)
         model = (*steps.table.decode_seconds, *steps.table.prompt_seconds) if steps.table else ()
         values = *rest, *short, *long, *load, limit.gap_target, *model, *steps.factors
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in values)

@@ -9,10 +9,11 @@ request that is last in order is preempted.
 Of one priority, tenants get equal shares of the prompt tokens (`FairShares`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.meters import MIXED_STEPS, may_join, prompt_limit
+from baton.engine.core.meters import MIXED_STEPS, Batch, may_join, prompt_limit
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
@@ -57,13 +58,14 @@ class Scheduler:
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._was_alone = False  # whether the last step was for a request that shares no step
 
-    def schedule(self, chunk_limit: int | None = None) -> Schedule:
+    def schedule(self, chunk_limit: Callable[[Batch], int] | None = None) -> Schedule:
         """Schedules the next step and gives its requests their blocks. Decodes go first, so that no prompt
         delays them. Then prompts go in order, those that have begun and those of the queue, while there is
         room. The step has leases on its requests, which the caller ends.
 
-        `chunk_limit`: most prompt tokens of a step while requests decode or are reserved. Reserved requests
-        count because they may join during the step and then wait for its end."""
+        `chunk_limit`: returns the most prompt tokens of a step with these decodes. It holds while requests
+        decode or are reserved. Reserved requests count because they may join during the step and then wait
+        for its end."""
         schedule = Schedule(started=self.lives.take_loaded() if self.lives.loaded else [])
         if self.lives.compiling:
             self.lives.queue_compiled()
@@ -74,8 +76,9 @@ class Scheduler:
         # In order, so that a preemption, which takes the last request, takes none that the step has already.
         for live in [live for live in ready if live.decodes] if prompts else ready:
             budget -= self._go_on(live, budget, schedule)
-        if chunk_limit is not None:
-            budget = min(budget, self._prompt_limit(self.max_num_batched_tokens - budget, chunk_limit))
+        if chunk_limit is not None and (prompts or self._waiting):
+            decodes = self.max_num_batched_tokens - budget
+            budget = min(budget, self._prompt_limit(decodes, schedule, chunk_limit))
         for live in prompts:
             budget -= self._admit(budget, alone, schedule, before=live)
             if self._may_join(live, schedule) and not self._must_come_later(live, schedule):
@@ -88,11 +91,13 @@ class Scheduler:
             self._mixed_steps = self._mixed_steps + 1 if schedule.prompts else 0
         return schedule
 
-    def _prompt_limit(self, decodes: int, chunk_limit: int) -> int:
-        """Most prompt tokens of a step with so many decodes."""
+    def _prompt_limit(self, decodes: int, schedule: Schedule, chunk_limit: Callable[[Batch], int]) -> int:
+        """Most prompt tokens of a step with the `decodes` of this schedule."""
         if not decodes and not self._some_may_join:
             return self.max_num_batched_tokens
-        return prompt_limit(chunk_limit, decodes, self._mixed_steps, self._mixed_rows)
+        position = next((position for _, position in self.parts_waiting()), 0)
+        tokens = chunk_limit(Batch(decodes, schedule.decode_context, position))
+        return prompt_limit(tokens, decodes, self._mixed_steps, self._mixed_rows)
 
     def _admit(
         self, budget: int, alone: LiveRequest | None, schedule: Schedule, before: LiveRequest | None = None
@@ -209,14 +214,15 @@ class Scheduler:
         for live in self.lives.reserved:
             if live.ranges:
                 yield live.num_left, live.num_computed
-        for live in (*self._waiting, *self.lives.compiling, *self.lives.loading):
+        for live in chain(self._waiting, self.lives.compiling, self.lives.loading):
             cached = self._memory.known(live) * self._pool.block_size
             yield live.num_left - cached, live.num_computed + cached
 
-    @property
-    def decode_context(self) -> int:
-        """Positions that the requests which decode here read in their next step."""
-        return sum(live.num_computed for live in self._running if live.decodes and not live.ends_with_pending)
+    def batch(self, position: float) -> Batch:
+        """All requests that decode here, beside a prompt at `position`. A prompt whose last tokens are
+        computed now does not decode if it is handed over, or ends, after them."""
+        contexts = [x.num_computed for x in self._running if x.decodes and not x.ends_with_pending]
+        return Batch(len(contexts), sum(contexts), position)
 
     @property
     def next_prompt(self) -> int:
@@ -229,12 +235,6 @@ class Scheduler:
                     return 0  # mostly the first of hundreds: the loop of the worker asks several times a step
                 first = first or live.num_computable
         return first or (self._waiting[0].num_left if self._waiting else 0)
-
-    @property
-    def decoding(self) -> int:
-        """Number of requests that decode here. A prompt whose last tokens are computed now does not if it is
-        handed over, or ends, after them."""
-        return sum(live.decodes and not live.ends_with_pending for live in self._running)
 
     @property
     def has_work(self) -> bool:

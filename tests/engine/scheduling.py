@@ -68,7 +68,7 @@ def end(engine: Engine, request_id: bytes) -> None:
 
 def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     """Runs a step like the engine, but without a model: every sampled token is 7."""
-    schedule = scheduler.schedule(chunk_limit)
+    schedule = scheduler.schedule(None if chunk_limit is None else lambda _: chunk_limit)
     scheduler.launched(schedule)
     schedule.end_leases()
     for live, positions in schedule.chunks.items():

@@ -199,13 +199,10 @@ class KnownLimit:
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    def tokens(self, prompts: object, now: float, joins_at: float) -> int:
+    def tokens(self, batch: object, prompts: object, now: float, joins_at: float) -> int:
         return 16 if joins_at <= now else 40
 
-    def mixed_seconds(self, tokens: int) -> float:
-        return 0.0
-
-    def record(self, decodes: bool, prompt_tokens: int, seconds: float) -> None:
+    def record(self, decodes: int, prompt_tokens: int, *_: float) -> None:
         self.taken.append(prompt_tokens)
 
 
@@ -214,6 +211,7 @@ def test_the_chunk_limit_knows_when_a_request_joins(
 ) -> None:
     engine, limit = tiny_engine(), KnownLimit()
     monkeypatch.setattr(engine._meters, "chunk_limit", limit)
+    monkeypatch.setattr(engine._meters, "record", limit.record)
     engine.add(request_of(1, [3, 4, 5], max_tokens=20, ignore_eos=True))
     for _ in range(2):
         engine.loop.step()

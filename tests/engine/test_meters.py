@@ -2,78 +2,84 @@
 
 import pytest
 
-from baton.engine.core.meters import ChunkLimit, Meters
-from baton.machine.step_model import LARGE, LearnedSteps
+from baton.engine.core.meters import Batch, ChunkLimit, Meters
+from baton.machine.step_model import LARGE, LearnedSteps, StepModel, row_sizes, token_sizes
 from tests.engine.scheduling import add, make, step
 
 
+def make_meters(largest: tuple[int, float] = (0, 0.0), measured: StepModel | None = None) -> Meters:
+    return Meters(ChunkLimit(LearnedSteps(row_sizes(8), token_sizes(8192), measured), 0.020, 8192), largest)
+
+
 def test_the_speed_of_prompts_comes_with_their_positions() -> None:
-    meters = Meters(ChunkLimit(0.020, 8192), (8192, 0.2048))
+    meters = make_meters((8192, 0.2048))
     assert meters.prefill_position == 4096
     for _ in range(50):
-        meters.record(False, LARGE, 0.02, 20_000.0)
-        meters.record(False, 20, 0.005, 99.0)
+        meters.record(0, LARGE, 0.02, 20_000.0)
+        meters.record(0, 20, 0.005, 99.0)
     assert meters.prefill_position == pytest.approx(20_000, rel=0.01), "a small step shows no speed"
 
 
 def test_short_prompts_do_not_lower_the_speed_of_long_ones() -> None:
     """A short prompt takes as long as reading the weights."""
-    meters = Meters(ChunkLimit(0.020, 8192), (8192, 0.2048))
+    meters = make_meters((8192, 0.2048))
     assert meters.prefill_tokens_per_s == 40_000
     for _ in range(50):
-        meters.record(False, 20, 0.005)
+        meters.record(0, 20, 0.005)
     assert meters.prefill_tokens_per_s == 40_000
     for _ in range(50):
-        meters.record(False, LARGE, LARGE / 20_000)
+        meters.record(0, LARGE, LARGE / 20_000)
     assert 19_000 < meters.prefill_tokens_per_s < 21_000
 
 
 def test_without_long_prompts_the_longest_seen_count() -> None:
-    meters = Meters(ChunkLimit(0.020, 8192))
+    meters = make_meters()
     assert meters.prefill_tokens_per_s == 0
-    meters.record(False, 20, 0.005)
+    meters.record(0, 20, 0.005)
     assert meters.prefill_tokens_per_s == 4_000
-    meters.record(False, 100, 0.005)
-    meters.record(False, 20, 0.005)
+    meters.record(0, 100, 0.005)
+    meters.record(0, 20, 0.005)
     assert meters.prefill_tokens_per_s > 10_000
 
 
 def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
-    limit, scheduler = ChunkLimit(0.020, 8192), make()
-    meters = Meters(limit, (8192, 0.2048))
-    assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == 40_000
+    meters, scheduler = make_meters((8192, 0.2048)), make()
+
+    def speed() -> float:
+        return 1 / meters.prompt_seconds(1, 0, scheduler.batch(0))
+
+    assert speed() == 40_000
     live = add(scheduler, 1, 8)
     for _ in range(2):
         step(scheduler)
     assert live in scheduler.lives.running
-    assert scheduler.decoding == 1
+    assert scheduler.batch(0) == Batch(1, 9, 0)
     add(scheduler, 2, 8)
     scheduler.schedule()
-    assert (len(scheduler.lives.running), scheduler.decoding) == (2, 1), "the second one has no token yet"
-    assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == 40_000, "nothing is known yet"
-    for _ in range(50):
-        limit.record(True, 0, 0.010)
-        limit.record(True, 100, 0.020)
-    assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == pytest.approx(
-        100 / 0.020, rel=0.02
+    assert (len(scheduler.lives.running), scheduler.batch(0).rows) == (2, 1), (
+        "the second one has no token yet"
     )
+    assert speed() == 40_000, "nothing is known yet"
+    for _ in range(50):
+        meters.record(1, 0, 0.010, context=9)
+        meters.record(1, 100, 0.020, 50, context=9)
+    assert speed() == pytest.approx(100 / 0.020, rel=0.02)
     scheduler.lives.drop(live)
-    assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == 40_000
+    assert speed() == 40_000
 
 
 def test_few_tokens_of_a_prompt_cost_what_steps_of_their_size_take() -> None:
     """A step reads the weights anyway, so fewer tokens save less than their share."""
-    limit = ChunkLimit(0.020, 8192)
-    meters = Meters(limit, (8192, 0.2048), LearnedSteps((1, 8), (16, 64, 128, 256, 8192)))
-    assert meters.prompt_seconds(200, 40, decoding=False) == 200 / 40_000, "no step was there yet"
+    meters, alone = make_meters((8192, 0.2048)), Batch(0, 0, 0)
+    assert meters.prompt_seconds(200, 40, alone) == 200 / 40_000, "no step was there yet"
     for _ in range(50):
         meters.record(0, 40, 0.006, 20)
         meters.record(0, 240, 0.014, 120)
         meters.record(0, 8192, 0.2048, 4096)
-    assert meters.prompt_seconds(200, 40, decoding=False) == pytest.approx(0.008)
-    assert meters.prompt_seconds(8152, 40, decoding=False) == pytest.approx(0.2048 - 0.006)
-    assert meters.prompt_seconds(100, 0, decoding=False) == pytest.approx(0.006 + 60 / 200 * 0.008)
-    assert meters.prompt_seconds(200, 40, decoding=True) == pytest.approx(200 / 40_000), "beside decodes"
+    assert meters.prompt_seconds(200, 40, alone) == pytest.approx(0.008)
+    assert meters.prompt_seconds(8152, 40, alone) == pytest.approx(0.2048 - 0.006)
+    assert meters.prompt_seconds(100, 0, alone) == pytest.approx(0.006 + 60 / 200 * 0.008)
+    assert meters.prompt_seconds(200, 40, Batch(1, 9, 0)) == pytest.approx(200 / 40_000), "beside decodes"
 
 
 @pytest.mark.parametrize("handover", [True, False])
@@ -84,4 +90,4 @@ def test_a_prompt_that_is_handed_over_after_this_step_does_not_decode(handover: 
     scheduler.launched(scheduler.schedule())
     live.promise(0)
     assert (live.num_left, len(scheduler.lives.running)) == (1, 1)
-    assert scheduler.decoding == (not handover)
+    assert scheduler.batch(0).rows == (not handover)

@@ -268,7 +268,7 @@ class Operations:
         had_work = scheduler.has_next
         handovers = {live: list(live.blocks) for live in scheduler.lives.running if live.handover}
         computed = {live.id: live.num_computed for live in scheduler.lives}
-        schedule = scheduler.schedule(chunk_limit)
+        schedule = scheduler.schedule(None if chunk_limit is None else lambda _: chunk_limit)
         assert bool(schedule.chunks or schedule.preempted) == had_work
         assert sum(map(len, schedule.chunks.values())) <= scheduler.max_num_batched_tokens
         assert len(schedule.chunks) == 1 or not any(live.alone for live in schedule.chunks)
