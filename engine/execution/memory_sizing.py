@@ -226,17 +226,17 @@ def size_pool(
 def tier_places(
     config: EngineConfig, pool: PoolSize, cache: Sequence[CacheSpec], block_size: int, ranks: int
 ) -> dict[TierCells, int]:
-    """How many blocks, and how many copies of states, each tier below the device has room for. They share the
-    bytes of a tier as they share the memory of the device. A tier that has no room for both is left out."""
-    slots, block_bytes = pool.num_slots + pool.num_copies, block_size * cache_bytes_per_token(cache) * ranks
-    state_bytes = state_bytes_per_request(cache) * ranks
-    on_device = pool.num_blocks * block_bytes, slots * state_bytes
+    """How many blocks, and how many copies of states, each tier below the device has room for. There are as
+    many positions for each copy as on the device, but no fewer than between two copies of a request. A tier
+    that has no room for two copies is left out."""
+    token_bytes, state_bytes = cache_bytes_per_token(cache) * ranks, state_bytes_per_request(cache) * ranks
+    positions = max(COPY_TOKENS, pool.num_blocks * block_size // max(1, pool.num_copies))
     found: dict[TierCells, int] = {}
     for tier, size in config.offload_sizes.items():
-        of_states = size * on_device[1] // sum(on_device)
-        blocks = (size - of_states) // block_bytes
-        if pool.num_copies and blocks and of_states >= 2 * state_bytes:
-            found |= {TierCells(tier, False): blocks, TierCells(tier, True): of_states // state_bytes}
+        copies = size // (positions * token_bytes + state_bytes) if pool.num_copies else 0
+        blocks = (size - copies * state_bytes) // (block_size * token_bytes)
+        if state_bytes and copies > 1:
+            found |= {TierCells(tier, False): blocks, TierCells(tier, True): copies}
         elif blocks and not state_bytes:
             found[TierCells(tier, False)] = blocks
     return found

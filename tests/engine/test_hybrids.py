@@ -239,7 +239,7 @@ def test_states_live_on_below_the_device(
     expected = answers(tiny_engine(model=str(path), num_blocks=200), turns)
     monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
     monkeypatch.setattr(OffloadTier, "load", noted)
-    sizes = {"num_blocks": 40, "max_num_seqs": 3, f"{tier}_cache_size": 1 << 22}
+    sizes = {"num_blocks": 40, "max_num_seqs": 3, f"{tier}_cache_size": 1 << 25}
     engine = tiny_engine(model=str(path), **caching(4, **sizes), disk_cache_dir=str(tmp_path))
     assert answers(engine, turns, tmp_path, corrupt if breaks else lambda _: None) == expected
     assert (True, 1) in loads
