@@ -152,12 +152,12 @@ class ActiveRequest:
             try:
                 self._generations = [
                     Generation(
-                        job,
-                        turn,
-                        services.pool,
-                        services.admission.parked,
-                        self._token_queue,
-                        services.metrics,
+                        job=job,
+                        turn=turn,
+                        pool=services.pool,
+                        parked=services.admission.parked,
+                        tokens=self._token_queue,
+                        metrics=services.metrics,
                         index=index,
                         name=self.name,
                         span=span,

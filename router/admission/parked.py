@@ -148,46 +148,39 @@ class Deadline:
         return self.began + self.seconds - time.monotonic()
 
 
+@dataclass(eq=False)
 class Waits:
     """What one generation waits for outside the queue: a worker, retry budget, and its own deadline.
 
-    Owns two timers: one until `deadline`, and `worker_wait` seconds while no worker is
-    available.
+    Owns two timers: one until `deadline`, and `worker_wait` seconds while no worker is available.
 
     Attributes:
         arrival: number of the generation in order of arrival.
-        prefilled: a worker got the prompt once.
     """
 
-    def __init__(
-        self,
-        parked: Parked,
-        *,
-        name: str,
-        advance: Callable[[], None],
-        on_deadline: Callable[[ApiError], None],
-        deadline: Deadline,
-        worker_wait: float,
-    ) -> None:
-        """`advance`: a worker became ready, or the generation got a retry from the budget. A generation that
-        still lacks a worker parks again. `on_deadline`: it has waited too long."""
-        self.arrival = parked.arrival()
-        self._advance = advance
-        self._parked = parked
-        self._name = name
-        self._on_deadline = on_deadline
-        self._worker_wait = worker_wait
-        self.prefilled = False
+    parked: Parked
+    name: str
+    advance: Callable[[], None]
+    """A worker became ready, or the generation got a retry from the budget. If it still lacks a worker, it
+    parks again."""
+    on_deadline: Callable[[ApiError], None]
+    """It has waited too long."""
+    deadline: Deadline
+    worker_wait: float
+    prefilled: bool = False
+    """A worker got the prompt once."""
+
+    def __post_init__(self) -> None:
+        self.arrival = self.parked.arrival()
         self._has_retry = False  # taken from the budget and not used yet
         self._began = time.monotonic()
-        self._deadline = deadline
         loop = asyncio.get_running_loop()
         self._deadline_timer = loop.call_later(max(0.0, self.seconds_left), self._timed_out)
         self._worker_timer: asyncio.TimerHandle | None = None
 
     @property
     def seconds_left(self) -> float:
-        return self._deadline.seconds_left
+        return self.deadline.seconds_left
 
     @property
     def waited(self) -> float:
@@ -200,7 +193,7 @@ class Waits:
         Without budget it parks the generation.
         """
         if self.prefilled and not self._has_retry:
-            self._has_retry = self._parked.take_retry(self)
+            self._has_retry = self.parked.take_retry(self)
         return self._has_retry or not self.prefilled
 
     def free_retry(self) -> None:
@@ -209,25 +202,25 @@ class Waits:
 
     def retry_granted(self) -> None:
         self._has_retry = True
-        self._advance()
+        self.advance()
 
     def prefill_sent(self) -> None:
         self.prefilled, self._has_retry = True, False
 
     def wait_for_worker(self, pool: str) -> None:
         """Parks the generation."""
-        self._parked.without_worker[self] = None
+        self.parked.without_worker[self] = None
         if self._worker_timer is None:
             loop = asyncio.get_running_loop()
-            self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, pool)
+            self._worker_timer = loop.call_later(self.worker_wait, self._no_worker, pool)
 
     def worker_ready(self) -> None:
-        self._advance()
-        if self not in self._parked.without_worker:  # it may be in the queue, or lack retry budget
+        self.advance()
+        if self not in self.parked.without_worker:  # it may be in the queue, or lack retry budget
             self.worker_found()
 
     def worker_found(self) -> None:
-        self._parked.worker_found(self)
+        self.parked.worker_found(self)
         if self._worker_timer is not None:
             self._worker_timer.cancel()
             self._worker_timer = None
@@ -235,13 +228,13 @@ class Waits:
     def end(self) -> None:
         self._deadline_timer.cancel()
         self.worker_found()
-        self._parked.remove(self)
-        self._advance = self._on_deadline = lambda *_: None  # they refer to the generation
+        self.parked.remove(self)
+        self.advance = self.on_deadline = lambda *_: None  # they refer to the generation
 
     def _no_worker(self, pool: str) -> None:
-        text = f"no {pool} worker became available within {self._worker_wait:g} s"
-        self._on_deadline(NoWorker(text, retry_after=max(1, round(self._worker_wait))))
+        text = f"no {pool} worker became available within {self.worker_wait:g} s"
+        self.on_deadline(NoWorker(text, retry_after=max(1, round(self.worker_wait))))
 
     def _timed_out(self) -> None:
-        text = f"request {self._name} was not finished within {self._deadline.seconds:g} s"
-        self._on_deadline(TimedOut(text))
+        text = f"request {self.name} was not finished within {self.deadline.seconds:g} s"
+        self.on_deadline(TimedOut(text))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -151,7 +152,7 @@ class HttpGeneration:
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=STREAM_HEADERS)
-        direct = _DirectWriter(request, response, active, builder)
+        direct = _DirectWriter(request.transport, active, builder)
         with sending(request):
             try:
                 while not active.finished:
@@ -159,7 +160,7 @@ class HttpGeneration:
                     events = b"".join(builder.events(index, delta) for index, delta in deltas)
                     if not response.prepared:
                         await response.prepare(request)
-                        direct.begin()
+                        direct.begin(response)
                     if events or not active.finished:
                         await self.write(request, response, events or KEEPALIVE)
                 end = direct.last + builder.end()
@@ -181,49 +182,40 @@ class HttpGeneration:
                 await response.write(data)
 
 
+@dataclass(slots=True)
 class _DirectWriter:
     """Writes the events of a stream to its transport while the task of the request waits for tokens.
 
     The framework's way from a token to the transport takes longer than all else that is done for the token.
-
-    Attributes:
-        last: the events of the last deltas, which go out with the end of the response.
     """
 
-    def __init__(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        active: ActiveRequest,
-        builder: ResponseBuilder,
-    ) -> None:
-        self.last = b""
-        self._transport = request.transport
-        self._response = response
-        self._active = active
-        self._builder = builder
-        self._chunked = False
+    transport: asyncio.Transport | None
+    active: ActiveRequest
+    builder: ResponseBuilder
+    chunked: bool = False
+    last: bytes = b""
+    """The events of the last deltas, which go out with the end of the response."""
 
-    def begin(self) -> None:
+    def begin(self, response: web.StreamResponse) -> None:
         """The headers are sent, so the events are all that follows."""
-        self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"
-        self._active.consume(self._may_write, self._write)
+        self.chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        self.active.consume(self._may_write, self._write)
 
     def _may_write(self) -> bool:
         """Whether the client reads. If not, the task waits for it."""
-        transport = self._transport
+        transport = self.transport
         if transport is None or transport.is_closing():
             return False
         return transport.get_write_buffer_size() < LOW_WATER_BYTES
 
     def _write(self, deltas: list[tuple[int, Delta]]) -> None:
-        assert self._transport is not None
-        make = self._builder.events
+        assert self.transport is not None
+        make = self.builder.events
         events = b"".join([make(index, delta) for index, delta in deltas])
-        if self._active.finished:
+        if self.active.finished:
             self.last = events
         elif events:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+            self.transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self.chunked else events)
 
 
 async def collect(

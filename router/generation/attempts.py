@@ -60,52 +60,43 @@ class Verdict(Enum):
     BROKEN = auto()  # the decode continues another text than the emitted one: end the attempt
 
 
+@dataclass(eq=False)
 class AttemptPair:
-    """The two attempts that may be open. Owns them and the output.
+    """The two attempts that may be open. Owns them and the output."""
 
-    Attributes:
-        prefill, decode: the current attempts; None if there is none.
-        output_ids: emitted tokens in order. Only this class changes it.
-        failures: of the attempts before.
-        retried: an attempt ended before its time.
-        may_split: none ended for another reason than a lack of room.
-        numerics: of the first worker that computed. Empty: its bits depend on the batch, or none has.
-        numerics_changed: a worker of other numerics computed later.
-    """
+    on_event: Callable[[Attempt, AttemptEvent | None], None]
+    """Is told what happens to the attempts."""
+    span: Span
+    """Of the request."""
+    job: Job
+    name: str
+    """The request id that the client knows."""
+    pool: WorkerPool
+    waits: Waits
+    prefill: PrefillAttempt | None = None
+    decode: DecodeAttempt | None = None
+    output_ids: list[int] = field(default_factory=list)
+    """Emitted tokens in order. Only this class changes it."""
+    failures: FailureCount = field(default_factory=FailureCount)
+    """Of the attempts before."""
+    retried: bool = False
+    """An attempt ended before its time."""
+    may_split: bool = True
+    """None ended for another reason than a lack of room."""
+    numerics: str = ""
+    """Of the first worker that computed. Empty: its bits depend on the batch, or none has."""
+    numerics_changed: bool = False
+    """A worker of other numerics computed later."""
 
-    def __init__(
-        self,
-        on_event: Callable[[Attempt, AttemptEvent | None], None],
-        span: Span,
-        job: Job,
-        name: str,
-        pool: WorkerPool,
-        waits: Waits,
-    ) -> None:
-        """`on_event` is told what happens to the attempts. `span`: of the request. `name`: the request id
-        that the client knows. `waits`: with the deadline."""
-        self.prefill: PrefillAttempt | None = None
-        self.decode: DecodeAttempt | None = None
-        self.output_ids: list[int] = []
-        self.failures = FailureCount()
-        self.retried = False
-        self.may_split = True
-        self.numerics = ""
-        self.numerics_changed = False
+    def __post_init__(self) -> None:
         self._id = os.urandom(16)
-        self._name = name
-        self._waits = waits
-        self._on_event = on_event
-        self._span = span
-        self._job = job
-        self._pool = pool
         self._source_count = 0
-        self._max_tokens = job.sampling.max_tokens
+        self._max_tokens = self.job.sampling.max_tokens
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and the output so far."""
-        return len(self._job.prompt_ids) + len(self.output_ids)
+        return len(self.job.prompt_ids) + len(self.output_ids)
 
     @property
     def tokens_left(self) -> int:
@@ -154,15 +145,15 @@ class AttemptPair:
         """What a plan must know. Workers that failed the request or compute other bits are avoided."""
         avoid = self.failures.avoid
         if self.numerics:
-            avoid = avoid | self._pool.of_other_numerics(self.numerics)
-        job, emitted = self._job, len(self.output_ids)
+            avoid = avoid | self.pool.of_other_numerics(self.numerics)
+        job, emitted = self.job, len(self.output_ids)
         return PrefillRequest(
             job.session_key,
             len(job.prompt_ids) + emitted,
             job.chunks,
             avoid,
-            arrival=self._pool.prompts,
-            answer=self._pool.answers.expected(job.answer_names, emitted, self.tokens_left),
+            arrival=self.pool.prompts,
+            answer=self.pool.answers.expected(job.answer_names, emitted, self.tokens_left),
             # Log probabilities of the prompt come before its first token.
             one_token=self.tokens_left == 1 or (job.scores_prompt and not emitted),
             interrupted=self.retried,
@@ -178,15 +169,15 @@ class AttemptPair:
             prefill.worker.row,
             has_kv=prefill.state >= PrefillState.ANSWERED or bool(prefill.parts),
             queues=prefill.promised > 0,
-            tokens=len(self._job.prompt_ids) + prefill.base,
+            tokens=len(self.job.prompt_ids) + prefill.base,
             decode=row,
         )
 
     def submit(self, plan: Plan) -> None:
         """Sends what the plan says, and ends what it does not keep."""
-        if self._span.exported and not self._waits.prefilled:
-            self._span.set(plan.attributes())
-        self._waits.worker_found()
+        if self.span.exported and not self.waits.prefilled:
+            self.span.set(plan.attributes())
+        self.waits.worker_found()
         if plan.ranges:
             self.end_prefill()
         decode = self.decode
@@ -220,11 +211,11 @@ class AttemptPair:
         """Makes the attempts of all workers that compute the prompt, and sends nothing yet."""
         attempts = {
             row: PrefillAttempt(
-                worker=self._pool.by_row[row],
-                name=self._name,
-                on_event=self._on_event,
+                worker=self.pool.by_row[row],
+                name=self.name,
+                on_event=self.on_event,
                 plan=plan,
-                work=plan.work(row, self._job.chunks),
+                work=plan.work(row, self.job.chunks),
                 base=len(self.output_ids),
             )
             for row in dict.fromkeys(part.worker for part in plan.ranges)
@@ -240,7 +231,7 @@ class AttemptPair:
         for part in plan.ranges if prefill.parts else ():
             attempt = attempts[part.worker]
             ranges.append(pb.PlanRange(start=part.start, stop=part.stop, **_named(attempt)))
-        self._pool.prompts += 1
+        self.pool.prompts += 1
         for row, attempt in attempts.items():
             last = attempt is prefill
             request = self._request(self.output_ids, plan.within, last=not last or plan.decode is None)
@@ -262,15 +253,15 @@ class AttemptPair:
         """The worker fetches the KV of the current prefill, and repeats its token. Without a prefill it
         computes the prompt itself."""
         assert plan.decode is not None
-        worker, prefill = self._pool.by_row[plan.decode], self.prefill
+        worker, prefill = self.pool.by_row[plan.decode], self.prefill
         output_ids = self.output_ids if prefill is None else self.output_ids[: prefill.base]
         decode = self.decode = DecodeAttempt(
             worker=worker,
-            name=self._name,
-            on_event=self._on_event,
+            name=self.name,
+            on_event=self.on_event,
             plan=plan,
-            tokens=len(self._job.prompt_ids) + len(output_ids) + 1,
-            work=plan.work(plan.decode, self._job.chunks) if prefill is None else None,
+            tokens=len(self.job.prompt_ids) + len(output_ids) + 1,
+            work=plan.work(plan.decode, self.job.chunks) if prefill is None else None,
         )
         request = self._request(output_ids, plan.within if prefill is None else 0.0)
         submit = pb.SubmitDecode(decode_id=decode.id, request=request)
@@ -278,7 +269,7 @@ class AttemptPair:
             prefill.fetches += 1
             submit.source.CopyFrom(self._next_source(decode, prefill))
         else:
-            self._pool.prompts += 1
+            self.pool.prompts += 1
             if plan.source is not None:
                 submit.content.CopyFrom(plan.source.message())
         self._submit(decode, pb.RouterMessage(decode=submit))
@@ -296,21 +287,21 @@ class AttemptPair:
         `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
         `last`: the worker generates no more than one token.
         """
-        job = self._job
+        job = self.job
         request = pb.Request(
             request_id=self._id,
             prompt_ids=job.prompt_ids,
             output_ids=output_ids,
             sampling=job.sampling,
-            timeout_ms=max(1, int(1000 * self._waits.seconds_left)),
+            timeout_ms=max(1, int(1000 * self.waits.seconds_left)),
             priority=job.priority,
             alone=self.failures.alone,
             retried=self.retried,
             first_token_within=within,
-            waited=0.0 if output_ids else self._waits.waited,
+            waited=0.0 if output_ids else self.waits.waited,
             cache_salt=job.cache_salt,
             tenant=job.tenant,
-            name=self._name,
+            name=self.name,
         )
         sampling = request.sampling
         if output_ids:  # they came after all log probabilities of the prompt
@@ -324,12 +315,12 @@ class AttemptPair:
         numerics = attempt.worker.description.numerics
         self.numerics = self.numerics or numerics
         self.numerics_changed |= numerics != self.numerics
-        attempt.worker.submit(attempt, message, self._span)
+        attempt.worker.submit(attempt, message, self.span)
 
     def _promise(self, prefill: PrefillAttempt, positions: int) -> None:
         """Keeps so many positions for its decode. 0: its decode is submitted, or it needs none."""
         if positions != prefill.promised:
-            self._pool.promise(bool(positions) - bool(prefill.promised), positions - prefill.promised)
+            self.pool.promise(bool(positions) - bool(prefill.promised), positions - prefill.promised)
             prefill.promised = positions
 
     # ------------------------------------------------------------ end
@@ -392,7 +383,7 @@ class AttemptPair:
         """Cancels both. All tokens that come now are dropped."""
         self.end_prefill()
         self.end_decode()
-        self._on_event = lambda *_: None  # it refers to the generation
+        self.on_event = lambda *_: None  # it refers to the generation
 
 
 def _named(prefill: PrefillAttempt) -> dict[str, Any]:

@@ -6,7 +6,7 @@ The docstring of the package shows the states, and what waits for what.
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.machine.logs import of_request
 from baton.machine.tracing import Span
@@ -40,55 +40,44 @@ class Seconds:
     """From the first token to the last one."""
 
 
+@dataclass(eq=False)
 class Generation:
-    """Writes tokens into `tokens` under `index`. The last one has a finish reason, or is an ApiError.
+    """Writes tokens into `tokens` under `index`. The last one has a finish reason, or is an ApiError."""
 
-    Attributes:
-        name: the request id that the client knows.
-        cached_tokens: prompt tokens that the first prefill found in its prefix cache.
-        accepted_drafts: tokens that workers had drafted.
-        rejected_drafts: drafts that became no tokens.
-        done: the generation has ended.
-    """
+    job: Job
+    turn: Turn
+    pool: WorkerPool
+    parked: Parked
+    tokens: TokenQueue
+    metrics: Metrics
+    index: int
+    name: str
+    """The request id that the client knows."""
+    span: Span
+    deadline: Deadline
+    worker_wait: float
+    cached_tokens: int = 0
+    """Prompt tokens that the first prefill found in its prefix cache."""
+    accepted_drafts: int = 0
+    """Tokens that workers had drafted."""
+    rejected_drafts: int = 0
+    """Drafts that became no tokens."""
+    done: bool = False
+    """It has ended."""
+    seconds: Seconds = field(default_factory=Seconds)
 
-    def __init__(
-        self,
-        job: Job,
-        turn: Turn,
-        pool: WorkerPool,
-        parked: Parked,
-        tokens: TokenQueue,
-        metrics: Metrics,
-        *,
-        index: int,
-        name: str,
-        span: Span,
-        deadline: Deadline,
-        worker_wait: float,
-    ) -> None:
-        self.name = name
-        self.cached_tokens = 0
-        self.accepted_drafts = self.rejected_drafts = 0
-        self.done = False
-        self._job = job
-        self._turn = turn
-        self._pool = pool
-        self._tokens = tokens
-        self._index = index
-        self._span = span
-        self._metrics = metrics
+    def __post_init__(self) -> None:
         self._emitted_at = time.monotonic()
-        self.seconds = Seconds()
-        metrics.waiting.inc()
+        self.metrics.waiting.inc()
         self._waits = Waits(
-            parked,
-            name=name,
+            parked=self.parked,
+            name=self.name,
             advance=self.advance,
             on_deadline=self._waited_too_long,
-            deadline=deadline,
-            worker_wait=worker_wait,
+            deadline=self.deadline,
+            worker_wait=self.worker_wait,
         )
-        self._pair = AttemptPair(self._on_event, span, job, name, pool, self._waits)
+        self._pair = AttemptPair(self._on_event, self.span, self.job, self.name, self.pool, self._waits)
 
     def __repr__(self) -> str:
         return f"request {self.name}"
@@ -108,7 +97,7 @@ class Generation:
         if self.done or self._pair.complete:
             return
         if self._pair.decode is None:
-            self._turn.wait(self._start)
+            self.turn.wait(self._start)
         else:
             self._start()
 
@@ -118,11 +107,11 @@ class Generation:
         # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.
         if pair.loses or (pair.prefill is None and not self._waits.may_prefill()):
             return TurnResult.PARKED
-        found = plan(pair.request(), pair.held(), self._pool.fleet())
+        found = plan(pair.request(), pair.held(), self.pool.fleet())
         match found:
             case Lack.TURN:
                 pair.end_decode()
-                self._turn.wait(self._start)
+                self.turn.wait(self._start)
             case Lack.ROOM:
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
@@ -135,8 +124,8 @@ class Generation:
 
     def _submit(self, found: Plan) -> TurnResult:
         if found.reason is not None:
-            self._metrics.overflow[found.reason].inc()
-        self._metrics.split_prompts.inc(found.place == "split")
+            self.metrics.overflow[found.reason].inc()
+        self.metrics.split_prompts.inc(found.place == "split")
         self._pair.submit(found)
         if found.ranges and not self._pair.reserves:
             self._prompt_sent(found)
@@ -145,10 +134,10 @@ class Generation:
     def _prompt_sent(self, found: Plan) -> None:
         if not self._waits.prefilled:
             self.seconds.queue = self._waits.waited
-            self._metrics.queue.observe(self.seconds.queue)
+            self.metrics.queue.observe(self.seconds.queue)
         self._waits.prefill_sent()
         if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
-            self._turn.computes(self._pair.length - found.cached)
+            self.turn.computes(self._pair.length - found.cached)
 
     # ------------------------------------------------------------ reports of the connections
 
@@ -195,19 +184,19 @@ class Generation:
 
     def _found_cached(self, tokens: int) -> None:
         self.cached_tokens = tokens
-        self._turn.computes(max(0, len(self._job.prompt_ids) - tokens))
+        self.turn.computes(max(0, len(self.job.prompt_ids) - tokens))
 
     def _emitted(self, attempt: Attempt, event: pb.TokenEvent) -> None:
         pair = self._pair
         pair.failures.token()
-        self._turn.generated()
+        self.turn.generated()
         self._measure()
         self.accepted_drafts += event.accepted_draft
         self.rejected_drafts += event.rejected_drafts
         scores: Sequence[pb.PromptLogprobs] = ()
-        if len(pair.output_ids) == 1 and self._job.scores_prompt:
+        if len(pair.output_ids) == 1 and self.job.scores_prompt:
             scores, attempt.scores = attempt.scores, []
-            if sum(map(prompt_logprobs.tokens, scores)) != len(self._job.prompt_ids) - 1:
+            if sum(map(prompt_logprobs.tokens, scores)) != len(self.job.prompt_ids) - 1:
                 text = "the worker sent no log probabilities for a part of the prompt"
                 self.fail(Failed(f"{self}: {text}"))
                 return
@@ -223,23 +212,23 @@ class Generation:
             self._waits.free_retry()
             finish_reason = ""
         logprobs = event.logprobs if event.HasField("logprobs") else None
-        self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason, scores))
+        self.tokens.put(self.index, Token(event.token_id, logprobs, finish_reason, scores))
         if finish_reason:
-            self._pool.answers.ended(self._job.answer_names, len(pair.output_ids))
+            self.pool.answers.ended(self.job.answer_names, len(pair.output_ids))
             self.cancel()
         elif pair.decode is None:
             self.advance()
 
     def _measure(self) -> None:
         """Counts the latency of a token. Until the first one the request waits, and then it runs."""
-        metrics, now, emitted = self._metrics, time.monotonic(), len(self._pair.output_ids)
+        metrics, now, emitted = self.metrics, time.monotonic(), len(self._pair.output_ids)
         passed, self._emitted_at = now - self._emitted_at, now
         if emitted == 1:
             metrics.waiting.dec()
             metrics.running.inc()
             self.seconds.first_token = passed
             metrics.time_to_first_token.observe(passed)
-            self._span.set({"gen_ai.latency.time_to_first_token": passed})
+            self.span.set({"gen_ai.latency.time_to_first_token": passed})
             return
         self.seconds.later_tokens += passed
         metrics.inter_token.observe(passed)
@@ -282,7 +271,7 @@ class Generation:
         pair, worker = self._pair, attempt.worker
         if self.done or not pair.drop(attempt, cause):
             return
-        self._metrics.retries[cause].inc()
+        self.metrics.retries[cause].inc()
         pair.retried = True
         pair.may_split &= cause == "no_room"
         if counts:
@@ -305,11 +294,11 @@ class Generation:
         if not self.done:
             if error.status >= 500:
                 log.warning("%r: %s", self, error.message, extra=of_request(self.name))
-            self._tokens.put(self._index, error)
+            self.tokens.put(self.index, error)
             self.cancel()
 
     def _waited_too_long(self, error: ApiError) -> None:
-        self._metrics.deadlines["request" if isinstance(error, TimedOut) else "worker_wait"].inc()
+        self.metrics.deadlines["request" if isinstance(error, TimedOut) else "worker_wait"].inc()
         self.fail(error)
 
     def cancel(self) -> None:
@@ -317,7 +306,7 @@ class Generation:
         if self.done:
             return
         self.done = True
-        (self._metrics.running if self.output_ids else self._metrics.waiting).dec()
+        (self.metrics.running if self.output_ids else self.metrics.waiting).dec()
         self._waits.end()
         self._pair.end()
-        self._turn.end()
+        self.turn.end()

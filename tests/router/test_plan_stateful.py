@@ -380,7 +380,7 @@ class Life:
     def finish(self) -> None:
         [end] = self.ends
         if isinstance(end, Token):
-            wanted = self.generation._job.sampling.max_tokens
+            wanted = self.generation.job.sampling.max_tokens
             assert self.received == self.output[:wanted]
         else:
             assert "without a new token" in end.message, end
