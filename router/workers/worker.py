@@ -120,54 +120,48 @@ class Attempt:
     """The log probabilities of the prompt that came."""
 
 
+@dataclass(eq=False, repr=False)
 class Worker:
-    """The connection to one worker, without the task that keeps it open.
+    """The connection to one worker, without the task that keeps it open."""
 
-    Attributes:
-        description: of the attached incarnation, or of the last one.
-        reason, remedy: why the worker is not ready and what to do; empty if it is ready.
-        status, reported_at: the last report, and the time.monotonic() at which this process got it.
-        step_model: what its steps cost, as of the last report. None: not known.
-        prefix_links: those of the last report, by incarnation and tier of the other worker.
-        pool: in which the worker gets new work: that of the last report, or else its first.
-        attempts: the open attempts, by id.
-        decode_load: what the router knows of its decodes, in either pool; None without a stream.
-        breaker: decides whether the worker fails too often to get work.
-        row: its row in the tables of the policies, while it is attached.
-        retired: discovery no longer lists it.
-        send_queue, stub: of its stream; None without a stream.
-        on_load: called when the worker may have capacity for another decode.
-        on_end: called when an attempt has ended.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        loads: PrefillLoads,
-        on_load: Callable[[], None],
-        on_breaker: Callable[["Worker"], None],
-    ) -> None:
-        """`on_breaker`: called when the breaker opens, closes, or lets a probe through."""
-        self.address = address
-        self.state = WorkerState.CONNECTING
-        self.reason = self.remedy = ""
-        self.description = pb.WorkerDescription()
-        self.status, self.reported_at = pb.WorkerStatus(), 0.0
-        self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
-        self.step_model: StepModel | None = None
-        self.pool = pb.POOL_UNSPECIFIED
-        self.attempts: dict[bytes, Attempt] = {}
-        self.decode_load: DecodeLoad | None = None
-        self.breaker = CircuitBreaker()
-        self.row = -1
-        self.retired = False
-        self.send_queue: SendQueue | None = None
-        self.stub: WorkerStub | None = None
-        self.on_end: Callable[[], None] = lambda: None
-        self.on_load = on_load
-        self._loads = loads
-        self._on_breaker = on_breaker
-        self._invalid_rates = False  # in `status`
+    address: str
+    loads: PrefillLoads
+    on_load: Callable[[], None]
+    """Called when the worker may have capacity for another decode."""
+    on_breaker: Callable[["Worker"], None]
+    """Called when the breaker opens, closes, or lets a probe through."""
+    on_end: Callable[[], None] = lambda: None
+    """Called when an attempt has ended."""
+    state: WorkerState = WorkerState.CONNECTING
+    reason: str = ""
+    """Why the worker is not ready. Empty if it is. Likewise `remedy`: what to do."""
+    remedy: str = ""
+    description: pb.WorkerDescription = field(default_factory=pb.WorkerDescription)
+    """Of the attached incarnation, or of the last one."""
+    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
+    """The last report."""
+    reported_at: float = 0.0
+    """The time.monotonic() at which this process got it."""
+    step_model: StepModel | None = None
+    """What its steps cost, as of the last report. None: not known."""
+    prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
+    """Those of the last report, by incarnation and tier of the other worker."""
+    pool: "pb.Pool" = pb.POOL_UNSPECIFIED
+    """In which the worker gets new work: that of the last report, or else its first."""
+    attempts: dict[bytes, Attempt] = field(default_factory=dict)
+    """The open attempts, by id."""
+    decode_load: DecodeLoad | None = None
+    """What the router knows of its decodes, in either pool. None without a stream."""
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    """Decides whether the worker fails too often to get work."""
+    row: int = -1
+    """Its row in the tables of the policies, while it is attached."""
+    retired: bool = False
+    """Discovery no longer lists it."""
+    send_queue: SendQueue | None = None
+    """Of its stream, as is `stub`. None without a stream."""
+    stub: WorkerStub | None = None
+    _invalid_rates: bool = False  # in `status`
 
     def __str__(self) -> str:
         first = POOL_NAMES.get(self.description.first_pool)
@@ -255,10 +249,10 @@ class Worker:
                 attempt.name, attempt.id.hex(), kind, self, extra=of_request(attempt.name, attempt.id),
             )  # fmt: skip
         if self.breaker.attempt_sent(time.monotonic()):
-            self._on_breaker(self)
+            self.on_breaker(self)
         self.send(message)
         if attempt.work is not None:
-            self._loads.sent(self.row, attempt.work, time.monotonic())
+            self.loads.sent(self.row, attempt.work, time.monotonic())
         if attempt.tokens:
             self.on_load()
 
@@ -315,7 +309,7 @@ class Worker:
             return
         if not attempt.tokens:
             attempt.span.end()
-        self._loads.ended(self.row, work, computed=computed, now=time.monotonic())
+        self.loads.ended(self.row, work, computed=computed, now=time.monotonic())
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:
@@ -324,13 +318,13 @@ class Worker:
     def attempt_succeeded(self) -> None:
         if self.breaker.attempt_succeeded():
             log.info("%s works again", self)
-            self._on_breaker(self)
+            self.on_breaker(self)
 
     def attempt_failed(self) -> None:
         """Counts a failed attempt, or a lost stream, against the worker."""
         if self.breaker.attempt_failed(time.monotonic()):
             log.warning("%s failed repeatedly and gets no requests for a while", self)
-            self._on_breaker(self)
+            self.on_breaker(self)
 
 
 def cancelled_from_outside() -> bool:
