@@ -99,41 +99,33 @@ class ActiveRequests:
             request.abort(error)
 
 
+@dataclass(eq=False, repr=False)
 class ActiveRequest:
     """The generations of one request, until the last of them ends or the client disconnects.
 
     Attributes:
-        services: those of the router.
-        prepared: the validated request, with `body`, the fields without the prompts, and `prompts`.
-        name: the request's id as its client knows it.
+        body, prompts: the fields without the prompts, and these.
         sampling: the sampling parameters of the first choice.
         choices: `body.n` for each prompt, in the order of the prompts.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        prepared: Prepared,
-        jobs: list[Job],
-        entry: Entry,
-        *,
-        name: str,
-        deadline: Deadline,
-        traceparent: str,
-    ) -> None:
-        self.services = services
-        self.prepared = prepared
-        body = self.body = prepared.options
-        self.prompts = prepared.prompts
-        self.name = name
-        self.sampling = jobs[0].sampling
+    services: Services
+    prepared: Prepared
+    """The validated request."""
+    jobs: list[Job]
+    entry: Entry
+    name: str
+    """The request's id as its client knows it."""
+    deadline: Deadline
+    traceparent: str
+
+    def __post_init__(self) -> None:
+        body = self.body = self.prepared.options
+        self.prompts = self.prepared.prompts
+        self.sampling = self.jobs[0].sampling
         stops = StopStrings(body.stop)
-        self.choices = [Choice(services.tokenizer, body, stops) for _ in jobs]
-        self._jobs = jobs
-        self._entry = entry
-        self._deadline = deadline
-        self._token_queue = TokenQueue(MAX_UNREAD_TOKENS * len(jobs), self._unread)
-        self._traceparent = traceparent
+        self.choices = [Choice(self.services.tokenizer, body, stops) for _ in self.jobs]
+        self._token_queue = TokenQueue(MAX_UNREAD_TOKENS * len(self.jobs), self._unread)
         self._generations: list[Generation] = []
         self._error: ApiError | None = None  # until `take` raises it
         self._failure = ""  # its message
@@ -146,9 +138,9 @@ class ActiveRequest:
         Raises Overloaded and RateLimited.
         """
         services, began = self.services, time.monotonic()
-        sizes = [len(job.prompt_ids) for job in self._jobs]
+        sizes = [len(job.prompt_ids) for job in self.jobs]
         with self._traced() as span, services.active.counting(self):
-            turns = self._entry.turns(sizes, self.body.priority)
+            turns = self.entry.turns(sizes, self.body.priority)
             try:
                 self._generations = [
                     Generation(
@@ -161,17 +153,17 @@ class ActiveRequest:
                         index=index,
                         name=self.name,
                         span=span,
-                        deadline=self._deadline,
+                        deadline=self.deadline,
                         worker_wait=services.config.worker_wait,
                     )
-                    for index, (job, turn) in enumerate(zip(self._jobs, turns, strict=True))
+                    for index, (job, turn) in enumerate(zip(self.jobs, turns, strict=True))
                 ]
                 for generation in self._generations:
                     generation.advance()
                 yield
             finally:
                 self._close(time.monotonic() - began)
-                self._entry.end()
+                self.entry.end()
 
     @property
     def finished(self) -> bool:
@@ -200,7 +192,7 @@ class ActiveRequest:
 
         The task goes on if `may_go_on` returns False, and at the end of the request. It takes all deltas if
         the first ones have log probabilities of their prompts, which may be long."""
-        if any(job.scores_prompt for job in self._jobs):
+        if any(job.scores_prompt for job in self.jobs):
             return
 
         def consume() -> bool:
@@ -225,7 +217,7 @@ class ActiveRequest:
             delta = choice.push(item)
             metrics.generation_tokens.count += choice.num_tokens - before
             if delta.first and index % self.body.n == 0:  # the choices of a prompt share it
-                metrics.prompt_tokens.inc(len(self._jobs[index].prompt_ids))
+                metrics.prompt_tokens.inc(len(self.jobs[index].prompt_ids))
             if delta.finish_reason:
                 self._unfinished -= 1
                 self._generations[index].cancel()
@@ -244,7 +236,7 @@ class ActiveRequest:
             "gen_ai.response.model": self.services.config.model_name,
         }
         began = time.monotonic()
-        span = self.services.tracer.begin("request", self._traceparent, attributes, "server")
+        span = self.services.tracer.begin("request", self.traceparent, attributes, "server")
         error = ""
         try:
             yield span
@@ -291,7 +283,7 @@ class ActiveRequest:
         """Counts bytes of the answer that wait for its end, like those of bodies. If there are too many of
         them, the request ends."""
         try:
-            self._entry.receive(size)
+            self.entry.receive(size)
         except (Overloaded, RateLimited) as error:
             text = f"{error.message}; log probabilities count, too, until they are sent: use stream"
             self.abort(type(error)(text, retry_after=error.retry_after))
@@ -309,7 +301,7 @@ class ActiveRequest:
     def _close(self, seconds: float) -> None:
         metrics = self.services.metrics
         self._token_queue.close()
-        for generation, choice, job in zip(self._generations, self.choices, self._jobs, strict=False):
+        for generation, choice, job in zip(self._generations, self.choices, self.jobs, strict=False):
             cut = not generation.done
             generation.cancel()
             reason = choice.finish_reason or ("abort" if cut else "error")

@@ -20,6 +20,7 @@ each generation that workers have, ends or comes back to the queue without waiti
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.router.admission.expected_wait import Ahead, ExpectedWait
@@ -174,49 +175,39 @@ def _unlimited() -> FreeCapacity:
     return FreeCapacity(math.inf, math.inf)
 
 
+@dataclass(eq=False, repr=False)
 class Admission:
     """Owns the queue, and counts the bodies that arrive and the prompt tokens that wait.
 
-    Args:
-        max_waiting_tokens: bound of `waiting_tokens`: what the memory holds.
-        max_wait: seconds that a new request may be expected to wait.
-        window: returns the prompt tokens of one key that workers may have without a first token.
-        free_capacity: returns the free capacity of all decode workers.
-
     Attributes:
-        max_body_bytes: bound of `body_bytes`.
         body_bytes: bytes of bodies that are read or prepared.
         waiting_tokens: prompt tokens of generations without a first token, in the router and at workers. Only
             a single request that is larger than the bound exceeds it.
         queue: generations that wait for their turn.
         running: generations that workers have.
         parked: generations that wait outside the queue.
-        shared: there are several keys. Each key has half of the window, and its prompts must fit into that.
     """
 
-    def __init__(
-        self,
-        max_waiting_tokens: int,
-        window: Callable[[], PrefillWindow],
-        free_capacity: Callable[[], FreeCapacity] = _unlimited,
-        *,
-        max_body_bytes: float = math.inf,
-        max_wait: float = math.inf,
-        shared: bool = False,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    max_waiting_tokens: int
+    """Bound of `waiting_tokens`: what the memory holds."""
+    window: Callable[[], PrefillWindow]
+    """Returns the prompt tokens of one key that workers may have without a first token."""
+    free_capacity: Callable[[], FreeCapacity] = _unlimited
+    """Returns the free capacity of all decode workers."""
+    max_body_bytes: float = math.inf
+    """Bound of `body_bytes`."""
+    max_wait: float = math.inf
+    """Seconds that a new request may be expected to wait."""
+    shared: bool = False
+    """There are several keys. Each key has half of the window, and its prompts must fit into that."""
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
         self.body_bytes = self.waiting_tokens = self.running = 0
         self.queue: FairQueue[Account, Turn] = FairQueue()
         self.parked = Parked(RetryBudget())
         self._sent_tokens = 0
-        self._max = max_waiting_tokens
-        self.max_body_bytes = max_body_bytes
-        self._window = window
-        self._free_capacity = free_capacity
-        self.shared = shared
-        self.clock = clock
-        self._max_wait = max_wait
-        self._wait = ExpectedWait(clock())
+        self._wait = ExpectedWait(self.clock())
         self._keys_waiting = 0  # that have `waiting_tokens`
         self._dispatching = False
         self._window_full = False  # a generation waits for its key's window, as of the last dispatch
@@ -235,12 +226,12 @@ class Admission:
     def expected_wait(self) -> float:
         """Seconds that a new request is expected to wait for its first token, less its own prefill."""
         ahead = Ahead(self.waiting_tokens, self.waiting_for_decode, self.running)
-        return self._wait.seconds(ahead, self._window(), self.clock())
+        return self._wait.seconds(ahead, self.window(), self.clock())
 
     def reserve(self, account: Account, tokens: int, max_wait: float = math.inf) -> None:
         """Counts prompt tokens as waiting, of a request that may wait so many seconds. Raises Overloaded and
         RateLimited."""
-        self._check_wait(account, min(max_wait, self._max_wait))
+        self._check_wait(account, min(max_wait, self.max_wait))
         self._check_memory(account, tokens)
         account.spend(tokens)
         self._count(account, tokens)
@@ -270,16 +261,17 @@ class Admission:
         raise Overloaded(text, retry_after=_retry_after(wait))
 
     def _check_memory(self, account: Account, tokens: int) -> None:
-        left = self._max - self.waiting_tokens
+        most = self.max_waiting_tokens
+        left = most - self.waiting_tokens
         if self.shared and account.waiting_tokens and account.waiting_tokens + tokens > KEY_SHARE * left:
             raise RateLimited(
                 f"key {account.key.name!r} has {account.waiting_tokens} prompt tokens waiting; the rest of "
-                f"{self._max}, which fit into the memory, is kept for other keys",
+                f"{most}, which fit into the memory, is kept for other keys",
                 retry_after=_retry_after(self.expected_wait),
             )
         if self.waiting_tokens and tokens > left:
             raise Overloaded(
-                f"{self.waiting_tokens} prompt tokens are waiting, and {self._max} fit into the memory",
+                f"{self.waiting_tokens} prompt tokens are waiting, and {most} fit into the memory",
                 retry_after=_retry_after(self.expected_wait),
             )
 
@@ -298,7 +290,7 @@ class Admission:
             self._wait.queued(len(self.queue) > 0, self.clock())
 
     def _next(self, full: set[Account]) -> Turn | None:
-        free = self._free_capacity() if self.shared else _unlimited()
+        free = self.free_capacity() if self.shared else _unlimited()
         self._window_full = False
 
         def may_start(account: Account, turn: Turn) -> bool:
@@ -307,7 +299,7 @@ class Admission:
                 return False
             # Workers give keys equal shares of their steps, so each key has a window of its own.
             if turn.is_new and account.in_window:
-                window = self._window()
+                window = self.window()
                 ahead = account.in_window + (window.counted(turn.tokens) if self.shared else 1)
                 if ahead > window.tokens / (2 if self.shared else 1):
                     self._window_full = True
@@ -322,7 +314,7 @@ class Admission:
     def sent(self, turn: Turn) -> None:
         """Workers have its prompt, which takes a part of the window. Called by the turn."""
         self._sent_tokens += turn.tokens
-        turn.in_window = self._window().counted(turn.computed)
+        turn.in_window = self.window().counted(turn.computed)
         turn.account.in_window += turn.in_window
 
     def answered(self, turn: Turn, *, drained: bool) -> None:

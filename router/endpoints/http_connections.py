@@ -8,6 +8,7 @@ import socket
 import ssl
 import stat
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -137,37 +138,33 @@ _PAUSE_SECONDS = 0.1
 """Before the next try, when this process or the system has no descriptor left."""
 
 
+@dataclass(eq=False)
 class Listener:
     """Accepts the connections of a listening socket, and keeps to the bound of `connections`."""
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        connect: Callable[[Connection], asyncio.BaseProtocol],
-        connections: Connections,
-        context: ssl.SSLContext | None = None,
-    ) -> None:
-        """`connect`: makes the protocol of a connection, which says when that is busy, idle and closed."""
-        self._listening = listening
-        self._connect = connect
-        self._connections = connections
-        self._context = context
+    listening: socket.socket
+    connect: Callable[[Connection], asyncio.BaseProtocol]
+    """Makes the protocol of a connection, which says when that is busy, idle and closed."""
+    connections: Connections
+    context: ssl.SSLContext | None = None
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._failing = False  # accept has failed, and the log says so
-        listening.setblocking(False)
-        self._loop.add_reader(listening.fileno(), self._accept)
+        self.listening.setblocking(False)
+        self._loop.add_reader(self.listening.fileno(), self._accept)
 
     def close(self) -> None:
         """Accepts no more connections. Those that are open stay open. Idempotent."""
-        if self._listening.fileno() >= 0:
-            self._loop.remove_reader(self._listening.fileno())
-            self._listening.close()
+        if self.listening.fileno() >= 0:
+            self._loop.remove_reader(self.listening.fileno())
+            self.listening.close()
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
             try:
-                sock, address = self._listening.accept()
+                sock, address = self.listening.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -176,7 +173,7 @@ class Listener:
             self._failing = False
             sock.setblocking(False)
             host = address[0] if address else ""  # a Unix socket has none
-            slot = self._connections.open(host, sock.close)
+            slot = self.connections.open(host, sock.close)
             if slot is None:
                 sock.close()
                 continue
@@ -188,7 +185,7 @@ class Listener:
     async def _open(self, sock: socket.socket, slot: Connection) -> None:
         """With TLS this takes until the client has done its part."""
         try:
-            await self._loop.connect_accepted_socket(lambda: self._connect(slot), sock, ssl=self._context)
+            await self._loop.connect_accepted_socket(lambda: self.connect(slot), sock, ssl=self.context)
         except (OSError, asyncio.CancelledError):  # the client failed, or too many connections are open
             slot.close()
             sock.close()
@@ -198,13 +195,13 @@ class Listener:
         if not self._failing:
             self._failing = True
             log.error("connections wait, since none can be accepted: %s", error.strerror)
-        self._connections.evict()
-        self._loop.remove_reader(self._listening.fileno())
+        self.connections.evict()
+        self._loop.remove_reader(self.listening.fileno())
         self._loop.call_later(_PAUSE_SECONDS, self._resume)
 
     def _resume(self) -> None:
-        if self._listening.fileno() >= 0:
-            self._loop.add_reader(self._listening.fileno(), self._accept)
+        if self.listening.fileno() >= 0:
+            self._loop.add_reader(self.listening.fileno(), self._accept)
 
 
 SEND_BUFFER_BYTES = 256 << 10
