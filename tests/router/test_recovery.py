@@ -353,6 +353,8 @@ async def test_without_decode_workers_prefill_workers_decode(cluster: Cluster, t
         request = asyncio.create_task(answered_whole(cluster))
         await cluster.until(lambda: bool(decodes(decode)) and steps.locked())
         await cluster.heard(prefills(prefill)[0].prefill_id)
+        decoding = [each for worker in cluster.pool.connections for each in worker.attempts.values()]
+        await cluster.until(lambda: not tokens or any(getattr(each, "joined", False) for each in decoding))
     await decode.kill()
     await (answered_whole(cluster) if request is None else request)
     [submit] = decodes(prefill)
