@@ -275,8 +275,11 @@ async def load(url: str, streams: int, tokens: int, seen: SynchronizedArray[int]
 def measure_streams(args: argparse.Namespace, report: Report) -> None:
     secret, seen = secrets.token_hex(16), FORK.Array("q", 5, lock=False)
     name, decodes = f"router.streams{args.streams}", -(-int(SPARE * args.streams) // SEATS)
+    prefills = max(1, args.workers // 2)
+    decodes = max(decodes, args.workers - prefills)
+    reporting.value = bool(args.workers)
     with (
-        fakes(secret, [0] * (1 + decodes), 1, step=args.step) as workers,
+        fakes(secret, [0] * (prefills + decodes), prefills, step=args.step) as workers,
         router(secret, args.processes, *to(workers)) as (cluster, admin, pid),
     ):
         base = memory(pid)
@@ -285,8 +288,10 @@ def measure_streams(args: argparse.Namespace, report: Report) -> None:
             time.sleep(2 * args.step)
             seen[_OWN_STALL_US] = 0
             before, tokens, began, cpu = lags(admin), seen[_TOKENS], time.perf_counter(), cpu_seconds(pid)
+            loop = loop_seconds(pid)
             time.sleep(args.seconds)
             passed, tokens, cpu = time.perf_counter() - began, seen[_TOKENS] - tokens, cpu_seconds(pid) - cpu
+            loop = loop_seconds(pid) - loop
             add_stalls(report, name, admin, before)
             taken = memory(pid) - base
             pipe.send(None)
@@ -295,6 +300,7 @@ def measure_streams(args: argparse.Namespace, report: Report) -> None:
     report.add(Row(f"{name}.done", seen[_DONE], "streams"))
     report.add(Row(f"{name}.tokens_per_s", tokens / passed, "tokens/s"))
     report.add(Row(f"{name}.cpu_per_token", 1e6 * cpu / tokens, "µs"))
+    report.add(Row(f"{name}.loop", loop / passed / args.processes, "of a core"))
     report.add(Row(f"{name}.memory", 1024 * taken / args.streams, "KiB/stream"))
     report.add(Row(f"{name}.longest_stall_of_client", seen[_OWN_STALL_US] / 1e3, "ms"))
     for why, count in report.detail["lost"]:
@@ -386,10 +392,15 @@ def main() -> int:
     p.add_argument("--step", type=float, default=1.0, help="seconds of a token (default: %(default)s)")
     p.add_argument("--tokens", type=int, default=300, help="of a stream, on average (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=300.0, help="with all streams (default: %(default)s)")
-    p.add_argument("--workers", type=int, default=1_000, help="that join (default: %(default)s)")
+    p.add_argument(
+        "--workers",
+        type=int,
+        help="that join, or report beside the streams (default: workers 1,000, streams as few as need be)",
+    )
     p.add_argument("--chunks", type=int, default=500_000, help="in the index (default: %(default)s)")
     p.add_argument("--processes", type=int, help="of the router (default: workers 1, streams 2, memory 4)")
     args = p.parse_args()
+    args.workers = args.workers or (1_000 if args.what == "workers" else 0)
     args.processes = args.processes or {"workers": 1, "streams": 2, "memory": 4}[args.what]
     if args.short:
         args.streams, args.seconds = args.streams // 10, 10.0

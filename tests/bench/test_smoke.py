@@ -494,7 +494,19 @@ def test_runs_flip(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "kv --only tcp", "reuse", "split", "store"])
+@pytest.mark.parametrize(
+    "bench",
+    [
+        "disagg",
+        "engine",
+        "flip",
+        "kv --only tcp",
+        "reuse",
+        "router.scale streams --workers 8",
+        "split",
+        "store",
+    ],
+)
 def test_the_short_form_runs_with_real_processes(
     bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
