@@ -76,7 +76,7 @@ def test_all_gpus_are_used(
     models: dict[str, str],
 ) -> None:
     def needed() -> Needs:
-        return computed(models[model], OPTIONS, (None, None), gpus, gib, (0.9, 256))
+        return computed(models[model], OPTIONS, (None, None), gpus, gib, (0.9, 256, 0.0))
 
     if ranks is None:
         with pytest.raises(TooLarge, match=f"{gpus} GPUs? of {gib:.0f} GiB cannot hold it"):
@@ -106,6 +106,19 @@ def test_gpus_in_use_are_skipped_and_named(
     chosen = choose_pools(found, Needs(Ranks(*ranks)), 0.9)
     assert ((chosen.prefill, chosen.decode), chosen.gpus) == (pools, tuple(names.split()))
     assert said in chosen.text
+
+
+@pytest.mark.parametrize(
+    ("seats", "longest_step", "pools"),
+    [(256, 0.0, (4, 4)), (256, 30.0, (4, 4)), (256, 12.0, (3, 5)), (8, 0.0, (3, 5))],
+)
+def test_fewer_requests_of_a_decode_worker_are_more_decode_workers(
+    seats: int, longest_step: float, pools: tuple[int, int]
+) -> None:
+    """`longest_step`: `--ttit-target`."""
+    needs = computed("llama-3.1-8b", OPTIONS, (None, None), 8, H200, (0.9, seats, longest_step))
+    chosen = choose_pools([Gpu(str(number)) for number in range(8)], needs, 0.9)
+    assert (chosen.prefill, chosen.decode) == pools
 
 
 def test_a_pool_that_is_much_slower_is_larger() -> None:

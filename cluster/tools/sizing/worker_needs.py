@@ -14,6 +14,7 @@ from dataclasses import replace
 from baton.cluster.gpu_pools import Needs, Ranks
 from baton.cluster.model import ResolvedModel
 from baton.cluster.options.engine import EngineOptions
+from baton.cluster.options.optimize import choose
 from baton.machine.python_path import python_path
 
 NEW_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS = 1_200, 14_300, 150
@@ -42,7 +43,8 @@ def needs_of(
     """
     names = ("quantization", "dtype", "kv_cache_dtype", "max_model_len")
     asked = {name: getattr(engine, name) for name in names}
-    numbers = (engine.gpu_memory_utilization, engine.max_num_seqs or 256)
+    seats = choose(engine, "cuda", gpu_gib).max_num_seqs
+    numbers = (engine.gpu_memory_utilization, seats, engine.ttit_target or 0.0)
     arguments = json.dumps([found.location, asked, given, gpus, gpu_gib, numbers])
     command = [sys.executable, "-m", "baton.cluster.tools.sizing.worker_needs", arguments]
     child = subprocess.run(
@@ -64,7 +66,11 @@ def computed(
     gpu_gib: float,
     numbers: Sequence[float],
 ) -> Needs:
-    """As `needs_of`. Raises TooLarge, and other errors for a model without known speeds."""
+    """As `needs_of`. Raises TooLarge, and other errors for a model without known speeds.
+
+    Args:
+        numbers: share of the memory, seats of a worker, and the longest step with decodes in ms; 0: any.
+    """
     import torch
 
     from baton.cluster.tools.sizing.speeds import H200, Speeds, shape
@@ -72,7 +78,7 @@ def computed(
     from baton.engine.kernels import FP8
     from baton.engine.loader import choose_format
 
-    utilization, seqs = numbers
+    utilization, seats, longest_step = numbers
     model = shape(location)
     if model.state is not None:
         raise NotImplementedError("no speeds were measured for state layers")
@@ -114,7 +120,10 @@ def computed(
     ranks = Ranks(given[0] or fewest, given[1] or fewest)
     of_prefill, of_decode = (Speeds(gpu, model, element, number, kv_dtype, positions) for number in ranks)
     room = of_decode.kv_room(utilization)
-    batch = max(1, min(int(seqs), int(room / (positions * of_decode.kv_bytes_per_token))))
+    batch = min(int(seats), int(room / (positions * of_decode.kv_bytes_per_token)))
+    if longest_step:
+        batch = min(batch, of_decode.steps.fitting_rows(positions, longest_step / 1e3))
+    batch = max(1, batch)
     return Needs(
         ranks,
         1 / of_prefill.steps.prefill(NEW_TOKENS, CACHED_TOKENS),
