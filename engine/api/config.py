@@ -170,11 +170,6 @@ class EngineConfig:
         return max(self.max_num_seqs, most)
 
     @property
-    def offload_cells(self) -> list[TierCells]:
-        """What the tiers below the device may have. Only some models have states."""
-        return [TierCells(tier, of_states) for tier in self.offload_sizes for of_states in (False, True)]
-
-    @property
     def offload_sizes(self) -> dict[Tier, int]:
         """Bytes of each tier below the device, the fastest first."""
         sizes = {Tier.HOST: self.host_cache_size, Tier.DISK: self.disk_cache_size}

@@ -48,7 +48,7 @@ class _Load:
 
     left: int
     then: Callable[[bool], None]
-    tokens: int
+    size: int  # as in `OffloadTier._size`
     began: float  # time.monotonic()
     intact: bool = True
 
@@ -223,14 +223,18 @@ class OffloadTier:
 
     # Copies in
 
-    def pays(self, tokens: int, seconds: float) -> bool:
-        """As `Link.pays`: whether loading so many tokens takes less than `seconds`."""
-        return self._link.pays(tokens, seconds, time.monotonic())
+    def pays(self, cells: int, seconds: float) -> bool:
+        """As `Link.pays`: whether loading so many cells takes less than `seconds`."""
+        return self._link.pays(self._size(cells), seconds, time.monotonic())
+
+    def _size(self, cells: int) -> int:
+        """Of a load, in the measured times: in tokens. States have none, so their copies count."""
+        return cells * (self._cell_tokens or 1)
 
     def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
         """Copies what is there under these names into these cells, which nothing else uses meanwhile. Then
         calls `then`, with True if all bytes are as they were saved. The caller publishes the cells."""
-        load = _Load(len(wanted), then, len(wanted) * self._cell_tokens, time.monotonic())
+        load = _Load(len(wanted), then, self._size(len(wanted)), time.monotonic())
         self._loads += 1
         for name, cell in wanted:
             entry = self._entries[name]
@@ -281,10 +285,9 @@ class OffloadTier:
         if load.left:
             return
         self._loads -= 1
-        self._loaded += load.tokens * load.intact
-        if load.tokens:
-            now = time.monotonic()
-            self._link.measured(load.tokens, 0.0, now - load.began, now)
+        self._loaded += load.size * load.intact
+        now = time.monotonic()
+        self._link.measured(load.size, 0.0, now - load.began, now)
         load.then(load.intact)
 
     @property

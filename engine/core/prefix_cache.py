@@ -221,6 +221,13 @@ class PrefixCache:
         """The fastest tier below the device that has this block."""
         return next((tier for tier in self._block_tiers if name in tier), None)
 
+    def states_tier_of(self, name: bytes) -> OffloadTier | None:
+        """The fastest tier that has the states after this block. None: the device has them, or the model has
+        none."""
+        if self.copies is None or name in self.copies:
+            return None
+        return next(tier for tier in self._state_tiers if name in tier)
+
     def load(
         self,
         wanted: Sequence[tuple[bytes, int]],
@@ -236,7 +243,9 @@ class PrefixCache:
             assert tier is not None
             parts.setdefault(tier, []).append((name, block))
         if states is not None:
-            parts[next(tier for tier in self._state_tiers if states[0] in tier)] = [states]
+            tier = self.states_tier_of(states[0])
+            assert tier is not None
+            parts[tier] = [states]
         assert parts, "what the device has is not loaded"
         wholes: list[bool] = []
 

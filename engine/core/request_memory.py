@@ -124,13 +124,16 @@ class RequestMemory:
         names, usable = self._names(live, cache), self._usable(live, cache)
         first, stop = live.num_published, cache.usable(usable[: cache.known(usable)])
         tiers = [None if self._pool.lookup([name]) else cache.tier_of(name) for name in usable[first:stop]]
-        rest = len(live.token_ids) - stop * self._block_size
+        size, rest = self._block_size, len(live.token_ids) - stop * self._block_size
         for tier in dict.fromkeys(filter(None, tiers)):
-            start, tokens = first + tiers.index(tier), tiers.count(tier) * self._block_size
-            if not tier.pays(tokens, cache.prompt_seconds(tokens, rest, start * self._block_size)):
+            start, count = first + tiers.index(tier), tiers.count(tier)
+            if not tier.pays(count, cache.prompt_seconds(count * size, rest, start * size)):
                 stop = min(stop, start)
         stop = cache.usable(usable[:stop])
         if stop <= first:
+            return False
+        seconds = cache.prompt_seconds((stop - first) * size, rest, first * size)
+        if (tier := cache.states_tier_of(usable[stop - 1])) is not None and not tier.pays(1, seconds):
             return False
         states = None
         if self.states is not None and (states := self.states.load(live, names, stop)) is None:

@@ -320,16 +320,18 @@ class StoreOpened(Local):
     chunk_seconds: float = 0.0  # that reading an object took in it. 0: there was none
 
 
-class CopyBlocks(Local):
-    """Rank 0 → another rank: copy blocks to their places in the memory of the host, or back."""
+class CopyCells(Local):
+    """Rank 0 → another rank: copy cells to their places in a store, or back."""
 
+    store: int  # its number
     is_load: bool
-    pairs: Sequence[tuple[int, int]]  # (block, place)
+    pairs: Sequence[tuple[int, int]]  # (cell, place)
 
 
-class BlocksCopied(Local):
+class CellsCopied(Local):
     """Another rank → rank 0: these copies are over, in their order. As `BlockStore.ended`."""
 
+    store: int
     intact: Sequence[bool]
 
 

@@ -296,7 +296,7 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads(
     now, pool = 0.0, BlockPool(1, BLOCK)
     tier = OffloadTier(Tier.HOST, 8, pool, 8, BLOCK, lambda name: b"")
     monkeypatch.setattr(offload_tier, "time", SimpleNamespace(monotonic=lambda: now))
-    assert tier.pays(BLOCK, 0.1), "nothing is known"
+    assert tier.pays(1, 0.1), "nothing is known"
     blocks = pool.allocate(1)
     pool.publish(blocks[0], b"a")
     pool.release(blocks)
@@ -307,9 +307,9 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads(
     now = 1.0
     tier.ended(copy, True)
     assert tier.stats.tokens_per_s == BLOCK
-    assert tier.pays(BLOCK, 1.1)
+    assert tier.pays(1, 1.1)
     refused = 0
-    while not tier.pays(BLOCK, 0.9):
+    while not tier.pays(1, 0.9):
         refused += 1
     assert 0 < refused < 10, "a load is tried again"
 

@@ -21,7 +21,7 @@ from baton.kv_transfer.stores import BlockStore, CacheCells, cuda_store, disk_st
 from baton.kv_transfer.stores.cuda_store import CellLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore, open_host_store
-from baton.kv_transfer.stores.ranked_store import RankedStore, serve_store
+from baton.kv_transfer.stores.ranked_store import OtherRank, RankedStore, serve_stores
 from baton.kv_transfer.transport import PagedKV
 from tests.within import WITHIN
 
@@ -307,8 +307,8 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
     stores = [open_store(kv, 4) for kv in kvs]
     pairs = [channel_pair() for _ in kvs[1:]]
     for store, (_, theirs) in zip(stores[1:], pairs, strict=True):
-        serve_store(store, theirs)
-    ranked = RankedStore(stores[0], [ours for ours, _ in pairs], silence=20)
+        serve_stores({3: CpuStore(paged("float32", "cpu"), 1), 7: store}, theirs)
+    ranked = RankedStore(7, stores[0], [OtherRank(ours) for ours, _ in pairs], silence=20)
     before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
     ranked.copy([(3, 0), (5, 2)], is_load=False)
     assert ended(ranked, 2) == [True, True]
@@ -334,10 +334,11 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
     monkeypatch.setattr(ranked_store, "time", SimpleNamespace(monotonic=lambda: now))
     for own, other in ((Stalled, CpuStore), (CpuStore, Stalled)):
         now, (ours, theirs) = 0.0, channel_pair()
-        serve_store(other(paged("float32", "cpu"), 2), theirs)
-        ranked = RankedStore(own(paged("float32", "cpu"), 2), [ours], silence=10)
+        serve_stores({1: other(paged("float32", "cpu"), 2)}, theirs)
+        rank = OtherRank(ours)
+        ranked = RankedStore(1, own(paged("float32", "cpu"), 2), [rank], silence=10)
         ranked.copy([(3, 0)], is_load=False)
-        while other is CpuStore and not ranked._intact[1]:
+        while other is CpuStore and not rank.intact[1]:
             ranked.ended()
         now = 11.0
         with pytest.raises(RuntimeError, match=r"rank 1 .* 10 s") if other is Stalled else nullcontext():

@@ -17,7 +17,9 @@ from tests.cluster_helpers import (
     start_worker,
     tiny_model,
 )
+from tests.engine.checkpoints import edit_json
 from tests.within import WITHIN, within
+from tests.worker.test_states import HYBRID
 
 ONE = sampling(max_tokens=1)
 
@@ -45,6 +47,32 @@ def worker(tmp_path: Path, request: pytest.FixtureRequest):
     started = start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=engine).wait_ready()
     yield started
     assert started.stop() == 0
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+async def test_copies_of_states_come_back_from_a_tier_on_all_ranks(tier: str, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    edit_json(model / "config.json", **HYBRID)
+    engine = {"load_format": "dummy", "num_blocks": 160, "enable_prefix_caching": True, "block_size": 16}
+    engine |= {f"{tier}_cache_size": 1 << 25, "disk_cache_dir": str(tmp_path), "tensor_parallel_size": 2}
+    worker = start_worker("prefill", model, tmp_path, engine=engine).wait_ready()
+    prompts = [text(600, seed) for seed in (0, 1, 2, 3, 4, 0)]
+    first = list[int]()
+    async with attached(worker) as stream:
+        for number, prompt in enumerate(prompts):
+            # 37 full blocks each. A tier has those of the 40 that would be evicted next which are not free.
+            async with asyncio.timeout(WITHIN):
+                while await saved(worker, stream, tier) < 37 * number - 120:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            prefill_id = await stream.submit_prefill(request(prompt, ONE), handover=False)
+            [(token, _)] = await stream.tokens(prefill_id)
+            first.append(token.token_id)
+            assert token.cached_tokens == (592 if number == 5 else 0)
+        await stream.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
+    assert first[0] == first[5]
+    assert metrics(worker)[f'baton:offload_loaded_tokens_total{{tier="{tier}"}}'] == 592
+    await assert_whole(worker)
+    assert await asyncio.to_thread(worker.stop) == 0
 
 
 async def test_every_router_gets_a_snapshot_and_the_changes_after_it(worker):

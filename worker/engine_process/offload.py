@@ -6,7 +6,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
+from contextlib import suppress
 
 from baton.content import Tier
 from baton.engine import Engine, EngineConfig
@@ -16,7 +16,7 @@ from baton.engine.execution.rank import Follower
 from baton.kv_transfer.stores import BlockStore, CacheCells
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import open_host_store
-from baton.kv_transfer.stores.ranked_store import RankedStore, serve_store
+from baton.kv_transfer.stores.ranked_store import OtherRank, RankedStore, serve_stores
 from baton.worker.engine_process.paged_kv import paged_kv
 
 log = logging.getLogger(__name__)
@@ -84,17 +84,11 @@ class OffloadPump:
         self._store.close()
 
 
-def offload_pumps(
-    engine: Engine, config: EngineConfig, rank_fds: Sequence[Sequence[int]] = ()
-) -> list[OffloadPump]:
+def offload_pumps(engine: Engine, config: EngineConfig, rank_fds: Sequence[int] = ()) -> list[OffloadPump]:
     """One for each tier of the engine, except for a tier that would need more memory than the host has.
-    `rank_fds`: for each other rank, a socket for each of `config.offload_cells`. Raises `ValueError` if the
-    disk has too little space."""
+    `rank_fds`: sockets to the other ranks. Raises `ValueError` if the disk has too little space."""
     pumps: list[OffloadPump] = []
-    sockets = {
-        cells: [socket.socket(fileno=fds[number]) for fds in rank_fds]
-        for number, cells in enumerate(config.offload_cells)
-    }
+    others = [OtherRank(socket.socket(fileno=fd)) for fd in rank_fds]
     for tier in engine.offload:
         kept = CacheCells(paged_kv(engine), tier.of_states)
         try:
@@ -106,29 +100,26 @@ def offload_pumps(
             continue
         except OSError as error:
             raise ValueError(f"--disk-cache-dir: {config.disk_cache_dir}: {error}") from error
-        if ranks := sockets.pop(TierCells(tier.tier, tier.of_states), []):
-            store = RankedStore(store, ranks, SILENCE[tier.tier])
+        if others:
+            number = _number(TierCells(tier.tier, tier.of_states))
+            store = RankedStore(number, store, others, SILENCE[tier.tier])
         pumps.append(OffloadPump(tier, store))
-    for sock in chain.from_iterable(sockets.values()):  # the other ranks need none, too
-        sock.close()
     return pumps
 
 
-def serve_offload(config: EngineConfig, follower: Follower, fds: Sequence[int]) -> None:
-    """Makes the copies of this rank, in a thread for each tier. `fds`: for each of `config.offload_cells`, a
-    socket to rank 0."""
-    for cells, fd in zip(config.offload_cells, fds, strict=True):
-        sock = socket.socket(fileno=fd)
-        if not (places := follower.offload_places.get(cells)):
-            sock.close()
-            continue
-        try:
-            kept = CacheCells(paged_kv(follower), cells.of_states)
-            store = _open_store(cells.tier, kept, places, config.disk_cache_dir)
-        except MemoryError:
-            sock.close()  # rank 0 logs the same
-            continue
-        serve_store(store, sock)
+def serve_offload(config: EngineConfig, follower: Follower, fd: int) -> None:
+    """Makes the copies of this rank, in a thread. `fd`: a socket to rank 0."""
+    stores: dict[int, BlockStore] = {}
+    for cells, places in follower.offload_places.items():
+        kept = CacheCells(paged_kv(follower), cells.of_states)
+        with suppress(MemoryError):  # if rank 0 has the store, its first order ends the thread
+            stores[_number(cells)] = _open_store(cells.tier, kept, places, config.disk_cache_dir)
+    serve_stores(stores, socket.socket(fileno=fd))
+
+
+def _number(cells: TierCells) -> int:
+    """Of a store, on all ranks."""
+    return 2 * cells.tier + cells.of_states
 
 
 def _open_store(tier: Tier, cells: CacheCells, num_places: int, disk_cache_dir: str | None) -> BlockStore:

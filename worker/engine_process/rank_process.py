@@ -7,7 +7,6 @@ Its service runs `python -m baton.worker.engine_process.rank_process`.
 """
 
 import gc
-from itertools import chain
 
 from baton.worker.engine_process.start import EXIT_START_FAILED, RankProcessConfig, start
 
@@ -37,7 +36,8 @@ def run(config: RankProcessConfig) -> int:
         layer_done = copier.layer_done
     if config.store is not None:
         copy_for_store(kv, config.store)
-    serve_offload(config.engine, follower, [*chain(*config.offload_fds)])
+    for fd in config.offload_fds:
+        serve_offload(config.engine, follower, fd)
     gc.collect()
     gc.enable()
     gc.freeze()

@@ -44,9 +44,8 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     logging: dict[str, Any]  # for logging.config.dictConfig
     engine: EngineConfig
     arenas: Arenas | None  # None: the engine hands over no KV
-    offload_fds: Sequence[Sequence[int]] = ()
-    """Rank 0: for each other rank, one for each of `EngineConfig.offload_cells`. Other ranks: the same for
-    rank 0."""
+    offload_fds: Sequence[int] = ()
+    """For the copies of tiers. Rank 0: to each other rank. Other ranks: to rank 0. Empty: there are none."""
     store: StoreFds | None = None
     """Of the shared store. None: there is none."""
 
@@ -56,7 +55,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (
             *(() if arenas is None else arenas.fds),
             *(() if files is None else files.fds),
-            *chain(*self.offload_fds),
+            *self.offload_fds,
             *(() if self.store is None else self.store.all),
         )
 

@@ -89,8 +89,8 @@ class WorkerTree:
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
         self._sending = ArenaEnds.create(config)
         self._receiving = ArenaEnds.create(config)
-        # Of each other rank, for each tier; rank 0's end first.
-        self._offload_ends = [[channel_pair() for _ in config.engine.offload_cells] for _ in range(ranks - 1)]
+        # Of each other rank, if there are tiers below the device; rank 0's end first.
+        self._offload_ends = [channel_pair() for _ in range(ranks - 1) if config.engine.offload_sizes]
         service_end, self._transfer_service_end = channel_pair()
         self.transfer_link = TransferLink(service_end)
 
@@ -145,10 +145,8 @@ class WorkerTree:
     def _rank_config(self, process: str, rank: int) -> dict[str, Any]:
         """The fields of `RankProcessConfig`."""
         config = self._config
-        if rank == 0:
-            offload = [[ours for ours, _ in ends] for ends in self._offload_ends]
-        else:
-            offload = [[theirs for _, theirs in self._offload_ends[rank - 1]]]
+        ends = self._offload_ends
+        offload = [ours for ours, _ in ends] if rank == 0 else [theirs for _, theirs in ends[rank - 1 : rank]]
         return {
             "name": f"{config.name} {process}",
             "title": config.title,
@@ -158,7 +156,7 @@ class WorkerTree:
             "logging": config.logging(self._incarnation, process),
             "engine": self._engine_config,
             "arenas": self._arenas(rank),
-            "offload_fds": [[end.fileno() for end in ends] for ends in offload],
+            "offload_fds": [end.fileno() for end in offload],
             "store": None if self._store_ends is None else self._store_ends.ranks[rank],
         }
 
@@ -173,7 +171,7 @@ class WorkerTree:
         )
 
     def _close_offload_ends(self) -> None:
-        for end in chain(*chain(*self._offload_ends)):
+        for end in chain(*self._offload_ends):
             end.close()
 
     async def start_transfer(self, engine: EngineReady) -> str:
