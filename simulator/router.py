@@ -8,7 +8,8 @@ from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Literal
 
-from baton.content import CHUNK_TOKENS
+from baton.content import CHUNK_TOKENS, Tier
+from baton.machine.step_model import StepModel
 from baton.router.policy import placement as policy
 from baton.router.policy.answers import AnswerLengths
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
@@ -17,6 +18,7 @@ from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, Lack, plan
 from baton.router.policy.prefill import PrefillRequest, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
@@ -45,7 +47,9 @@ class SeenWorker:
 
     def __post_init__(self, seats: int) -> None:
         self.load = DecodeLoad(self.address, BLOCK, BLOCKS, seats, BLOCKS)
-        self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
+        link = pb.PrefixLink(wait=FETCH_SECONDS, tokens_per_s=1 / FETCH_TOKEN_SECONDS)
+        self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {(0, Tier.DEVICE): link}
+        self.step_model: StepModel | None = None
         self.description = pb.WorkerDescription(
             max_num_batched_tokens=BUDGET, attention_doubles_at=round(DOUBLES_AT), num_layers=LAYERS
         )
@@ -113,7 +117,10 @@ class Router:
         self._dispatch()
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
-        self._seen[row].status = status
+        seen = self._seen[row]
+        if status.step_model != seen.status.step_model:
+            seen.step_model = step_model(status.step_model)
+        seen.status = status
         self._loads.reported(row, status, self.clock.now, alone=row in self._prefills)
         running = status.requests_running + status.reservations
         self._seen[row].load.reported(blocks_free=status.blocks_free, running=running)
@@ -127,10 +134,10 @@ class Router:
         self._loads.index.add(row, added)
 
     def _update_window(self) -> None:
-        paces = [policy.pace(seen.status) for row, seen in self._seen.items() if row not in self._prefills]
+        decodes = [seen.status for row, seen in self._seen.items() if row not in self._prefills]
         speed = self._loads.tokens_per_s()
         budgets = len(self._prefills) * [BUDGET]
-        self._window = policy.prefill_window(budgets, speed, paces if self.kind == "policy" else [])
+        self._window = policy.prefill_window(budgets, speed, decodes if self.kind == "policy" else [])
 
     def _dispatch(self) -> None:
         while self._queue:

@@ -12,6 +12,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache, partial
 
 from baton.content import CHUNK_TOKENS
@@ -176,7 +177,7 @@ class Worker:
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
-            decode_context=self._context,
+            decode_context=self._context + sum(r.prompt + 1 for r in (*self._joining, *self._arrived)),
             reservations=self.reserved,
             tokens_waiting=left + scheduled + self._under_way,  # all that are not computed
             blocks_free=self.kv.free * CHUNK_TOKENS // BLOCK,
@@ -193,7 +194,15 @@ class Worker:
             decode_seconds=limit.decode_seconds(batch),
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
+            step_model=self._step_model(),
         )
+
+    def _step_model(self) -> pb.StepModel | None:
+        if (table := self._limit.steps.table) is None:
+            return None
+        decode, prompt = self._limit.steps.factors
+        costs = {each.name: getattr(table, each.name) for each in fields(table)}
+        return pb.StepModel(decode_factor=decode, prompt_factor=prompt, **costs)
 
     # ------------------------------------------------------------ steps
 

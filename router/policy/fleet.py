@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.machine.step_model import StepModel
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads
@@ -19,6 +20,8 @@ class Seen(Protocol):
     address: str
     description: pb.WorkerDescription
     status: pb.WorkerStatus
+    step_model: StepModel | None
+    """What its steps cost. None: not known."""
     prefix_links: dict[tuple[int, int], pb.PrefixLink]
 
     @property
@@ -48,6 +51,7 @@ class Fleet:
         caches: the prefix caches and loads of all.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
         policy: chooses prefill workers.
+        ttft_target: seconds that users are ready to wait for a first token.
         overflow: one worker may compute a prompt and decode.
         splits: several workers may compute a prompt.
         prefix_fetches: a worker may fetch what another one has cached.
@@ -65,6 +69,7 @@ class Fleet:
     policy: PrefillPolicy
     promised_slots: int = 0
     promised_positions: int = 0
+    ttft_target: float = 1.0
     overflow: bool = True
     splits: bool = True
     prefix_fetches: bool = True

@@ -1,299 +1,314 @@
-"""Decides which workers compute a request: where its tokens come first, and at what cost to others.
+"""Decides which workers compute a request: those with the least cost.
 
-There are three places:
+One worker computes the prompt, and the same or another one decodes:
 
     handover   a prefill worker computes the prompt, and hands its KV over to a decode worker
-    decode     the decode worker computes the prompt in chunks beside its decodes
-    prefill    the prefill worker computes the prompt, and goes on with the decode itself
+    decode     a decode worker computes the prompt in chunks beside its decodes
+    prefill    a prefill worker computes the prompt, and goes on with the decode itself
 
-A handover costs two decode steps and disturbs nothing. It makes one gap longer, which is felt in a short
-answer. So short answers go where their second token comes first, and long answers where the first one does.
+Users have two targets: F seconds for a first token, and G seconds for a gap. A user who waits for F until an
+answer of N tokens begins is ready to wait for G · N from then on. So a second of a gap costs F / (G · N)
+seconds of a first token, and all costs are in these:
 
-The decode worker is good for a prompt that fits into a step, and while prefill workers have a queue. But a
-prompt makes the gaps of all that decode there longer. So far as these are beyond the gap target G, it costs
+    prompt = first + behind + F / (G · N) · n · longer
+    decode = F / G · (d' + n · (d' - d)) + slower
 
-    late seconds of all these gaps · F / (G · N)            seconds of a first token
+    first    until the first token: the prompts ahead and this one, beside the decodes there
+    behind   added to the first tokens of prompts that come before its worker has none left
+    longer   added to the gaps of each of the n requests that decode where the prompt is computed
+    d, d'    mean cost of a gap where the request decodes, without and with it, in seconds. Its own gaps and
+             those of n others become d'
+    slower   added to the first tokens of prompts that come there while it decodes
 
-with the target F of a first token, and the expected tokens N of an answer: a user who waits for F until the
-answer begins is ready to wait for G · N from then on. So a decode worker with many decodes computes no
-prompts while a prefill worker can. Gaps within the target cost nothing.
+A gap costs what it is longer than a short step: the geometric mean of G and of the fastest step, as in the
+engine's `ChunkLimit`. With as many tokens of prompts as may be, a step takes
 
-The prefill worker is good for a short answer to a short prompt. But while it decodes, each of its prompts
-takes up to `PATIENCE_SECONDS` longer: when it decoded all answers of under 80 tokens, a trace of chats had
-28 % more TTFT. While decode workers have no room, and while there are none, it decodes every request that it
-has room for. So under a load that gains from it, two workers act as a prefill and a decode worker. Under
-other loads they act as two colocated engines.
+    L = max(G, √(G / fastest step) · step)
 
-The estimates are the costs that workers measure and report. Pure.
+So a worker that decodes computes prompts for L less what its decodes add to such a step, and they take that
+much longer than alone. A prompt beside decodes also waits for the step under way, and its last step is not
+full. A request that is handed over waits for the end of a step. One that decodes alone may wait for a step of
+another prompt.
+
+So prompts go where they come first and disturb least. Decodes spread over all workers when their steps are
+long, unless prompts there would wait for them. Under a load that gains from it, two workers act as a prefill
+and a decode worker, and under others as two colocated engines that share their work.
+
+All terms follow from the model of steps that a worker reports, and from what the router sent since. Pure.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
+from baton.machine.step_model import LARGE, StepModel
 from baton.router.policy.fleet import Fleet
-from baton.router.policy.plan import Plan, Range, Reason
-from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
+from baton.router.policy.plan import Place, Plan, Range, Reason
+from baton.router.policy.prefill import PrefillRequest
+from baton.router.policy.prefixes import PrefixSource
 from baton.rpc import worker_pb2 as pb
 
-HANDOVER_STEPS = 2.0
-"""Decode steps between the first token, from prefill, and the second."""
-PATIENCE = 1.3
-"""A prompt may take this many times as long beside decodes as alone, and `PATIENCE_SECONDS` more. Only if it
-would take longer, decode steps become longer for it."""
-PATIENCE_SECONDS = 0.04
-SHORT_ANSWER = 64
-"""Output tokens. In longer answers a handover is one of many gaps."""
-SHORT_PROMPT_STEPS = 2
-"""A prefill worker decodes after prompts that take at most so many short steps beside decodes. Its other
-prompts are expected to be like this one, and to take that long while it decodes."""
-SLOWER = 0.12
-"""A worker that decodes takes this share longer for short prompts, on the whole."""
-QUEUED = 0.5
-"""Prompts that wait beside decodes take this share longer than expected: meanwhile requests join, and steps
-become shorter for them."""
-LEAST_UTILISATION = 0.1
-"""Of a prefill worker. An idle one may get many prompts in the next second, while it still decodes."""
-FIRST_TOKEN_TARGET = 0.3
-"""Seconds. A longer one spares the gaps of decode workers that are full, and prompts wait longer."""
-ANSWER_SECONDS = 5.0
-"""The longest time for which the future prompts of a prefill worker are considered."""
+MOST_BUSY = 0.9
+"""The most of its time that a worker counts as computing prompts: a queue without end has no length."""
+JOIN_STEPS = 2
+"""Steps that a prompt takes longer beside decodes: the one under way, and its last one, which is not full."""
 
 
-@dataclass(frozen=True, slots=True)
-class MixedPace:
-    """What the steps of a worker cost that both decode and compute prompts, as it reports. 0 is unknown.
+def reported_model(status: pb.WorkerStatus, budget: int, speed: float) -> StepModel:
+    """The model of a worker that reports none: steps that decode take as long as lately, and prompts have
+    this speed in tokens/s. `budget`: most tokens of a step."""
+    step, tokens = status.decode_seconds or status.step_seconds, max(2, budget)
+    return StepModel((1, 2), (step, step), 0.0, (1, tokens), (1 / speed, tokens / speed), 0.0, 1.0)
 
-    A short step is always allowed. Long steps are at the gap target.
+
+@dataclass(slots=True)
+class Offer:
+    """A worker that may compute the prompt of a request, decode it, or both. Costs are in seconds of a first
+    token.
+
+    Attributes:
+        row: of the worker.
+        request: what is placed.
+        target: seconds that users are ready to wait for a first token.
+        model: what steps of the worker cost.
+        gap: target of a gap in seconds. 0: unknown, since no worker has decoded; prompts are handed over.
+        decodes: requests that it decodes, or will.
+        context: positions of these.
+        cached: tokens of the prompt that it has, or fetches.
+        load: seconds until these are on its device.
+        ahead: prompt tokens that it computes before this request.
+        rate: prompt tokens that it lately computed in a second.
+        position: mean position of these.
+        mean_prompt: tokens of a prompt that may come meanwhile.
+        room: it has room to decode the request.
+        queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
+        first: seconds until the first token.
+        within: seconds in which the prompt should be computed, if none is ahead.
+        prompt_cost: of the prompt at this worker.
     """
 
-    decode_seconds: float = 0.0
-    """Of a step that only decodes."""
-    short_tokens: int = 0
-    """Prompt tokens of a short step."""
-    short_seconds: float = 0.0
-    long_tokens: int = 0
-    long_seconds: float = 0.0
-    gap_target: float = 0.0
-    """Seconds that a gap may take. A worker that has many decodes takes longer steps."""
-
-    @property
-    def known(self) -> bool:
-        """Whether any prompt token fits into a step with decodes."""
-        return self.short_tokens > 0 or self.long_tokens > 0
-
-    @property
-    def largest_chunk(self) -> tuple[int, float]:
-        """Prompt tokens of the longest step, and its seconds."""
-        if self.long_tokens:
-            return self.long_tokens, self.long_seconds
-        return self.short_tokens, self.short_seconds
-
-    @property
-    def token_seconds(self) -> float:
-        """Time that a prompt token adds to a step."""
-        if self.long_tokens:
-            return max(0.0, self.long_seconds - self.decode_seconds) / self.long_tokens
-        return max(0.0, self.short_seconds - self.decode_seconds) / max(1, self.short_tokens)
-
-    def seconds(self, tokens: float) -> float:
-        """Time to compute prompts of `tokens` beside decodes; infinite if it is unknown."""
-        if not self.known:
-            return math.inf
-        fast = self._in_chunks(tokens, max(self.long_tokens, self.short_tokens))
-        slow = self._in_chunks(tokens, self.short_tokens)
-        return max(fast, min(slow, patience(tokens * self.token_seconds)))
-
-    def _in_chunks(self, tokens: float, chunk: int) -> float:
-        if not chunk:
-            return math.inf
-        return tokens * self.token_seconds + math.ceil(tokens / chunk) * self.decode_seconds
-
-
-def patience(alone: float) -> float:
-    """Seconds that a prompt may take, if it takes `alone` seconds without decodes beside it."""
-    return PATIENCE * alone + PATIENCE_SECONDS
-
-
-def pace(status: pb.WorkerStatus) -> MixedPace:
-    return MixedPace(
-        status.decode_seconds or status.step_seconds,
-        status.chunk_tokens,
-        status.chunk_seconds,
-        status.long_chunk_tokens,
-        status.long_chunk_seconds,
-        status.gap_target_seconds,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOffer:
-    """A decode worker that may compute the prompt itself."""
-
-    pace: MixedPace
-    waiting: float = 0.0
-    """Prompt tokens that it computes before this request."""
-    cached: int = 0
-    """Cached tokens of this prompt."""
-    idle: bool = False
-    """It decodes nothing, so nothing bounds its steps."""
-    alone: float = 0.0
-    """Measured time of a prompt token without decodes. 0: unknown."""
+    row: int
+    request: PrefillRequest
+    target: float
+    model: StepModel
+    gap: float = 0.0
     decodes: int = 0
-    """Requests that it decodes, or will."""
-    row: int = 0
-    """Of the worker."""
-
-    def cost(self, tokens: int, answer: int) -> float:
-        """Seconds until the second token, and what the prompt costs those that decode there, in seconds of a
-        first token. `answer`: expected output tokens of a request."""
-        gap = self.pace.gap_target
-        late = self._late_seconds(tokens) / (gap * answer) if gap else 0.0
-        return self.second_token(tokens) + FIRST_TOKEN_TARGET * late
-
-    def _late_seconds(self, tokens: int) -> float:
-        """Seconds that the prompt adds to gaps beyond their target, of all that decode there."""
-        pace, (chunk, seconds) = self.pace, self.pace.largest_chunk
-        if not chunk:
-            return 0.0
-        late = max(seconds, pace.gap_target) - max(pace.decode_seconds, pace.gap_target)
-        return self.decodes * math.ceil((tokens - self.cached) / chunk) * late
-
-    def second_token(self, tokens: int) -> float:
-        """Seconds until the second token of a prompt of `tokens` tokens; infinite without an offer."""
-        pace, own = self.pace, tokens - self.cached
-        work = self.waiting + own
-        if not pace.known:
-            return math.inf
-        if self.idle:
-            # The weights are read for the prompt now, so a token costs no less than without decodes.
-            return work * max(pace.token_seconds, self.alone) + 2 * pace.decode_seconds
-        # The step under way may be a short one.
-        seconds, begins = pace.seconds(work), max(0.0, pace.short_seconds - pace.decode_seconds)
-        return begins + seconds + QUEUED * (seconds - pace.seconds(own)) + pace.decode_seconds
-
-
-def decode_offer(fleet: Fleet, row: int, cached: int) -> DecodeOffer:
-    """The offer of a decode worker with `cached` tokens of the prompt."""
-    status, load = fleet.workers[row].status, fleet.workers[row].load
-    waiting, speed = fleet.loads.tokens_waiting(row, fleet.now), status.prefill_tokens_per_s
-    alone = 1 / speed if speed > 0 else 0.0
-    return DecodeOffer(pace(status), waiting, cached, not load.running, alone, load.running, row)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillOffer:
-    """A prefill worker that may compute the prompt."""
-
-    first_token: float
-    """Seconds until the first token."""
-    tokens: int = 0
-    """Prompt tokens that it would compute."""
-    short_tokens: int = 0
-    """Prompt tokens of its short steps with decodes. 0: unknown."""
-    decodes: bool = False
-    """It has room to decode the request, too."""
-    utilisation: float = 0.0
-    """Share of its time in which it computes prompts."""
-    within: float = 0.0
-    """Seconds in which the prompt should be computed."""
+    context: float = 0.0
+    cached: int = 0
+    load: float = 0.0
+    ahead: float = 0.0
+    rate: float = 0.0
+    position: float = 0.0
+    mean_prompt: float = 0.0
+    room: bool = True
     queues: bool = False
-    """More than one step of prompts, also of other routers, seems to be ahead of the request."""
-    row: int = 0
-    """Of the worker."""
+    first: float = field(init=False)
+    within: float = field(init=False)
+    prompt_cost: float = field(init=False)
+    _busy: float = field(init=False)  # of its recent time, what prompts would have taken without decodes
+    _now: "_Steps" = field(init=False)
+
+    def __post_init__(self) -> None:
+        model, most = self.model, self.model.tokens[-1]
+        token = model.prompt(most, self.position - most / 2) / most
+        alone, wait = model.prefill(self.tokens, self.cached), self.ahead * token
+        self._busy = min(MOST_BUSY, self.rate * token)
+        self._now = now = self._steps(self.decodes, self.context)
+        busy = min(MOST_BUSY, self._busy * now.stretch)
+        behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
+        self.within = self.load + now.stretch * alone + JOIN_STEPS * now.step
+        self.first = self.within + now.stretch * wait
+        self.prompt_cost = self.first + behind + self._added(alone)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that it would compute."""
+        return self.request.tokens - self.cached
+
+    def _steps(self, decodes: int, context: float) -> "_Steps":
+        """Those of the worker if it decodes so many requests with so many positions."""
+        model, gap = self.model, self.gap
+        if not decodes or not gap:
+            return _Steps(0.0, 0.0, 1.0, 1.0)
+        step, fastest = model.decode(decodes, context), min(gap, model.decode(1, 0.0))
+        long = max(gap, step * math.sqrt(gap / fastest) if fastest > 0 else 0.0)
+        # A long step has time for prompts, whatever a worker reports.
+        prompts = max(long - model.step(decodes, context, LARGE) + model.prompt(LARGE), long / 16)
+        return _Steps(step, max(step, math.sqrt(gap * fastest)), max(long, step), prompts)
+
+    def _added(self, alone: float) -> float:
+        """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
+        now = self._now
+        if not now.step:
+            return 0.0
+        count = math.ceil(alone / now.prompts)
+        longer = now.step + (now.long - now.step) * alone / (count * now.prompts) - now.base
+        return self.decodes * count * max(0.0, longer) * self._gap_weight / self.request.answer
+
+    def decode_cost(self, *, joins: bool = False) -> float:
+        """Of the decode at this worker. `joins`: another worker computes the prompt. 0: it is unknown."""
+        if not self.gap:
+            return 0.0
+        model, answer, busy = self.model, self.request.answer, self._busy
+        now, then = self._now, self._steps(self.decodes + 1, self.context + self.request.tokens)
+        gap, cost = self._gap_of(then)
+        prompt = model.prefill(round(self.mean_prompt), self.position)
+        later = then.stretch - now.stretch
+        if prompt > 0:
+            later += JOIN_STEPS * (then.step - now.step) / prompt
+        # The step under way, or one that computes prompts only.
+        first = now.step if joins else 0.0
+        if not self.decodes:
+            first = busy * min(prompt, model.prompt(model.tokens[-1], self.position))
+        gaps = cost + self.decodes * (cost - self._gap_of(now)[1]) + first / answer
+        slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))
+        return self._gap_weight * gaps + slower
+
+    @property
+    def _gap_weight(self) -> float:
+        """Seconds of a first token that a second more in each gap of an answer costs."""
+        return self.target / self.gap
+
+    def _gap_of(self, steps: "_Steps") -> tuple[float, float]:
+        """Mean seconds of a gap with these steps, beside as many prompts as lately, and the part beyond a
+        short step."""
+        if not steps.step:
+            return 0.0, 0.0
+        busy = self._busy / steps.prompts
+        gap = steps.step / (1 - min(MOST_BUSY, busy * (steps.long - steps.step)))
+        short = math.sqrt(self.gap * min(self.gap, self.model.decode(1, 0.0)))
+        return gap, busy * gap * max(0.0, steps.long - steps.base) + steps.base - short
 
 
-def prefill_offer(fleet: Fleet, snapshot: PrefillSnapshot, request: PrefillRequest, row: int) -> PrefillOffer:
-    """The offer of a prefill worker."""
+@dataclass(slots=True)
+class _Steps:
+    """The steps of a worker that decodes, in seconds.
+
+    Attributes:
+        step: one that only decodes. 0: the worker does not decode.
+        base: the same, but at least a short step.
+        long: one with as many prompts as may be.
+        prompts: what these take alone.
+    """
+
+    step: float
+    base: float
+    long: float
+    prompts: float
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long prompts take as alone."""
+        return self.long / self.prompts
+
+
+def offer(
+    fleet: Fleet,
+    request: PrefillRequest,
+    row: int,
+    cached: int,
+    source: PrefixSource | None = None,
+    *,
+    load: float = 0.0,
+    gap: float = 0.0,
+) -> Offer:
+    """The offer of a worker that has `cached` tokens of the prompt, and `load`s them for so many seconds.
+    `source`: another worker with more of the prompt. Its tokens count as cached if they come sooner than they
+    are computed. `gap`: target of a gap in seconds, if this worker has not decoded."""
     worker, loads = fleet.workers[row], fleet.loads
-    first_token, mixed = snapshot.seconds(request, row), pace(worker.status)
-    tokens = request.tokens - snapshot.cached.of(row)
-    # It computes the prompt beside decodes.
-    if (worker.load.own or worker.status.requests_decoding) and mixed.known:
-        first_token = max(first_token, mixed.seconds(snapshot.tokens_ahead(row) + tokens))
-    return PrefillOffer(
-        first_token,
-        tokens,
-        mixed.short_tokens,
-        worker.load.fits(request.tokens + 1),
-        loads.utilisation(row),
-        within=patience(tokens / float(snapshot.speed[row])),
-        queues=loads.tokens_queued(row, fleet.now) > worker.description.max_num_batched_tokens,
-        row=row,
+    status, sent, described = worker.status, worker.load, worker.description
+    budget, speed = described.max_num_batched_tokens, status.prefill_tokens_per_s or loads.speed(row)
+    if source is not None and (seconds := source.seconds(worker)) < source.tokens / speed:
+        cached, load = cached + source.tokens, load + seconds
+    # Prompts of other routers count as running, too.
+    prompts = max(0, status.requests_running - status.requests_decoding)
+    decodes = max(sent.own, sent.running - prompts)
+    return Offer(
+        row,
+        request,
+        fleet.ttft_target,
+        worker.step_model or reported_model(status, budget, speed),
+        status.gap_target_seconds or gap,
+        decodes,
+        status.decode_context * decodes / max(1, status.requests_decoding),
+        cached,
+        load,
+        float(loads.tokens_waiting(row, fleet.now)),
+        loads.prompt_rate(row),
+        status.prefill_position,
+        loads.mean_prompt,
+        sent.fits(request.tokens + 1),
+        loads.tokens_queued(row, fleet.now) > budget,
     )
 
 
 def handover(
-    tokens: int, prefill: PrefillOffer, decode: int, costs: Mapping[str, float] | None = None
+    prefill: Offer, decode: int, costs: Mapping[str, float] | None = None, alone: float = math.inf
 ) -> Plan:
     """The prefill worker computes the prompt, and the worker `decode` fetches the KV."""
     return Plan(
         "handover",
-        (Range(prefill.row, 0, tokens),),
+        (Range(prefill.row, 0, prefill.request.tokens),),
         decode,
-        cached=tokens - prefill.tokens,
+        cached=prefill.cached,
         within=prefill.within,
         order="prefill" if prefill.queues and prefill.row != decode else "together",
-        costs={"first_token": prefill.first_token} if costs is None else costs,
+        costs={"first_token": prefill.first} if costs is None else costs,
+        alone=alone,
     )
 
 
-def on_prefill(tokens: int, prefill: PrefillOffer, reason: Reason, costs: Mapping[str, float]) -> Plan:
-    """The prefill worker computes the prompt and decodes."""
-    ranges, cached = (Range(prefill.row, 0, tokens),), tokens - prefill.tokens
-    return Plan("prefill", ranges, prefill.row, cached, prefill.within, reason=reason, costs=costs)
+def _inline(place: Place, worker: Offer, reason: Reason, costs: Mapping[str, float], alone: float) -> Plan:
+    """One worker computes the prompt and decodes."""
+    ranges = (Range(worker.row, 0, worker.request.tokens),)
+    return Plan(
+        place, ranges, worker.row, worker.cached, worker.within, reason=reason, costs=costs, alone=alone
+    )
 
 
-def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequence[DecodeOffer]) -> Plan:
-    """Returns where a request goes.
+def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
+    """Returns where a request goes: the plan with the least cost.
 
-    Args:
-        tokens: length of the prompt.
-        answer: output tokens that the request is expected to get still.
-        prefill: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
-        offers: decode workers. The first one decodes if there is a handover.
-    """
-    decode, best = min(((found.cost(tokens, answer), found) for found in offers), key=itemgetter(0))
-    costs = {"decode": decode}
-    ranges, within = (Range(best.row, 0, tokens),), patience((tokens - best.cached) * best.pace.token_seconds)
+    `prefill`: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
+    `decodes`: decode workers with room."""
+    inline = [found.prompt_cost + found.decode_cost() if found.gap else math.inf for found in decodes]
+    best = min(range(len(decodes)), key=inline.__getitem__)
+    costs, alone = {"decode": inline[best]}, decodes[best].first if decodes[best].gap else math.inf
     if prefill is None:  # the only way to compute the prompt
-        return Plan("decode", ranges, best.row, best.cached, within, reason="no_prefill", costs=costs)
-    step, short_answer = offers[0].pace.decode_seconds, answer <= SHORT_ANSWER
-    costs["handover"] = prefill.first_token + (HANDOVER_STEPS if short_answer else 1.0) * step
-    short_tokens = prefill.short_tokens or offers[0].pace.short_tokens
-    short_prompt = prefill.tokens <= SHORT_PROMPT_STEPS * short_tokens
-    if prefill.decodes and short_prompt and short_answer and step:
-        slower = SLOWER * max(prefill.utilisation, LEAST_UTILISATION) * min(answer * step, ANSWER_SECONDS)
-        costs["prefill"] = prefill.first_token + step + slower
-        if costs["prefill"] < min(costs["handover"], costs["decode"]):
-            return on_prefill(tokens, prefill, "no_handover", costs)
-    if costs["decode"] < costs["handover"]:
-        reason = _reason(tokens, best)
-        return Plan("decode", ranges, best.row, best.cached, within, reason=reason, costs=costs)
-    return handover(tokens, prefill, offers[0].row, costs)
+        return _inline("decode", decodes[best], "no_prefill", costs, alone)
+    handovers = [found.decode_cost(joins=True) for found in decodes]
+    to = min(range(len(decodes)), key=handovers.__getitem__)
+    costs = {"handover": prefill.prompt_cost + handovers[to]} | costs
+    if prefill.room and prefill.gap:
+        costs["prefill"] = prefill.prompt_cost + prefill.decode_cost()
+    match min(costs, key=costs.__getitem__):
+        case "prefill":
+            return _inline("prefill", prefill, "no_handover", costs, alone)
+        case "decode":
+            return _inline("decode", decodes[best], _reason(decodes[best]), costs, alone)
+    return handover(prefill, decodes[to].row, costs, alone)
 
 
-def place_without_room(tokens: int, prefills: Sequence[PrefillOffer]) -> Plan | None:
+def place_without_room(prefills: Sequence[Offer]) -> Plan | None:
     """Returns where a request goes while no decode worker can take it: to the prefill worker with room to
-    decode it that has the first token first. Of two, the earlier offer. None: it waits."""
-    roomy = [offer for offer in prefills if offer.decodes]
+    decode it that costs least. Of two, the earlier offer. None: it waits."""
+    roomy = [(found.prompt_cost + found.decode_cost(), found) for found in prefills if found.room]
     if not roomy:
         return None
-    best = min(roomy, key=lambda offer: offer.first_token)
-    return on_prefill(tokens, best, "no_room", {"prefill": best.first_token})
+    cost, best = min(roomy, key=itemgetter(0))
+    return _inline("prefill", best, "no_room", {"prefill": cost}, best.first)
 
 
-def _reason(tokens: int, offer: DecodeOffer) -> Reason:
+def _reason(offer: Offer) -> Reason:
     """Says why the decode worker has the tokens of this prompt before a handover would.
 
-    `short`: its queue and the prompt fit into one short step. `cached`: its queue and the uncached part do.
-    `saturated`: they do not, so only the queue or the speed of the prefill worker can be the cause.
+    `short`: its queue and the prompt are small. `cached`: its queue and the uncached part are. `saturated`:
+    they are not, so only the queue or the speed of the prefill worker can be the cause.
     """
-    step = max(offer.pace.short_tokens, 1)
-    if offer.waiting + tokens <= step:
+    if offer.ahead + offer.request.tokens <= LARGE:
         return "short"
-    if offer.waiting + tokens - offer.cached <= step:
+    if offer.ahead + offer.tokens <= LARGE:
         return "cached"
     return "saturated"
 
@@ -321,10 +336,17 @@ class PrefillWindow:
         return prompt if prompt < self.step else int(self.step)
 
 
-def prefill_window(budgets: list[int], speed: float, decodes: list[MixedPace]) -> PrefillWindow:
+def mixed_step(status: pb.WorkerStatus) -> tuple[int, float]:
+    """Prompt tokens and seconds of the longest step that also decodes, as reported."""
+    if status.long_chunk_tokens:
+        return status.long_chunk_tokens, status.long_chunk_seconds
+    return status.chunk_tokens, status.chunk_seconds
+
+
+def prefill_window(budgets: list[int], speed: float, decodes: list[pb.WorkerStatus]) -> PrefillWindow:
     """`budgets`, `speed`: of the prefill workers, the tokens of a step of each, and the tokens/s of all
     together. `decodes`: the decode workers that compute prompts too."""
-    chunks = [found.largest_chunk for found in decodes]
+    chunks = [mixed_step(status) for status in decodes]
     if not budgets:
         tokens = sum(tokens for tokens, _ in chunks)
         return PrefillWindow(WINDOW_STEPS * tokens, tokens / len(chunks) if tokens else math.inf)

@@ -41,8 +41,8 @@ class Plan:
         within: seconds in which the prompt should be computed. 0: it is in no hurry.
         source: another worker that has more of the prompt cached.
         reason: why there is no handover. None: there is one, or none is needed.
-        costs: the estimates, in seconds. Those of places are until the second token, with what is added for
-            the harm to others; a handover of a long answer counts one step less. Infinite: not possible.
+        costs: the estimates, in seconds of a first token, with the harm to others. Infinite: not possible.
+        alone: seconds until the first token, if one worker computes the prompt and goes on with the decode.
     """
 
     place: Place
@@ -54,16 +54,12 @@ class Plan:
     source: PrefixSource | None = None
     reason: Reason | None = None
     costs: Mapping[str, float] = field(default_factory=dict)
+    alone: float = math.inf
 
     @property
     def inline(self) -> bool:
         """One worker computes the prompt and decodes, without a transfer."""
         return len(self.ranges) == 1 and self.ranges[0].worker == self.decode
-
-    @property
-    def alone(self) -> float:
-        """Seconds until the second token if one worker computes the prompt and decodes."""
-        return min(self.costs.get("decode", math.inf), self.costs.get("prefill", math.inf))
 
     def work(self, worker: int, chunks: Sequence[int]) -> PrefillWork:
         """What this worker computes. `chunks`: of the prompt."""

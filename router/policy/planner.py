@@ -24,10 +24,10 @@ from enum import Enum
 from baton.content import Tier
 from baton.router.policy import placement, split
 from baton.router.policy.fleet import Fleet, Seen
-from baton.router.policy.placement import PrefillOffer
+from baton.router.policy.placement import Offer
 from baton.router.policy.plan import Plan, Range, Reason
-from baton.router.policy.prefill import PrefillRequest
-from baton.router.policy.prefixes import prefix_source
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefixes import Prefixes
 from baton.rpc import worker_pb2 as pb
 
 
@@ -67,35 +67,36 @@ NOTHING = Held()
 
 
 def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
-    found = _plan(request, held, fleet)
+    prefixes = Prefixes(fleet, request)
+    found = _plan(request, held, fleet, prefixes)
     if isinstance(found, Plan) and len(found.ranges) == 1:
-        source = prefix_source(fleet, found.ranges[0].worker, request.chunks, request.tokens)
+        source = prefixes.source(found.ranges[0].worker)
         return found if source is None else replace(found, source=source)
     return found
 
 
-def _plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
+def _plan(request: PrefillRequest, held: Held, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
     if held.prefill is not None:
         return _decode_of(request, held, held.prefill, fleet)
-    if request.one_token and (offer := _offer(request, fleet)) is not None:
-        return replace(placement.handover(request.tokens, offer, offer.row), place="one_token", decode=None)
+    if request.one_token and (offer := _offer(request, fleet, prefixes)) is not None:
+        return replace(placement.handover(offer, offer.row), place="one_token", decode=None)
     if held.decode is not None:
-        return Lack.TURN if request.one_token else _prefill_for(request, held.decode, fleet)
-    return _first(request, fleet)
+        return Lack.TURN if request.one_token else _prefill_for(request, held.decode, fleet, prefixes)
+    return _first(request, fleet, prefixes)
 
 
-def _first(request: PrefillRequest, fleet: Fleet) -> Plan | Lack:
+def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
     """No worker holds anything."""
     tokens, decode = request.tokens, fleet.choose_decode(request, request.tokens + 1)
     if decode is None:
-        return _without_room(request, fleet) or _no_decode(tokens + 1, fleet)
-    offer = _offer(request, fleet)
+        return _without_room(request, fleet, prefixes) or _no_decode(tokens + 1, fleet)
+    offer = _offer(request, fleet, prefixes, fleet.workers[decode].status.gap_target_seconds)
     if fleet.overflow:
         rows = fleet.caches.candidates(decode, request, fleet.rng)
-        offers = [placement.decode_offer(fleet, row, cached) for row, cached in rows]
-        found = placement.place(tokens, request.answer, offer, offers)
+        offers = [placement.offer(fleet, request, row, cached, prefixes.source(row)) for row, cached in rows]
+        found = placement.place(offer, offers)
     elif offer is not None:
-        found = placement.handover(tokens, offer, decode)
+        found = placement.handover(offer, decode)
     else:
         return Lack.PREFILL
     if offer is not None and (shared := _split(request, offer, decode, found.alone, fleet)) is not None:
@@ -105,15 +106,15 @@ def _first(request: PrefillRequest, fleet: Fleet) -> Plan | Lack:
     return found
 
 
-def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet) -> Plan | Lack:
+def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
     """Another worker computes the KV for this decode worker."""
-    offer = _offer(_without(request, fleet, decode), fleet)
+    offer = _offer(_without(request, fleet, decode), fleet, prefixes)
     if offer is None:
         return Lack.TURN if fleet.overflow else Lack.PREFILL
     if offer.row == decode:  # a worker does not fetch from itself, and there is no other
         return Lack.TURN if fleet.decodes else _inline(request.tokens, decode, "no_decode")
     shared = _split(request, offer, decode, math.inf, fleet)
-    return shared or placement.handover(request.tokens, offer, decode)
+    return shared or placement.handover(offer, decode)
 
 
 def _decode_of(request: PrefillRequest, held: Held, prefill: int, fleet: Fleet) -> Plan | Lack:
@@ -145,15 +146,28 @@ def _without(request: PrefillRequest, fleet: Fleet, worker: int) -> PrefillReque
     return replace(request, avoid={*request.avoid, fleet.workers[worker].address})
 
 
-def _offer(request: PrefillRequest, fleet: Fleet) -> PrefillOffer | None:
-    """That of the prefill worker that the policy chooses; None without prefill workers."""
+def _offer(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes, gap: float = 0.0) -> Offer | None:
+    """That of the prefill worker that the policy chooses; None without prefill workers. `gap`: as in
+    `placement.offer`."""
     snapshot = fleet.prefill_snapshot(request)
     if snapshot is None:
         return None
-    return placement.prefill_offer(fleet, snapshot, request, fleet.policy(snapshot, request))
+    return _prefill_offer(fleet, snapshot, request, fleet.policy(snapshot, request), prefixes, gap)
 
 
-def _without_room(request: PrefillRequest, fleet: Fleet) -> Plan | None:
+def _prefill_offer(
+    fleet: Fleet,
+    snapshot: PrefillSnapshot,
+    request: PrefillRequest,
+    row: int,
+    prefixes: Prefixes,
+    gap: float = 0.0,
+) -> Offer:
+    cached, load = snapshot.cached.of(row), snapshot.load(row)
+    return placement.offer(fleet, request, row, cached, prefixes.source(row), load=load, gap=gap)
+
+
+def _without_room(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | None:
     """A prefill worker computes the request and decodes it, while no decode worker has room for the request,
     or while there is no decode worker. None: the request has to wait."""
     if not fleet.overflow or not fleet.decoders:
@@ -166,14 +180,12 @@ def _without_room(request: PrefillRequest, fleet: Fleet) -> Plan | None:
         lambda row: fleet.workers[row].load.fits(request.tokens + 1),
         fleet.rng,
     )
-    offers = [placement.prefill_offer(fleet, snapshot, request, row) for row in rows]
-    found = placement.place_without_room(request.tokens, offers)
+    offers = [_prefill_offer(fleet, snapshot, request, row, prefixes) for row in rows]
+    found = placement.place_without_room(offers)
     return replace(found, reason="no_decode") if found is not None and fleet.lost_decode else found
 
 
-def _split(
-    request: PrefillRequest, offer: PrefillOffer, decode: int, alone: float, fleet: Fleet
-) -> Plan | None:
+def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fleet: Fleet) -> Plan | None:
     """Several workers compute the prompt, the first of them that of the offer. If `decode` has nothing to
     decode it may have the last range, so its KV need not be handed over. None: one worker computes the
     prompt, since that takes about as long. `alone`: as in `split.split`.

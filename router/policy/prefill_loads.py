@@ -26,9 +26,11 @@ from baton.rpc import worker_pb2 as pb
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""
-UTILISATION_SECONDS = 5.0
+UTILISATION_SECONDS = 20.0
 """Time constant of the average."""
 _UTILISATION_DECAY = math.exp(-1 / UTILISATION_SECONDS)  # for each second
+PROMPTS_DECAY = 0.98
+"""Factor on the weight of a prompt with each later one."""
 FIRST_SHARE = 0.9
 """The most that counts as computed of a prompt without a first token."""
 
@@ -70,7 +72,7 @@ class _Worker:
     load_speeds: Mapping[Tier, float] = field(default_factory=dict)
     computed: int = 0
     """Prompt tokens since its start, as last reported."""
-    utilisation: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+    prompt_rate: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
 
 
 class PrefillLoads:
@@ -86,6 +88,7 @@ class PrefillLoads:
         self.index = ChunkIndex()
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
+        self._prompts = Average(PROMPTS_DECAY)
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which the waiting tokens will be computed
         self._own_seconds = np.zeros(0)  # time to compute `own`; infinite if it does not serve
@@ -205,8 +208,7 @@ class PrefillLoads:
         self._changed(row)
         passed = now - worker.reported_at
         if passed > 0:
-            busy = min(passed, max(0, status.prompt_tokens - worker.computed) / self._speed[row])
-            worker.utilisation.add(busy, passed, steps=passed)
+            worker.prompt_rate.add(max(0, status.prompt_tokens - worker.computed), passed, steps=passed)
             worker.computed, worker.reported_at = status.prompt_tokens, now
 
     def _guess_speeds(self) -> None:
@@ -225,6 +227,7 @@ class PrefillLoads:
             self._first_at[row] = now
         worker.own += work.tokens
         worker.sent.append(work)
+        self._prompts.add(work.tokens)
         self._changed(row)
         self.index.expect(row, work.chunks)
 
@@ -264,7 +267,16 @@ class PrefillLoads:
 
     def utilisation(self, row: int) -> float:
         """Share of its recent time in which the worker computed prompts."""
-        return self._worker(row).utilisation.value
+        return min(1.0, self.prompt_rate(row) / float(self._speed[row]))
+
+    def prompt_rate(self, row: int) -> float:
+        """Prompt tokens that the worker lately computed in a second."""
+        return self._worker(row).prompt_rate.value
+
+    @property
+    def mean_prompt(self) -> float:
+        """Tokens that a prompt of this router needed to compute lately. 0: none was sent."""
+        return self._prompts.value
 
     def tokens_per_s(self) -> float:
         """Measured speed of all workers that may be chosen; 0 if none is known."""

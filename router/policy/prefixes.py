@@ -1,11 +1,12 @@
 """Which worker has more of a prompt in its prefix cache than another one, which may fetch it."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier
+from baton.router.policy.chunk_index import Overlap
 from baton.router.policy.fleet import Fleet, Seen
+from baton.router.policy.prefill import PrefillRequest
 from baton.rpc import worker_pb2 as pb
 
 DRAWN = 2
@@ -17,11 +18,13 @@ class PrefixSource(NamedTuple):
 
     holder: Seen
     tier: Tier
+    tokens: int
+    """That it has more."""
 
-    def seconds(self, asker: Seen, tokens: int) -> float:
-        """Time in which the asker fetches so many tokens, by its recent measurements. 0: it has none."""
+    def seconds(self, asker: Seen) -> float:
+        """Time in which the asker fetches them, by its recent measurements. 0: it has none."""
         link = asker.prefix_links.get((self.holder.description.incarnation, self.tier))
-        return link.wait + tokens / link.tokens_per_s if link is not None else 0.0
+        return link.wait + self.tokens / link.tokens_per_s if link is not None else 0.0
 
     def message(self) -> pb.ContentSource:
         described = self.holder.description
@@ -32,33 +35,47 @@ class PrefixSource(NamedTuple):
         )
 
 
-def prefix_source(fleet: Fleet, row: int, chunks: Sequence[int], tokens: int) -> PrefixSource | None:
-    """A worker of any pool that has more of a prompt cached than the worker of this row.
+class Prefixes:
+    """What all attached workers have cached of one prompt."""
 
-    None: there is no such worker, or fetching takes more than twice as long as computing. The bound is
-    loose, because the worker decides in the end: it knows better what a few tokens of a long prompt cost.
+    def __init__(self, fleet: Fleet, request: PrefillRequest) -> None:
+        self._fleet, self._chunks = fleet, request.chunks
+        self._cached: Overlap | None = None
+        self._found: dict[int, PrefixSource | None] = {}  # by row
+        if fleet.prefix_fetches:
+            index, rows = fleet.loads.index, fleet.attached_rows
+            self._cached = index.overlap(request.chunks, request.tokens, CHUNK_TOKENS, rows)
 
-    Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
-    workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
-    Workers with KV of another dtype have other names for it.
-    """
-    if not fleet.prefix_fetches:
-        return None
-    index, worker = fleet.loads.index, fleet.workers[row]
-    cached = index.overlap(chunks, tokens, CHUNK_TOKENS, fleet.attached_rows)
-    own = cached.of(row)
-    best, most_saved = None, -math.inf
-    for found, rows in cached.levels():
-        if found < own + CHUNK_TOKENS:
-            break
-        wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
-        have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
-        for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
-            source = PrefixSource(fleet.workers[holder], index.slowest_tier(holder, wanted))
-            computing = (found - own) / fleet.loads.speed(row)
-            saved = computing - source.seconds(worker, found - own)
-            if saved > max(most_saved, -computing):
-                best, most_saved = source, saved
-    if best is None or best.holder.description.content_root != worker.description.content_root:
-        return None
-    return best
+    def source(self, row: int) -> PrefixSource | None:
+        """A worker of any pool that has more of the prompt than the worker of this row.
+
+        None: there is no such worker, or fetching takes more than twice as long as computing. The bound is
+        loose, because the worker decides in the end: it knows better what a few tokens of a long prompt cost.
+
+        Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
+        workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
+        Workers with KV of another dtype have other names for it.
+        """
+        if self._cached is not None and row not in self._found:
+            self._found[row] = self._source(row, self._cached)
+        return self._found.get(row)
+
+    def _source(self, row: int, cached: Overlap) -> PrefixSource | None:
+        fleet, chunks = self._fleet, self._chunks
+        index, worker = fleet.loads.index, fleet.workers[row]
+        own = cached.of(row)
+        best, most_saved = None, -math.inf
+        for found, rows in cached.levels():
+            if found < own + CHUNK_TOKENS:
+                break
+            wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
+            have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
+            for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
+                source = PrefixSource(fleet.workers[holder], index.slowest_tier(holder, wanted), found - own)
+                computing = (found - own) / fleet.loads.speed(row)
+                saved = computing - source.seconds(worker)
+                if saved > max(most_saved, -computing):
+                    best, most_saved = source, saved
+        if best is None or best.holder.description.content_root != worker.description.content_root:
+            return None
+        return best

@@ -35,7 +35,7 @@ def _shown_speed(worker: Worker, pool: pb.Pool) -> float:
         return 0.0
     if pool == pb.POOL_PREFILL:
         return worker.status.prefill_tokens_per_s
-    tokens, seconds = policy.pace(worker.status).largest_chunk
+    tokens, seconds = policy.mixed_step(worker.status)
     return tokens / seconds if seconds else 0.0
 
 
@@ -160,11 +160,9 @@ class WorkerPool(Roster):
         changes = zip(self._window_pools, pools, strict=True)
         if now > self._window_until or any(abs(new - old) > WINDOW_CHANGE * old for old, new in changes):
             budgets = [w.description.max_num_batched_tokens for w in self.ready(pb.POOL_PREFILL)]
-            paces = (
-                [policy.pace(w.status) for w in self.ready(pb.POOL_DECODE)] if self._config.overflow else []
-            )
+            decodes = [w.status for w in self.ready(pb.POOL_DECODE)] if self._config.overflow else []
             self._window = replace(
-                policy.prefill_window(budgets, self.loads.tokens_per_s(), paces),
+                policy.prefill_window(budgets, self.loads.tokens_per_s(), decodes),
                 tokens_per_s=self._prompt_speed(),
                 others=self.loads.tokens_of_others(),
             )

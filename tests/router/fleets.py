@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.machine.step_model import StepModel
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.prefill import sticky
@@ -22,6 +23,7 @@ class SeenWorker:
     ready: bool = True
     status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
     description: pb.WorkerDescription = field(default_factory=pb.WorkerDescription)
+    step_model: StepModel | None = None
     prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from baton.content import Tier, prompt_hints
 from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.prefixes import PrefixSource, prefix_source
+from baton.router.policy.fleet import Fleet
+from baton.router.policy.prefill import PrefillRequest
+from baton.router.policy.prefixes import Prefixes, PrefixSource
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
@@ -100,6 +102,10 @@ def test_a_router_that_reads_too_slowly_gets_only_tokens():
     assert stream.unread_bytes == before
     stream.put(pb.WorkerMessage(step=pb.StepOutput(tokens=[pb.TokenEvent(token_id=1)])))
     assert stream.unread_bytes > before
+
+
+def prefix_source(fleet: Fleet, row: int, chunks: Sequence[int], tokens: int) -> PrefixSource | None:
+    return Prefixes(fleet, PrefillRequest(1, tokens, chunks)).source(row)
 
 
 @pytest.fixture
@@ -217,7 +223,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     chunks = prompt_hints(prompt, b"", b"")
     index.expect(other_there.row, chunks)
     found = {prefix_source(pool.fleet(), home_there.row, chunks, 500) for _ in range(9)}
-    assert found == {PrefixSource(connection, Tier.DEVICE)}, (
+    assert found == {PrefixSource(connection, Tier.DEVICE, 256)}, (
         "the other one will have it, but has nothing to send yet"
     )
     index.unexpect(other_there.row, chunks)
@@ -273,8 +279,8 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         [only] = found
         return only
 
-    from_fast = PrefixSource(caching.connection(fast), Tier.DEVICE)
-    from_slow = PrefixSource(caching.connection(slow), Tier.HOST)
+    from_fast = PrefixSource(caching.connection(fast), Tier.DEVICE, 448)
+    from_slow = PrefixSource(caching.connection(slow), Tier.HOST, 448)
     assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 5e3)) == from_fast
     assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 2e4)) == from_slow
     assert await source(a=(fast, Tier.DEVICE, 1e4)) == from_slow, "it was not measured lately"

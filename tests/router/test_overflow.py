@@ -21,7 +21,8 @@ async def offering(cluster: Cluster, tokens: int = 64) -> None:
     for worker in cluster.workers:
         if worker.first_pool == pb.POOL_DECODE:
             worker.status.chunk_tokens, worker.status.chunk_seconds = tokens, 0.015
-            worker.status.step_seconds = 0.010
+            worker.status.step_seconds, worker.status.gap_target_seconds = 0.010, 0.050
+            worker.status.prefill_tokens_per_s = 1e4
         else:
             worker.status.prefill_tokens_per_s = 1.0
         worker.report()
@@ -49,7 +50,7 @@ async def test_overflow_uses_no_prefill_worker(cluster: Cluster) -> None:
 
 async def test_a_long_prompt_overflows_if_prefill_is_slow(cluster: Cluster) -> None:
     await offering(cluster)
-    await cluster.complete(prompt="a long story " * 100)
+    await cluster.complete(prompt="a long story " * 300)
     assert await counted(cluster, "saturated") == 1
 
 
@@ -90,10 +91,10 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
 
 
 async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> None:
-    """It delays few prompts there. The handover would take another step."""
+    """It delays no prompts there. The handover would wait for a step."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    decode.status.decode_seconds = 0.010
-    decode.status.chunk_tokens, decode.status.chunk_seconds = 50, 0.015
+    decode.status.decode_seconds, decode.status.gap_target_seconds = 0.040, 0.050
+    decode.status.requests_running = decode.status.requests_decoding = 1
     decode.report()
     connection = cluster.pool.ready(pb.POOL_DECODE)[0]
     await cluster.until(lambda: connection.status.decode_seconds > 0)

@@ -1,185 +1,138 @@
 """Placement: which worker computes a prompt, from costs that workers report. No router is needed."""
 
-import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.content import Tier
+from baton.machine.step_model import StepModel
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
-from baton.router.policy.placement import (
-    FIRST_TOKEN_TARGET,
-    SHORT_ANSWER,
-    DecodeOffer,
-    MixedPace,
-    PrefillOffer,
-    patience,
-    place,
-    place_without_room,
-    prefill_offer,
-)
+from baton.router.policy.placement import Offer, place, place_without_room
+from baton.router.policy.placement import offer as placed
 from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads
+from baton.router.policy.prefixes import PrefixSource
 from baton.rpc import worker_pb2 as pb
 
 from .fleets import SeenWorker, fleet_of
 
-# 50 tokens in a step of 15 ms instead of 10: 3,333 tokens/s beside the decodes.
-PACE = MixedPace(decode_seconds=0.010, short_tokens=50, short_seconds=0.015)
-SPEED = 20_000.0  # tokens/s of a prefill worker
+FIXED = StepModel((1, 256), (0.010, 0.010), 0.0, (1, 8192), (0.0001, 0.8192), 0.0, 0.0)
+"""Steps that only decode take 10 ms, and a prompt token adds 0.1 ms."""
+H200 = StepModel((1, 256), (0.0043, 0.0065), 0.03e-6, (16, 512, 8192), (0.0045, 0.0125, 0.19), 0.8e-9, 1.0)
+"""About an 8B model."""
+GAP = 0.016
+SHORT = (GAP * 0.010) ** 0.5
+"""Of `FIXED`."""
 
 
-def decided(
-    tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0, answer: int = SHORT_ANSWER
-) -> str | None:
-    """Decides as if the prefill worker had as much of the prompt cached."""
-    prefill = PrefillOffer((queue + tokens - cached) / SPEED)
-    return place(tokens, answer, prefill, [DecodeOffer(PACE, waiting, cached)]).reason
+def offer(tokens: int = 2000, row: int = 0, **given: Any) -> Offer:
+    """Of a request for 150 tokens, of which the worker has to compute so many."""
+    cached, answer, target = given.pop("cached", 0), given.pop("answer", 150), given.pop("target", 1.0)
+    request = PrefillRequest(key=1, tokens=cached + tokens, answer=answer)
+    settings: dict[str, Any] = {"model": H200, "gap": GAP, "mean_prompt": 1000.0} | given
+    return Offer(row, request, target, cached=cached, **settings)
+
+
+def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
+    """Long steps take 16 ms, 6 of them for prompts."""
+    alone = offer(1000, model=FIXED)
+    assert alone.first == alone.within == alone.prompt_cost == pytest.approx(0.1)
+    beside = offer(1000, model=FIXED, decodes=2, ahead=500, load=0.007, answer=100)
+    own = 0.007 + 0.1 * 16 / 6 + 2 * 0.010
+    assert (beside.first, beside.within) == pytest.approx((own + 0.05 * 16 / 6, own))
+    gaps = 2 * 17 * (0.010 + 0.1 / 17 - SHORT) / (100 * GAP)
+    assert beside.prompt_cost == pytest.approx(beside.first + gaps)
+    hasty = replace(beside, target=0.5)
+    assert hasty.prompt_cost == pytest.approx(beside.first + 0.5 * gaps)
+    long = offer(1000, model=FIXED, decodes=2, answer=10**6)
+    assert long.prompt_cost == pytest.approx(long.first, abs=1e-3), "long answers wait for it"
+    few = offer(20, model=FIXED, decodes=2)
+    assert few.prompt_cost == few.first, "a short step costs nothing"
+    busy = offer(1000, model=FIXED, rate=5000.0)
+    assert busy.prompt_cost == pytest.approx(0.1 + 0.5 / 0.5 * 0.1 / 2), "prompts come behind it"
+
+
+def test_decoding_costs_gaps_beyond_a_short_step_and_prompts_that_become_slower() -> None:
+    slow = replace(FIXED, decode_seconds=(0.010, 0.010 + 255 * 0.001))
+    assert offer(model=slow).decode_cost() == 0, "a short step costs nothing"
+    ten = offer(model=slow, decodes=10)  # 19 ms, and 20 with this request
+    assert ten.decode_cost() == pytest.approx((0.020 - SHORT + 10 * 0.001) / GAP)
+    assert replace(ten, target=0.5).decode_cost() == pytest.approx(0.5 * ten.decode_cost())
+    joins = ten.decode_cost(joins=True) - ten.decode_cost()
+    assert joins == pytest.approx(0.019 / 150 / GAP), "it waits for the step under way"
+    busy = offer(model=FIXED, rate=2000.0, decodes=1)  # prompts take a fifth of its time
+    gap = 0.010 / (1 - 0.2)
+    assert busy.decode_cost() == pytest.approx(0.2 / 0.006 * gap * (GAP - SHORT) / GAP)
+    first = replace(busy, decodes=0)
+    later = (16 / 6 - 1) + 2 * 0.010 / 0.1
+    slower = 0.2 * 150 * gap * later / (1 - 0.2 * 16 / 6)
+    assert first.decode_cost() == pytest.approx(busy.decode_cost() + slower + 0.2 * 0.1 / 150 / GAP)
+
+
+DECODES = {"decodes": 20, "context": 20 * 2000.0}
+AGENTS = {"decodes": 30, "context": 30 * 15_000.0}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "queue", "waiting", "reason"),
+    ("prefill", "decode", "expected"),
     [
-        (40, 0, 0, None),  # prefill takes 2 ms, and the handover ends before decode would be done
-        (40, 200, 0, "short"),
-        (40, 200, 30, None),  # the decode worker has another chunk to compute first
-        (40, 800, 30, "saturated"),
-        (2000, 0, 0, None),  # an idle prefill worker
-        (2000, 9_000, 0, None),
-        (2000, 10_000, 0, "saturated"),
-        (2000, 10_000, 200, None),
+        ({}, {}, "handover"),  # both are idle
+        ({"rate": 20_000.0}, DECODES, "handover"),
+        ({"rate": 20_000.0, "ahead": 40_000}, DECODES, "decode"),
+        ({"rate": 20_000.0, "ahead": 40_000}, {**DECODES, "rate": 20_000.0, "ahead": 40_000}, "handover"),
+        ({"rate": 5_000.0}, AGENTS, "prefill"),  # a step takes 18 ms there
+        ({"rate": 5_000.0}, {**AGENTS, "gap": 0.2}, "handover"),  # users have time
+        ({"rate": 5_000.0, "room": False}, AGENTS, "handover"),
+        ({"rate": 5_000.0, **AGENTS}, AGENTS, "decode"),  # a handover would wait for a step
+        ({"rate": 5_000.0, **DECODES, "ahead": 1}, {**AGENTS, "decodes": 10, "context": 0.0}, "decode"),
+        ({"rate": 50_000.0}, AGENTS, "handover"),  # prompts need all of the prefill worker
+        ({"gap": 0.0}, {"gap": 0.0}, "handover"),  # nothing is known yet
+        ({"gap": 0.0, "ahead": 40_000}, {"gap": 0.0}, "handover"),
     ],
 )
-def test_the_earlier_second_token_decides(tokens: int, queue: int, waiting: int, reason: str | None) -> None:
-    assert decided(tokens, queue, waiting) == reason
+def test_the_least_cost_decides(prefill: dict[str, Any], decode: dict[str, Any], expected: str) -> None:
+    found = place(offer(row=1, **prefill), [offer(**decode)])
+    assert found.place == expected, found.costs
+    assert found.decode == (expected == "prefill")
+    assert found.ranges[0].worker == (expected != "decode")
 
 
-def test_the_earlier_first_token_decides_about_long_answers() -> None:
-    """A chunk on the decode worker has the first token after 19 ms, and the prefill worker after 12."""
-    assert decided(40, 200) == "short"
-    assert decided(40, 200, answer=SHORT_ANSWER + 1) is None
-    assert decided(40, 400, answer=SHORT_ANSWER + 1) == "short"
+def test_the_best_decode_worker_decodes() -> None:
+    full, free, holder = offer(**AGENTS), offer(row=1, decodes=1), offer(40, row=2, cached=1960, decodes=1)
+    prefill = offer(row=3, rate=20_000.0)
 
-
-@pytest.mark.parametrize(
-    ("cached", "queue", "waiting", "reason"),
-    [
-        (1960, 0, 0, None),  # an idle prefill worker is as fast
-        (1960, 200, 0, "cached"),
-        (1960, 200, 30, None),
-        (1940, 800, 0, "saturated"),  # more than one chunk is left
-        (1500, 2_000, 0, None),
-    ],
-)
-def test_only_the_uncached_part_of_a_prompt_counts(
-    cached: int, queue: int, waiting: int, reason: str | None
-) -> None:
-    assert decided(2000, queue, waiting, cached) == reason
-
-
-def test_the_faster_of_two_decode_workers_is_chosen() -> None:
-    empty, holder = DecodeOffer(PACE), DecodeOffer(PACE, cached=1980, row=1)
-    busy = DecodeOffer(PACE, waiting=5_000, cached=1980, row=1)
-
-    def chosen(seconds: float | None, *offers: DecodeOffer) -> tuple[str, int | None, str | None]:
-        found = place(2000, 100, None if seconds is None else PrefillOffer(seconds, row=2), offers)
+    def chosen(*offers: Offer, prefill: Offer | None = prefill) -> tuple[str, int | None, str | None]:
+        found = place(prefill, offers)
         return found.place, found.decode, found.reason
 
-    assert chosen(0.1, empty, holder) == ("decode", 1, "cached")
-    assert chosen(2.0, empty, busy) == ("decode", 0, "saturated")
-    assert chosen(None, empty, holder) == ("decode", 1, "no_prefill")
-    assert chosen(0.001, empty, holder)[0] == "handover"
-
-
-def test_a_prompt_that_makes_gaps_longer_than_their_target_costs_what_its_answer_may() -> None:
-    """20 decodes take steps of 18 ms, over a target of 15. A prompt of 2,000 tokens takes ten of 30 ms."""
-    saturated = DecodeOffer(MixedPace(0.018, 0, 0.0, 200, 0.030, gap_target=0.015), decodes=20)
-    second = saturated.second_token(2000)
-    late = 20 * 10 * 0.012
-    assert saturated.cost(2000, 100) == pytest.approx(second + late * FIRST_TOKEN_TARGET / (100 * 0.015))
-    assert saturated.cost(2000, 10**6) == pytest.approx(second, rel=0.01), "a long answer is ready to wait"
-    roomy = replace(saturated, pace=replace(saturated.pace, decode_seconds=0.010, long_seconds=0.015))
-    assert roomy.cost(2000, 100) == roomy.second_token(2000), "gaps within the target cost nothing"
-    unknown = replace(saturated, pace=replace(saturated.pace, gap_target=0.0))
-    assert unknown.cost(2000, 100) == second
-    waits = PrefillOffer(first_token=second + 0.2)
-    assert place(2000, 100, waits, [saturated]).place == "handover"
-    assert place(2000, 100, waits, [replace(saturated, decodes=1)]).place == "decode"
-
-
-def test_without_prefill_workers_decode_prefills() -> None:
-    known, unknown = DecodeOffer(PACE, row=1), DecodeOffer(MixedPace())
-    assert place(5000, 100, None, [known]).reason == "no_prefill"
-    assert place(5000, 100, None, [unknown]).reason == "no_prefill", "also a worker that has measured nothing"
-    assert place(5000, 100, None, [unknown, known]).decode == 1
-
-
-LONG = MixedPace(0.010, 50, 0.015, 200, 0.030)
-"""A prompt token adds 0.1 ms. Short steps do 3,333 tokens/s, long ones 6,667."""
-
-
-def test_a_prompt_beside_decodes_takes_its_patience_between_short_and_long_steps() -> None:
-    assert LONG.seconds(200) == pytest.approx(4 * 0.010 + 0.020), "short steps are fast enough"
-    assert LONG.seconds(2000) == pytest.approx(patience(0.2))
-    assert LONG.seconds(2000) == pytest.approx(1.3 * 0.2 + 0.04)
-    assert LONG.seconds(20_000) == pytest.approx(100 * 0.010 + 2.0), "long steps are the limit"
-    assert replace(LONG, short_tokens=0).seconds(200) == pytest.approx(patience(0.02))
-    assert MixedPace().seconds(1) == math.inf
-
-
-def test_prompts_that_wait_beside_decodes_take_half_as_long_again() -> None:
-    alone, both = LONG.seconds(2000), LONG.seconds(4000)
-    assert DecodeOffer(LONG).second_token(2000) == pytest.approx(0.005 + alone + 0.010), "behind a short step"
-    assert DecodeOffer(LONG, waiting=2000).second_token(2000) == pytest.approx(
-        0.005 + alone + 1.5 * (both - alone) + 0.010
-    )
-
-
-def test_an_idle_decode_worker_computes_a_prompt_at_full_speed() -> None:
-    assert DecodeOffer(LONG, idle=True).second_token(2000) == pytest.approx(0.2 + 2 * 0.010)
-    assert DecodeOffer(LONG, idle=True, alone=0.0002).second_token(2000) == pytest.approx(0.4 + 2 * 0.010)
-    assert DecodeOffer(MixedPace(), idle=True).second_token(2000) == math.inf
-
-
-@pytest.mark.parametrize(
-    ("answer", "utilisation", "decodes", "computes", "short_tokens", "expected"),
-    [
-        (20, 0.2, True, 100, 0, "prefill"),  # the future prompts wait 5 ms more, and the handover takes 10
-        (20, 0.2, False, 100, 0, "handover"),  # no seat
-        (2000, 0.2, True, 100, 0, "handover"),  # they would wait 120 ms more
-        (65, 0.0, True, 100, 0, "handover"),  # there are none yet
-        (50, 0.0, True, 100, 0, "prefill"),
-        (20, 0.9, True, 100, 0, "handover"),
-        (20, 0.2, True, 101, 0, "handover"),  # three short steps, if they are like those of the decode worker
-        (20, 0.2, True, 120, 60, "prefill"),
-        (20, 0.2, True, 121, 60, "handover"),
-    ],
-)
-def test_a_prefill_worker_decodes_a_short_answer_that_slows_down_few_short_prompts(
-    answer: int, utilisation: float, decodes: bool, computes: int, short_tokens: int, expected: str
-) -> None:
-    prefill = PrefillOffer(0.008, computes, short_tokens, decodes=decodes, utilisation=utilisation)
-    assert place(1000, answer, prefill, [DecodeOffer(LONG)]).place == expected
+    assert chosen(full, free) == ("handover", 1, None)
+    assert chosen(free, full) == ("handover", 1, None)
+    assert chosen(full, holder) == ("decode", 2, "cached")
+    assert chosen(full, free, prefill=None) == ("decode", 1, "no_prefill")
+    assert chosen(full, offer(gap=0.0, row=5), prefill=None)[2] == "no_prefill", "also if nothing is known"
 
 
 @pytest.mark.parametrize(
     ("offers", "chosen"),
     [
-        ([(0.3, True), (0.1, True), (0.2, True)], 1),
-        ([(0.1, True), (0.1, True)], 0),  # the choice of `sticky` comes first
-        ([(0.1, False), (0.3, True), (0.2, True)], 2),  # it has no seat
-        ([(0.1, False), (0.3, False)], None),
+        ([(3000, True), (1000, True), (2000, True)], 1),
+        ([(1000, True), (1000, True)], 0),  # the choice of `sticky` comes first
+        ([(1000, False), (3000, True), (2000, True)], 2),  # it has no seat
+        ([(1000, False), (3000, False)], None),
         ([], None),
     ],
 )
-def test_without_room_at_decode_workers_the_prefill_worker_with_room_and_the_first_token_decodes(
-    offers: list[tuple[float, bool]], chosen: int | None
+@pytest.mark.parametrize("gap", [0.0, GAP])
+def test_without_room_at_decode_workers_the_prefill_worker_with_room_and_the_least_cost_decodes(
+    offers: list[tuple[int, bool]], chosen: int | None, gap: float
 ) -> None:
     found = place_without_room(
-        9, [PrefillOffer(seconds, decodes=decodes, row=row) for row, (seconds, decodes) in enumerate(offers)]
+        [offer(row=row, ahead=ahead, room=room, gap=gap) for row, (ahead, room) in enumerate(offers)]
     )
     assert (None if found is None else found.decode) == chosen
 
@@ -197,37 +150,61 @@ def test_the_chosen_prefill_worker_is_compared_with_some_that_suit(others: int) 
     assert {row for rows in drawn for row in rows[1:]} == set(range(3, others + 3)), "each may be drawn"
 
 
-@pytest.mark.parametrize(("decoding", "own", "seconds"), [(0, 0, 0.1), (1, 0, 0.3), (0, 1, 0.3)])
-def test_a_prefill_worker_is_slow_beside_decodes_only(decoding: int, own: int, seconds: float) -> None:
-    """A prompt under way counts as running, too."""
+def seen(loads: PrefillLoads, name: str, **status: Any) -> SeenWorker:
+    worker = SeenWorker(loads.join(name, block_size=16, now=0), DecodeLoad(name, 16, 1000, 64, 1000))
+    worker.status = pb.WorkerStatus(**status)
+    loads.reported(worker.row, worker.status, 0)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("running", "decoding", "own", "decodes"),
+    [(5, 3, 0, 3), (5, 5, 0, 5), (0, 0, 4, 4), (5, 3, 4, 4)],
+    ids=["two are prompts", "all decode", "they are on their way", "mine, and prompts of mine"],
+)
+def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: int, decodes: int) -> None:
     loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
-    row = loads.join("a:1", block_size=16, now=0)
-    loads.reported(row, pb.WorkerStatus(prefill_tokens_per_s=SPEED), 0)
-    snapshot = loads.snapshot(request, 0)
-    assert snapshot is not None
-    status = pb.WorkerStatus(
-        requests_running=1, requests_decoding=decoding, decode_seconds=0.010,
-        chunk_tokens=50, chunk_seconds=0.015, long_chunk_tokens=200, long_chunk_seconds=0.030,
+    worker = seen(
+        loads, "a:1", requests_running=running, requests_decoding=decoding, decode_context=1000 * decoding,
+        prefill_tokens_per_s=20_000.0, decode_seconds=0.010, gap_target_seconds=GAP,
     )  # fmt: skip
-    load = DecodeLoad("a:1", 16, 100, 64)
-    load.reported(blocks_free=100, running=1)
-    load.own = own
-    worker = SeenWorker(row, load)
-    worker.status = status
-    fleet = fleet_of(loads, [worker])
-    assert prefill_offer(fleet, snapshot, request, row).first_token == pytest.approx(seconds)
+    worker.load.own, worker.load.running = own, max(own, running)
+    found = placed(fleet_of(loads, [worker]), request, worker.row, 500)
+    assert (found.tokens, found.cached, found.gap) == (1500, 500, GAP)
+    assert found.decodes == decodes
+    assert found.context == 1000 * decodes * (decoding > 0)
+    assert found.model.decode(decodes, found.context) == pytest.approx(0.010), "without a model"
+    assert found.model.prefill(1500) == pytest.approx(1500 / 20_000)
+    worker.step_model = H200
+    assert placed(fleet_of(loads, [worker]), request, worker.row, 500).model is H200
+
+
+def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
+    loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
+    asker, holder = (seen(loads, name, prefill_tokens_per_s=20_000.0) for name in ("a:1", "b:1"))
+    fleet, source = fleet_of(loads, [asker, holder]), PrefixSource(holder, Tier.DEVICE, 1000)
+    known = placed(fleet, request, asker.row, 500, source, gap=0.02)
+    assert (known.tokens, known.load, known.gap) == (500, 0.0, 0.02)
+    key = holder.description.incarnation, Tier.DEVICE
+    asker.prefix_links = {key: pb.PrefixLink(wait=0.01, tokens_per_s=100_000.0)}
+    sooner = placed(fleet, request, asker.row, 500, source)
+    assert (sooner.tokens, sooner.cached, sooner.load) == (500, 1500, pytest.approx(0.02))
+    asker.prefix_links[key].wait = 1.0
+    assert placed(fleet, request, asker.row, 500, source).tokens == 1500
 
 
 def test_a_choice_explains_itself() -> None:
-    found = place(200, 20, PrefillOffer(0.008, decodes=True, utilisation=0.5, row=1), [DecodeOffer(LONG)])
+    prefill, decode = offer(row=1, rate=20_000.0), offer(**DECODES)
+    found = place(prefill, [decode])
     assert found.attributes() == {
         "baton.place": "handover",
-        "baton.ranges": "1:0-200",
-        "baton.cost_s.handover": pytest.approx(0.028),
-        "baton.cost_s.decode": pytest.approx(0.075),
-        "baton.cost_s.prefill": pytest.approx(0.008 + 0.010 + 0.12 * 0.5 * 0.2),
+        "baton.ranges": "1:0-2000",
+        "baton.cost_s.handover": prefill.prompt_cost + decode.decode_cost(joins=True),
+        "baton.cost_s.decode": decode.prompt_cost + decode.decode_cost(),
+        "baton.cost_s.prefill": prefill.prompt_cost + prefill.decode_cost(),
     }
-    assert "baton.cost_s.prefill" not in place(200, 20, None, [DecodeOffer(LONG)]).attributes()
+    assert found.alone == decode.first
+    assert "baton.cost_s.prefill" not in place(None, [decode]).attributes()
 
 
 CHUNKS = list(range(100, 110))
@@ -298,11 +275,19 @@ def test_without_prefill_workers_the_worker_with_most_of_the_prompt_prefills() -
     assert {holders(found)[1] for _ in range(20)} == {(1, 640)}, "the other has no capacity"
 
 
-@given(st.integers(1, 10_000), st.integers(0, 200_000), st.integers(0, 5_000), st.integers(0, 5_000))
+@given(
+    st.integers(1, 10_000), st.integers(0, 200_000), st.integers(0, 50_000), st.integers(0, 50_000),
+    st.integers(0, 60), st.integers(0, 60),
+)  # fmt: skip
 def test_a_longer_prefill_queue_favours_overflow_and_more_work_at_decode_disfavours_it(
-    tokens: int, queue: int, waiting: int, more: int
+    tokens: int, queue: int, waiting: int, more: int, there: int, here: int
 ) -> None:
-    if decided(tokens, queue, waiting) is not None:
-        assert decided(tokens, queue + more, waiting) is not None
+    def at_decode(queue: int, waiting: int) -> bool:
+        prefill = offer(tokens, 1, ahead=queue, decodes=there, context=2000.0 * there)
+        decode = offer(tokens, ahead=waiting, decodes=here, context=2000.0 * here)
+        return place(prefill, [decode]).place == "decode"
+
+    if at_decode(queue, waiting):
+        assert at_decode(queue + more, waiting)
     else:
-        assert decided(tokens, queue, waiting + more) is None
+        assert not at_decode(queue, waiting + more)

@@ -260,10 +260,10 @@ def test_utilisation_follows_what_the_worker_computed() -> None:
         computed += 5_000
         loads.reported(row, status(0, 20_000.0, prompt_tokens=computed), float(second))
     assert loads.utilisation(row) == pytest.approx(0.25, abs=0.01)
-    loads.reported(row, status(0, 20_000.0, prompt_tokens=computed), 60.0)
+    loads.reported(row, status(0, 20_000.0, prompt_tokens=computed), 160.0)
     assert loads.utilisation(row) < 0.01
     loads.leave(row)
-    assert loads.utilisation(loads.join("b", block_size=16, now=61.0)) == 0
+    assert loads.utilisation(loads.join("b", block_size=16, now=161.0)) == 0
 
 
 def test_a_speed_beside_decodes_is_that_of_this_worker_alone() -> None:

@@ -120,7 +120,7 @@ def test_profiles_trade_gaps_for_throughput(load: Load):
     assert gaps == sorted(gaps)
     assert gaps[-1] > 1.5 * gaps[0]
     assert max(seconds[1:]) < 0.96 * seconds[0]
-    assert seconds[2] <= 1.06 * seconds[1], "prefill workers decode, too, so both may have seats enough"
+    assert seconds[2] <= 1.1 * seconds[1], "gaps within a larger target spread decodes less"
 
 
 def test_prefill_workers_decode_while_decode_workers_have_no_room():

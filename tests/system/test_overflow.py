@@ -14,19 +14,18 @@ import pytest
 from baton.bench.harness.cluster import LocalCluster
 from baton.bench.harness.streams import Case, expected
 from baton.content import CHUNK_TOKENS
-from baton.router.policy.placement import SHORT_ANSWER
 from tests.within import WITHIN
 
 from .recovery import FLAGS, SHORT, Broken, each_has, hold, wait_exit
 
 # Steps may take as long as they like.
 GENEROUS = ("--ttit-target", "5000", "--enable-prefix-caching")
-# A prefill worker decodes short answers itself, and what it decodes reaches no cache of the decode worker.
-ASKED = [replace(case, max_tokens=SHORT_ANSWER + 1) for case in SHORT]
+TOKENS = 65
+ASKED = [replace(case, max_tokens=TOKENS) for case in SHORT]
 CHUNKS = 3 * CHUNK_TOKENS
 # With all of its chunks cached, one token is left: that fits into every step, however slow the machine is.
 PROMPT = {"prompt": [*range(1000, 1001 + CHUNKS)], "stream_options": {"include_usage": True}}
-CACHED = Case("", SHORT_ANSWER + 1, temperature=0.0, seed=1, options=json.dumps(PROMPT))
+CACHED = Case("", TOKENS, temperature=0.0, seed=1, options=json.dumps(PROMPT))
 AT_DECODE = ("short", "cached", "saturated", "no_prefill")
 
 
