@@ -18,7 +18,6 @@ from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, Lack, plan
 from baton.router.policy.prefill import PrefillRequest, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
-from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
@@ -118,9 +117,7 @@ class Router:
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
         seen = self._seen[row]
-        if status.step_model != seen.status.step_model:
-            seen.step_model = step_model(status.step_model)
-        seen.status = status
+        seen.status, seen.step_model = status, self.workers[row].step_model
         self._loads.reported(row, status, self.clock.now, alone=row in self._prefills)
         running = status.requests_running + status.reservations
         self._seen[row].load.reported(blocks_free=status.blocks_free, running=running)

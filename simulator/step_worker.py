@@ -12,7 +12,6 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from functools import cache, partial
 
 from baton.content import CHUNK_TOKENS
@@ -166,6 +165,11 @@ class Worker:
     def idle(self) -> bool:
         return not (self._stepping or self.reserved or self._leases or self._context)
 
+    @property
+    def step_model(self) -> StepModel | None:
+        """What its steps cost, as it would report now."""
+        return self._limit.steps.model
+
     def status(self) -> pb.WorkerStatus:
         limit = self._limit
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
@@ -194,15 +198,7 @@ class Worker:
             decode_seconds=limit.decode_seconds(batch),
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
-            step_model=self._step_model(),
         )
-
-    def _step_model(self) -> pb.StepModel | None:
-        if (table := self._limit.steps.table) is None:
-            return None
-        decode, prompt = self._limit.steps.factors
-        costs = {each.name: getattr(table, each.name) for each in fields(table)}
-        return pb.StepModel(decode_factor=decode, prompt_factor=prompt, **costs)
 
     # ------------------------------------------------------------ steps
 
