@@ -279,6 +279,12 @@ class Engine:
         if live.phase is not Phase.GONE:
             self._lives.drop(live)
 
+    def only_here(self, chunks: Iterable[bytes] | None) -> None:
+        """No other worker has these chunks any more: if they were handed over, or fetched from here, they are
+        no longer evicted first. None: all chunks."""
+        if (cache := self._lives.cache) is not None:
+            cache.only_here(chunks)
+
     def to_drop(self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest]) -> list[LiveRequest]:
         """As `making_room.to_drop`. Spare are held requests that no transfer reads, and, after them,
         reservations with a prefill that has not started."""

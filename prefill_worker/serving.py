@@ -20,7 +20,7 @@ class Serving:
 
     def handle(self, event: Released) -> None:
         self.under_way.remove(self)
-        self.pin.end()
+        self.pin.end(copied=event.reason == "acked" or None)
 
 
 class ServedPrefixes:

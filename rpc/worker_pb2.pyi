@@ -58,18 +58,20 @@ FAILURE_CODE_ENGINE: FailureCode
 FAILURE_CODE_FINISHED: FailureCode
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel")
+    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel", "only_copies")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     RETARGET_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    ONLY_COPIES_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     prefill: SubmitPrefill
     decode: SubmitDecode
     retarget: Retarget
     cancel: Cancel
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    only_copies: OnlyCopies
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., only_copies: _Optional[_Union[OnlyCopies, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "report_seconds", "describe", "cache")
@@ -271,6 +273,14 @@ class Cancel(_message.Message):
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     def __init__(self, attempt_id: _Optional[bytes] = ...) -> None: ...
+
+class OnlyCopies(_message.Message):
+    __slots__ = ("chunks", "all")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    all: bool
+    def __init__(self, chunks: _Optional[_Iterable[int]] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "description", "cache")

@@ -4,10 +4,11 @@
 
 A chunk that no request uses stays until its memory is needed. The least recently used one goes first, and of
 a prefix the end before its beginning. Chunks in use are not evicted. A chunk of several requests counts once.
+As in the engine, *copies* go before all others: chunks that another worker took from here and still has.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -45,7 +46,10 @@ class KvMemory:
     def __post_init__(self) -> None:
         self._private = 0
         self._used: Counter[int] = Counter()  # name → requests
-        self._unused: OrderedDict[int, None] = OrderedDict()  # the least recently used one first
+        # The least recently used one first.
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._unused_copies: OrderedDict[int, None] = OrderedDict()
+        self._copies: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -53,7 +57,7 @@ class KvMemory:
         return self.capacity - self._private - len(self._used)
 
     def __contains__(self, name: int) -> bool:
-        return name in self._used or name in self._unused
+        return name in self._used or name in self._unused or name in self._unused_copies
 
     def cached(self, names: Sequence[int], most: int) -> int:
         """Positions that are cached of a prompt which begins with these names, at most so many."""
@@ -64,13 +68,16 @@ class KvMemory:
         not fit now. `most_cached`: positions that may come from the cache."""
         shared = list(takewhile(self.__contains__, names[: most_cached // CHUNK_TOKENS]))
         private = max(0, -(-positions // CHUNK_TOKENS) - len(shared))
-        if self.free - sum(name in self._unused for name in shared) < private:
+        if self.free - sum(name not in self._used for name in shared) < private:
             return None
         for name in shared:
             self._use(name)
         self._private += private
-        while self._private + len(self._used) + len(self._unused) > self.capacity:
-            self.evicted.append(self._unused.popitem(last=False)[0])
+        cached = len(self._used) + len(self._unused) + len(self._unused_copies)
+        for _ in range(self._private + cached - self.capacity):
+            name, _ = (self._unused_copies or self._unused).popitem(last=False)
+            self._copies.discard(name)
+            self.evicted.append(name)
         return Lease(shared, private, len(shared) * CHUNK_TOKENS)
 
     def publish(self, lease: Lease, names: Sequence[int]) -> None:
@@ -84,17 +91,38 @@ class KvMemory:
             lease.private -= 1
             self._private -= 1
 
-    def release(self, lease: Lease) -> None:
-        """The request ends. What it has published stays cached."""
+    def release(self, lease: Lease, *, handed_over: bool = False) -> None:
+        """The request ends. What it has published stays cached. `handed_over`: another worker has it, too."""
         self._private -= lease.private
+        (self._copies.update if handed_over else self._copies.difference_update)(lease.shared)
         for name in reversed(lease.shared):
             self._used[name] -= 1
             if not self._used[name]:
                 del self._used[name]
-                self._unused[name] = None
+                self._leave(name)
+
+    def fetched(self, names: Iterable[int]) -> None:
+        """Another worker took these chunks from here."""
+        for name in names:
+            if name in self:
+                self._copies.add(name)
+            if self._unused.pop(name, self) is None:
+                self._leave(name)
+
+    def only_here(self, names: Iterable[int]) -> None:
+        """No other worker has these chunks any more."""
+        for name in self._copies.intersection(names):
+            self._copies.remove(name)
+            if self._unused_copies.pop(name, self) is None:
+                self._leave(name)
+
+    def _leave(self, name: int) -> None:
+        """No request uses the chunk."""
+        (self._unused_copies if name in self._copies else self._unused)[name] = None
 
     def _use(self, name: int) -> None:
         self._unused.pop(name, None)
+        self._unused_copies.pop(name, None)
         self._used[name] += 1
 
     def reported(self) -> tuple[list[int], list[int]]:

@@ -19,6 +19,7 @@ from baton.router.policy.planner import NOTHING, Lack, plan
 from baton.router.policy.prefill import PrefillRequest, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
+from baton.simulator.cache import KvMemory
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Part, Request, SharedPrompt
@@ -127,8 +128,11 @@ class Router:
 
     def cached(self, row: int, added: Sequence[int], evicted: Sequence[int]) -> None:
         """The cache of a worker has changed."""
-        self._loads.index.discard(row, evicted)
-        self._loads.index.add(row, added)
+        index = self._loads.index
+        index.discard(row, evicted)
+        index.add(row, added)
+        for holder, chunks in index.sole_holders(evicted).items():
+            self.workers[holder].kv.only_here(chunks)
 
     def _update_window(self) -> None:
         decodes = [seen.status for row, seen in self._seen.items() if row not in self._prefills]
@@ -236,11 +240,12 @@ class Router:
         has, fetched = worker.kv.cached(names, request.prompt - 1), holder.cached(names, request.prompt - 1)
         self.clock.after(
             FETCH_SECONDS + max(0, fetched - has) * FETCH_TOKEN_SECONDS,
-            partial(self._fetched, request, worker, names[: fetched // CHUNK_TOKENS]),
+            partial(self._fetched, request, worker, holder, names[: fetched // CHUNK_TOKENS]),
         )
 
-    def _fetched(self, request: Request, worker: Worker, names: Sequence[int]) -> None:
+    def _fetched(self, request: Request, worker: Worker, holder: KvMemory, names: Sequence[int]) -> None:
         worker.imported(names)
+        holder.fetched(names)
         worker.prefill(request)
 
     def _expect(self, request: Request, decode: int, computed: float) -> None:
@@ -260,7 +265,7 @@ class Router:
 
     def _handed_over(self, request: Request, computes: int, decodes: int) -> None:
         self.workers[decodes].join(request)
-        self.workers[computes].release(request)
+        self.workers[computes].release(request, handed_over=True)
 
     def _ended(self, request: Request, decodes: int) -> None:
         self._answers.ended(request.answer_names, request.answer)

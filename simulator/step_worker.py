@@ -130,9 +130,10 @@ class Worker:
         self._arrived.append(request)
         self.wake()
 
-    def release(self, request: Request) -> None:
-        """The worker needs the KV of this request no more. It stays in the cache."""
-        self.kv.release(self._leases.pop(request.number))
+    def release(self, request: Request, *, handed_over: bool = False) -> None:
+        """The worker needs the KV of this request no more. It stays in the cache. `handed_over`: another
+        worker has it, too."""
+        self.kv.release(self._leases.pop(request.number), handed_over=handed_over)
         roomless, self._roomless = self._roomless, []
         for waiting in roomless:
             self.join(waiting)

@@ -132,6 +132,8 @@ class Roles:
                         attempt.lost(Code.HANDED_BACK, text)
                     else:
                         attempt.cancel()
+            case messages.OnlyCopies():
+                pass  # vLLM chooses what it evicts
             case messages.CancelStream(stream):
                 for attempt in [of for of in self._table.values() if of.stream == stream]:
                     attempt.cancel()

@@ -123,6 +123,13 @@ class CancelStream(_Message):
     stream: int
 
 
+class OnlyCopies(_Message):
+    """No other worker has these chunks any more."""
+
+    chunks: list[int] | None
+    """None: no chunk of the cache counts as one that others have."""
+
+
 class AskStatus(_Message):
     question: int  # the EngineStatus that answers repeats it
 
@@ -135,7 +142,7 @@ class Exit(_Message):
     """Free everything and exit with 0. Sent after Stopped, when the transfer process has closed its lanes."""
 
 
-ToEngine = Prefill | Decode | Retarget | Cancel | CancelStream | AskStatus | Stop | Exit
+ToEngine = Prefill | Decode | Retarget | Cancel | CancelStream | OnlyCopies | AskStatus | Stop | Exit
 
 # ---------------------------------------------------------------- engine to service
 

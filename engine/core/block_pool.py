@@ -4,11 +4,14 @@ A block is always in exactly one of four states:
 
     free ──allocate──▶ private (one request's) ──publish──▶ cached, referenced ◀──share── cached, unreferenced
       ▲                    │ release                            └────────release──────────────▶ │
-      └────────────────────┴──────────────────────────── allocate (evicts the least recently used)
+      └────────────────────┴──────────────────────────── allocate (evicts copies, then the oldest)
 
 A cached block is full and immutable. It is found by the name of all tokens up to its end (`content`), so
 requests share a prefix block by block. "Free" includes the unreferenced cached blocks, since `allocate`
 can evict them at once.
+
+A cached block is a *copy* while another worker has its content, too, and used it last. Copies are evicted
+before all others. So two workers do not cache the same, and hold twice as much.
 
 A *remnant* is a free block that still has the KV of a request's last tokens, which do not fill it. One
 request may adopt it: then it is private, and the request goes on after these tokens. So the next turn of a
@@ -35,7 +38,10 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._private: set[int] = set()
         self._references: dict[int, int] = {}  # cached block → number of requests that hold it
-        self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached, held by no request; LRU first
+        # Cached, and held by no request; the least recently used first.
+        self._unreferenced: OrderedDict[int, None] = OrderedDict()
+        self._unreferenced_copies: OrderedDict[int, None] = OrderedDict()
+        self._copies: set[int] = set()  # cached blocks that another worker has, too
         self._remnants: OrderedDict[bytes, int] = OrderedDict()  # by the name of their tokens; oldest first
         self._block_of: dict[bytes, int] = {}  # name → cached block
         self._name_of: dict[int, bytes] = {}  # cached block → name
@@ -43,7 +49,8 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Number of blocks that `allocate` can give out now."""
-        return len(self._free) + len(self._remnants) + len(self._unreferenced)
+        unreferenced = len(self._unreferenced) + len(self._unreferenced_copies)
+        return len(self._free) + len(self._remnants) + unreferenced
 
     @property
     def cached(self) -> int:
@@ -56,7 +63,8 @@ class BlockPool:
         while len(self._free) < count and self._remnants:
             self._free.append(self._remnants.popitem(last=False)[1])
         while len(self._free) < count:
-            evicted, _ = self._unreferenced.popitem(last=False)
+            evicted, _ = (self._unreferenced_copies or self._unreferenced).popitem(last=False)
+            self._copies.discard(evicted)
             evicted_name = self._name_of.pop(evicted)
             del self._block_of[evicted_name]
             self.on_evicted(evicted_name)
@@ -90,11 +98,12 @@ class BlockPool:
     def next_evicted(self, most: int) -> Iterator[tuple[int, bytes]]:
         """The cached blocks that the next `most` blocks of `allocate` would evict, in order, with names."""
         count = max(0, most - len(self._free) - len(self._remnants))
-        return ((block, self._name_of[block]) for block in islice(self._unreferenced, count))
+        evictable = chain(self._unreferenced_copies, self._unreferenced)
+        return ((block, self._name_of[block]) for block in islice(evictable, count))
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these cached blocks `free` counts. `share` would take them out of it."""
-        return sum(block in self._unreferenced for block in blocks)
+        return sum(block in self._unreferenced or block in self._unreferenced_copies for block in blocks)
 
     def free_after(self, released: Iterable[Sequence[int]], keep: Collection[int]) -> int:
         """Blocks that `allocate` could give out once these tables are released, without those to `keep`."""
@@ -110,8 +119,8 @@ class BlockPool:
         """Adds a reference to each of these cached blocks, for one request."""
         self.moves += len(blocks)
         for block in blocks:
-            if block in self._unreferenced:
-                del self._unreferenced[block]
+            self._unreferenced.pop(block, None)
+            self._unreferenced_copies.pop(block, None)
             self._references[block] = self._references.get(block, 0) + 1
 
     def publish(self, block: int, name: bytes) -> bool:
@@ -128,11 +137,22 @@ class BlockPool:
         self._name_of[block] = name
         return True
 
-    def release(self, blocks: Sequence[int], remnant: tuple[int, bytes] | None = None) -> None:
+    def release(
+        self,
+        blocks: Sequence[int],
+        remnant: tuple[int, bytes] | None = None,
+        *,
+        copied: bool | None = None,
+    ) -> None:
         """Takes back all blocks of a request: private ones become free, cached ones lose a reference.
 
-        `remnant`: one of these blocks, and the name of the tokens whose KV ends in it."""
+        `remnant`: one of these blocks, and the name of the tokens whose KV ends in it. `copied`: whether
+        another worker has the cached ones now, too, and goes on with them. None: as before."""
         self.moves += len(blocks)
+        if copied:
+            self._copies.update(block for block in blocks if block in self._references)
+        elif copied is not None:
+            self._copies.difference_update(blocks)
         # Reversed, so that the end of a prefix is evicted first: more requests share its beginning.
         for block in reversed(blocks):
             if block in self._private:
@@ -145,16 +165,27 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 del self._references[block]
+                (self._unreferenced_copies if block in self._copies else self._unreferenced)[block] = None
+
+    def only_here(self, blocks: Iterable[int] | None) -> None:
+        """No other worker has these blocks any more. None: none of the blocks."""
+        for block in self._copies.intersection(self._copies if blocks is None else blocks):
+            self._copies.remove(block)
+            if block in self._unreferenced_copies:
+                del self._unreferenced_copies[block]
                 self._unreferenced[block] = None
 
     def assert_consistent(self) -> None:
         """Asserts that every block is in exactly one state, and that the name maps mirror each other."""
         free = [*self._free, *self._remnants.values()]
-        states = [*free, *self._private, *self._references, *self._unreferenced]
+        unreferenced = {*self._unreferenced, *self._unreferenced_copies}
+        states = [*free, *self._private, *self._references, *self._unreferenced, *self._unreferenced_copies]
         assert sorted(states) == list(range(self.num_blocks)), "a block was lost or has two owners"
         assert all(count > 0 for count in self._references.values())
         assert self._name_of == {block: name for name, block in self._block_of.items()}
-        assert self._name_of.keys() == self._references.keys() | self._unreferenced.keys()
+        assert self._name_of.keys() == self._references.keys() | unreferenced
+        assert self._copies <= self._name_of.keys()
+        assert self._copies & unreferenced == self._unreferenced_copies.keys()
 
     def assert_whole(self) -> None:
         """Asserts that no request holds a block."""

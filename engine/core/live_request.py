@@ -138,6 +138,8 @@ class LiveRequest:
     """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
+    handed_over: bool = False
+    """Another worker has all its KV, and goes on with it."""
 
     # Tokens: written by the step loop and by `Outputs`, with the methods below
 

@@ -156,6 +156,14 @@ class PrefixCache:
         for name in names:
             self._cached.move_to_end(name)
 
+    def only_here(self, chunks: Iterable[bytes] | None) -> None:
+        """No other worker has these chunks any more. None: all chunks."""
+        if chunks is None:
+            self._pool.only_here(None)
+            return
+        names = (name for chunk in chunks for name in self._blocks_of.get(chunk, (0, ()))[1])
+        self._pool.only_here(block for name in names for block in self._pool.lookup([name]))
+
     def last_used(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yields the salts and the chunks of cached prefixes, the last used first. None is the beginning of
         one before it."""

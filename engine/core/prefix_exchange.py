@@ -57,10 +57,10 @@ class Pin:
     remnant: bytes | None = None
     """The name of the chunk, if it is in a block that is not full."""
 
-    def end(self) -> None:
-        """Nothing reads the blocks any more."""
+    def end(self, *, copied: bool | None = None) -> None:
+        """Nothing reads the blocks any more. `copied`: as in `BlockPool.release`."""
         remnant = None if self.remnant is None else (self.blocks[0], self.remnant)
-        self.exchange.ended(self, self.blocks, remnant)
+        self.exchange.ended(self, self.blocks, remnant, copied=copied)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,10 +100,17 @@ class PrefixExchange:
     def empty(self) -> bool:
         return not self._open and not self._brought
 
-    def ended(self, lease: Pin | Import, blocks: Sequence[int], remnant: tuple[int, bytes] | None) -> None:
+    def ended(
+        self,
+        lease: Pin | Import,
+        blocks: Sequence[int],
+        remnant: tuple[int, bytes] | None,
+        *,
+        copied: bool | None = None,
+    ) -> None:
         """A pin or an import has ended, which happens once. The rest is as in `BlockPool.release`."""
         self._open.remove(lease)
-        self._pool.release(blocks, remnant)
+        self._pool.release(blocks, remnant, copied=copied)
 
     def imported(self, ended: Import, num_tokens: int) -> None:
         """As `Import.end`."""

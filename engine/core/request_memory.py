@@ -177,7 +177,7 @@ class RequestMemory:
         if self.states is not None:
             self.states.free(live)
         remnant = self._remnant(live)
-        self._pool.release(live.blocks, remnant)
+        self._pool.release(live.blocks, remnant, copied=live.handed_over)
         if remnant is not None and self._cache is not None:
             end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
             self._cache.remnant_kept(self._names(live, self._cache), end)

@@ -303,6 +303,21 @@ class ChunkIndex:
         lacking = (self._of(chunk) for chunk in chunks if chunk not in self._expected[row])
         return sum(held.stored and not held.reported >> row & 1 for held in lacking)
 
+    def sole_holders(self, chunks: Iterable[int]) -> dict[int, list[int]]:
+        """Of these chunks, those that exactly one worker reported, by its row."""
+        found: dict[int, list[int]] = {}
+        for chunk in chunks:
+            rows = self._of(chunk).reported
+            if rows and not rows & (rows - 1):
+                found.setdefault(rows.bit_length() - 1, []).append(chunk)
+        return found
+
+    def sole_partners(self, row: int) -> set[int]:
+        """The workers that have chunks which else only the worker of this row has."""
+        bit = 1 << row
+        others = {held.reported ^ bit for held in self._holders if held.reported & bit}
+        return {rows.bit_length() - 1 for rows in others if rows and not rows & (rows - 1)}
+
     def slowest_tier(self, row: int, chunks: Iterable[int]) -> Tier:
         """The slowest tier with a part of these chunks, which the worker reported."""
         return max(self.offloaded(row, chunks), default=Tier.DEVICE)

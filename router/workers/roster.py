@@ -152,6 +152,9 @@ class Roster:
         blocks = described.num_blocks + described.offload_blocks
         if index.reported(worker.row) > blocks * -(-described.block_size // CHUNK_TOKENS):
             raise RefusedWorker(f"it reports more cached chunks than fit into {blocks} blocks")
+        for row, chunks in index.sole_holders(events.evicted).items():
+            if (holder := self.by_row.get(row)) is not None:
+                holder.send(pb.RouterMessage(only_copies=pb.OnlyCopies(chunks=chunks)))
 
     def availability_changed(self, worker: Worker) -> None:
         """A worker came, went, drains, or moved to another pool. Requests then see only what is there now."""
@@ -205,6 +208,9 @@ class Roster:
         self._apply_report(worker)
 
     def _leave(self, worker: Worker) -> None:
+        for row in self.loads.index.sole_partners(worker.row):
+            if (partner := self.by_row.get(row)) is not None:
+                partner.send(pb.RouterMessage(only_copies=pb.OnlyCopies(all=True)))
         self.loads.leave(worker.row)
         self.decode_caches.leave(worker.row)
         del self.by_row[worker.row]

@@ -254,3 +254,26 @@ async def test_two_workers_that_fetch_from_each_other_all_go_on(caching_workers:
     tokens = await asyncio.gather(*asked)
     assert {cached for _, cached in tokens} <= {0, 192}
     assert sum(cached > 0 for _, cached in tokens) >= 4
+
+
+async def test_what_was_handed_over_or_fetched_is_evicted_first_while_others_have_it(
+    caching_workers: Workers, pair: Pair
+) -> None:
+    """Else both workers would cache the same. Routers say what no other worker has any more."""
+    local, handed, only_here, fetched = (text(96, seed) for seed in (91, 92, 93, 94))
+
+    async def cached(prompt: list[int]) -> int:
+        return (await alone(pair.prefill, prompt, SHORT))[1]
+
+    await pair.prefill.send(only_copies=pb.OnlyCopies(all=True))
+    for seed in range(4):
+        await cached(text(1500, 95 + seed))  # all blocks are cached now
+    await cached(local)
+    await cached(fetched)
+    for prompt in (handed, only_here):
+        await handed_over(caching_workers, pair, prompt)
+    await prefilled(pair.decode, fetched, cache_of(caching_workers[0]))
+    await pair.prefill.send(only_copies=pb.OnlyCopies(chunks=await pair.prefill.hints(only_here)))
+    await cached(text(240, 99))
+    found = [await cached(prompt) for prompt in (local, only_here, handed, fetched)]
+    assert found == [80, 64, 0, 0], "routers know of whole chunks"

@@ -54,15 +54,23 @@ class PoolMachine(RuleBasedStateMachine):
             if not known:
                 self.content[blocks[depth]] = bytes([family, depth])
 
-    @rule(table=consumes(tables), remnant=st.sampled_from([None, b"a", b"b"]))
-    def release(self, table: int, remnant: bytes | None) -> None:
+    @rule(
+        table=consumes(tables),
+        remnant=st.sampled_from([None, b"a", b"b"]),
+        copied=st.sampled_from([None, True, False]),
+    )
+    def release(self, table: int, remnant: bytes | None, copied: bool | None) -> None:
         blocks = self.holders.pop(table)
         private = [block for block in blocks if block not in self.content]
         if remnant is None or not private:
-            self.pool.release(blocks)
+            self.pool.release(blocks, copied=copied)
         else:
-            self.pool.release(blocks, (private[-1], remnant))
+            self.pool.release(blocks, (private[-1], remnant), copied=copied)
             self.remnants.setdefault(remnant, private[-1])
+
+    @rule(blocks=st.none() | st.sets(st.integers(0, NUM_BLOCKS - 1)))
+    def only_here(self, blocks: set[int] | None) -> None:
+        self.pool.only_here(blocks)
 
     @rule(target=tables, name=st.sampled_from([b"a", b"b"]))
     def adopt(self, name: bytes) -> int:
@@ -126,3 +134,23 @@ def test_remnants_are_given_out_before_cached_blocks_the_oldest_first() -> None:
     assert not pool.has_remnant(b"old")
     assert pool.adopt(b"new") == new
     assert pool.lookup([b"cached"]) == [cached]
+
+
+def test_copies_are_evicted_first_until_no_other_worker_has_them() -> None:
+    """A block that is used here after a handover is no copy."""
+    pool, evicted = BlockPool(8, 16), list[bytes]()
+    pool.on_evicted = evicted.append
+    blocks = {name: pool.allocate(1) for name in (b"a", b"b", b"c", b"d", b"e", b"f")}
+    for name, block in blocks.items():
+        pool.publish(block[0], name)
+        pool.release(block, copied=name in (b"c", b"d", b"e", b"f"))
+    pool.share(blocks[b"d"])
+    pool.release(blocks[b"d"], copied=False)  # used here
+    pool.share(blocks[b"f"])
+    pool.release(blocks[b"f"])  # another request read it: it is a copy as before
+    pool.only_here(blocks[b"e"] + blocks[b"a"])
+    order = [b"c", b"f", b"a", b"b", b"d", b"e"]
+    assert [name for _, name in pool.next_evicted(8)] == order
+    pool.allocate(8)
+    assert evicted == order
+    pool.assert_consistent()

@@ -311,3 +311,20 @@ async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
     found = Counter(prefix_source(caching.pool.fleet(), asking.row, chunks, 500) for _ in range(300))
     assert len(found) == 2, "of any two the faster one"
     assert max(found.values()) < 240
+
+
+def test_chunks_that_only_one_worker_has_are_found():
+    index = ChunkIndex()
+    index.grow(3)
+    for row, chunks in enumerate(((1, 2, 3, 4), (2, 3), (3, 4))):
+        index.add(row, chunks)
+    index.place(0, [1], Tier.HOST)
+    assert index.sole_holders([1, 2, 3, 4, 5]) == {0: [1]}
+    index.discard(0, [2, 4])
+    assert index.sole_holders([2, 4]) == {1: [2], 2: [4]}
+    index.add(0, [6, 7])
+    index.add(2, [6, 7])
+    index.add(1, [7])
+    assert [index.sole_partners(row) for row in range(3)] == [{2}, set(), {0}]
+    index.clear(1)
+    assert index.sole_holders([2, 7]) == {}

@@ -46,6 +46,20 @@ def test_a_chunk_that_two_requests_compute_counts_once_when_both_have_it():
     assert memory.reported() == ([1], [])
 
 
+def test_copies_are_evicted_first_until_no_other_worker_has_them():
+    memory = KvMemory(4)
+    for name in (1, 2, 3, 4):
+        lease = take(memory, name)
+        memory.publish(lease, (name,))
+        memory.release(lease, handed_over=name > 2)
+    memory.fetched([2])
+    memory.only_here([3])
+    memory.reported()
+    for expected in ([4], [2], [1], [3]):
+        take(memory, more=1)
+        assert memory.reported() == ([], expected)
+
+
 @pytest.mark.parametrize("kind", ["policy", "colocated"])
 def test_a_session_finds_its_history(kind: Kind):
     """Every request is answered, and each later turn computes little more than its new tokens."""

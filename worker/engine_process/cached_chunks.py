@@ -37,6 +37,7 @@ class CachedChunks:
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
         self._tier_of: dict[bytes, Tier] = {}  # of these blocks
         self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
+        self._names: dict[int, bytes] = {}  # of these chunks
         self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`, and the next
         self._stored: dict[int, bool] = {}
 
@@ -52,7 +53,8 @@ class CachedChunks:
         if chunks:
             self._chunks_of[block] = chunks
             self._tier_of[block] = Tier.DEVICE
-        for chunk in chunks:
+        for chunk, name in zip(chunks, names, strict=True):
+            self._names[chunk] = name
             self._change(chunk, None, Tier.DEVICE)
 
     def moved(self, name: bytes, tier: Tier) -> None:
@@ -71,6 +73,10 @@ class CachedChunks:
         """Returns how many of these chunks are cached before the first that is not."""
         return sum(1 for _ in takewhile(lambda name: hint(name) in self._blocks, names))
 
+    def names(self, chunks: Iterable[int]) -> list[bytes]:
+        """The names of those of the chunks that are cached."""
+        return [self._names[chunk] for chunk in chunks if chunk in self._names]
+
     def stored(self, name: bytes, is_there: bool) -> None:
         """The shared store has this chunk, or is not known to have it any more."""
         self._stored[hint(name)] = is_there
@@ -87,6 +93,7 @@ class CachedChunks:
             self._changes[chunk] = tier
         if not tiers:
             del self._blocks[chunk]
+            del self._names[chunk]
 
     def take(self) -> CacheChanged | None:
         """Returns the changes since the last call, or None if there are none."""

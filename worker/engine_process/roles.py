@@ -79,6 +79,9 @@ class Roles:
                 attempt = self._attempts.find(message.attempt_id)
                 if attempt is not None and attempt.stream == message.stream:
                     attempt.cancel()
+            case messages.OnlyCopies(chunks):
+                names = None if chunks is None else self._context.cached_chunks.names(chunks)
+                self._engine.only_here(names)
             case messages.CancelStream():
                 for attempt in [of for of in self._attempts if of.stream == message.stream]:
                     attempt.cancel()

@@ -45,6 +45,7 @@ class AttachService:
             "decode": self._decode,
             "retarget": self._retarget,
             "cancel": self._cancel,
+            "only_copies": self._only_copies,
         }
 
     # ------------------------------------------------------------ the calls
@@ -160,6 +161,9 @@ class AttachService:
     async def _cancel(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         attempt_id = validation.attempt_id(message.cancel.attempt_id, "attempt_id")
         await self._backend.send(messages.Cancel(stream.number, attempt_id))
+
+    async def _only_copies(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+        await self._backend.send(messages.OnlyCopies(validation.chunks(message.only_copies)))
 
     def _require_accepting(self) -> None:
         if self._backend.draining:

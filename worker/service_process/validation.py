@@ -30,6 +30,8 @@ MAX_ADDRESS = 256
 MAX_RANGES = 256
 """Of a plan."""
 MAX_LABEL_BYTES = 64
+MAX_CHUNKS = 4096
+"""Of a message about caches."""
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")  # printable, so that it cannot forge a line of the log
 _ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # printable for the same reason
 
@@ -247,3 +249,10 @@ def _address(address: str) -> str:
 
 def _invalid(message: str) -> RefusedAttempt:
     return RefusedAttempt(Code.INVALID, message)
+
+
+def chunks(message: pb.OnlyCopies) -> list[int] | None:
+    """None: all."""
+    if len(message.chunks) > MAX_CHUNKS:
+        raise StreamError(f"only_copies has {len(message.chunks)} chunks, more than {MAX_CHUNKS}")
+    return None if message.all else list(message.chunks)
