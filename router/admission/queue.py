@@ -68,7 +68,7 @@ class Turn:
         self._level = account.among_keys(priority) if admission.shared else priority
         self._ticket: int | None = None  # its number in the queue, from the first wait on
         self._positions = tokens
-        self._sent = False  # workers had it once
+        self.is_new = True  # no worker ever had it
         self._answered = False  # it has its first token
         self._running_since: float | None = None
         self._ended = False
@@ -105,15 +105,15 @@ class Turn:
             self._admission.running += 1
             account.running += 1
             account.positions += self._positions
-        if not self._sent:
-            self._sent = True
+        if self.is_new:
+            self.is_new = False
             queue.charge(account, self.computed)
             self._admission.sent(self)
         return True
 
     def computes(self, tokens: int) -> None:
         """Workers compute so many tokens of the prompt, as far as known. The key is charged for these."""
-        if self._sent:
+        if not self.is_new:
             self._admission.queue.charge(self.account, tokens - self.computed)
         self.computed = tokens
 
@@ -134,7 +134,7 @@ class Turn:
         if self._ended:
             return
         self._ended = True
-        if not self._sent:
+        if self.is_new:
             self.account.spend(-self.tokens)
         if self._ticket is not None:
             self._admission.queue.remove(self._ticket)
@@ -142,11 +142,6 @@ class Turn:
         self._first_token(drained=False)
         self._on_turn = None
         self._admission.dispatch()
-
-    @property
-    def is_new(self) -> bool:
-        """No worker ever had it."""
-        return not self._sent
 
     @property
     def waits(self) -> bool:
