@@ -120,7 +120,7 @@ class RouterConfig:
                 raise ValueError(f"--worker must be HOST:PORT, not {address!r}")
 
     @property
-    def own_title(self) -> str:
+    def process_title(self) -> str:
         """Of the process, without its number among several."""
         return f"{self.title}: router {self.index}"
 

@@ -82,7 +82,7 @@ Loaded = tuple[ModelTokenizer, SamplingDefaults]
 def main(config: RouterConfig, loaded: Loaded | None = None) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for invalid configuration."""
     number = f".{config.process_number}" if config.supervised else ""
-    setproctitle.setproctitle(f"{config.own_title}{number}")
+    setproctitle.setproctitle(f"{config.process_title}{number}")
     logging.config.dictConfig(config.logging())
     _return_large_buffers()
     tokenizer, defaults = loaded or load(config)

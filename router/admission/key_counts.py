@@ -67,14 +67,14 @@ class KeyUse:
 
     def __init__(self, counts: KeyCounts, first: int) -> None:
         self._cells, self._rows = counts.cells, slice(first, first + counts.processes * _ROW)
-        self._own = first + counts.number * _ROW
+        self._row = first + counts.number * _ROW
 
     @property
     def requests(self) -> int:
         return int(self._sum(_REQUESTS))
 
     def add_requests(self, number: int) -> None:
-        self._cells[self._own + _REQUESTS] += number
+        self._cells[self._row + _REQUESTS] += number
 
     def left(self, refilled: float, size: float) -> float:
         """Tokens in the bucket. It may be below 0. `refilled`: tokens that ever flowed into a bucket without
@@ -84,9 +84,9 @@ class KeyUse:
 
     def spend(self, tokens: float, refilled: float) -> None:
         """A negative number gives tokens back."""
-        cells, own = self._cells, self._own
-        cells[own + _FULL] = max(cells[own + _FULL], refilled - self._sum(_SPENT))
-        cells[own + _SPENT] += tokens
+        cells, row = self._cells, self._row
+        cells[row + _FULL] = max(cells[row + _FULL], refilled - self._sum(_SPENT))
+        cells[row + _SPENT] += tokens
 
     def _sum(self, field: int) -> float:
         return sum(self._all(field))

@@ -64,7 +64,7 @@ class Frontend:
         self.metrics = services.metrics
         self._model_names = config.model_names
         self._services = services
-        self._forks = fork_server(config.own_title, services.tokenizer, config.forks_fd)
+        self._forks = fork_server(config.process_title, services.tokenizer, config.forks_fd)
         self._checker = GrammarChecker(self._forks)
         self._preparer = Preparer(services.tokenizer, self._forks, config.processes)
         self._counts = KeyCounts(config.keys_fd, config.processes, config.process_number or 0)
@@ -103,8 +103,8 @@ class Frontend:
     @property
     def capacity(self) -> int:
         """Tokens that one request may have, prompt and output together."""
-        own, smallest = self._services.tokenizer.max_model_len, self._services.pool.max_positions
-        return own if smallest is None else min(own, smallest)
+        of_model, smallest = self._services.tokenizer.max_model_len, self._services.pool.max_positions
+        return of_model if smallest is None else min(of_model, smallest)
 
     @property
     def _served(self) -> Served:
@@ -233,8 +233,8 @@ def _salt(of_key: bytes, sent: str | None) -> bytes:
     client's field. So a store can remove all KV of a key."""
     if sent is None:
         return of_key
-    own = hashlib.blake2b(sent.encode(errors="replace"), key=of_key, digest_size=48).digest()
-    return of_key.ljust(16, b"\0") + own
+    of_field = hashlib.blake2b(sent.encode(errors="replace"), key=of_key, digest_size=48).digest()
+    return of_key.ljust(16, b"\0") + of_field
 
 
 @asynccontextmanager

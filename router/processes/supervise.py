@@ -279,8 +279,8 @@ def supervise(
     """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user.
 
     `load`: gives what all processes share. `run`: what each does."""
-    setproctitle.setproctitle(config.own_title)
+    setproctitle.setproctitle(config.process_title)
     logging.config.dictConfig(config.logging())
     loaded = load(config)
-    forks = fork_server(config.own_title, loaded[0], processes=config.processes)
-    return asyncio.run(Supervisor(config, lambda own: run(own, loaded), forks).run())
+    forks = fork_server(config.process_title, loaded[0], processes=config.processes)
+    return asyncio.run(Supervisor(config, lambda process: run(process, loaded), forks).run())

@@ -170,8 +170,8 @@ class ModelTokenizer:
         begin = len(before) if token_ids[: len(before)] == before else 0
         end = len(token_ids) - len(after)
         end = end if token_ids[end:] == after else len(token_ids)
-        own, base, places = token_ids[begin:end], 0, [0]
-        for spelled in ([*map(self.token_bytes, own)], [*self._spelled(own)]):
+        text_ids, base, places = token_ids[begin:end], 0, [0]
+        for spelled in ([*map(self.token_bytes, text_ids)], [*self._spelled(text_ids)]):
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             places = list(accumulate((len(utf8.decode(each)) for each in spelled), initial=0))
             found = b"".join(spelled).decode("utf-8", "replace")

@@ -61,9 +61,9 @@ def check_fit(
             f"({model.name}) {model.vocab_size}",
             SAME_MODEL,
         )
-    for other, theirs in others.items():
-        if differing := list(_differing(described, theirs)):
-            found = ", ".join(f"{name} ({ours}, there {its})" for name, ours, its, _ in differing)
+    for other, accepted in others.items():
+        if differing := list(_differing(described, accepted)):
+            found = ", ".join(f"{name} ({value}, there {there})" for name, value, there, _ in differing)
             flags = " and ".join(dict.fromkeys(flag for *_, flags in differing for flag in flags))
             raise RefusedWorker(
                 f"it differs from {other} in: {found}",
@@ -77,22 +77,22 @@ def must_agree(described: pb.WorkerDescription) -> tuple[str, ...]:
 
 
 def _differing(
-    ours: pb.WorkerDescription, theirs: pb.WorkerDescription
+    described: pb.WorkerDescription, accepted: pb.WorkerDescription
 ) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
     """What differs of that which must agree: its name, the value of each, and the flags that change it."""
-    mine, its = (_parts(each.model_fingerprint) for each in (ours, theirs))
-    for part in dict.fromkeys([*mine, *its]):
-        if mine.get(part) == its.get(part):
+    parts, others = (_parts(each.model_fingerprint) for each in (described, accepted))
+    for part in dict.fromkeys([*parts, *others]):
+        if parts.get(part) == others.get(part):
             continue
         if part == "format":
             flags = "--dtype", "--quantization"
-            yield "format of its weights", mine.get(part, ""), its.get(part, ""), flags
+            yield "format of its weights", parts.get(part, ""), others.get(part, ""), flags
         else:
-            yield part, ours.model, theirs.model, MODEL_FLAGS
-    if ours.layout_fingerprint != theirs.layout_fingerprint:
-        yield "KV layout", ours.layout_fingerprint, theirs.layout_fingerprint, MODEL_FLAGS
-    if ours.dtype != theirs.dtype and FP8 not in (ours.dtype, theirs.dtype):  # FP8 is converted
-        yield "KV dtype", ours.dtype, theirs.dtype, ("--dtype",)
+            yield part, described.model, accepted.model, MODEL_FLAGS
+    if described.layout_fingerprint != accepted.layout_fingerprint:
+        yield "KV layout", described.layout_fingerprint, accepted.layout_fingerprint, MODEL_FLAGS
+    if described.dtype != accepted.dtype and FP8 not in (described.dtype, accepted.dtype):  # FP8 is converted
+        yield "KV dtype", described.dtype, accepted.dtype, ("--dtype",)
 
 
 def _parts(fingerprint: str) -> dict[str, str]:
