@@ -60,7 +60,7 @@ class Verdict(Enum):
     BROKEN = auto()  # the decode continues another text than the emitted one: end the attempt
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class AttemptPair:
     """The two attempts that may be open. Owns them and the output."""
 
@@ -88,9 +88,11 @@ class AttemptPair:
     numerics_changed: bool = False
     """A worker of other numerics computed later."""
 
+    _id: bytes = field(default_factory=lambda: os.urandom(16), init=False)
+    _source_count: int = field(default=0, init=False)
+    _max_tokens: int = field(init=False)
+
     def __post_init__(self) -> None:
-        self._id = os.urandom(16)
-        self._source_count = 0
         self._max_tokens = self.job.sampling.max_tokens
 
     @property

@@ -40,7 +40,7 @@ class Seconds:
     """From the first token to the last one."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Generation:
     """Writes tokens into `tokens` under `index`. The last one has a finish reason, or is an ApiError."""
 
@@ -65,9 +65,11 @@ class Generation:
     done: bool = False
     """It has ended."""
     seconds: Seconds = field(default_factory=Seconds)
+    _emitted_at: float = field(default_factory=time.monotonic, init=False)
+    _waits: Waits = field(init=False)
+    _pair: AttemptPair = field(init=False)
 
     def __post_init__(self) -> None:
-        self._emitted_at = time.monotonic()
         self.metrics.waiting.inc()
         self._waits = Waits(
             parked=self.parked,
