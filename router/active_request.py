@@ -263,7 +263,7 @@ class ActiveRequest:
             cached_tokens=sum(generation.cached_tokens for generation in self._generations[:: self.body.n]),
             accepted_drafts=sum(generation.accepted_drafts for generation in self._generations),
             rejected_drafts=sum(generation.rejected_drafts for generation in self._generations),
-            numerics_changed=any(generation.numerics_changed for generation in self._generations),
+            numerics_changed=any(generation.pair.numerics_changed for generation in self._generations),
         )
 
     def timing(self) -> dict[str, float] | None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from baton.router.admission.keys import Account, ApiKey
+from baton.router.admission.keys import Account
 from baton.router.admission.queue import KEY_SHARE, Admission, Turn
 from baton.router.errors import Overloaded, RateLimited
 
@@ -34,22 +34,17 @@ class Entry:
     def __init__(self, admission: Admission, account: Account) -> None:
         self.max_wait = math.inf
         self._admission = admission
-        self._account = account
+        self.account = account
         self._bytes = self._estimate = 0
         self._turns: list[Turn] = []
 
-    @property
-    def key(self) -> ApiKey:
-        """The client's key."""
-        return self._account.key
-
     def among_keys(self, priority: int) -> int:
         """Returns what a priority counts beside the requests of other keys."""
-        return self._account.among_keys(priority) if self._admission.shared else priority
+        return self.account.among_keys(priority) if self._admission.shared else priority
 
     def receive(self, size: int) -> None:
         """Counts bytes of its body; a negative size corrects the count. Raises Overloaded and RateLimited."""
-        admission, account = self._admission, self._account
+        admission, account = self._admission, self.account
         left = admission.max_body_bytes - admission.body_bytes - size
         if size > 0 and admission.shared and account.body_bytes + size > KEY_SHARE * left:
             raise RateLimited(
@@ -67,9 +62,9 @@ class Entry:
     def expect(self, tokens: int) -> None:
         """Counts an estimate of its prompt tokens, in place of the one before. Raises Overloaded and
         RateLimited."""
-        self._admission.release(self._account, self._estimate)
+        self._admission.release(self.account, self._estimate)
         self._estimate = 0
-        self._admission.reserve(self._account, tokens, self.max_wait)
+        self._admission.reserve(self.account, tokens, self.max_wait)
         self._estimate = tokens
 
     def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
@@ -78,8 +73,8 @@ class Entry:
         Raises Overloaded and RateLimited.
         """
         self._drop_body()
-        self._admission.reserve(self._account, sum(sizes), self.max_wait)
-        self._turns = [Turn(self._admission, self._account, priority, size) for size in sizes]
+        self._admission.reserve(self.account, sum(sizes), self.max_wait)
+        self._turns = [Turn(self._admission, self.account, priority, size) for size in sizes]
         return self._turns
 
     def end(self) -> None:
@@ -90,5 +85,5 @@ class Entry:
 
     def _drop_body(self) -> None:
         self.receive(-self._bytes)
-        self._admission.release(self._account, self._estimate)
+        self._admission.release(self.account, self._estimate)
         self._estimate = 0

@@ -175,12 +175,8 @@ class Waits:
         self._has_retry = False  # taken from the budget and not used yet
         self._began = time.monotonic()
         loop = asyncio.get_running_loop()
-        self._deadline_timer = loop.call_later(max(0.0, self.seconds_left), self._timed_out)
+        self._deadline_timer = loop.call_later(max(0.0, self.deadline.seconds_left), self._timed_out)
         self._worker_timer: asyncio.TimerHandle | None = None
-
-    @property
-    def seconds_left(self) -> float:
-        return self.deadline.seconds_left
 
     @property
     def waited(self) -> float:

@@ -153,7 +153,7 @@ class Frontend:
         with self._services.active.counting():
             async with _until(Deadline(began, limit)):
                 prepared = await self._preparer.prepare(
-                    kind, raw, self._served, entry.key, history, entry.expect
+                    kind, raw, self._served, entry.account.key, history, entry.expect
                 )
             assert isinstance(prepared, Prepared)
             body = prepared.options
@@ -161,7 +161,7 @@ class Frontend:
             entry.max_wait = min(entry.max_wait, deadline.seconds)
             with named_as_in(kind):
                 async with _until(deadline):
-                    structure = await self._structure(body, entry.key.name)
+                    structure = await self._structure(body, entry.account.key.name)
                 jobs: list[Job] = []
                 for made in make_jobs(
                     body,
@@ -170,8 +170,8 @@ class Frontend:
                     vocab_size=self._services.tokenizer.vocab_size,
                     session=headers.get("x-session-id"),
                     content_root=self._services.pool.content_root,
-                    cache_salt=_salt(entry.key.cache_salt, body.cache_salt),
-                    tenant=entry.key.tenant,
+                    cache_salt=_salt(entry.account.key.cache_salt, body.cache_salt),
+                    tenant=entry.account.key.tenant,
                     priority=entry.among_keys(body.priority),
                     structure=structure,
                     reasoning=self._reasoning(prepared, structure),
@@ -196,7 +196,7 @@ class Frontend:
         """Returns the response to an endpoint that only counts or converts, or to a peek. Raises ApiError."""
         entry.receive(len(history))
         async with _until(Deadline(time.monotonic(), self._services.config.request_timeout)):
-            response = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
+            response = await self._preparer.prepare(kind, raw, self._served, entry.account.key, history)
         assert isinstance(response, bytes)
         entry.receive(len(response))  # until the client has it
         return response

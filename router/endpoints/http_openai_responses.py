@@ -165,7 +165,7 @@ class OpenAIResponses:
         """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
         found = await self._frontend.convert("peek", raw, entry)
         peek = msgspec.msgpack.decode(found, type=Peek)
-        key, previous = entry.key.name, peek.previous_response_id
+        key, previous = entry.account.key.name, peek.previous_response_id
         earlier: tuple[bytes, ...] = ()
         if previous is not None:
             if not previous.startswith("resp_"):

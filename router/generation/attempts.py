@@ -295,7 +295,7 @@ class AttemptPair:
             prompt_ids=job.prompt_ids,
             output_ids=output_ids,
             sampling=job.sampling,
-            timeout_ms=max(1, int(1000 * self.waits.seconds_left)),
+            timeout_ms=max(1, int(1000 * self.waits.deadline.seconds_left)),
             priority=job.priority,
             alone=self.failures.alone,
             retried=self.retried,

@@ -67,7 +67,7 @@ class Generation:
     seconds: Seconds = field(default_factory=Seconds)
     _emitted_at: float = field(default_factory=time.monotonic, init=False)
     _waits: Waits = field(init=False)
-    _pair: AttemptPair = field(init=False)
+    pair: AttemptPair = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics.waiting.inc()
@@ -79,33 +79,25 @@ class Generation:
             deadline=self.deadline,
             worker_wait=self.worker_wait,
         )
-        self._pair = AttemptPair(self._on_event, self.span, self.job, self.name, self.pool, self._waits)
+        self.pair = AttemptPair(self._on_event, self.span, self.job, self.name, self.pool, self._waits)
 
     def __repr__(self) -> str:
         return f"request {self.name}"
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self._pair.output_ids
-
-    @property
-    def numerics_changed(self) -> bool:
-        return self._pair.numerics_changed
 
     # ------------------------------------------------------------ the next attempts
 
     def advance(self) -> None:
         """Requests what the generation needs next: at first a turn in the admission queue."""
-        if self.done or self._pair.complete:
+        if self.done or self.pair.complete:
             return
-        if self._pair.decode is None:
+        if self.pair.decode is None:
             self.turn.wait(self._start)
         else:
             self._start()
 
     def _start(self) -> TurnResult:
         """Plans from what workers hold of the request, and submits the plan or waits for what it lacks."""
-        pair = self._pair
+        pair = self.pair
         # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.
         if pair.loses or (pair.prefill is None and not self._waits.may_prefill()):
             return TurnResult.PARKED
@@ -128,18 +120,18 @@ class Generation:
         if found.reason is not None:
             self.metrics.overflow[found.reason].inc()
         self.metrics.split_prompts.inc(found.place == "split")
-        self._pair.submit(found)
-        if found.ranges and not self._pair.reserves:
+        self.pair.submit(found)
+        if found.ranges and not self.pair.reserves:
             self._prompt_sent(found)
-        return TurnResult.QUEUED if self._pair.queues else TurnResult.SENT
+        return TurnResult.QUEUED if self.pair.queues else TurnResult.SENT
 
     def _prompt_sent(self, found: Plan) -> None:
         if not self._waits.prefilled:
             self.seconds.queue = self._waits.waited
             self.metrics.queue.observe(self.seconds.queue)
         self._waits.prefill_sent()
-        if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
-            self.turn.computes(self._pair.length - found.cached)
+        if not self.pair.output_ids:  # a prompt that is computed again after that costs its key nothing
+            self.turn.computes(self.pair.length - found.cached)
 
     # ------------------------------------------------------------ reports of the connections
 
@@ -152,7 +144,7 @@ class Generation:
             case pb.Reserved():
                 self._on_reserved(attempt)
             case pb.PrefillStarted():
-                if self._pair.queues:
+                if self.pair.queues:
                     self.advance()
             case pb.AttemptFailed():
                 self._on_failed(attempt, event)
@@ -160,17 +152,17 @@ class Generation:
                 self._failed(attempt, "lost", counts=False, message=f"{attempt.worker} was lost")
 
     def _on_token(self, attempt: Attempt, event: pb.TokenEvent) -> None:
-        prefill, decode = self._pair.prefill, self._pair.decode
+        prefill, decode = self.pair.prefill, self.pair.decode
         if prefill is not None and attempt is prefill:
             prefill.state = max(prefill.state, PrefillState.ANSWERED)
             if prefill.base == 0:
                 self._found_cached(event.cached_tokens)
         elif decode is not None and attempt is decode and not decode.joined:
             self._waits.worker_found()  # it may have waited for another prefill
-            self._pair.decode_joined(decode)
-            if not decode.sources and not self.output_ids:
+            self.pair.decode_joined(decode)
+            if not decode.sources and not self.pair.output_ids:
                 self._found_cached(event.cached_tokens)
-        verdict = self._pair.offer(attempt, event.output_index, event.token_id)
+        verdict = self.pair.offer(attempt, event.output_index, event.token_id)
         if verdict is Verdict.BROKEN:
             text = "%r: %s continues another text; the decode starts again"
             log.warning(text, self, attempt.worker, extra=of_request(self.name))
@@ -179,7 +171,7 @@ class Generation:
             self._emitted(attempt, event)
         if (
             prefill is not None
-            and attempt is prefill is self._pair.prefill
+            and attempt is prefill is self.pair.prefill
             and prefill.state is PrefillState.SERVED
         ):
             prefill.worker.forget(prefill.id)
@@ -189,7 +181,7 @@ class Generation:
         self.turn.computes(max(0, len(self.job.prompt_ids) - tokens))
 
     def _emitted(self, attempt: Attempt, event: pb.TokenEvent) -> None:
-        pair = self._pair
+        pair = self.pair
         pair.failures.token()
         self.turn.generated()
         self._measure()
@@ -223,7 +215,7 @@ class Generation:
 
     def _measure(self) -> None:
         """Counts the latency of a token. Until the first one the request waits, and then it runs."""
-        metrics, now, emitted = self.metrics, time.monotonic(), len(self._pair.output_ids)
+        metrics, now, emitted = self.metrics, time.monotonic(), len(self.pair.output_ids)
         passed, self._emitted_at = now - self._emitted_at, now
         if emitted == 1:
             metrics.waiting.dec()
@@ -234,33 +226,33 @@ class Generation:
             return
         self.seconds.later_tokens += passed
         metrics.inter_token.observe(passed)
-        if emitted == 2 and self._pair.prefill is not None:
+        if emitted == 2 and self.pair.prefill is not None:
             metrics.handover_gap.observe(passed)
 
     def _on_reserved(self, attempt: Attempt) -> None:
-        prefill = self._pair.prefill
-        if attempt is not self._pair.decode or prefill is None or not self._pair.reserves:
+        prefill = self.pair.prefill
+        if attempt is not self.pair.decode or prefill is None or not self.pair.reserves:
             return
         if prefill.worker.ready_in(pb.POOL_PREFILL):
             self._prompt_sent(prefill.plan)
-            self._pair.send_prefill(prefill)
+            self.pair.send_prefill(prefill)
         else:
-            self._pair.end_prefill()
+            self.pair.end_prefill()
             self.advance()
 
     # ------------------------------------------------------------ failures
 
     def _on_failed(self, attempt: Attempt, failure: pb.AttemptFailed) -> None:
-        prefill, decode = self._pair.prefill, self._pair.decode
+        prefill, decode = self.pair.prefill, self.pair.decode
         code, counts = failure.code, is_failure(failure.code)
         cause = pb.FailureCode.Name(code).removeprefix("FAILURE_CODE_").lower()
         if code == pb.FAILURE_CODE_NO_ROOM and attempt is not decode:
-            self._pair.failures.avoid.add(attempt.worker.address)
+            self.pair.failures.avoid.add(attempt.worker.address)
         if code == pb.FAILURE_CODE_INVALID and attempt in (prefill, decode):
             self.fail(InvalidRequest(f"the workers rejected {self}: {failure.message}"))
         elif code == pb.FAILURE_CODE_FINISHED and attempt is decode:
             # FINISHED came before the prefill's token, which may still come or be lost with its worker.
-            self._pair.end_decode()
+            self.pair.end_decode()
         elif code == pb.FAILURE_CODE_KV_FAILED and attempt is decode:
             if prefill is not None and failure.prefill_id in (b"", prefill.id):
                 # The prefill worker may have released KV that is fetched a second time: no failure.
@@ -270,7 +262,7 @@ class Generation:
 
     def _failed(self, attempt: Attempt, cause: str, *, counts: bool, message: str) -> None:
         """An attempt failed. The generation goes on from what workers still hold of it."""
-        pair, worker = self._pair, attempt.worker
+        pair, worker = self.pair, attempt.worker
         if self.done or not pair.drop(attempt, cause):
             return
         self.metrics.retries[cause].inc()
@@ -308,7 +300,7 @@ class Generation:
         if self.done:
             return
         self.done = True
-        (self.metrics.running if self.output_ids else self.metrics.waiting).dec()
+        (self.metrics.running if self.pair.output_ids else self.metrics.waiting).dec()
         self._waits.end()
-        self._pair.end()
+        self.pair.end()
         self.turn.end()

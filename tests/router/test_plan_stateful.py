@@ -334,7 +334,7 @@ class Life:
                 self.ends.append(item)
         assert self.received == self.output[: len(self.received)], "no token twice, and none is missing"
         self.take()
-        pair = self.generation._pair
+        pair = self.generation.pair
         prefill = [] if pair.prefill is None else [pair.prefill, *pair.prefill.parts]
         needed = {each.id for each in [*prefill, *([pair.decode] if pair.decode else [])]}
         for worker, works in self.works.items():
@@ -361,7 +361,7 @@ class Life:
             self.check()
             self.admission.parked._retry()
             await self.round(disturbs=False)
-        assert self.ends, f"it hangs: {self.generation._pair.held()}"
+        assert self.ends, f"it hangs: {self.generation.pair.held()}"
         assert self.submitted - healed <= 12, "without faults there is nothing to try again"
         self.finish()
 
