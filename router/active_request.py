@@ -270,14 +270,15 @@ class ActiveRequest:
         """Returns vLLM's field `metrics`, in milliseconds. None: there are several choices."""
         if len(self._generations) != 1:
             return None
-        seconds, count = self._generations[0].seconds, self.choices[0].num_tokens
+        [generation], count = self._generations, self.choices[0].num_tokens
+        first, later = generation.first_token_seconds, generation.later_seconds
         found = {
-            "time_to_first_token_ms": 1e3 * seconds.first_token,
-            "generation_time_ms": 1e3 * seconds.later_tokens,
-            "queue_time_ms": 1e3 * seconds.queue,
-            "tokens_per_second": count / max(1e-9, seconds.first_token + seconds.later_tokens),
+            "time_to_first_token_ms": 1e3 * first,
+            "generation_time_ms": 1e3 * later,
+            "queue_time_ms": 1e3 * generation.queue_seconds,
+            "tokens_per_second": count / max(1e-9, first + later),
         }
-        return found if count < 2 else found | {"mean_itl_ms": 1e3 * seconds.later_tokens / (count - 1)}
+        return found if count < 2 else found | {"mean_itl_ms": 1e3 * later / (count - 1)}
 
     def keep(self, size: int) -> None:
         """Counts bytes of the answer that wait for its end, like those of bodies. If there are too many of

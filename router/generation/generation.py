@@ -29,17 +29,6 @@ log = logging.getLogger(__name__)
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
-@dataclass(slots=True)
-class Seconds:
-    """How long the parts of a generation took."""
-
-    queue: float = 0.0
-    """Until the prompt was sent to a worker."""
-    first_token: float = 0.0
-    later_tokens: float = 0.0
-    """From the first token to the last one."""
-
-
 @dataclass(eq=False, slots=True)
 class Generation:
     """Writes tokens into `tokens` under `index`. The last one has a finish reason, or is an ApiError."""
@@ -64,7 +53,11 @@ class Generation:
     """Drafts that became no tokens."""
     done: bool = False
     """It has ended."""
-    seconds: Seconds = field(default_factory=Seconds)
+    queue_seconds: float = 0.0
+    """Until the prompt was sent to a worker."""
+    first_token_seconds: float = 0.0
+    later_seconds: float = 0.0
+    """From the first token to the last one."""
     _emitted_at: float = field(default_factory=time.monotonic, init=False)
     _waits: Waits = field(init=False)
     pair: AttemptPair = field(init=False)
@@ -127,8 +120,8 @@ class Generation:
 
     def _prompt_sent(self, found: Plan) -> None:
         if not self._waits.prefilled:
-            self.seconds.queue = self._waits.waited
-            self.metrics.queue.observe(self.seconds.queue)
+            self.queue_seconds = self._waits.waited
+            self.metrics.queue.observe(self.queue_seconds)
         self._waits.prefill_sent()
         if not self.pair.output_ids:  # a prompt that is computed again after that costs its key nothing
             self.turn.computes(self.pair.length - found.cached)
@@ -220,11 +213,11 @@ class Generation:
         if emitted == 1:
             metrics.waiting.dec()
             metrics.running.inc()
-            self.seconds.first_token = passed
+            self.first_token_seconds = passed
             metrics.time_to_first_token.observe(passed)
             self.span.set({"gen_ai.latency.time_to_first_token": passed})
             return
-        self.seconds.later_tokens += passed
+        self.later_seconds += passed
         metrics.inter_token.observe(passed)
         if emitted == 2 and self.pair.prefill is not None:
             metrics.handover_gap.observe(passed)
