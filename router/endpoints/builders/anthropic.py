@@ -62,7 +62,8 @@ class AnthropicBuilder(BlocksBuilder):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
-        return {"stop_reason": "tool_use" if self._parser.called else "end_turn", "stop_sequence": None}
+        reason = "tool_use" if self._parser.text.num_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         used = self._request.usage()
@@ -71,7 +72,7 @@ class AnthropicBuilder(BlocksBuilder):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": used.cached_tokens,
             "output_tokens": used.completion_tokens,
-            "output_tokens_details": {"thinking_tokens": self._parser.reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": self._parser.text.reasoning_tokens},
         }
 
 

@@ -109,6 +109,7 @@ class OutputParser:
 
     Attributes:
         reasons: reasoning is divided from the answer.
+        text: divides the text, and counts calls and tokens of reasoning.
     """
 
     def __init__(self, request: ActiveRequest) -> None:
@@ -121,7 +122,7 @@ class OutputParser:
         way = tokenizer.reasoning if body.separate_reasoning else None
         self.reasons = way is not None
         # The grammar of a call that is forced begins behind the reasoning, and allows nothing else there.
-        self._text = TextParser(
+        self.text = TextParser(
             request.prepared.beginning, way, tool_format, body.offered_tools,
             calls_in_reasoning=not body.must_call,
         )  # fmt: skip
@@ -129,26 +130,16 @@ class OutputParser:
         self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
 
     @property
-    def reasoning_tokens(self) -> int:
-        """Texts that added to the reasoning."""
-        return self._text.reasoning_tokens
-
-    @property
-    def called(self) -> bool:
-        """True if there was a tool call."""
-        return self._text.num_calls > 0
-
-    @property
     def chose_to_call(self) -> bool:
         """True if there was a tool call, and not because `tool_choice` names the tool."""
-        return self.called and not self._named
+        return self.text.num_calls > 0 and not self._named
 
     def push(self, text: str, *, last: str | None) -> list[Part]:
         """Takes the text of the next token. Returns the parts that are certain. `last`: why the output ends
         with it. None: more follows."""
-        parts = self._text.push(text)
+        parts = self.text.push(text)
         if last is not None:
-            parts += self._text.finish(ended=last == "stop")
+            parts += self.text.finish(ended=last == "stop")
         return list(self._kept(parts, last=last is not None))
 
     def _kept(self, parts: list[Part], *, last: bool) -> Iterator[Part]:

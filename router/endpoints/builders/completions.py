@@ -295,7 +295,7 @@ class ChatBuilder(ChoicesBuilder):
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
         if self._parsers[0].reasons:
-            counted = sum(parser.reasoning_tokens for parser in self._parsers)
+            counted = sum(parser.text.reasoning_tokens for parser in self._parsers)
             details = usage.setdefault("completion_tokens_details", {})
             details["reasoning_tokens"] = counted
         return usage

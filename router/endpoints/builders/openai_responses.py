@@ -180,7 +180,7 @@ class OpenAIResponsesBuilder(BlocksBuilder):
             "input_tokens": used.prompt_tokens,
             "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": used.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._parser.text.reasoning_tokens},
             "total_tokens": used.prompt_tokens + used.completion_tokens,
         }
 
