@@ -195,7 +195,7 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
 
 def run_picker(given: PickerRole) -> int:
     from baton.endpoint_picker import PickerConfig, main
-    from baton.router.discovery import StaticDiscovery, is_address
+    from baton.router.discovery import FileDiscovery, is_address
 
     picker = given.picker
     if bool(picker.router) == bool(picker.kubernetes_service):
@@ -206,7 +206,7 @@ def run_picker(given: PickerRole) -> int:
     config = _configured(
         PickerConfig,
         given,
-        routers=_kubernetes(picker.kubernetes_service, "http") or StaticDiscovery(tuple(picker.router)),
+        routers=_kubernetes(picker.kubernetes_service, "http") or FileDiscovery(None, tuple(picker.router)),
         metrics_port=picker.router_metrics_port,
         tls=picker.tls(),
     )

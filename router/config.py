@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.machine import logs
 from baton.router.admission.keys import ApiKey
-from baton.router.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
+from baton.router.discovery import Discovery, FileDiscovery, is_address
 from baton.rpc.tls import TlsFiles
 
 
@@ -150,9 +150,7 @@ class RouterConfig:
         """Returns the source of worker addresses."""
         if self.discovery is not None:
             return self.discovery
-        if self.workers_file is not None:
-            return FileDiscovery(self.workers_file, self.workers)
-        return StaticDiscovery(self.workers)
+        return FileDiscovery(self.workers_file, self.workers)
 
     def logging(self) -> dict[str, Any]:
         process = {"role": "router", "index": self.index, "incarnation": self.incarnation}

@@ -18,32 +18,23 @@ class Discovery(Protocol):
         """Yields the whole set of addresses, first at once and then after each change."""
 
 
-class StaticDiscovery:
-    """A fixed set of workers."""
-
-    def __init__(self, addresses: tuple[str, ...]) -> None:
-        self._addresses = frozenset(addresses)
-
-    async def watch(self) -> AsyncIterator[frozenset[str]]:
-        yield self._addresses
-
-
 class FileDiscovery:
-    """A file with one address per line, which a supervisor replaces atomically. `#` begins a comment.
+    """Workers that are always there, and those of a file, which a supervisor replaces atomically. It has one
+    address per line; `#` begins a comment.
 
     Before the file exists only `addresses` are known. If the file is removed, the last set stays, so that a
     router serves on without its supervisor.
     """
 
-    def __init__(self, path: str, addresses: tuple[str, ...] = ()) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | None, addresses: tuple[str, ...] = ()) -> None:
+        self._path = None if path is None else Path(path)
         self._always = frozenset(addresses)
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
         seen: tuple[int, ...] | None = ()  # None: it cannot be read, as the log says
         current = self._always
         yield current
-        while True:
+        while self._path is not None:
             try:
                 status = self._path.stat()
                 version = (status.st_ino, status.st_mtime_ns, status.st_size)

@@ -18,7 +18,7 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
 from baton.cluster.supervision.supervisor import RoleHandle, Supervisor
 from baton.router import discovery
-from baton.router.discovery import FileDiscovery, StaticDiscovery
+from baton.router.discovery import FileDiscovery
 from tests.fake_kubernetes import FakeKubernetes, endpoint
 
 from .conftest import FAKE, AnyRole, eventually
@@ -249,7 +249,7 @@ async def test_the_source_may_be_lost_again_and_again(source: Source) -> None:
 
 
 async def test_a_static_list_is_reported_once() -> None:
-    assert [said async for said in StaticDiscovery((A, B)).watch()] == [frozenset({A, B})]
+    assert [said async for said in FileDiscovery(None, (A, B)).watch()] == [frozenset({A, B})]
 
 
 async def test_static_workers_stay_beside_those_of_a_file(tmp_path: Path) -> None:

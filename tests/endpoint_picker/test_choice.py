@@ -11,7 +11,7 @@ import pytest
 
 from baton.endpoint_picker.conversation import Conversation, conversation
 from baton.endpoint_picker.routers import Routers, reported_requests
-from baton.router.discovery import StaticDiscovery
+from baton.router.discovery import FileDiscovery
 from baton.router.endpoints.stored_responses import home_tag
 from baton.router.metrics import Metrics
 
@@ -32,7 +32,7 @@ def chat(*turns: str, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def routers() -> Routers:
-    routers = Routers(StaticDiscovery(()), None)
+    routers = Routers(FileDiscovery(None, ()), None)
     routers._update(frozenset(ADDRESSES))
     return routers
 

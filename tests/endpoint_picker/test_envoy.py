@@ -16,7 +16,7 @@ import yaml
 
 from baton.endpoint_picker import PickerConfig
 from baton.endpoint_picker.server import running
-from baton.router.discovery import StaticDiscovery
+from baton.router.discovery import FileDiscovery
 from baton.router.text.tokenizer import load_tokenizer
 from tests.router.conftest import TEXT, Cluster, make_cluster
 from tests.within import WITHIN
@@ -92,7 +92,7 @@ async def test_envoy_sends_each_conversation_to_the_router_that_the_picker_names
 ):
     addresses = [router.url.removeprefix("http://") for router in routers]
     http = routers[0].http
-    picker = PickerConfig(routers=StaticDiscovery(tuple(addresses)), port=0, drain_timeout=1.0)
+    picker = PickerConfig(routers=FileDiscovery(None, tuple(addresses)), port=0, drain_timeout=1.0)
 
     async def taken_by(path: str, **body: Any) -> tuple[int, dict[str, Any]]:
         """Which router got the request; and the answer."""

@@ -19,7 +19,7 @@ from baton.endpoint_picker import exchange as exchange_module
 from baton.endpoint_picker.exchange import SUBSET, SUBSET_NAMESPACE, Exchange
 from baton.endpoint_picker.routers import Routers, reported_requests
 from baton.endpoint_picker.server import SERVICE
-from baton.router.discovery import StaticDiscovery
+from baton.router.discovery import FileDiscovery
 from baton.rpc import ext_proc_pb2 as pb
 from tests.within import WITHIN
 
@@ -71,7 +71,7 @@ def messages(draw: st.DrawFn) -> pb.ProcessingRequest:
 
 def exchanged(sent: list[pb.ProcessingRequest]) -> None:
     """Checks the answers to the messages of one stream."""
-    routers = Routers(StaticDiscovery(ROUTERS), None)
+    routers = Routers(FileDiscovery(None, ROUTERS), None)
     routers._update(frozenset(ROUTERS))
     exchange, body, back = Exchange(routers), b"", b""
     for number, message in enumerate(sent):

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.endpoint_picker import PickerConfig
 from baton.endpoint_picker.exchange import MAX_BODY_BYTES, PIECE_BYTES
 from baton.endpoint_picker.server import SERVICE, running
-from baton.router.discovery import StaticDiscovery
+from baton.router.discovery import FileDiscovery
 from baton.router.metrics import Metrics
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.stubs import EXTERNAL_PROCESSOR
@@ -129,7 +129,7 @@ async def routers() -> AsyncIterator[list[str]]:
 
 @asynccontextmanager
 async def picker_for(routers: Iterable[str]) -> AsyncIterator[tuple[asyncio.Task[None], grpc.aio.Channel]]:
-    config = PickerConfig(routers=StaticDiscovery(tuple(routers)), port=0, drain_timeout=5.0)
+    config = PickerConfig(routers=FileDiscovery(None, tuple(routers)), port=0, drain_timeout=5.0)
     async with running(config) as (address, following), grpc.aio.insecure_channel(address) as channel:
         await readiness(channel, health_pb2.HealthCheckResponse.SERVING)
         yield following, channel
@@ -293,7 +293,7 @@ async def test_readiness_waits_for_a_router_and_ends_with_the_drain(routers: lis
         assert not following.done(), "a fixed list needs no discovery, but its loads are followed"
         await gateway.body_back()
         await gateway.done()
-    config = PickerConfig(routers=StaticDiscovery(()), port=0)
+    config = PickerConfig(routers=FileDiscovery(None, ()), port=0)
     async with running(config) as (address, _), grpc.aio.insecure_channel(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(check(service=SERVICE))  # pyrefly: ignore
