@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from baton.content import vocabulary_fingerprint
 from baton.router.text.chat import ChatEncoder, ChatTemplate, encode
 from baton.router.text.model_files import context_length, locate, read_directory, read_gguf
-from baton.router.tools.formats import FORMATS, format_of, unread_format_of
+from baton.router.tools.formats import FORMATS, format_of
 from baton.router.tools.harmony import SPECIALS
 from baton.router.tools.parser import ToolParser
 from baton.router.tools.reasoning import REASONING, Way, reasoning_of
@@ -50,8 +50,9 @@ class ModelTokenizer:
         self._chat_encoder = ChatEncoder(tokenizer)
         self.takes_tools = template is not None and template.takes_tools
         self.tool_format = tool_format
-        source = "" if template is None or tool_format is not None else template.state["source"]
-        self.unread_format = unread_format_of(source or "")
+        source = None if template is None else template.state["source"]
+        found = tool_format or format_of(source or "")
+        self.unread_format = found if isinstance(found, str) else None
         self.reasoning_parser = reasoning_parser
         self.reasoning: Way | None = REASONING[reasoning_parser] if reasoning_parser is not None else None
         self._template = template
@@ -230,7 +231,8 @@ def load_tokenizer(
             raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
     tokens = {"bos_token": files.bos_token, "eos_token": files.eos_token}
     template = None if source is None else ChatTemplate(source, tool_use, **tokens)
-    tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(tool_use or source or "")
+    found = FORMATS[tool_call_parser] if tool_call_parser else format_of(tool_use or source or "")
+    tool_format = None if isinstance(found, str) else found
     reasoning = reasoning_parser or reasoning_of(source or "")
     if reasoning == "none":
         reasoning = None

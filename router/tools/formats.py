@@ -301,17 +301,7 @@ _MARKS: tuple[tuple[type[ToolParser] | str, tuple[str, ...]], ...] = (
 templates. The first match counts."""
 
 
-def _found(template: str) -> type[ToolParser] | str | None:
+def format_of(template: str) -> type[ToolParser] | str | None:
+    """Returns the format that this chat template uses, or the models with it if no parser reads it. None: it
+    knows no tools."""
     return next((found for found, marks in _MARKS if all(mark in template for mark in marks)), None)
-
-
-def format_of(template: str) -> type[ToolParser] | None:
-    """Returns the format that this chat template uses, or None if no parser reads it."""
-    found = _found(template)
-    return None if isinstance(found, str) else found
-
-
-def unread_format_of(template: str) -> str | None:
-    """Returns the models with a format that no parser reads, if this chat template uses it."""
-    found = _found(template)
-    return found if isinstance(found, str) else None

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from baton.router.api.messages import Tool
 from baton.router.errors import InvalidRequest
-from baton.router.tools.formats import FORMATS, format_of, unread_format_of
+from baton.router.tools.formats import FORMATS, format_of
 from baton.router.tools.json_text import Arguments
 from baton.router.tools.parser import Part
 
@@ -473,8 +473,7 @@ UNREAD = {
 
 @pytest.mark.parametrize("template", UNREAD)
 def test_a_format_without_a_parser_is_not_taken_for_another_one(template: str):
-    assert format_of(template) is None
-    assert unread_format_of(template) == UNREAD[template]
+    assert format_of(template) == UNREAD[template]
 
 
 def test_the_format_is_found_in_the_chat_template():
