@@ -46,8 +46,8 @@ BLOWS = {
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
 AT_ONCE = {"flood": 16}
-AHEAD_S = 0.5
-"""After a blow that is ahead of the others, where each counts once."""
+AHEAD_S = 2.0
+"""After a blow of `AT_ONCE` that is ahead of the others, where each counts once."""
 STRANGER = os.urandom(32)
 MOST_HELD = 80
 """Connections to one port that stay open; the oldest goes when there are more."""
@@ -128,14 +128,15 @@ HOSTILE_PARAMETERS: tuple[dict[str, object], ...] = (
 MIB = 1 << 20
 
 
-def huge_bodies() -> list[tuple[bytes, str]]:
-    """Of nearly 16 MiB, each for a path."""
-    zeros = b"[" + b"0," * (8 * MIB - 100) + b"0]"
-    deep = b"[" * (8 * MIB - 100) + b"]" * (8 * MIB - 100)
-    one = json.dumps({"messages": [{"role": "user", "content": "word " * 3_200_000}]}).encode()
-    many = json.dumps({"messages": [{"role": "user", "content": "a"}] * 300_000}).encode()
+def huge_bodies(mib: int) -> list[tuple[bytes, str]]:
+    """Of nearly so many MiB, each for a path. A router takes 16."""
+    half = mib * MIB // 2 - 100
+    zeros = b"[" + b"0," * half + b"0]"
+    deep = b"[" * half + b"]" * half
+    one = json.dumps({"messages": [{"role": "user", "content": "word " * (200_000 * mib)}]}).encode()
+    many = json.dumps({"messages": [{"role": "user", "content": "a"}] * (19_000 * mib)}).encode()
     chats = [one, many, b'{"messages": ' + zeros + b"}", b'{"messages": ' + deep + b"}", zeros]
-    text = json.dumps("1 a" * 5_000_000).encode()
+    text = json.dumps("1 a" * (310_000 * mib)).encode()
     others = [
         (b'{"prompt": ' + text + b', "return_token_strs": true}', "/tokenize"),
         (b'{"tokens": ' + zeros + b"}", "/detokenize"),
@@ -190,7 +191,8 @@ class Target:
     prompt: str
     seed: int = 0
     once: bool = False
-    """Each way of each blow counts once: a blow that is ahead of the others comes at longer intervals."""
+    """Each way of each blow counts once: a blow that is ahead of the others waits for them. One of `AT_ONCE`
+    goes on at longer intervals. Huge bodies are a quarter as large."""
 
 
 @dataclass
@@ -200,14 +202,16 @@ class Attack:
     rng: random.Random
     struck: Counter[str]
     """All blows that it may strike."""
+    huge: list[tuple[bytes, str]]
     ways: Counter[str] = field(default_factory=Counter)
     """How many ways there are to strike them, where there are several."""
     rounds: int = 0
     """How often each of them was struck at least, in each way."""
+    round_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Of the present round."""
     believed: Counter[str] = field(default_factory=Counter)
     unanswered: Counter[str] = field(default_factory=Counter)
     held: dict[object, list[Callable[[], object]]] = field(default_factory=dict)
-    huge: list[tuple[bytes, str]] = field(default_factory=huge_bodies)
     listed: str = ""
     """The id of a response to many items."""
     who: bytes = b""
@@ -251,7 +255,8 @@ class Attack:
             self._hold("idle", lambda writer=writer: end(writer), most=MOST_IDLE)
 
     async def listed_items(self) -> None:
-        """Many clients list the items before one response."""
+        """Many clients list the items before one response, once it is there."""
+        self.ways["listed_items"] = 2
         if not self.listed:
             items = [{"role": "user", "content": "a"}] * 200
             body = json.dumps({"input": items, "max_output_tokens": 1}).encode()
@@ -444,13 +449,14 @@ class Attack:
         await self._say(self.target.kv_port, self.turn("bent_frames", said))
 
     async def frames_of_an_insider(self) -> None:
-        """It knows the secret, and says what no worker would say."""
+        """It knows the secret, and says what no worker would say, once it has learned what a peer is."""
+        self.ways["frames_of_an_insider"] = 2
         await asyncio.to_thread(self._inside)
 
     def _inside(self) -> None:
         lane = wire.connect(self.target.kv_port, self.target.secret.encode(), who=self.who)
         with lane.sock:
-            if not self.who:  # the first time it learns what a peer is
+            if not self.who:
                 _, versions, *_, ranks, model, layout, dtype, slot = wire.unpack(lane.peer)
                 about = [0, ranks, model, layout, dtype, slot]
                 self.who = wire.pack(["receiver", versions, "insider", 1, *about])
@@ -489,8 +495,12 @@ class Attack:
             if min(count // max(1, self.ways[blow]) for blow, count in self.struck.items()) > self.rounds:
                 self.rounds += 1
                 print(flush=True)
-            ahead = self.struck[name] // max(1, self.ways[name]) > self.rounds
-            await asyncio.sleep(AHEAD_S if self.target.once and ahead else BLOWS[name])
+                self.round_over.set()
+                self.round_over = asyncio.Event()
+            ahead = self.target.once and self.struck[name] // max(1, self.ways[name]) > self.rounds
+            if ahead and name not in AT_ONCE:
+                await self.round_over.wait()
+            await asyncio.sleep(AHEAD_S if ahead else BLOWS[name])
 
 
 def end(writer: asyncio.StreamWriter) -> None:
@@ -506,7 +516,8 @@ async def main() -> None:
     patience = aiohttp.ClientTimeout(PATIENCE_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patience) as http:
         blows = sys.argv[1:] or list(BLOWS)
-        attack = Attack(target, http, random.Random(target.seed), Counter(dict.fromkeys(blows, 0)))
+        struck, bodies = Counter(dict.fromkeys(blows, 0)), huge_bodies(4 if target.once else 16)
+        attack = Attack(target, http, random.Random(target.seed), struck, bodies)
         striking = [
             asyncio.create_task(attack.strike(name)) for name in blows for _ in range(AT_ONCE.get(name, 1))
         ]

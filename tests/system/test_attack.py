@@ -24,6 +24,7 @@ from baton.bench.harness.cluster import free_port, leaks_when_idle, status
 from baton.bench.harness.streams import Case, Stream, cases, new_session, read
 from baton.worker.engine_process.loop import IDLE_TICK
 from tests.shallow import LAYERS
+from tests.within import WITHIN
 
 from .attack import BLOWS, Target
 from .machine import Machine, listening, resident_bytes, tree
@@ -34,8 +35,8 @@ ATTACKERS = ("sk-of-the-one-who-floods", "sk-of-the-one-who-stalls", "sk-of-the-
 GRAMMARS = ("costly_schemas", "composed_grammars", "dear_grammars")
 STREAMS = 6
 STALLED = 30.0
-"""Seconds without a token after which a stream stands still. On two idle cores the longest are a tenth
-of that (docs/lab/tests.md)."""
+"""Seconds without a token after which a stream stands still, in long tests: their machine has nothing else to
+do. On two idle cores the longest are a tenth of that (docs/lab/tests.md)."""
 BODIES = 512 << 20
 """Bytes that the router may have for bodies at any time: 16 of the largest, and copies of some."""
 GROWTH = 64 << 20
@@ -137,9 +138,10 @@ async def attack(target: Target, *blows: str) -> AsyncIterator[Attacker]:
             await process.wait()
 
 
-async def known(url: str) -> dict[Case, list[int]]:
-    """Requests, and the tokens of their answers before the attack."""
-    asked = cases(STREAMS, 16)
+async def known(url: str, seconds: float) -> dict[Case, list[int]]:
+    """Requests, and the tokens of their answers before the attack. The short form has fewer clients: they
+    compute as much as the machine can."""
+    asked = cases(STREAMS if seconds else 2, 16)
     async with new_session(KEY) as http:
         streams = await asyncio.gather(*(read(http, url, case) for case in asked))
     for stream in streams:
@@ -255,7 +257,7 @@ async def test_known_streams_go_on(attacked: Attacked, seconds: float) -> None:
     In the short form the next test strikes those of grammars.
     """
     serve, blows = attacked.serve, {*BLOWS} if seconds else {*BLOWS}.difference(GRAMMARS)
-    right = await known(serve.url)
+    right = await known(serve.url, seconds)
     before = await asyncio.to_thread(lives, serve)
     [router] = before["router 0.0"]
     idle, watching = resident_bytes(router), asyncio.create_task(peak(router))
@@ -283,11 +285,11 @@ async def test_known_streams_go_on(attacked: Attacked, seconds: float) -> None:
         return {name: size >> 20 for name, size in (after - warm).items() if size > may_grow(name)}
 
     # A child may still prepare a body whose client has gone.
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WITHIN
     while (too_much := grown()) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     assert too_much == {}, "MiB"
-    assert max(pauses) < STALLED
+    assert not seconds or max(pauses) < STALLED
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_sche
     attacked: Attacked, seconds: float
 ) -> None:
     serve = attacked.serve
-    right = await known(serve.url)
+    right = await known(serve.url, seconds)
     if seconds:
         await fill_pools(serve.url)
         await compute_all_sizes(serve.url)
@@ -320,7 +322,7 @@ async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_sche
 
     memories: list[Counter[str]] = []
     for part in (seconds / 10, seconds) if seconds else (seconds,):
-        async with attack(attacked.target, *GRAMMARS) as attacker:
+        async with attack(replace(attacked.target, once=not seconds), *GRAMMARS) as attacker:
             pauses.append(await served(serve.url, right, small_schemas(attacker, part)))
         assert attacker.report["unanswered"] == {}
         assert await asyncio.to_thread(leaks_when_idle, attacked.admin) == {}
@@ -333,7 +335,6 @@ async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_sche
     grown = {title: size / warm[title] - 1 for title, size in last.items() if title.endswith("engine")}
     waited = f"{len(waits)} small schemas waited for {max(waits):.2f} s at most"
     print(f"longest pause {max(pauses):.2f} s; {waited}; engines grew by {grown};", attacker.report)
-    assert max(pauses) < STALLED
-    assert max(waits) < STALLED
     if seconds:
+        assert max(*pauses, *waits) < STALLED
         assert max(grown.values()) <= 0.05
