@@ -46,7 +46,7 @@ BLOWS = {
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
 AT_ONCE = {"flood": 16}
-AHEAD_S = 2.0
+AHEAD_S = 4.0
 """After a blow of `AT_ONCE` that is ahead of the others, where each counts once."""
 STRANGER = os.urandom(32)
 MOST_HELD = 80
@@ -191,8 +191,8 @@ class Target:
     prompt: str
     seed: int = 0
     once: bool = False
-    """Each way of each blow counts once: a blow that is ahead of the others waits for them. One of `AT_ONCE`
-    goes on at longer intervals. Huge bodies are a quarter as large."""
+    """Each way of each blow counts once, without pauses between them. A blow that is ahead waits for the
+    others; one of `AT_ONCE` goes on at long intervals. Huge bodies are a quarter as large."""
 
 
 @dataclass
@@ -500,7 +500,7 @@ class Attack:
             ahead = self.target.once and self.struck[name] // max(1, self.ways[name]) > self.rounds
             if ahead and name not in AT_ONCE:
                 await self.round_over.wait()
-            await asyncio.sleep(AHEAD_S if ahead else BLOWS[name])
+            await asyncio.sleep(AHEAD_S if ahead else BLOWS[name] * (not self.target.once))
 
 
 def end(writer: asyncio.StreamWriter) -> None:

@@ -148,21 +148,23 @@ def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> Non
 def test_a_prefill_that_computes_nothing_yet_starves_no_other(
     make_prefill: Any, make_decode: Any, pair_of: Any
 ) -> None:
-    """Its FETCH came first and took the credits of a small arena. They are recalled for other transfers."""
-    slow, fast = make_prefill(name="prefill slow"), make_prefill(name="prefill fast")
-    decode = make_decode(slots=4)
-    waiting = pair_of(slow, decode)
-    slow_id = slow.open(200)
-    slow_fetch = decode.fetch(slow, slow_id, 200)
-    waiting.until(lambda: slow.sender.has_fetch(slow_id), "the first FETCH to arrive")
+    """Two FETCHes came first and took all credits of a small arena. They are recalled for other transfers."""
+    slow = [make_prefill(name=f"prefill slow {i}") for i in range(2)]
+    fast, decode = make_prefill(name="prefill fast"), make_decode(slots=4)
+    waiting = [pair_of(prefill, decode) for prefill in slow]
+    ids = [prefill.open(200) for prefill in slow]
+    fetches = [decode.fetch(prefill, prefill_id, 200) for prefill, prefill_id in zip(slow, ids, strict=True)]
+    for pair, prefill, prefill_id in zip(waiting, slow, ids, strict=True):
+        pair.until(lambda p=prefill, i=prefill_id: p.sender.has_fetch(i), "the first FETCHes to arrive")
     other = pair_of(fast, decode)
     decode_id = decode.fetch(fast, fast.hold(500), 500)
     assert isinstance(other.event(decode_id), kv.Injected)
     other.until(lambda: fast.sender.idle, "the ACK")
-    slow.sender.ready(slow_id, None, 0, 200)
-    slow.sender.commit(slow_id, kv.FirstToken(1))
-    assert isinstance(waiting.event(slow_fetch), kv.Injected)
-    waiting.assert_whole()
+    for pair, prefill, prefill_id, fetch_id in zip(waiting, slow, ids, fetches, strict=True):
+        prefill.sender.ready(prefill_id, None, 0, 200)
+        prefill.sender.commit(prefill_id, kv.FirstToken(1))
+        assert isinstance(pair.event(fetch_id), kv.Injected)
+        pair.assert_whole()
 
 
 def test_a_receiver_that_does_not_read_keeps_no_other_waiting(
