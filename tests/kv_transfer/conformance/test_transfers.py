@@ -164,6 +164,7 @@ def test_a_prefill_that_computes_nothing_yet_starves_no_other(
         prefill.sender.ready(prefill_id, None, 0, 200)
         prefill.sender.commit(prefill_id, kv.FirstToken(1))
         assert isinstance(pair.event(fetch_id), kv.Injected)
+    for pair in waiting:
         pair.assert_whole()
 
 
