@@ -52,9 +52,9 @@ class Overlap:
         """The rows with the most cached tokens; empty if nothing is cached."""
         return _rows(self._levels[-1][1]) if self._levels else []
 
-    def levels(self) -> Iterator[tuple[int, list[int]]]:
-        """Numbers of cached tokens, the most first, each with the rows that have at least so many."""
-        return ((tokens, _rows(rows)) for tokens, rows in reversed(self._levels))
+    def levels(self, least: int) -> Iterator[tuple[int, list[int]]]:
+        """Numbers of cached tokens, the most first and at least so many, each with the rows that have these."""
+        return ((tokens, _rows(rows)) for tokens, rows in reversed(self._levels) if tokens >= least)
 
 
 def _rows(left: int) -> list[int]:

@@ -111,7 +111,7 @@ class Offer:
 
     def __post_init__(self) -> None:
         model, most = self.model, self.model.tokens[-1]
-        token = model.prompt(most, self.position - most / 2) / most
+        token = model.prompt_seconds[-1] / most + (self.position - most / 2) * model.pair_seconds
         alone, wait = model.prefill(self.tokens, self.cached), self.ahead * token
         self._busy = min(MOST_BUSY, self.rate * token)
         self._now = now = self._steps(self.decodes, self.context)
@@ -131,11 +131,14 @@ class Offer:
         model, gap = self.model, self.gap
         if not decodes or not gap:
             return _Steps(0.0, 0.0, 1.0, 1.0)
-        step, fastest = model.decode(decodes, context), min(gap, model.decode(1, 0.0))
-        long = max(gap, step * math.sqrt(gap / fastest) if fastest > 0 else 0.0)
+        step, fastest = model.decode(decodes, context), min(gap, model.decode_seconds[0])
+        long = max(gap, step, step * math.sqrt(gap / fastest) if fastest > 0 else 0.0)
+        # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
+        rows = step - context * model.context_seconds
+        shared = rows - decodes * model.prompt_seconds[-1] / model.tokens[-1]
         # A long step has time for prompts, whatever a worker reports.
-        prompts = max(long - model.step(decodes, context, LARGE) + model.prompt(LARGE), long / 16)
-        return _Steps(step, max(step, math.sqrt(gap * fastest)), max(long, step), prompts)
+        prompts = max(long - step + model.overlap * shared, long / 16)
+        return _Steps(step, max(step, math.sqrt(gap * fastest)), long, prompts)
 
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
@@ -146,8 +149,8 @@ class Offer:
         longer = now.step + (now.long - now.step) * alone / (count * now.prompts) - now.base
         return self.decodes * count * max(0.0, longer) * self._gap_weight / self.request.answer
 
-    def decode_cost(self, *, joins: bool = False) -> float:
-        """Of the decode at this worker. `joins`: another worker computes the prompt. 0: it is unknown."""
+    def decode_cost(self) -> float:
+        """Of the decode at this worker. 0: it is unknown."""
         if not self.gap:
             return 0.0
         model, answer, busy = self.model, self.request.answer, self._busy
@@ -157,13 +160,16 @@ class Offer:
         later = then.stretch - now.stretch
         if prompt > 0:
             later += JOIN_STEPS * (then.step - now.step) / prompt
-        # The step under way, or one that computes prompts only.
-        first = now.step if joins else 0.0
-        if not self.decodes:
-            first = busy * min(prompt, model.prompt(model.tokens[-1], self.position))
-        gaps = cost + self.decodes * (cost - self._gap_of(now)[1]) + first / answer
+        gaps = cost + self.decodes * (cost - self._gap_of(now)[1])
+        if not self.decodes:  # its first step may compute prompts only
+            gaps += busy * min(prompt, model.prompt_seconds[-1]) / answer
         slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))
         return self._gap_weight * gaps + slower
+
+    @property
+    def join_cost(self) -> float:
+        """Of the wait for the step under way, if another worker computes the prompt."""
+        return self._gap_weight * self._now.step / self.request.answer if self.gap else 0.0
 
     @property
     def _gap_weight(self) -> float:
@@ -177,7 +183,7 @@ class Offer:
             return 0.0, 0.0
         busy = self._busy / steps.prompts
         gap = steps.step / (1 - min(MOST_BUSY, busy * (steps.long - steps.step)))
-        short = math.sqrt(self.gap * min(self.gap, self.model.decode(1, 0.0)))
+        short = math.sqrt(self.gap * min(self.gap, self.model.decode_seconds[0]))
         return gap, busy * gap * max(0.0, steps.long - steps.base) + steps.base - short
 
 
@@ -272,12 +278,16 @@ def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
 
     `prefill`: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
     `decodes`: decode workers with room."""
-    inline = [found.prompt_cost + found.decode_cost() if found.gap else math.inf for found in decodes]
+    decoding = [found.decode_cost() for found in decodes]
+    inline = [
+        found.prompt_cost + cost if found.gap else math.inf
+        for found, cost in zip(decodes, decoding, strict=True)
+    ]
     best = min(range(len(decodes)), key=inline.__getitem__)
     costs, alone = {"decode": inline[best]}, decodes[best].first if decodes[best].gap else math.inf
     if prefill is None:  # the only way to compute the prompt
         return _inline("decode", decodes[best], "no_prefill", costs, alone)
-    handovers = [found.decode_cost(joins=True) for found in decodes]
+    handovers = [found.join_cost + cost for found, cost in zip(decodes, decoding, strict=True)]
     to = min(range(len(decodes)), key=handovers.__getitem__)
     costs = {"handover": prefill.prompt_cost + handovers[to]} | costs
     if prefill.room and prefill.gap:

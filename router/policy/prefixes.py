@@ -65,9 +65,7 @@ class Prefixes:
         index, worker = fleet.loads.index, fleet.workers[row]
         own = cached.of(row)
         best, most_saved = None, -math.inf
-        for found, rows in cached.levels():
-            if found < own + CHUNK_TOKENS:
-                break
+        for found, rows in cached.levels(own + CHUNK_TOKENS):
             wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
             have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):

@@ -63,8 +63,7 @@ def test_decoding_costs_gaps_beyond_a_short_step_and_prompts_that_become_slower(
     ten = offer(model=slow, decodes=10)  # 19 ms, and 20 with this request
     assert ten.decode_cost() == pytest.approx((0.020 - SHORT + 10 * 0.001) / GAP)
     assert replace(ten, target=0.5).decode_cost() == pytest.approx(0.5 * ten.decode_cost())
-    joins = ten.decode_cost(joins=True) - ten.decode_cost()
-    assert joins == pytest.approx(0.019 / 150 / GAP), "it waits for the step under way"
+    assert ten.join_cost == pytest.approx(0.019 / 150 / GAP), "it waits for the step under way"
     busy = offer(model=FIXED, rate=2000.0, decodes=1)  # prompts take a fifth of its time
     gap = 0.010 / (1 - 0.2)
     assert busy.decode_cost() == pytest.approx(0.2 / 0.006 * gap * (GAP - SHORT) / GAP)
@@ -199,7 +198,7 @@ def test_a_choice_explains_itself() -> None:
     assert found.attributes() == {
         "baton.place": "handover",
         "baton.ranges": "1:0-2000",
-        "baton.cost_s.handover": prefill.prompt_cost + decode.decode_cost(joins=True),
+        "baton.cost_s.handover": prefill.prompt_cost + decode.join_cost + decode.decode_cost(),
         "baton.cost_s.decode": decode.prompt_cost + decode.decode_cost(),
         "baton.cost_s.prefill": prefill.prompt_cost + prefill.decode_cost(),
     }
