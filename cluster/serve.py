@@ -167,7 +167,8 @@ class LocalCluster:
             raise self._failure
         self._up = True
         self._display.ready(self._blueprint, self._blueprint.admin_url(supervisor.states()), self._logs)
-        balancer, first = Balancer(self._blueprint.pool, self._blueprint.engine.ttit_target), self._roles[0]
+        given, first = self._blueprint, self._roles[0]
+        balancer = Balancer(given.pool, given.front.ttft_target, given.engine.ttit_target)
         scaling = asyncio.create_task(Autoscaler(supervisor, balancer, first.secret, first.tls).run())
         to_stop.callback(scaling.cancel)
         restarting = asyncio.create_task(self._restart_when_told(supervisor))

@@ -64,8 +64,10 @@ class RouterConfig:
     keep_alive: float = 75.0
     worker_wait: float = 60.0
     drain_timeout: float = 60.0
+    ttft_target: float = 1.0
+    """Seconds that users are ready to wait for a first token."""
     overflow: bool = True
-    """A decode worker prefills when the second token is expected earlier that way."""
+    """One worker prefills and decodes a request when that costs less than a handover."""
     prefix_fetches: bool = True
     """A worker fetches what another worker has cached of a prompt, where that is faster than computing it."""
     split_prompts: bool = True

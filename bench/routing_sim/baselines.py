@@ -41,7 +41,7 @@ class Flips:
         """`most`: workers of a pool. `ttft`, `gap`: the targets in seconds. `seats`: of each worker. A worker
         without a free one refuses requests."""
         size = PoolSize(1, most)
-        self._balancer = Balancer(PoolOptions(size, size, ttft_target=1e3 * ttft), 1e3 * gap)
+        self._balancer = Balancer(PoolOptions(size, size), 1e3 * ttft, 1e3 * gap)
         self._seats, self._model = seats, measured(seats)
         self._computed = 0
 

@@ -24,15 +24,15 @@ class Balancer:
         scalers: one for each pool that is given as a range; other pools keep their size.
     """
 
-    def __init__(self, pools: PoolOptions, ttit_target: float | None) -> None:
-        """`ttit_target`: in ms, as given."""
+    def __init__(self, pools: PoolOptions, ttft_target: float, ttit_target: float | None) -> None:
+        """`ttft_target`, `ttit_target`: in ms, as given."""
         given: dict[Pool, PoolSize] = dict(zip(POOLS, pools.sizes, strict=True))
         self.scalers: dict[Pool, Scaler] = {
             pool: Scaler(size.least, size.most, pools.shrink_after)
             for pool, size in given.items()
             if size.least < size.most
         }
-        self._prefill = PrefillDemand(pools.ttft_target / 1000)
+        self._prefill = PrefillDemand(ttft_target / 1000)
         self._decode = DecodeDemand((ttit_target or TTIT_TARGET) / 1000)
         self._flipped = -math.inf
 

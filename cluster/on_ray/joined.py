@@ -78,6 +78,7 @@ def serve(blueprint: Blueprint, roles: list[RoleSpec], address: str) -> int:
     cluster = Detached(
         tuple(roles),
         blueprint.pool,
+        blueprint.front.ttft_target,
         blueprint.engine.ttit_target,
         blueprint.logs.log_dir.absolute() if blueprint.logs.log_dir else None,
         front_node=ray.get_runtime_context().get_node_id(),

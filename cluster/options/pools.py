@@ -77,9 +77,6 @@ class PoolOptions:
     decode_kv_cache_dtype: Literal["auto", "fp8"] | None = opt(
         None, "KV cache of decode workers; KV is converted on its way.", shown="as --kv-cache-dtype"
     )
-    ttft_target: float = opt(
-        1000.0, "Target time to first token. The prefill pool grows to meet it.", "MS", check=between(1)
-    )
     shrink_after: float = opt(
         60.0, "A pool shrinks after this time with a worker too many.", "S", check=between(5)
     )

@@ -290,6 +290,12 @@ class FrontOptions(ServerTlsOptions):
         "S",
         check=between(0, 86_400),
     )
+    ttft_target: float = opt(
+        1000.0,
+        "Target time to first token. Requests are placed by it, and the prefill pool grows to meet it.",
+        "MS",
+        check=between(1),
+    )
     request_timeout: float = opt(600.0, "Longest duration of a request.", "S", check=between(1, 1_000_000))
     client_timeout: float = opt(
         30.0, "Longest time to receive a body, or for a client to read.", "S", check=between(0.1)

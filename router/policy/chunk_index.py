@@ -53,7 +53,7 @@ class Overlap:
         return _rows(self._levels[-1][1]) if self._levels else []
 
     def levels(self, least: int) -> Iterator[tuple[int, list[int]]]:
-        """Numbers of cached tokens, the most first and at least so many, each with the rows that have these."""
+        """Numbers of cached tokens, the most first, each with the rows that have them; at least so many."""
         return ((tokens, _rows(rows)) for tokens, rows in reversed(self._levels) if tokens >= least)
 
 

@@ -137,6 +137,7 @@ class WorkerPool(Roster):
             policy=PREFILL_POLICIES[config.routing_policy],
             promised_slots=self._promised_slots,
             promised_positions=self._promised_positions,
+            ttft_target=config.ttft_target,
             overflow=config.overflow,
             splits=config.split_prompts,
             prefix_fetches=config.prefix_fetches,

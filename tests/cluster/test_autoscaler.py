@@ -92,8 +92,8 @@ class Pools:
         self.router = RouterHandle({"url": "http://127.0.0.1:1"})
         roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {}), RoleSpec("router", 0, (), {})]
         self.supervisor = Supervisor(roles, self.place)
-        pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=10.0)
-        self.autoscaler = Autoscaler(self.supervisor, Balancer(pools, None), SECRET)
+        pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), shrink_after=10.0)
+        self.autoscaler = Autoscaler(self.supervisor, Balancer(pools, 1000, None), SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
     def place(self, spec: RoleSpec) -> Handle:
@@ -198,7 +198,7 @@ async def test_a_worker_that_does_not_answer_does_not_count_as_one_that_stays(po
     await eventually(lambda: pools.supervisor.pools.get("decode", {}).get("ready") == 2)
     hangs, answers = (pools.handles[f"decode {index}"].worker for index in range(2))
     hangs.status.requests_running = 5
-    later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), None), SECRET)
+    later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), 1000, None), SECRET)
     await later._ask(hangs.address)
     await hangs.kill()
     samples = {worker.address: await later._ask(worker.address) for worker in (hangs, answers)}
@@ -213,7 +213,7 @@ async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools
     worker = pools.handles["prefill 0"].worker
     address = worker.address
     worker.status.prompt_tokens, worker.status.no_room = 10_000_000, 1000
-    later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), None), SECRET)
+    later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), 1000, None), SECRET)
     sample = await later._ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (0, 0)

@@ -24,7 +24,7 @@ PHASE = 20.0
 
 def balancer(least: int = 1) -> Balancer:
     size = PoolSize(least, 3)
-    return Balancer(PoolOptions(size, size, ttft_target=1e3 * TTFT), 1e3 * GAP)
+    return Balancer(PoolOptions(size, size), 1e3 * TTFT, 1e3 * GAP)
 
 
 def served(

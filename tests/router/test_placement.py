@@ -175,7 +175,9 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: in
     assert found.model.decode(decodes, found.context) == pytest.approx(0.010), "without a model"
     assert found.model.prefill(1500) == pytest.approx(1500 / 20_000)
     worker.step_model = H200
-    assert placed(fleet_of(loads, [worker]), request, worker.row, 500).model is H200
+    fleet = fleet_of(loads, [worker], ttft_target=0.5)
+    known = placed(fleet, request, worker.row, 500)
+    assert (known.model, known.target) == (H200, 0.5)
 
 
 def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
