@@ -157,7 +157,7 @@ class RequestLives:
             return None
         live.tag = self._tag(live)
         live.hand_back = True
-        self._begin(live, hits)
+        self._begin(live)
         return live
 
     def start_part(
@@ -285,7 +285,7 @@ class RequestLives:
     def admit(self) -> LiveRequest:
         """Takes the first request out of the queue, which `can_admit`."""
         live = self.waiting.pop(0)
-        self._begin(live, self.memory.hits(live))
+        self._begin(live)
         return live
 
     def take_loaded(self) -> list[LiveRequest]:
@@ -294,10 +294,10 @@ class RequestLives:
         self.loaded.clear()
         return loaded
 
-    def _begin(self, live: LiveRequest, hits: Sequence[int]) -> None:
+    def _begin(self, live: LiveRequest) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
         what the tiers below have of it is loaded."""
-        self.memory.take(live, len(live.token_ids), hits)
+        self.memory.take(live, len(live.token_ids), self.memory.hits(live, on_device=False))
         if self.memory.load(live, partial(self._load_ended, live)):
             live.leases.begin(LOADING)
             self._enter(live, Phase.LOADING)

@@ -39,10 +39,11 @@ class RequestMemory:
         names = self._usable(live, self._cache)
         return self._cache.usable(names[: self._cache.known(names)])
 
-    def hits(self, live: LiveRequest, before: int | None = None) -> list[int]:
-        """Cached blocks of the pool that the request begins with. The states of a reservation come from a
-        prefill worker, so it needs no copy of them. Of a part of a prompt, other workers need the states that
-        the model has at `before`, so its positions are computed from an earlier one on."""
+    def hits(self, live: LiveRequest, before: int | None = None, *, on_device: bool = True) -> list[int]:
+        """Cached blocks of the pool that the request begins with, as in `PrefixCache.usable`. The states of a
+        reservation come from a prefill worker, so it needs no copy of them. Of a part of a prompt, other
+        workers need the states that the model has at `before`, so its positions are computed from an earlier
+        one on."""
         if self._cache is None:
             return []
         names = self._usable(live, self._cache)
@@ -51,7 +52,7 @@ class RequestMemory:
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
             return blocks
-        return blocks[: self._cache.usable(names[: len(blocks)], on_device=True)]
+        return blocks[: self._cache.usable(names[: len(blocks)], on_device=on_device)]
 
     def lacks(self, live: LiveRequest) -> int:
         """Blocks that the request needs for its next token, wherever the steps under way end."""
@@ -122,22 +123,18 @@ class RequestMemory:
         if cache is None or not cache.offload:
             return False
         names, usable = self._names(live, cache), self._usable(live, cache)
-        first, stop = live.num_published, cache.usable(usable[: cache.known(usable)])
-        tiers = [None if self._pool.lookup([name]) else cache.tier_of(name) for name in usable[first:stop]]
-        size, rest = self._block_size, len(live.token_ids) - stop * self._block_size
-        for tier in dict.fromkeys(filter(None, tiers)):
-            start, count = first + tiers.index(tier), tiers.count(tier)
-            if not tier.pays(count, cache.prompt_seconds(count * size, rest, start * size)):
-                stop = min(stop, start)
-        stop = cache.usable(usable[:stop])
-        if stop <= first:
-            return False
-        seconds = cache.prompt_seconds((stop - first) * size, rest, first * size)
-        if (tier := cache.states_tier_of(usable[stop - 1])) is not None and not tier.pays(1, seconds):
+        first, begin = live.num_published, cache.usable(usable[: live.num_published], on_device=True)
+        stop = self._loadable(live, cache, usable)
+        if stop == begin:
             return False
         states = None
-        if self.states is not None and (states := self.states.load(live, names, stop)) is None:
-            return False
+        if self.states is not None:
+            tier, seconds = cache.states_tier_of(usable[stop - 1]), self._seconds(live, cache, begin, stop)
+            if tier is None or tier.pays(1, seconds):
+                states = self.states.load(live, names, stop)
+            if states is None:
+                self._begin_at(live, names, begin)
+                return False
         cache.used(usable[first:stop])
         wanted: list[tuple[bytes, int]] = []
         for index in range(first, stop):
@@ -161,6 +158,34 @@ class RequestMemory:
 
         cache.load(wanted, landed, None if states is None else states.wanted)
         return True
+
+    def _loadable(self, live: LiveRequest, cache: PrefixCache, usable: Sequence[bytes]) -> int:
+        """How many blocks the request begins with, once what pays of its blocks is loaded."""
+        first, stop = live.num_published, cache.usable(usable[: cache.known(usable)])
+        tiers = [None if self._pool.lookup([name]) else cache.tier_of(name) for name in usable[first:stop]]
+        for tier in dict.fromkeys(filter(None, tiers)):
+            start, count = first + tiers.index(tier), tiers.count(tier)
+            if not tier.pays(count, self._seconds(live, cache, start, start + count)):
+                stop = min(stop, start)
+        return cache.usable(usable[:stop])
+
+    def _seconds(self, live: LiveRequest, cache: PrefixCache, start: int, stop: int) -> float:
+        """Seconds by which the prompt is computed sooner with the blocks from `start` to `stop`."""
+        size = self._block_size
+        return cache.prompt_seconds((stop - start) * size, len(live.token_ids) - stop * size, start * size)
+
+    def _begin_at(self, live: LiveRequest, names: PrefixNames, begin: int) -> None:
+        """The request gives back cached blocks from this one on: it has no states after them. There is room,
+        since `need` did not count them."""
+        assert self._cache is not None, "they are cached"
+        assert self.states is not None, "the model has states"
+        stop = live.num_published
+        self._pool.release(live.blocks[begin:stop])
+        live.blocks[begin:stop] = array("i", self._pool.allocate(stop - begin))
+        self._cache.hits -= (stop - begin) * self._block_size
+        live.num_published, live.num_cached = begin, begin * self._block_size
+        if begin:
+            self.states.begin_with(live, names.blocks[begin - 1])
 
     def publish(self, live: LiveRequest, computed: int) -> None:
         """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed

@@ -37,13 +37,15 @@ class RequestStates:
         self._names_of = names_of
 
     def take(self, live: LiveRequest, num_hits: int) -> None:
-        """Gives the request a slot. It begins with the copy behind its first `num_hits` cached blocks."""
+        """Gives the request a slot. It begins with the copy behind its first `num_hits` cached blocks, if the
+        device has it."""
         live.states = States(self._pool.allocate())
         if self._copies is not None and num_hits and live.phase is not Phase.RESERVED:
             assert live.names is not None, "hits are found by names"
-            self._begin_with(live, live.names.blocks[num_hits - 1])
+            if (name := live.names.blocks[num_hits - 1]) in self._copies:
+                self.begin_with(live, name)
 
-    def _begin_with(self, live: LiveRequest, name: bytes) -> None:
+    def begin_with(self, live: LiveRequest, name: bytes) -> None:
         """The request begins with this cached copy."""
         assert live.states is not None, "it has blocks"
         assert self._copies is not None, "the copy is cached"
@@ -59,7 +61,7 @@ class RequestStates:
         assert cache is not None, "it has the blocks"
         assert copies is not None, "it has the states"
         if name in copies:
-            self._begin_with(live, name)
+            self.begin_with(live, name)
             return StatesLoad(None, lambda _: None)
         if (slot := copies.allocate()) is None:
             return None
@@ -67,7 +69,7 @@ class RequestStates:
         def loaded(is_right: bool) -> None:
             if is_right:
                 cache.publish_states(names, num_blocks * self._block_size, slot)
-                self._begin_with(live, name)
+                self.begin_with(live, name)
             else:
                 copies.release(slot)
 

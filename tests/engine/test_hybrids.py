@@ -13,8 +13,10 @@ import torch
 
 from baton.engine import Engine, EngineConfig, EngineRequest, step_loop
 from baton.engine.core import state_copies
-from baton.engine.core.live_request import Phase
+from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.core.prefix_cache import PrefixNames
+from baton.engine.core.request_memory import RequestMemory
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_sizing
@@ -251,6 +253,34 @@ def test_states_live_on_below_the_device(
     assert bool(stats.damaged) == breaks
     assert stats.blocks_total == blocks.num_places
     assert breaks or stats.loaded_tokens
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_blocks_on_the_device_stay_while_their_states_are_loaded(
+    path: Path,
+    tiny_engine: MakeEngine,
+    caching: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    pays: bool,
+) -> None:
+    """The device has few copies and many blocks. If a load does not pay, a request gives such blocks back."""
+    given_back = list[int]()
+    begin_at = RequestMemory._begin_at
+
+    def noted(self: RequestMemory, live: LiveRequest, names: PrefixNames, begin: int) -> None:
+        given_back.append(live.num_published - begin)
+        begin_at(self, live, names, begin)
+
+    turns = TURNS[:12]
+    expected = answers(tiny_engine(model=str(path), num_blocks=200), turns)
+    monkeypatch.setattr(OffloadTier, "pays", lambda self, *_: pays)
+    monkeypatch.setattr(RequestMemory, "_begin_at", noted)
+    engine = tiny_engine(model=str(path), **caching(4, num_blocks=200, host_cache_size=1 << 25))
+    assert answers(engine, turns) == expected
+    [stats] = engine.stats().offload
+    assert stats.loaded_tokens == 0, "no block was evicted"
+    assert (engine.stats().prefix_cache_hits > 0) or not pays
+    assert any(given_back) != pays
 
 
 def test_each_rank_copies_its_states(
