@@ -175,7 +175,8 @@ class PrefillAttempt(EngineAttempt):
             return
         if reading is self.reading:  # by its decode worker
             self.reading = None
-            self.live_request.handed_over = reason == "acked"
+            if reason == "acked":
+                self.live_request.handed_over = True
             if self.taker is not None:
                 return  # the blocks stay for the decode on this worker
         if self.part is not None:
