@@ -246,11 +246,11 @@ class Engine:
         False: no room, the reservation is unchanged. Raises `ValueError` if the output does not begin with
         the one before, whose blocks may have names already, or leaves no token to generate."""
         prompt = len(live.request.prompt_ids)
-        least, limit = len(live.token_ids) - prompt, live.asked.longest - prompt
-        if not least <= len(output_ids) < limit:
-            raise ValueError(f"{len(output_ids)} output_ids, but {least} to {limit - 1} are possible")
-        if list(output_ids[:least]) != list(live.token_ids[prompt:]):
-            raise ValueError(f"the first {least} output_ids are not those of the reservation")
+        known, limit = len(live.token_ids) - prompt, live.asked.longest - prompt
+        if not known <= len(output_ids) < limit:
+            raise ValueError(f"{len(output_ids)} output_ids, but {known} to {limit - 1} are possible")
+        if list(output_ids[:known]) != list(live.token_ids[prompt:]):
+            raise ValueError(f"the first {known} output_ids are not those of the reservation")
         return self._lives.extend_reservation(live, list(output_ids))
 
     def join(self, live: LiveRequest, token: int, logprobs: Logprobs | None = None) -> Output:

@@ -164,9 +164,7 @@ class StepLoop:
         for live in schedule.started:
             live.started = live.started or began
             if live.handover:
-                self.hooks.prefill_started(
-                    live.owner, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
-                )
+                self.hooks.prefill_started(live)
         return schedule
 
     def _arrays(self, schedule: Schedule) -> Step:

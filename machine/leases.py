@@ -55,11 +55,6 @@ class Leases(Generic[H]):
         assert over is not None, "an object is over once"
         over()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the memory of the object went back."""
-        return self._over is None
-
     def __contains__(self, holder: object) -> bool:
         return holder in self._holders
 

@@ -1,10 +1,11 @@
 """The prefill role: makes attempts of prefills, and passes to them what engine and KV sender report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import baton.kv_transfer as kv
 from baton.engine import Engine
+from baton.engine.core.live_request import LiveRequest
 from baton.prefill_worker.attempt import PrefillAttempt
 from baton.prefill_worker.serving import ServedPrefixes
 from baton.worker import messages
@@ -34,18 +35,13 @@ class SenderSink:
         """Layers of all steps that hand over KV. With several ranks, all ranks count the same."""
         self._cached: list[tuple[bytes, int]] = []  # prefills of the next step: positions in the prefix cache
 
-    def prefill_started(
-        self,
-        prefill: PrefillAttempt,
-        block_ids: Sequence[int],
-        num_tokens: int,
-        num_cached: int,
-        state_slot: int,
-    ) -> None:
+    def prefill_started(self, live: LiveRequest) -> None:
+        """The owner of the request is its prefill."""
+        prefill: PrefillAttempt = live.owner
         assert prefill.reading is not None, "the sender expects it"
-        prefill.reading.open(num_tokens)
-        if num_cached:
-            self._cached.append((prefill.id, num_cached))
+        prefill.reading.open(len(live.token_ids))
+        if live.num_cached:
+            self._cached.append((prefill.id, live.num_cached))
         prefill.started()
 
     def layer_done(self, layer: int, chunks: Mapping[PrefillAttempt, range]) -> bool:

@@ -180,11 +180,10 @@ class Hooks:
     a step that crashed."""
 
     # Of requests that were added with handover, so that KV can leave layer by layer
-    prefill_started: Callable[[Any, Sequence[int], int, int, int], None] = _nothing
-    """(owner, block ids, tokens, cached tokens, state slot): the request got its blocks. They hold the
-    positions of all tokens and stay the request's until its end and that of all leases on it. Cached
-    positions, the first ones, have their KV already. The slot is where its states are, if the model has
-    state layers."""
+    prefill_started: Callable[[Any], None] = _nothing
+    """(request): this `LiveRequest` got its blocks. They hold the positions of all its tokens and stay the
+    request's until its end and that of all leases on it. Cached positions, the first ones, have their KV
+    already."""
     layer_done: Callable[[int, Mapping[Any, range]], bool | None] = _nothing
     """(layer, positions by owner): K and V of the layer, or its states, are written for these (on CUDA:
     enqueued on the current stream). Called between the launches of two layers, before the attention. The

@@ -24,14 +24,14 @@ def to_drop(
     droppable = list(spare)
     if lives.running or lives.loading:
         droppable = [live for live in droppable if live.phase is Phase.HELD]
-    seats, least = lives.seats, 0
+    seats, min_drops = lives.seats, 0
     if seats <= 0:
         reserved = next((live for live in droppable if live.phase is Phase.RESERVED), None)
         if reserved is None:
             return []
         droppable.remove(reserved)
         droppable.insert(0, reserved)
-        seats = least = 1
+        seats = min_drops = 1
     tables = [live.blocks for live in (*lives.leaving, *droppable)]
     certain = len(tables) - len(droppable)
     need, hits, count, dropped = 0, set[int](), 0, 0
@@ -52,7 +52,7 @@ def to_drop(
         need += memory.blocks_for(len(live.token_ids)) - len(cached)
         if not is_enough(len(droppable)):
             break
-        dropped = bisect_left(range(len(droppable)), True, lo=max(least, dropped), key=is_enough)
+        dropped = bisect_left(range(len(droppable)), True, lo=max(min_drops, dropped), key=is_enough)
         if wanted(live.owner):
             break
     return droppable[:dropped]

@@ -261,9 +261,9 @@ class RequestLives:
 
     @property
     def can_admit(self) -> bool:
-        """Whether the first request of the queue, which is not empty, could start now. No other request
-        overtakes it."""
-        if self._places <= 0:
+        """Whether the queue has a request, and the first one could start now. No other request overtakes
+        it."""
+        if not self.waiting or self._places <= 0:
             return False
         return self._need(self.waiting[0]) + self.memory.headroom <= self.pool.free
 

@@ -105,7 +105,7 @@ class Scheduler:
         """Starts waiting requests while there is budget, with `before` only those that come before it in
         order. Returns the number of their tokens in the schedule."""
         used = 0
-        while budget > used and not schedule.preempted and self._can_admit:
+        while budget > used and not schedule.preempted and self.lives.can_admit:
             live = self._waiting[0]
             if live is not alone and (alone is not None or live.alone):
                 break
@@ -118,10 +118,6 @@ class Scheduler:
                 schedule.started.append(live)
                 used += self._add_chunk(live, budget - used, schedule)
         return used
-
-    @property
-    def _can_admit(self) -> bool:
-        return bool(self._waiting) and self.lives.can_admit
 
     def _may_join(self, live: LiveRequest, schedule: Schedule) -> bool:
         """Whether the next chunk of a prompt may share the step."""
@@ -173,7 +169,7 @@ class Scheduler:
     def _next_alone(self) -> LiveRequest | None:
         """The request that has this step to itself, if any. Such requests get every second step while other
         requests are ready."""
-        ready = [*self._running, *(self._waiting[:1] if self._can_admit else ())]
+        ready = [*self._running, *(self._waiting[:1] if self.lives.can_admit else ())]
         alone = next((live for live in ready if live.alone), None)
         if self._was_alone and not all(live.alone for live in ready):
             alone = None
@@ -242,13 +238,13 @@ class Scheduler:
         grammar is being compiled for it."""
         if self.lives.compiling or any(not self._is_held_back(live) for live in self._running):
             return True
-        return self._can_admit
+        return self.lives.can_admit
 
     @property
     def has_next(self) -> bool:
         """Whether there is anything to compute beyond the steps under way."""
         following = (live for live in self._running if not live.ends_with_pending)
-        return any(not self._is_held_back(live) for live in following) or self._can_admit
+        return any(not self._is_held_back(live) for live in following) or self.lives.can_admit
 
     def launched(self, schedule: Schedule) -> None:
         """Notes that a launched step writes the KV of its chunks. Later steps may read it."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton.engine import Engine, EngineRequest, Output
+from baton.engine.core.live_request import LiveRequest
 from tests.engine.conftest import MakeEngine, request_of, run
 from tests.engine.scheduling import end, hooks_to, live_of
 from tests.engine.test_disaggregation import LIST, copy_kv
@@ -28,10 +29,8 @@ class Everything:
         self.tables: dict[bytes, Sequence[int]] = {}
         engine.loop.hooks = hooks_to(self)
 
-    def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
-    ) -> None:
-        self.tables[request_id] = block_ids
+    def prefill_started(self, live: LiveRequest) -> None:
+        self.tables[live.owner] = list(live.blocks)
 
     def layer_done(self, layer: int, chunks: Any) -> None:
         assert all(request_id.startswith(b"prefill") for request_id in chunks)

@@ -41,10 +41,8 @@ class Pair:
         self.copied = 0  # positions
         prefill.loop.hooks = hooks_to(self)
 
-    def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
-    ) -> None:
-        self.tables[request_id] = list(block_ids)
+    def prefill_started(self, live: LiveRequest) -> None:
+        self.tables[live.owner] = list(live.blocks)
 
     def run(self, requests: Sequence[EngineRequest]) -> dict[bytes, list[int]]:
         """Serves them all, injecting between decode steps. What the decode engine hands back starts anew."""

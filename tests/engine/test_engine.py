@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineRequest, Logprobs, SamplingParams, check_request
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.kernels import parts
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run
@@ -273,10 +274,8 @@ class Recorder:
         self.events: list[tuple[Any, ...]] = []
         self.ticks = 0
 
-    def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
-    ) -> None:
-        self.events.append(("started", request_id, list(block_ids), num_tokens, num_cached))
+    def prefill_started(self, live: LiveRequest) -> None:
+        self.events.append(("started", live.owner, list(live.blocks), len(live.token_ids), live.num_cached))
 
     def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         assert self.engine is not None

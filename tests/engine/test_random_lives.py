@@ -94,12 +94,10 @@ class Lives:
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
 
-    def prefill_started(
-        self, request_id: bytes, block_ids: Any, num_tokens: int, num_cached: int, state_slot: int
-    ) -> None:
-        assert request_id not in self.moved, "the sender has it already"
-        self.tables[request_id], self.of_prefill[request_id] = list(block_ids), state_slot
-        self.moved[request_id] = Counter(dict.fromkeys(range(self.layers), num_cached))
+    def prefill_started(self, live: LiveRequest) -> None:
+        assert live.owner not in self.moved, "the sender has it already"
+        self.tables[live.owner], self.of_prefill[live.owner] = list(live.blocks), live.state_slot
+        self.moved[live.owner] = Counter(dict.fromkeys(range(self.layers), live.num_cached))
 
     def layer_done(self, layer: int, chunks: Any) -> None:
         for request_id, chunk in chunks.items():

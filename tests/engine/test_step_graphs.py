@@ -1,7 +1,7 @@
 """Steps that graphs replay (on a GPU) give the results of steps that are launched kernel by kernel."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,10 +152,8 @@ class LayersSeen:
         self.kv: dict[tuple[bytes, int, int], torch.Tensor] = {}
         self.order: list[int] = []
 
-    def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
-    ) -> None:
-        self.tables[request_id] = list(block_ids)
+    def prefill_started(self, live: LiveRequest) -> None:
+        self.tables[live.owner] = list(live.blocks)
 
     def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         assert self.engine is not None

@@ -90,20 +90,18 @@ class NotingSink(SenderSink):
         self.in_step: Callable[[int, Mapping[bytes, range]], None] = lambda layer, chunks: None
         """Is called when a layer is written. The engine goes on with its step afterwards."""
 
-    def prefill_started(
-        self, prefill: Any, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
-    ) -> None:
-        request_id = prefill
-        self.tables[request_id] = list(block_ids)
-        self.lengths[request_id] = num_tokens
-        self.cached[request_id] = num_cached
+    def prefill_started(self, live: LiveRequest) -> None:
+        request_id = live.owner
+        self.tables[request_id] = list(live.blocks)
+        self.lengths[request_id] = len(live.token_ids)
+        self.cached[request_id] = live.num_cached
         prefill = self.prefills[request_id] = PrefillAttempt(
             shared=stand_in(Resources, engine=self.engine),
             sender=self.sender,
             waits=stand_in(LayerWaits),
             stream=None,
             origin=Origin(request_id, "", "", 0.0),
-            tokens=num_tokens,
+            tokens=len(live.token_ids),
             handover=True,
             awaited=False,
         )
@@ -111,7 +109,8 @@ class NotingSink(SenderSink):
         prefill.live = live_of(self.engine, request_id)
         assert AttemptTable[EngineAttempt](lambda message: None).open(prefill)
         prefill.reading = Reading(prefill, request_id, self.sender)
-        super().prefill_started(prefill, block_ids, num_tokens, num_cached, state_slot)
+        of_prefill = {"owner": prefill, "token_ids": live.token_ids, "num_cached": live.num_cached}
+        super().prefill_started(stand_in(LiveRequest, **of_prefill))
 
     def layer_done(self, layer: int, chunks: Mapping[Any, range]) -> bool:
         is_useless = super().layer_done(layer, {self.prefills[of]: chunk for of, chunk in chunks.items()})

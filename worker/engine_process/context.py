@@ -1,11 +1,12 @@
 """The objects of an engine process that its roles share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from baton.engine import Engine, Hooks, build_engine
+from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Heartbeat, Receiver, TraceWriter, Transport
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
@@ -41,7 +42,7 @@ class Context:
 
     def start_engine(
         self,
-        prefill_started: Callable[[Any, Sequence[int], int, int, int], None],
+        prefill_started: Callable[[LiveRequest], None],
         layer_done: Callable[[int, Mapping[Any, range]], bool],
     ) -> Engine:
         """Builds the engine with these hooks. Raises ValueError if the user's configuration is wrong."""
