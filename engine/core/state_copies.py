@@ -6,12 +6,12 @@ multiple of an interval, and at the last block boundary of its prompt. The scan 
 way if a scanned chunk ends there. Else a step ends there, and they are copied right after it.
 
     free ──allocate──▶ written by a step ──publish──▶ cached ──drop──▶ free
-      ▲                  or by a transfer               │ allocate (evicts the least recently used)
+      ▲                  by a transfer or a load        │ allocate (evicts the least recently used)
       └───── release ───────┘                           └──▶ written by a step
 
 Copies are evicted in an order of their own, and blocks in theirs, as in SGLang's cache for hybrid models. A
-copy is also dropped when the cache drops the block before its position. No request waits for a slot: without
-one there is no copy.
+copy is also dropped when the cache drops the block before its position. The tiers below the device keep what is
+evicted (`offload_tier`). No request waits for a slot: without one there is no copy.
 """
 
 from collections import Counter, OrderedDict

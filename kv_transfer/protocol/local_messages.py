@@ -329,7 +329,7 @@ class CopyCells(Local):
 
 
 class CellsCopied(Local):
-    """Another rank → rank 0: these copies are over, in their order. As `BlockStore.ended`."""
+    """Another rank → rank 0: these copies are over, in their order. As `CellStore.ended`."""
 
     store: int
     intact: Sequence[bool]

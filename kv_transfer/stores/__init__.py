@@ -42,7 +42,7 @@ class CacheCells:
         return sum(pool[:, 0].nbytes for plane in self.planes for pool in plane.values())
 
 
-class BlockStore(Protocol):
+class CellStore(Protocol):
     """The base of stores. The caller has one thread. It owns cells and places from the start of their copy to
     its end."""
 
@@ -74,7 +74,7 @@ class BlockStore(Protocol):
         """Waits for the copies, and frees the places."""
 
 
-class HostStore(BlockStore, Protocol):
+class HostStore(CellStore, Protocol):
     """The base of stores in the memory of the host."""
 
     sums: list[int | None]

@@ -1,4 +1,4 @@
-"""Cells of a cache in a file on a local disk: a `BlockStore` behind a small `HostStore`.
+"""Cells of a cache in a file on a local disk: a `CellStore` behind a small `HostStore`.
 
     save:  cell ────▶ slot of the staging store, which makes the checksum ──▶ place in the file
     load:  place in the file ──▶ slot, with the checksum of its save ──▶ cell, if the bytes have it
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.kv_transfer.stores import BlockStore, CacheCells, Pair
+from baton.kv_transfer.stores import CacheCells, CellStore, Pair
 from baton.kv_transfer.stores.host_store import open_host_store
 
 STAGING_BYTES = 256 << 20
@@ -36,7 +36,7 @@ class _Copy:
     """Whether the copy came to its end with the right bytes. None: it is not over."""
 
 
-class DiskStore(BlockStore):
+class DiskStore(CellStore):
     """Owns the file and the staging store."""
 
     def __init__(self, cells: CacheCells, num_places: int, directory: str) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing, suppress
 
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.protocol.local_messages import CellsCopied, CopyCells
-from baton.kv_transfer.stores import BlockStore, Pair
+from baton.kv_transfer.stores import CellStore, Pair
 from baton.kv_transfer.wait import EVENT_POLL, wait
 
 
@@ -42,10 +42,10 @@ class OtherRank:
                 self.heard[message.store] = now
 
 
-class RankedStore(BlockStore):
+class RankedStore(CellStore):
     """A store of rank 0, and those of the other ranks with its number."""
 
-    def __init__(self, number: int, rank0: BlockStore, others: Sequence[OtherRank], silence: float) -> None:
+    def __init__(self, number: int, rank0: CellStore, others: Sequence[OtherRank], silence: float) -> None:
         """`silence`: seconds without a copy, while some are due, after which another rank counts as hung."""
         self.batch = rank0.batch
         self.num_places, self.ready = rank0.num_places, rank0.ready
@@ -85,7 +85,7 @@ class RankedStore(BlockStore):
             if len(rank.intact[self._number]) >= due:
                 rank.heard[self._number] = now
             elif now - rank.heard[self._number] > self._silence:
-                raise RuntimeError(f"rank {i} has not copied blocks for {self._silence:g} s")
+                raise RuntimeError(f"rank {i} has not copied to a tier for {self._silence:g} s")
         copied, found = [self._intact, *(rank.intact[self._number] for rank in self._others)], list[bool]()
         while self._batches and all(len(intact) >= self._batches[0] for intact in copied):
             for _ in range(self._batches.popleft()):
@@ -100,7 +100,7 @@ class RankedStore(BlockStore):
         self._rank0.close()
 
 
-def serve_stores(stores: Mapping[int, BlockStore], sock: socket.socket) -> None:
+def serve_stores(stores: Mapping[int, CellStore], sock: socket.socket) -> None:
     """A rank from 1 on: makes the copies that rank 0 orders, in a thread of its own. `stores`: by number.
 
     The thread ends when rank 0 closes its channel, and closes the stores. If it dies, it closes its channel,
@@ -109,7 +109,7 @@ def serve_stores(stores: Mapping[int, BlockStore], sock: socket.socket) -> None:
     threading.Thread(target=_serve, args=args, name="tiers", daemon=True).start()
 
 
-def _serve(stores: Mapping[int, BlockStore], channel: Channel) -> None:
+def _serve(stores: Mapping[int, CellStore], channel: Channel) -> None:
     under_way = 0
     with channel.sock, ExitStack() as closes, suppress(ChannelClosed):
         for store in stores.values():

@@ -13,7 +13,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
-from baton.kv_transfer.stores import BlockStore, HostStore
+from baton.kv_transfer.stores import CellStore, HostStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.worker.engine_process import offload
 from baton.worker.engine_process.offload import offload_pumps
@@ -25,7 +25,7 @@ def answers(
     engine: Engine,
     prompts: list[list[int]],
     directory: Path | None = None,
-    break_store: Callable[[BlockStore], None] = lambda store: None,
+    break_store: Callable[[CellStore], None] = lambda store: None,
 ) -> list[list[int]]:
     """The tokens of each prompt. Copies are made as in the loop of a worker. `break_store` is called with
     the store of each tier before each prompt."""
@@ -56,7 +56,7 @@ TURNS = [[*text(20 + 7 * turn, chat), chat] for turn in range(3) for chat in ran
 """For a pool that is too small, so that requests are preempted and prefixes evicted."""
 
 
-def corrupt(store: BlockStore) -> None:
+def corrupt(store: CellStore) -> None:
     """Overwrites every second place of a disk, and changes a bit of every second place in memory."""
     if isinstance(store, DiskStore):
         size = store._size
@@ -70,7 +70,7 @@ def corrupt(store: BlockStore) -> None:
             memory[place % len(memory)] ^= 1 << place % 8
 
 
-def fill_up(store: BlockStore) -> None:
+def fill_up(store: CellStore) -> None:
     assert isinstance(store, DiskStore)
     store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
 

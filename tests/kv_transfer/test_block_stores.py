@@ -17,7 +17,7 @@ import torch
 from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer.arena import channel_pair
 from baton.kv_transfer.layout import FP8, KVLayout
-from baton.kv_transfer.stores import BlockStore, CacheCells, cuda_store, disk_store, ranked_store
+from baton.kv_transfer.stores import CacheCells, CellStore, cuda_store, disk_store, ranked_store
 from baton.kv_transfer.stores.cuda_store import CellLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore, open_host_store
@@ -71,7 +71,7 @@ def content(cells: CacheCells, number: int) -> list[torch.Tensor]:
     return [x.view(torch.uint8).cpu() for x in kept]
 
 
-def damage(store: BlockStore, kv: CacheCells, place: int) -> None:
+def damage(store: CellStore, kv: CacheCells, place: int) -> None:
     """Changes a byte of a place."""
     if isinstance(store, DiskStore):
         at = place * kv.cell_bytes + 7
@@ -81,7 +81,7 @@ def damage(store: BlockStore, kv: CacheCells, place: int) -> None:
         store.memory(place)[7] ^= 1  # type: ignore[attr-defined]
 
 
-def ended(store: BlockStore, count: int) -> list[bool]:
+def ended(store: CellStore, count: int) -> list[bool]:
     whole, deadline = store.ended(), time.monotonic() + WITHIN
     while len(whole) < count:
         assert time.monotonic() < deadline
@@ -90,7 +90,7 @@ def ended(store: BlockStore, count: int) -> list[bool]:
 
 
 @pytest.fixture(params=["host", "disk"])
-def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[CacheCells, int], BlockStore]:
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[CacheCells, int], CellStore]:
     if request.param == "host":
         return lambda kv, places: open_host_store(kv, places)
     return lambda kv, places: DiskStore(kv, places, str(tmp_path))
@@ -99,23 +99,23 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Cach
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "order"), [*zip(("float32", "bfloat16", FP8), ORDERS, strict=False)])
 def test_blocks_come_back_bit_for_bit_and_into_any_block(
-    open_store: Callable[[CacheCells, int], BlockStore], device: str, dtype: str, order: str
+    open_store: Callable[[CacheCells, int], CellStore], device: str, dtype: str, order: str
 ) -> None:
     kv = paged(dtype, device, order)
     check_copies(kv, open_store(kv, 5))
 
 
-def test_blocks_with_latents_come_back(open_store: Callable[[CacheCells, int], BlockStore]) -> None:
+def test_blocks_with_latents_come_back(open_store: Callable[[CacheCells, int], CellStore]) -> None:
     kv = paged("bfloat16", "cpu", kind="latent")
     check_copies(kv, open_store(kv, 5))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_states_come_back(open_store: Callable[[CacheCells, int], BlockStore], device: str) -> None:
+def test_states_come_back(open_store: Callable[[CacheCells, int], CellStore], device: str) -> None:
     check_copies(cells := with_states(device), open_store(cells, 5))
 
 
-def check_copies(kv: CacheCells, store: BlockStore) -> None:
+def check_copies(kv: CacheCells, store: CellStore) -> None:
     """Blocks go to a store and come back. The store has five places."""
     before = [content(kv, block) for block in range(BLOCKS)]
     saves = [(3, 4), (7, 0), (1, 2)]
@@ -138,7 +138,7 @@ def test_a_place_with_other_bytes_is_not_whole(device: str) -> None:
     check_damage(kv, open_host_store(kv, 4))
 
 
-def check_damage(kv: CacheCells, store: BlockStore) -> None:
+def check_damage(kv: CacheCells, store: CellStore) -> None:
     """A byte of a block in the store is changed."""
     store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
@@ -301,7 +301,7 @@ def test_a_rank_pins_what_the_first_rank_orders(kernel_device: str, monkeypatch:
 
 
 def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
-    open_store: Callable[[CacheCells, int], BlockStore],
+    open_store: Callable[[CacheCells, int], CellStore],
 ) -> None:
     kvs = [paged("float32", "cpu") for _ in range(3)]
     stores = [open_store(kv, 4) for kv in kvs]
@@ -347,7 +347,7 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
 
 
 @pytest.mark.parametrize("store", [CpuStore, CudaStore])
-def test_more_memory_than_a_host_can_have(store: Callable[[CacheCells, int], BlockStore]) -> None:
+def test_more_memory_than_a_host_can_have(store: Callable[[CacheCells, int], CellStore]) -> None:
     """The worker then has no host tier."""
     with pytest.raises(MemoryError):
         store(paged("float32", "cpu"), 1 << 40)

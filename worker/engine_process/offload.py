@@ -13,7 +13,7 @@ from baton.engine import Engine, EngineConfig
 from baton.engine.api.config import TierCells
 from baton.engine.core.offload_tier import CellCopy, OffloadTier
 from baton.engine.execution.rank import Follower
-from baton.kv_transfer.stores import BlockStore, CacheCells
+from baton.kv_transfer.stores import CacheCells, CellStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import open_host_store
 from baton.kv_transfer.stores.ranked_store import OtherRank, RankedStore, serve_stores
@@ -26,14 +26,14 @@ POLL = 0.0005
 SILENCE = {Tier.HOST: 10.0, Tier.DISK: 60.0}
 """Seconds without a copy after which another rank counts as hung. A disk may stand still for a while."""
 SHARE = 0.2
-"""Of the time between two calls, how long a CPU may copy blocks to the host. It makes one batch in any
+"""Of the time between two calls, how long a CPU may copy cells to the host. It makes one batch in any
 case."""
 
 
 class OffloadPump:
     """Makes the copies that a tier wants. It starts some in each call, and never waits for one."""
 
-    def __init__(self, tier: OffloadTier, store: BlockStore) -> None:
+    def __init__(self, tier: OffloadTier, store: CellStore) -> None:
         self._tier = tier
         self._store = store
         self._under_way: deque[CellCopy] = deque()  # in the order of the store
@@ -109,7 +109,7 @@ def offload_pumps(engine: Engine, config: EngineConfig, rank_fds: Sequence[int] 
 
 def serve_offload(config: EngineConfig, follower: Follower, fd: int) -> None:
     """Makes the copies of this rank, in a thread. `fd`: a socket to rank 0."""
-    stores: dict[int, BlockStore] = {}
+    stores: dict[int, CellStore] = {}
     for cells, places in follower.offload_places.items():
         kept = CacheCells(paged_kv(follower), cells.of_states)
         with suppress(MemoryError):  # if rank 0 has the store, its first order ends the thread
@@ -122,7 +122,7 @@ def _number(cells: TierCells) -> int:
     return 2 * cells.tier + cells.of_states
 
 
-def _open_store(tier: Tier, cells: CacheCells, num_places: int, disk_cache_dir: str | None) -> BlockStore:
+def _open_store(tier: Tier, cells: CacheCells, num_places: int, disk_cache_dir: str | None) -> CellStore:
     if tier is Tier.HOST:
         return open_host_store(cells, num_places)
     assert disk_cache_dir is not None, "checked by the configuration"
