@@ -10,8 +10,8 @@ way if a scanned chunk ends there. Else a step ends there, and they are copied r
       └───── release ───────┘                           └──▶ written by a step
 
 Copies are evicted in an order of their own, and blocks in theirs, as in SGLang's cache for hybrid models. A
-copy is also dropped when the cache drops the block before its position. The tiers below the device keep what is
-evicted (`offload_tier`). No request waits for a slot: without one there is no copy.
+copy is also dropped when the cache drops the block before its position. The tiers below the device keep what
+is evicted (`offload_tier`). No request waits for a slot: without one there is no copy.
 """
 
 from collections import Counter, OrderedDict
