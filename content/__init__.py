@@ -7,7 +7,7 @@ everything else that their KV depends on:
 
 Each arrow is blake2b. What stands left of it is the key. The salt, or the tokens of the chunk, are hashed. So
 a name depends on no block size, no rank and no worker. Prefix caches and KV transfers compare whole names.
-Routers index the first 64 bits of a name as a hint. `vocabulary_fingerprint` says what the tokens mean, and
+Routers index 60 bits of a name as a hint. `vocabulary_fingerprint` says what the tokens mean, and
 `cache_kinds` what a layer keeps of a request. `gguf` reads the tokenizer of a GGUF file, for both.
 
 The values are part of the protocol: workers and routers of different releases compare them. The package
@@ -89,9 +89,14 @@ def name_of_prefix(names: Sequence[bytes], token_ids: Sequence[int], length: int
     return blake2b(_words(token_ids[length - tail : length]), key=name, digest_size=NAME_BYTES).digest()
 
 
+HINT_BITS = 60
+_HINT = (1 << HINT_BITS) - 1
+
+
 def hint(name: bytes) -> int:
-    """What routers know of a name: its first 64 bits."""
-    return int.from_bytes(name[:8], "little")
+    """What routers know of a name: 60 bits. Python takes 32 bytes for such a number, and 48 for one of 64
+    bits. A router has millions."""
+    return int.from_bytes(name[:8], "little") & _HINT
 
 
 def prompt_hints(token_ids: Sequence[int], root: bytes, salt: bytes) -> list[int]:

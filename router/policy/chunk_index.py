@@ -1,6 +1,6 @@
 """An index from chunk to the workers that have the chunk in their prefix cache.
 
-A chunk is 64 tokens, known by the first 64 bits of its name (`content`). A worker counts as having a chunk
+A chunk is 64 tokens, known by 60 bits of its name (`content`). A worker counts as having a chunk
 after it reports it. It also counts while a prompt with the chunk, which this router sent, waits for its first
 token: the next request with the same prefix may come before the report. When the attempt ends, only the
 report counts.
@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS, MOST_STORED, Tier
+from baton.content import CHUNK_TOKENS, HINT_BITS, MOST_STORED, Tier
 from baton.rpc import worker_pb2 as pb
 
 MAX_LEVELS = 8
-_PARTS, _SHIFT = 1 << 8, 64 - 8
+_PARTS, _SHIFT = 1 << 8, HINT_BITS - 8
+_PART = _PARTS - 1
 """Chunks are spread over so many dictionaries by their first bits. To enlarge one for all, or to look at all
 entries at once, would stop the event loop: 0.3 s for six million chunks."""
 
@@ -230,7 +231,7 @@ class ChunkIndex:
         parts, counts, changed = self._parts, self._chunks, 0
         numbers: dict[int, int] = {}
         for chunk in chunks:
-            part = parts[chunk >> _SHIFT]
+            part = parts[chunk >> _SHIFT & _PART]
             before = part.get(chunk, 0)
             after = numbers.get(before)
             if after is None:
@@ -288,7 +289,7 @@ class ChunkIndex:
     # ------------------------------------------------------------ questions
 
     def _of(self, chunk: int) -> Holders:
-        return self._holders[self._parts[chunk >> _SHIFT].get(chunk, 0)]
+        return self._holders[self._parts[chunk >> _SHIFT & _PART].get(chunk, 0)]
 
     def offloaded(self, row: int, chunks: Iterable[int]) -> Counter[Tier]:
         """How many of these chunks the worker reported in each tier below the device."""
@@ -332,7 +333,7 @@ class ChunkIndex:
             parts, expecting, known = self._parts, self._expecting, list[tuple[int, int, bool]]()
             before, expected_before, end = -1, 0, len(chunks)
             for place, chunk in enumerate(chunks):
-                number, expected = parts[chunk >> _SHIFT].get(chunk, 0), expecting.get(chunk, 0)
+                number, expected = parts[chunk >> _SHIFT & _PART].get(chunk, 0), expecting.get(chunk, 0)
                 if number != before or expected != expected_before:
                     if not (number or expected):
                         end = place
