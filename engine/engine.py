@@ -350,7 +350,6 @@ class Engine:
             decode_seconds=limit.decode_seconds(batch),
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
-            short=limit.short_step(batch),
             long=limit.long_step(batch),
             experts=None if (load := self._runner.expert_load) is None else load.read(),
             offload=stats_of(self.offload),

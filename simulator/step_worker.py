@@ -175,7 +175,7 @@ class Worker:
         limit = self._limit
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
         batch = Batch(decoding, self._context, self._meters.prefill_position)
-        short, long = limit.short_step(batch), limit.long_step(batch)
+        long = limit.long_step(batch)
         started = sum(request.number in self._leases for request in self._prompts)
         left = sum(request.left for request in self._prompts)
         scheduled = sum(count for _, count in self._scheduled or ())
@@ -192,8 +192,6 @@ class Worker:
             prefill_position=self._meters.prefill_position,
             step_seconds=self._meters.step_seconds,
             prompt_tokens=self._computed,
-            chunk_tokens=short.tokens,
-            chunk_seconds=short.seconds,
             long_chunk_tokens=long.tokens,
             long_chunk_seconds=long.seconds,
             decode_seconds=limit.decode_seconds(batch),

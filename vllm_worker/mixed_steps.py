@@ -40,7 +40,6 @@ class StepCosts:
     decode_seconds: float = 0.0
     fastest_step_seconds: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    short: MixedStep = UNKNOWN_STEP
     long: MixedStep = UNKNOWN_STEP
     step_table: StepModel | None = None
     step_factors: tuple[float, float] = (1.0, 1.0)
@@ -200,18 +199,17 @@ class MixedSteps:
         meters, limit = self._meters, self._meters.chunk_limit
         batch = self._batch
         decode = limit.decode_seconds(batch)
-        short = limit.short_step(batch)
-        long = short if self._handed_over else limit.long_step(batch)
+        long = limit.short_step(batch) if self._handed_over else limit.long_step(batch)
         token_seconds = (long.seconds - decode) / max(1, long.tokens)
         if now < self._mixed_at + TRIED_AGAIN and token_seconds > DEAR * self._alone > 0:
-            short = long = UNKNOWN_STEP
+            long = UNKNOWN_STEP
         rest = meters.step_seconds, decode, limit.fastest_seconds, meters.prefill_tokens_per_s
         steps, prompts = self._costs, self._prompts.values()
         parts = [(prompt.left, prompt.tokens - prompt.left) for prompt in prompts]
         load = self._context, meters.queue_seconds(parts, batch)
         model = (*steps.table.decode_seconds, *steps.table.prompt_seconds) if steps.table else ()
-        values = *rest, *short, *long, *load, limit.gap_target, *model, *steps.factors
+        values = *rest, *long, *load, limit.gap_target, *model, *steps.factors
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in values)
         if told == self._told:
             return []
-        return [StepCosts(*rest, short, long, steps.table, steps.factors, *load, limit.gap_target)]
+        return [StepCosts(*rest, long, steps.table, steps.factors, *load, limit.gap_target)]

@@ -103,8 +103,6 @@ class EngineStats:
     """Running average of a step that only decodes. 0 before the first."""
     fastest_step_seconds: float
     """The fastest step that only decoded. 0 before the first."""
-    short: MixedStep = UNKNOWN_STEP
-    """A step with decodes, and with so few prompt tokens that the decoding requests hardly feel them."""
     long: MixedStep = UNKNOWN_STEP
     """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
     only if a prompt would otherwise be late."""

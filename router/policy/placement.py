@@ -348,9 +348,7 @@ class PrefillWindow:
 
 def mixed_step(status: pb.WorkerStatus) -> tuple[int, float]:
     """Prompt tokens and seconds of the longest step that also decodes, as reported."""
-    if status.long_chunk_tokens:
-        return status.long_chunk_tokens, status.long_chunk_seconds
-    return status.chunk_tokens, status.chunk_seconds
+    return status.long_chunk_tokens, status.long_chunk_seconds
 
 
 def prefill_window(budgets: list[int], speed: float, decodes: list[pb.WorkerStatus]) -> PrefillWindow:

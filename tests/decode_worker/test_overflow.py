@@ -53,7 +53,7 @@ async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(pair: 
     await pair.decode.reserved(here)
     assert len(await pair.decode.tokens(here)) == 4
     offered = await status(pair.decode)
-    assert offered.chunk_seconds > 0
+    assert offered.long_chunk_seconds > 0
 
 
 async def test_decoded_tokens_are_cached_for_the_next_turn(caching_workers: Workers) -> None:

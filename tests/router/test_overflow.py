@@ -20,7 +20,7 @@ async def offering(cluster: Cluster, tokens: int = 64) -> None:
     """Decode workers report spare speed, and prefill workers report a low speed."""
     for worker in cluster.workers:
         if worker.first_pool == pb.POOL_DECODE:
-            worker.status.chunk_tokens, worker.status.chunk_seconds = tokens, 0.015
+            worker.status.long_chunk_tokens, worker.status.long_chunk_seconds = tokens, 0.015
             worker.status.step_seconds, worker.status.gap_target_seconds = 0.010, 0.050
             worker.status.prefill_tokens_per_s = 1e4
         else:
@@ -29,7 +29,7 @@ async def offering(cluster: Cluster, tokens: int = 64) -> None:
     connections = cluster.pool.connections
     await cluster.until(
         lambda: all(
-            c.status.prefill_tokens_per_s == 1.0 or c.status.chunk_tokens == tokens for c in connections
+            c.status.prefill_tokens_per_s == 1.0 or c.status.long_chunk_tokens == tokens for c in connections
         )
     )
 

@@ -77,6 +77,6 @@ def test_nonsense_is_no_model_of_steps(changes: dict[str, Any]):
 
 
 def test_invalid_rates_become_unknown():
-    status = pb.WorkerStatus(prefill_tokens_per_s=math.inf, step_seconds=0.5, chunk_seconds=math.nan)
-    assert clear_invalid_rates(status) == ["prefill_tokens_per_s inf", "chunk_seconds nan"]
+    status = pb.WorkerStatus(prefill_tokens_per_s=math.inf, step_seconds=0.5, long_chunk_seconds=math.nan)
+    assert clear_invalid_rates(status) == ["prefill_tokens_per_s inf", "long_chunk_seconds nan"]
     assert status == pb.WorkerStatus(step_seconds=0.5)

@@ -269,19 +269,19 @@ async def test_invalid_rates_count_as_unknown(cluster: Cluster, caplog: pytest.L
     decode, [prefill] = cluster.decodes[0], cluster.prefills
     for worker in (prefill, decode):
         worker.status.prefill_tokens_per_s, worker.status.step_seconds = math.inf, -1.0
-        worker.status.chunk_seconds, worker.status.chunk_tokens = math.nan, 100
+        worker.status.long_chunk_seconds, worker.status.long_chunk_tokens = math.nan, 100
         worker.status.step_model.rows.append(1)
         worker.report()
         worker.report()
-    await cluster.until(lambda: all(c.status.chunk_tokens for c in cluster.pool.connections))
+    await cluster.until(lambda: all(c.status.long_chunk_tokens for c in cluster.pool.connections))
     for made in cluster.pool.connections:
         status = made.status
-        assert (status.prefill_tokens_per_s, status.step_seconds, status.chunk_seconds) == (0, 0, 0)
+        assert (status.prefill_tokens_per_s, status.step_seconds, status.long_chunk_seconds) == (0, 0, 0)
         assert not status.HasField("step_model")
         assert made.step_model is None
         status = await made.ask()
         assert status is not None
-        assert status.chunk_seconds == 0
+        assert status.long_chunk_seconds == 0
     assert cluster.pool.prefill_window().tokens < math.inf
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     warned = [record.message for record in caplog.records if "impossible rates" in record.message]

@@ -127,10 +127,7 @@ def test_costs_are_said_once() -> None:
     [costs] = vllm.steps.news(vllm.now)
     assert costs.decode_seconds == costs.fastest_step_seconds == pytest.approx(STEP)
     assert costs.prefill_tokens_per_s == pytest.approx(1 / TOKEN)
-    short, long = STEP * math.sqrt(3.5), 3.5 * STEP
-    assert costs.short == (pytest.approx(87, rel=0.1), pytest.approx(short, rel=0.01)), (
-        "from the prompt alone"
-    )
+    long = 3.5 * STEP
     assert costs.long == (pytest.approx(250, rel=0.1), pytest.approx(long, rel=0.01))
     assert costs.step_table is not None
     assert costs.step_table.step(1, 101) == pytest.approx(STEP)
@@ -160,7 +157,7 @@ def test_without_chunks_no_prompt_fits_beside_decodes() -> None:
         steps.over(steps.begins(0.0), 1.0)
     assert steps.bound(2.0) == 0
     [costs] = steps.news(0.0)
-    assert costs.short.tokens == costs.long.tokens == 0
+    assert costs.long.tokens == 0
 
 
 def test_a_step_begins_when_the_one_before_is_over() -> None:
@@ -193,7 +190,7 @@ def test_steps_are_short_while_requests_come_from_other_workers() -> None:
     [alone] = vllm.steps.news(0.0)
     vllm.steps.expect("e", 0, math.inf, decodes=True)
     [costs] = vllm.steps.news(0.0)
-    assert costs.short == costs.long == pytest.approx(alone.short, rel=0.02)
+    assert costs.long.seconds == pytest.approx(STEP * math.sqrt(3.5), rel=0.02)
     assert costs.long.tokens < alone.long.tokens
     before, _ = vllm.now, vllm.step()
     assert vllm.now - before == pytest.approx(STEP * math.sqrt(3.5), rel=0.1)
@@ -248,5 +245,5 @@ def test_no_prompt_is_taken_beside_decodes_if_it_costs_much_more_there() -> None
         vllm.step()
     assert vllm.steps.news(vllm.now + TRIED_AGAIN)[0].long.tokens > 0, "nothing else tells it"
     [costs] = vllm.steps.news(vllm.now)
-    assert costs.short == costs.long == (0, 0.0)
+    assert costs.long == (0, 0.0)
     assert costs.decode_seconds == pytest.approx(STEP, rel=0.01)

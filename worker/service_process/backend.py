@@ -93,8 +93,6 @@ class Backend:
             arena_slots_total=2 * transfer.slots,
             prompt_tokens=counts.prompt_tokens,
             no_room=counts.no_room,
-            chunk_tokens=stats.short.tokens,
-            chunk_seconds=stats.short.seconds,
             long_chunk_tokens=stats.long.tokens,
             long_chunk_seconds=stats.long.seconds,
             kv_transports=transfer.transports,
