@@ -88,7 +88,7 @@ EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size
     [
         (("--ssl-keyfile", "BROKEN"), "--ssl-certfile and --ssl-keyfile: some are missing"),
         (("--cluster-ca-certs", "BROKEN"), "--cluster-certfile and --cluster-keyfile"),
-        (("--api-key-file", "BROKEN"), "[a] key must be a string"),
+        (("--api-key-file", "BROKEN"), "[a]: Expected `str | null`, got `int` - at `$.key`"),
         (("--max-num-batched-tokens", "10"), "raise it to at least --max-num-seqs (64)"),
         (("--disk-cache-size", "1GiB"), "--disk-cache-size: needs --disk-cache-dir"),
         (("--allowed-origins", "chat.example"), "--allowed-origins must be * or an origin such as"),
