@@ -45,7 +45,7 @@ Chunks = list[tuple[Request, int]]
 
 
 @cache
-def _measured(seconds: Callable[..., float]) -> StepModel:
+def measured(seconds: Callable[..., float]) -> StepModel:
     """Measures as an engine does when it starts."""
 
     def step(rows: int, context: float, tokens: int, position: float) -> float:
@@ -87,7 +87,7 @@ class Worker:
         self._colocated = colocated
         largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
         sizes = row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET)
-        self._limit = ChunkLimit(LearnedSteps(*sizes, _measured(step_seconds)), None, BUDGET, target_steps)
+        self._limit = ChunkLimit(LearnedSteps(*sizes, measured(step_seconds)), None, BUDGET, target_steps)
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by `_tokens` at the end

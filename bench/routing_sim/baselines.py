@@ -6,10 +6,9 @@ from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.autoscaling.scaling import Sample
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.blueprint import Pool
-from baton.machine.step_model import StepModel, measure, row_sizes, token_sizes
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky
 from baton.rpc import worker_pb2 as pb
-from baton.simulator.step_worker import BUDGET
+from baton.simulator.step_worker import measured
 from baton.simulator.steps import step_seconds
 
 
@@ -25,15 +24,6 @@ POLICIES: dict[str, PrefillPolicy] = {
 }
 
 
-def measured(seats: int) -> StepModel:
-    """The model of steps that a simulated worker with so many seats would measure."""
-
-    def step(rows: int, context: float, tokens: int, position: float) -> float:
-        return step_seconds(rows, context, [(tokens, round(position))] if tokens else [])
-
-    return measure(step, row_sizes(seats), token_sizes(BUDGET), 1_000, BUDGET)
-
-
 class Flips:
     """The autoscaler's policy for the simulators. The pools have as many workers in all as at the start."""
 
@@ -42,7 +32,7 @@ class Flips:
         without a free one refuses requests."""
         size = PoolSize(1, most)
         self._balancer = Balancer(PoolOptions(size, size), 1e3 * ttft, 1e3 * gap)
-        self._seats, self._model = seats, measured(seats)
+        self._seats, self._model = seats, measured(step_seconds)
         self._computed = 0
 
     def __call__(self, now: float, reports: Mapping[Pool, Sequence[pb.WorkerStatus]]) -> dict[Pool, int]:
