@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from multiprocessing.util import Finalize
@@ -22,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.cluster.supervision.rundir import RunDir
 from tests.within import WITHIN
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ SHARED_MEMORY = "vllm-of-tests-"
 BATON = "baton"
 """Names of Baton's temporary files begin so."""
 _FOUND = pytest.StashKey[list[str]]()
-_DIRECTORY = pytest.StashKey[str]()
+_DIRECTORY = pytest.StashKey[Path]()
 
 
 def left_behind(since: float) -> Iterator[psutil.Process]:
@@ -73,11 +73,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return  # a process of pytest-xdist has the directory of the one that started it
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps its own directories
-    # A short path, because sockets go there.
-    directory = config.stash[_DIRECTORY] = tempfile.mkdtemp(prefix="bt", dir="/tmp")
-    os.environ["TMPDIR"] = tempfile.tempdir = directory
+    # A short path, because sockets go there. It also removes what runs left that were killed.
+    directory = RunDir.create(Path("/tmp"))
+    config.stash[_DIRECTORY] = directory.path
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory.path)
     # At the end of this process, after multiprocessing has removed its own directory there.
-    Finalize(None, shutil.rmtree, (directory, True), exitpriority=-200)
+    Finalize(None, directory.remove, exitpriority=-200)
 
 
 def files_left_behind(directory: Path) -> Iterator[str]:
@@ -117,7 +118,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return  # a process of pytest-xdist: the one that started it looks
     since = psutil.Process().create_time()
     processes = end(list(left_behind(since)))
-    files = files_left_behind(Path(session.config.stash[_DIRECTORY]))
+    files = files_left_behind(session.config.stash[_DIRECTORY])
     session.config.stash[_FOUND] = [*processes, *files]
     remove_shared_memory(since)
     if session.config.stash[_FOUND]:
