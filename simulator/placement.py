@@ -156,6 +156,7 @@ def simulate(
     seed: int = 1,
     seats: int = SEATS,
     target_steps: float = LONG,
+    ttft_target: float = 1.0,
     splits: bool = True,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.
@@ -167,7 +168,8 @@ def simulate(
     `max_answer`: tokens that clients allow. 0: as many as they get.
     `prefills`: workers of the prefill pool. None: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
-    as `--max-num-seqs` and the gap target in fastest steps. `splits`: whether the policy may split prompts.
+    as `--max-num-seqs` and the gap target in fastest steps. `ttft_target`: in seconds. `splits`: whether the
+    policy may split prompts.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -181,7 +183,8 @@ def simulate(
         for row in range(workers)
     ]
     seen_by = [
-        Router(engines, seats, kind, splits, clock, random.Random(seed), outcome) for _ in range(routers)
+        Router(engines, seats, kind, splits, clock, random.Random(seed), outcome, ttft_target)
+        for _ in range(routers)
     ]
     cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
     cluster.run(workers // 2 if prefills is None else prefills, at_a_time, flips)

@@ -66,6 +66,7 @@ class Router:
         workers: they begin in the decode pool (`move`).
         seats: requests that a worker decodes at once.
         splits: whether several workers may compute a prompt.
+        ttft_target: seconds.
     """
 
     workers: list[Worker]
@@ -75,6 +76,7 @@ class Router:
     clock: Clock
     rng: random.Random
     outcome: PlacementOutcome
+    ttft_target: float = 1.0
 
     def __post_init__(self) -> None:
         self._prefills: set[int] = set()
@@ -167,6 +169,7 @@ class Router:
             loads=self._loads,
             caches=self._caches,
             policy=sticky,
+            ttft_target=self.ttft_target,
             overflow=self.kind == "policy",
             splits=self.kind == "policy" and self.splits,
             attached_rows=(1 << len(self.workers)) - 1,

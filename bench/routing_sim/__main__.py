@@ -169,7 +169,7 @@ def add_swing(report: Report, _short: bool) -> None:
         flips = Flips(most=3, ttft=SWING_TTFT, gap=SWING_GAP, seats=placement.SEATS) if flip else None
         found = placement.simulate(
             lambda now: loads[int(now / SWING_SECONDS) % len(loads)], kind, requests=requests, workers=4,
-            prefills=prefills, flips=flips, seed=SEED,
+            prefills=prefills, flips=flips, seed=SEED, ttft_target=SWING_TTFT,
         )  # fmt: skip
         return found.goodput(SWING_TTFT, SWING_GAP)
 

@@ -26,7 +26,7 @@ from baton.rpc import worker_pb2 as pb
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""
-UTILISATION_SECONDS = 20.0
+UTILISATION_SECONDS = 10.0
 """Time constant of the average."""
 _UTILISATION_DECAY = math.exp(-1 / UTILISATION_SECONDS)  # for each second
 PROMPTS_DECAY = 0.98

@@ -9,6 +9,7 @@ import pytest
 from baton.bench.routing_sim.agents import agents
 from baton.content import CHUNK_TOKENS
 from baton.machine.quantiles import percentile
+from baton.machine.step_model import StepModel
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.placement import Pool, simulate
@@ -49,37 +50,82 @@ def test_a_worker_twice_as_slow_gets_less(monkeypatch: pytest.MonkeyPatch) -> No
     usual = simulate(LOAD, "policy", requests=200, workers=4).quantiles()
     seen = Recorded(monkeypatch, w0=2.0, w3=2.0)
     slow = simulate(LOAD, "policy", requests=200, workers=4).quantiles()
-    assert seen.counts["0"] < 0.8 * seen.counts["1"]
-    assert slow.ttft < 2 * usual.ttft
-    assert slow.ttft_p99 < 3 * usual.ttft_p99
+    assert seen.counts["0"] < 0.7 * seen.counts["1"]
+    assert seen.counts["3"] < 0.5 * seen.counts["2"]
+    assert slow.ttft < 1.6 * usual.ttft
+    assert slow.ttft_p99 < 2.6 * usual.ttft_p99
 
 
+NOTHING, FOREVER = (StepModel((1,), (cost,), cost, (1,), (cost,), cost, 1.0) for cost in (0.0, 1e30))
+"""Models of steps that routers accept."""
+
+
+@pytest.mark.parametrize("name", ["0", "3"], ids=["prefill", "decode"])
 @pytest.mark.parametrize(
-    "nonsense",
+    ("nonsense", "model"),
     [
-        {"tokens_waiting": 10**15, "queue_seconds": 1e300},
-        {"prefill_tokens_per_s": 1e300, "decode_seconds": 1e-300, "long_chunk_tokens": 2**31},
-        {"prefill_tokens_per_s": float("nan"), "decode_seconds": -1.0, "gap_target_seconds": float("inf")},
-        {"requests_running": 2**31, "requests_decoding": 2**32 - 1, "blocks_free": 2**32 - 1},
+        ({"tokens_waiting": 10**15, "queue_seconds": 1e300}, None),
+        ({"prefill_tokens_per_s": 1e300, "decode_seconds": 1e-300, "long_chunk_tokens": 2**31}, None),
+        ({"prefill_tokens_per_s": float("nan"), "decode_seconds": -1.0}, None),
+        ({"requests_running": 2**31, "requests_decoding": 2**32 - 1, "blocks_free": 2**32 - 1}, None),
+        ({"gap_target_seconds": 1e-300, "prefill_position": 1e300, "decode_context": 2**63}, None),
+        ({"gap_target_seconds": 1e300, "prompt_tokens": 2**63}, None),
+        ({}, NOTHING),
+        ({}, FOREVER),
     ],
-    ids=["a queue without end", "no time at all", "no numbers", "more than there are"],
+    ids=["endless", "no time", "no numbers", "too many", "no gap", "any gap", "free steps", "no steps"],
 )
-def test_a_worker_that_reports_nonsense_harms_few(nonsense: Mapping[str, float], monkeypatch) -> None:
-    status = Worker.status
+def test_a_worker_that_reports_nonsense_harms_few(
+    nonsense: Mapping[str, float], model: StepModel | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, learned = Worker.status, Worker.step_model
+    assert isinstance(learned, property)
 
     def reported(worker: Worker) -> pb.WorkerStatus:
         found = status(worker)
-        if worker.name == "0":
-            for name, value in nonsense.items():
-                setattr(found, name, value)
+        if worker.name == name:
+            for field, value in nonsense.items():
+                setattr(found, field, value)
             clear_invalid_rates(found)
         return found
 
-    usual = simulate(LOAD, "policy", requests=150, workers=4).quantiles()
+    def claimed(worker: Worker) -> StepModel | None:
+        return model if model and worker.name == name else learned.fget(worker)
+
+    usual = simulate(LOAD, "policy", requests=100, workers=4).quantiles()
     monkeypatch.setattr(Worker, "status", reported)
-    found = simulate(LOAD, "policy", requests=150, workers=4)
-    assert len(found.answers) == 135, "all that are measured"
-    assert found.quantiles().ttft_p99 < 4 * usual.ttft_p99
+    monkeypatch.setattr(Worker, "step_model", property(claimed))
+    found = simulate(LOAD, "policy", requests=100, workers=4)
+    assert len(found.answers) == 90, "all that are measured"
+    assert found.quantiles().ttft_p99 < 3 * usual.ttft_p99
+
+
+@pytest.mark.parametrize("load", [Load(2000, 150, 22), Load(500, 500, 40), Load(500, 500, 60)], ids=str)
+def test_decodes_do_not_swing_between_workers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill worker has few of the 160 decodes of the second load, and half of the 410 of the third."""
+    status, counts = Worker.status, dict[str, list[int]](("01"[i], []) for i in range(2))
+
+    def recorded(worker: Worker) -> pb.WorkerStatus:
+        found = status(worker)
+        counts[worker.name].append(found.requests_decoding + found.reservations)
+        return found
+
+    monkeypatch.setattr(Worker, "status", recorded)
+    simulate(load, "policy", requests=round(15 * load.rate))
+    both = list(zip(*counts.values(), strict=False))
+    shares = [ours / max(1, ours + others) for ours, others in both[len(both) // 4 : -len(both) // 4]]
+    assert statistics.pstdev(shares) < 0.1
+    assert max(abs(after - before) for before, after in itertools.pairwise(shares)) < 0.3
+
+
+def test_sessions_seldom_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, last, moved, turns = Recorded(monkeypatch), dict[int, str](), 0, 0
+    simulate(agents(16, 6, seed=1), "policy", at_a_time=16, warm_up=0)
+    for request, worker in seen.computed:
+        moved += last.get(request.key, worker) != worker
+        turns += request.key in last
+        last[request.key] = worker
+    assert moved < 0.5 * turns
 
 
 def test_a_burst_of_long_prompts_holds_up_no_others() -> None:
