@@ -38,7 +38,7 @@ import baton.bench.contract as contract
 from baton.bench.contract import MIN_PAIRS, Report, Row
 from baton.bench.harness.cluster import START_S, LocalCluster
 from baton.bench.router import ends
-from baton.content import CHUNK_TOKENS
+from baton.content import CHUNK_TOKENS, HINT_BITS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill import PrefillRequest, sticky
 from baton.router.policy.prefill_loads import PrefillLoads
@@ -99,8 +99,8 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
     """
     rng = random.Random(1)
     loads = prefill_loads(workers, rng)
-    system = [rng.getrandbits(64) for _ in range(8)]
-    sessions = [[rng.getrandbits(64) for _ in range(12)] for _ in range(20 * workers)]
+    system = [rng.getrandbits(HINT_BITS) for _ in range(8)]
+    sessions = [[rng.getrandbits(HINT_BITS) for _ in range(12)] for _ in range(20 * workers)]
     loads.index.grow(2 * workers)
     for row in range(2 * workers):
         loads.index.add(row, system)
@@ -124,7 +124,7 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
     took: list[float] = []
     for i in range(count):
         key, session = rng.getrandbits(64), rng.choice(sessions)
-        chunks = [*system, *session, *(rng.getrandbits(64) for _ in range(11))]
+        chunks = [*system, *session, *(rng.getrandbits(HINT_BITS) for _ in range(11))]
         began = time.perf_counter()
         request = PrefillRequest(key=key, tokens=2_000, chunks=chunks, arrival=i)
         snapshot = loads.snapshot(request, 0.05)

@@ -47,6 +47,7 @@ from baton.bench.harness.cluster import LocalCluster
 from baton.bench.router.ends import END, EVENT, REQUEST_HEAD, cpu_seconds, prompt_of
 from baton.bench.router.stand_in import Lanes, Outputs, StandIn
 from baton.cluster.model import EMBEDDED_NAME
+from baton.content import HINT_BITS
 from baton.rpc import worker_pb2 as pb
 
 STALL_S = 0.05
@@ -131,7 +132,7 @@ def fakes(
             worker = Large(role, lanes, list(range(1000, 1400)), secret=secret.encode())
             worker.status.blocks_free = worker.status.blocks_total = 1 << 20
             worker.step_seconds = step if role == pb.POOL_DECODE else 0.0
-            worker.chunks = [rng.getrandbits(64) for _ in range(chunks)]
+            worker.chunks = [rng.getrandbits(HINT_BITS) for _ in range(chunks)]
             reporting.append(asyncio.create_task(worker.report()))
             addresses.append((await worker.start(port)).address)
         pipe.send(addresses)
