@@ -297,6 +297,7 @@ class ObservedSteps:
         self._overlap = Average(DECAY)
         self._overlap.value = known.overlap
         self._model: StepModel | None = None
+        self._decode_table, self._prompt_table = self._decodes.table(), self._prompts.table()
         self._update()
 
     @property
@@ -324,10 +325,13 @@ class ObservedSteps:
         """As in `StepModel.step`."""
         if not tokens:
             self._decodes.add(rows, context, seconds)
-        elif not rows:
-            self._prompts.add(tokens, tokens * position, seconds)
+            self._decode_table = self._decodes.table()
         else:
-            self._add_mixed(rows, context, tokens, position, seconds)
+            if not rows:
+                self._prompts.add(tokens, tokens * position, seconds)
+            else:
+                self._add_mixed(rows, context, tokens, position, seconds)
+            self._prompt_table = self._prompts.table(self._mixed)
         self._update()
 
     def _add_mixed(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
@@ -345,8 +349,8 @@ class ObservedSteps:
             self._overlap.add(saved, separate - shared)
 
     def _update(self) -> None:
-        rows, decodes, context_seconds = self._decodes.table()
-        tokens, prompts, pair_seconds = self._prompts.table(self._mixed)
+        rows, decodes, context_seconds = self._decode_table
+        tokens, prompts, pair_seconds = self._prompt_table
         if not rows:
             rows, decodes = tokens, prompts
         elif not tokens:
