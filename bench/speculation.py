@@ -31,7 +31,7 @@ from baton.engine.core.draft_counts import StepCosts
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.kernels import Kernels
-from baton.engine.layers.ranks import whole
+from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.weights import Weights
 from baton.engine.models.draft_heads import DRAFT_HEADS, DraftHead, Eagle3, HeadConfig
 from baton.engine.models.llama import Llama
@@ -198,7 +198,7 @@ class _Published(Eagle3):
 
     def __init__(self, config: HeadConfig, weights: Weights, target: Llama) -> None:
         super().__init__(config, weights, target)
-        self.project = weights.linear(["lm_head"], [whole(KNOWN)], whole(config.model.hidden_size))
+        self.project = weights.linear(["lm_head"], [unsharded(KNOWN)], unsharded(config.model.hidden_size))
         self.token_ids = torch.arange(KNOWN, device=target.norm.weight.device)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.cluster.model import embedded_path
-from baton.engine.layers.ranks import Part
+from baton.engine.layers.ranks import Shard
 from baton.engine.loader.gguf_file import GGUFCheckpoint
 from baton.router.text.model_files import read_gguf
 
@@ -21,7 +21,7 @@ def main(directory: Path, file: Path) -> None:
     model = checkpoint.config
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: checkpoint.read(name, [Part(0, size, size) for size in checkpoint.shape(name)])
+        name: checkpoint.read(name, [Shard(0, size, size) for size in checkpoint.shape(name)])
         .to(torch.bfloat16)
         .contiguous()
         for name in checkpoint.names()

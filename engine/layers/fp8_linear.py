@@ -20,7 +20,7 @@ from torch import Tensor
 from baton.engine.kernels import FP8, FP8_GROUP, FourBits, Fp8Experts, LinearMethod, Quantized
 from baton.engine.kernels.quantized.reference import quantize, spread
 from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import OUTPUT, PlainFormat, Stack, Weights
 
 ALIGNED = 16
@@ -38,7 +38,7 @@ class Scaled(NamedTuple):
     scales: Tensor  # [groups, rows] float32: one group, or one for each FP8_GROUP columns
 
 
-Reader = Callable[[Weights, str, Part, Part], Scaled | None]
+Reader = Callable[[Weights, str, Shard, Shard], Scaled | None]
 """Reads rows × columns of a projection. None: it is not quantized."""
 
 
@@ -132,7 +132,7 @@ def by_block(scales: Tensor) -> Tensor:
     return blocks if torch.equal(blocks.repeat_interleave(FP8_GROUP, dim=-1), scales) else scales
 
 
-def read_rows(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
+def read_rows(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scaled | None:
     """From a checkpoint with `weight_scale`: one for the tensor, or [out, 1] for its rows.
 
     A static `input_scale` is not used: the scale of each row of activations is at least as exact."""
@@ -143,7 +143,7 @@ def read_rows(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled 
     values = weights.stored(f"{name}.weight", (rows, columns), FP8)
     each = weights.shape(f"{name}.weight_scale") == (rows.size, 1)
     scales = weights.stored(
-        f"{name}.weight_scale", (rows, whole(1)) if each else None, torch.float32, torch.bfloat16
+        f"{name}.weight_scale", (rows, unsharded(1)) if each else None, torch.float32, torch.bfloat16
     )
     if not each and scales.numel() != 1:
         raise ValueError(
@@ -157,7 +157,7 @@ def block_reader(suffix: str) -> Reader:
     """From a checkpoint with a scale for each block of 128 × 128, `suffix`: [out / 128, in / 128], rounded
     up."""
 
-    def read(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
+    def read(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scaled | None:
         if not weights.has(f"{name}.{suffix}"):
             return None
         if columns.start % FP8_GROUP:
@@ -175,14 +175,14 @@ def block_reader(suffix: str) -> Reader:
     return read
 
 
-def quantize_on_load(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
+def quantize_on_load(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scaled | None:
     """From a plain checkpoint. The output projection and KEPT_PLAIN stay plain."""
     kept = name.rpartition(".")[2] in (OUTPUT, *KEPT_PLAIN)
     return None if kept else fp8_rows(weights, name, rows, columns)
 
 
-def fp8_rows(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled:
+def fp8_rows(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scaled:
     """A plain matrix in FP8. The scale of a row is that of the whole row, also if a rank has a part."""
-    plain = weights.stack([f"{name}.weight"], [(rows, whole(columns.size))], scratch=True)
+    plain = weights.stack([f"{name}.weight"], [(rows, unsharded(columns.size))], scratch=True)
     values, scales = quantize(plain, grouped=False)
     return Scaled(values[:, columns.indices], scales.T)

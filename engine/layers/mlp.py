@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.engine.kernels import Both, Choice, Experts, FourBits, Fp8Experts, Quantized
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import DTYPES, Stack, Weights
 from baton.engine.model_config import ExpertsConfig, ModelConfig
 
@@ -28,7 +28,7 @@ class GatedMLP:
     def __init__(
         self, config: ModelConfig, weights: Weights, name: str, intermediate_size: int, *, gelu: bool = False
     ) -> None:
-        hidden, inner = whole(config.hidden_size), weights.ranks.part(intermediate_size)
+        hidden, inner = unsharded(config.hidden_size), weights.ranks.shard(intermediate_size)
         self.input = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
         self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
         self.kernels = weights.kernels
@@ -60,15 +60,15 @@ class MoE:
         router: str = "gate",
         shared: str = "shared_expert",
     ) -> None:
-        hidden = whole(config.hidden_size)
-        own, inner = weights.ranks.expert_parts(experts.num_experts, experts.intermediate_size)
+        hidden = unsharded(config.hidden_size)
+        own, inner = weights.ranks.expert_shards(experts.num_experts, experts.intermediate_size)
         names = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
         self.router = weights.linear(
-            [f"{name}.{router}"], [whole(experts.num_experts)], hidden, bias=experts.bias
+            [f"{name}.{router}"], [unsharded(experts.num_experts)], hidden, bias=experts.bias
         )
 
         def load(
-            kinds: Sequence[str], rows: Part, columns: Part
+            kinds: Sequence[str], rows: Shard, columns: Shard
         ) -> tuple[Tensor | Fp8Experts | FourBits, Tensor | None]:
             """Matrices of these projections [own experts, out, in], and their biases [own experts, out]."""
             stacks = [
@@ -114,7 +114,7 @@ class MoE:
     def _choice(experts: ExpertsConfig, weights: Weights, router: str) -> Choice:
         bias = None
         if experts.scoring.is_biased:
-            name, size = f"{router}.e_score_correction_bias", whole(experts.num_experts)
+            name, size = f"{router}.e_score_correction_bias", unsharded(experts.num_experts)
             bias = weights.stored(name, [size], *DTYPES).float()
         groups = experts.groups, experts.groups_chosen
         return Choice(experts.num_chosen, experts.scoring, *groups, experts.scale, bias)

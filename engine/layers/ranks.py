@@ -22,8 +22,8 @@ from torch import Tensor
 from baton.engine.kernels import Kernels
 
 
-class Part(NamedTuple):
-    """Indices [start, stop) of a dimension with `size` indices: those that a rank holds."""
+class Shard(NamedTuple):
+    """Indices [start, stop) of a dimension with `size` indices, which a rank holds."""
 
     start: int
     stop: int
@@ -34,16 +34,16 @@ class Part(NamedTuple):
         return self.stop - self.start
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         return self.length == self.size
 
     @property
     def indices(self) -> slice:
         return slice(self.start, self.stop)
 
-    def only_with(self, index: int, part: "Part") -> "Part":
-        """`part`, if this part has `index`; else no index of the same dimension."""
-        return part if self.start <= index < self.stop else Part(0, 0, part.size)
+    def only_with(self, index: int, other: "Shard") -> "Shard":
+        """`other`, if this shard has `index`; else no index of the dimension of `other`."""
+        return other if self.start <= index < self.stop else Shard(0, 0, other.size)
 
     def check_groups(self, size: int, what: str) -> None:
         """Raises `ValueError` naming the matrix `what` if these columns are not whole groups of `size`."""
@@ -53,22 +53,23 @@ class Part(NamedTuple):
                 "share a scale; change --tensor-parallel-size"
             )
 
-    def in_groups(self, size: int) -> "Part":
+    def in_groups(self, size: int) -> "Shard":
         """The groups of `size` indices that these are in."""
-        return Part(self.start // size, -(-self.stop // size), -(-self.size // size))
+        return Shard(self.start // size, -(-self.stop // size), -(-self.size // size))
 
-    def of(self, width: int) -> "Part":
-        """The same part of a dimension that has `width` indices for each index here."""
-        return Part(self.start * width, self.stop * width, self.size * width)
+    def of(self, width: int) -> "Shard":
+        """The same shard of a dimension that has `width` indices for each index here."""
+        return Shard(self.start * width, self.stop * width, self.size * width)
 
 
-def whole(size: int) -> Part:
-    return Part(0, size, size)
+def unsharded(size: int) -> Shard:
+    """All indices of a dimension: each rank holds them."""
+    return Shard(0, size, size)
 
 
 class Ranks:
-    """The ranks of a model, as one of them sees them. This class is a model with one rank, which has nothing
-    to exchange; `Group` has the others.
+    """What one rank of a model holds, and how it exchanges results with the others. With one rank every
+    collective does nothing. `Group` is for several.
 
     All ranks call the collectives in the same order. But for `gather`, their results have equal bits on all
     ranks."""
@@ -78,25 +79,25 @@ class Ranks:
     expert_parallel = False
     """Whether a rank has whole experts."""
 
-    def part(self, size: int) -> Part:
+    def shard(self, size: int) -> Shard:
         """This rank's part of a dimension: an equal share, but less on the last rank if `size` is odd."""
         share = -(-size // self.size)
         start, stop = self.rank * share, min(size, (self.rank + 1) * share)
         assert start < stop, f"{size} is too small for {self.size} ranks"
-        return Part(start, stop, size)
+        return Shard(start, stop, size)
 
-    def shared_part(self, size: int) -> Part:
-        """As `part`, but with fewer indices than ranks each index is held by several ranks in a row."""
+    def shard_with_copies(self, size: int) -> Shard:
+        """As `shard`, but with fewer indices than ranks each index is held by several ranks in a row."""
         if size >= self.size:
-            return self.part(size)
+            return self.shard(size)
         index = self.rank * size // self.size
-        return Part(index, index + 1, size)
+        return Shard(index, index + 1, size)
 
-    def expert_parts(self, experts: int, inner: int) -> tuple[Part, Part]:
+    def expert_shards(self, experts: int, inner: int) -> tuple[Shard, Shard]:
         """This rank's part of the experts of a layer, and of the inner columns of each of them."""
         if self.expert_parallel:
-            return self.part(experts), whole(inner)
-        return whole(experts), self.part(inner)
+            return self.shard(experts), unsharded(inner)
+        return unsharded(experts), self.shard(inner)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks. May overwrite x."""

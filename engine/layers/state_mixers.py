@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import GatedDelta, Mamba2, StateLayer
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig, StateConfig
 
@@ -26,11 +26,11 @@ class StateMixer:
         self, config: ModelConfig, state: StateConfig, weights: Weights, name: str, inputs: Sequence[str]
     ) -> None:
         """`inputs`: the weights of the parts of the input product. Equal names are one weight."""
-        hidden = whole(config.hidden_size)
-        self.heads = weights.ranks.part(state.num_heads)
+        hidden = unsharded(config.hidden_size)
+        self.heads = weights.ranks.shard(state.num_heads)
         self.inner = self.heads.of(state.head_dim)
         self.gate_size = self.inner.length
-        self.groups = weights.ranks.shared_part(state.groups)
+        self.groups = weights.ranks.shard_with_copies(state.groups)
         of_groups = self.groups.of(state.state_size)
         rows = [self.inner, self.inner, of_groups, of_groups, *[self.heads] * (len(inputs) - 4)]
         rows = side_by_side(*rows) if len(set(inputs)) == 1 else rows
@@ -38,7 +38,7 @@ class StateMixer:
         self.input = weights.linear(names, rows, hidden, bias=state.proj_bias)
         self.out = weights.linear([f"{name}.out_proj"], [hidden], self.inner, bias=state.proj_bias)
         channels = side_by_side(self.inner, of_groups, of_groups)
-        kernel = take(weights, f"{name}.conv1d.weight", channels, whole(1), whole(state.conv_width))
+        kernel = take(weights, f"{name}.conv1d.weight", channels, unsharded(1), unsharded(state.conv_width))
         self.of_both = (
             kernel[:, 0].T.contiguous(),
             take(weights, f"{name}.conv1d.bias", channels) if state.conv_bias else None,
@@ -91,15 +91,15 @@ class GatedDeltaMixer(StateMixer):
         return self.out(self.kernels.norm_gate(y, projected[:, : self.gate_size], self.norm, self.norm_eps))
 
 
-def take(weights: Weights, name: str, parts: list[Part], *others: Part) -> Tensor:
+def take(weights: Weights, name: str, parts: list[Shard], *others: Shard) -> Tensor:
     """These parts of the first dimension of a tensor, beneath each other."""
     return weights.stack([name] * len(parts), [(part, *others) for part in parts])
 
 
-def side_by_side(*parts: Part) -> list[Part]:
+def side_by_side(*parts: Shard) -> list[Shard]:
     """The parts of one dimension that has the dimensions of all these parts side by side."""
     size = sum(part.size for part in parts)
     starts = [sum(part.size for part in parts[:i]) for i in range(len(parts))]
     return [
-        Part(start + part.start, start + part.stop, size) for start, part in zip(starts, parts, strict=True)
+        Shard(start + part.start, start + part.stop, size) for start, part in zip(starts, parts, strict=True)
     ]

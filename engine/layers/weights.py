@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.kernels import FLOATS, FourBits, Fp8Experts, LinearMethod, kernels_for
 from baton.engine.layers.linear import PlainLinear, packs_plain
-from baton.engine.layers.ranks import Part, Ranks, whole
+from baton.engine.layers.ranks import Ranks, Shard, unsharded
 from baton.engine.model_config import ModelConfig
 
 FINGERPRINT_SAMPLE = 256
@@ -86,12 +86,12 @@ class Stack(NamedTuple):
     the bias."""
 
     names: Sequence[str]
-    rows: Sequence[Part]
-    columns: Part
+    rows: Sequence[Shard]
+    columns: Shard
     bias: bool = False
 
     @property
-    def weights(self) -> tuple[list[str], list[tuple[Part, Part]]]:
+    def weights(self) -> tuple[list[str], list[tuple[Shard, Shard]]]:
         """The names of the matrices, and the parts of each."""
         return [f"{name}.weight" for name in self.names], [(part, self.columns) for part in self.rows]
 
@@ -116,12 +116,12 @@ class Checkpoint:
         """The shape in the header of the file. None: dummy weights, which have any shape."""
         raise NotImplementedError
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+    def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
         """These parts of the dimensions of the tensor, in the checkpoint's own dtype. The result may lie in a
         mapped file."""
         raise NotImplementedError
 
-    def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
+    def groups(self, name: str, parts: Sequence[Shard]) -> Groups | None:
         """These parts of a matrix whose columns have groups. None: it has no groups, or the parts cut one."""
         return None
 
@@ -193,12 +193,12 @@ class Weights:
         self._scratch = torch.empty(0, dtype=dtype, device=device)
 
     def linear(
-        self, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool = False
+        self, names: Sequence[str], rows: Sequence[Shard], columns: Shard, *, bias: bool = False
     ) -> LinearMethod:
         """A product with the weights `names`; see `Stack`."""
         return self.format.linear(self, Stack(names, rows, columns, bias))
 
-    def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
+    def groups(self, name: str, parts: Sequence[Shard]) -> Groups | None:
         """See `Checkpoint.groups`; the result is on the device."""
         self._check(name, tuple(part.size for part in parts))
         groups = self._checkpoint.groups(name, parts)
@@ -218,10 +218,10 @@ class Weights:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The whole tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""
-        return self.stack([name], [[whole(size) for size in shape]])
+        return self.stack([name], [[unsharded(size) for size in shape]])
 
     def stack(
-        self, names: Sequence[str], parts: Sequence[Sequence[Part]], *, scratch: bool = False
+        self, names: Sequence[str], parts: Sequence[Sequence[Shard]], *, scratch: bool = False
     ) -> Tensor:
         """Parts of tensors, by dimension, stacked along their first dimension; the other dimensions are
         equal. An empty part counts for the fingerprint only. With `scratch`, the result is valid until the
@@ -252,7 +252,7 @@ class Weights:
         """The shape of a tensor in the file. None: dummy weights, which have any shape."""
         return self._checkpoint.shape(name)
 
-    def stored(self, name: str, parts: Sequence[Part] | None, *dtypes: torch.dtype) -> Tensor:
+    def stored(self, name: str, parts: Sequence[Shard] | None, *dtypes: torch.dtype) -> Tensor:
         """These parts of a tensor as the checkpoint stores it, on the device. None: the whole, of any shape.
         Raises `ValueError` naming file and tensor if its shape is not that of the parts, or its dtype none of
         `dtypes`."""
@@ -269,9 +269,9 @@ class Weights:
         self._note(name, parts, tensor)
         return placed
 
-    def _parts(self, name: str, parts: Sequence[Part] | None) -> Sequence[Part]:
+    def _parts(self, name: str, parts: Sequence[Shard] | None) -> Sequence[Shard]:
         if parts is None:
-            return [whole(size) for size in self._checkpoint.shape(name) or ()]
+            return [unsharded(size) for size in self._checkpoint.shape(name) or ()]
         self._check(name, tuple(part.size for part in parts))
         return parts
 
@@ -288,7 +288,7 @@ class Weights:
                 f"by the model's configuration it should be {list(shape)}"
             )
 
-    def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
+    def _read(self, name: str, parts: Sequence[Shard], to: Tensor) -> None:
         tensor = self._checkpoint.read(name, parts)
         if tensor.dtype not in DTYPES:
             raise ValueError(
@@ -307,13 +307,13 @@ class Weights:
             return tensor
         return tensor.mT.contiguous().to(self.device).mT
 
-    def _note(self, name: str, parts: Sequence[Part], tensor: Tensor | None) -> None:
+    def _note(self, name: str, parts: Sequence[Shard], tensor: Tensor | None) -> None:
         """Keeps the digest of a tensor, of which `tensor` is these parts. None: it is read."""
         shape = tuple(part.size for part in parts)
-        sampled = [whole(size) for size in shape]
+        sampled = [unsharded(size) for size in shape]
         if shape:
             rows = min(-(-FINGERPRINT_SAMPLE // max(1, math.prod(shape[1:]))), shape[0])
-            sampled[0] = Part(0, rows, shape[0])
+            sampled[0] = Shard(0, rows, shape[0])
         if tensor is None or tensor.shape != shape:  # the fingerprint of a part is that of the whole
             tensor = self._checkpoint.read(name, sampled)
         sample = tensor[tuple(part.indices for part in sampled)].flatten()[:FINGERPRINT_SAMPLE].cpu()
@@ -360,8 +360,8 @@ class Weights:
         """Compares some rows in the middle: the first ones may be tokens that no text has."""
         same = (size := self._checkpoint.shape(name)) == self._checkpoint.shape(copy)
         if same and size is not None:
-            rows = Part(size[0] // 2, min(size[0], size[0] // 2 + SAMPLED_ROWS), size[0])
-            parts = [rows, *map(whole, size[1:])]
+            rows = Shard(size[0] // 2, min(size[0], size[0] // 2 + SAMPLED_ROWS), size[0])
+            parts = [rows, *map(unsharded, size[1:])]
             one, other = (self._checkpoint.read(each, parts).float() for each in (name, copy))
             same = torch.equal(one, other)
         if not same:
@@ -385,18 +385,18 @@ class DeclaredWeights(Weights):
         super().take(name, shape)
         return torch.ones(()).expand(shape)  # layers compute with the values of small tensors
 
-    def stored(self, name: str, parts: Sequence[Part] | None, *dtypes: torch.dtype) -> Tensor:
+    def stored(self, name: str, parts: Sequence[Shard] | None, *dtypes: torch.dtype) -> Tensor:
         parts = self._parts(name, parts)
         self._declare(name, parts)
         return torch.empty([part.length for part in parts], dtype=dtypes[0], device=self.device)
 
-    def groups(self, name: str, parts: Sequence[Part]) -> None:
+    def groups(self, name: str, parts: Sequence[Shard]) -> None:
         """None: the matrix is checked as a plain one."""
 
-    def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
+    def _read(self, name: str, parts: Sequence[Shard], to: Tensor) -> None:
         self._declare(name, parts)
 
-    def _declare(self, name: str, parts: Sequence[Part]) -> None:
+    def _declare(self, name: str, parts: Sequence[Shard]) -> None:
         if self._sampled:
             self._note(name, parts, None)
         else:

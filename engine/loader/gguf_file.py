@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from baton.content.gguf import GGUFHeader
-from baton.engine.layers.ranks import Part
+from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK
 from baton.engine.loader.rearranged import in_heads, read_rows, rotated_first
@@ -101,7 +101,7 @@ class GGUFFile:
             self._data, dtype=np.uint8, count=info.num_bytes, offset=self._data_start + info.offset
         ).reshape(*info.shape[:-1], -1, GGML_QUANT_SIZES[info.kind][1])
 
-    def read(self, name: str, parts: Sequence[Part]) -> np.ndarray:
+    def read(self, name: str, parts: Sequence[Shard]) -> np.ndarray:
         """Returns these parts of the dimensions of the tensor, as float32. Only the quantized blocks that
         hold them are dequantized."""
         info = self.tensors[name]
@@ -138,7 +138,7 @@ class GGUFCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._name_of[name]].shape
 
-    def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
+    def groups(self, name: str, parts: Sequence[Shard]) -> Groups | None:
         """These parts of a matrix as they are stored. None: its type has no groups of 4 or 8 bits, or the
         parts cut a block."""
         rows, columns = parts
@@ -148,18 +148,20 @@ class GGUFCheckpoint(Checkpoint):
             return None
         stored = self._file.blocks(self._name_of[name])
 
-        def read(parts: Sequence[Part]) -> Tensor:
+        def read(parts: Sequence[Shard]) -> Tensor:
             return torch.from_numpy(stored[tuple(part.indices for part in parts)].copy())
 
         return UNPACK[info.kind.name](self._in_order(name, read, [rows, columns.in_groups(values)]))
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        def read(parts: Sequence[Part]) -> Tensor:
+    def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
+        def read(parts: Sequence[Shard]) -> Tensor:
             return torch.from_numpy(self._file.read(self._name_of[name], parts))
 
         return self._in_order(name, read, parts)
 
-    def _in_order(self, name: str, read: Callable[[Sequence[Part]], Tensor], parts: Sequence[Part]) -> Tensor:
+    def _in_order(
+        self, name: str, read: Callable[[Sequence[Shard]], Tensor], parts: Sequence[Shard]
+    ) -> Tensor:
         """These parts of a tensor, with its rows in our order. `read` reads parts of the stored one."""
         if self.config.architecture != "LlamaForCausalLM" or not INTERLEAVED.search(name):
             return read(parts)

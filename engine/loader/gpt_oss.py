@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.kernels import FLOATS
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Groups
 from baton.engine.loader.families import projections
 from baton.engine.loader.rearranged import Piece, Rearranged, span
@@ -53,7 +53,7 @@ def mxfp4(settings: Mapping[str, Any], source: str, device: torch.device) -> Mxf
 class GptOssCheckpoint(Rearranged):
     quantized = ("mxfp4",)
 
-    def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
+    def groups(self, name: str, parts: Sequence[Shard]) -> Groups | None:
         read = self._pieces[name].read
         if not isinstance(read, partial) or read.func != self._read_blocks:
             return None
@@ -98,7 +98,7 @@ class GptOssCheckpoint(Rearranged):
                 f"does not fit blocks of {list(blocks)}"
             )
 
-    def _read_blocks(self, stored: str, expert: Part, rows: range, parts: Sequence[Part]) -> Tensor:
+    def _read_blocks(self, stored: str, expert: Shard, rows: range, parts: Sequence[Shard]) -> Tensor:
         """As `_read_expert`."""
         columns = parts[1]
         blocks, scales = self._stored(stored, expert, rows, parts)
@@ -107,13 +107,15 @@ class GptOssCheckpoint(Rearranged):
         before = columns.in_groups(GROUP).start * GROUP
         return values.flatten(1)[:, columns.start - before : columns.stop - before]
 
-    def _stored(self, stored: str, expert: Part, rows: range, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    def _stored(
+        self, stored: str, expert: Shard, rows: range, parts: Sequence[Shard]
+    ) -> tuple[Tensor, Tensor]:
         """The blocks [rows, groups, 16] and scales [rows, groups] with these parts."""
         groups, own = parts[1].in_groups(GROUP), span(rows[parts[0].indices])
         names = stored, f"{stored.removesuffix(BLOCKS)}_scales"
         blocks, scales = (
             self._files.read(name, [expert, own, groups, *inside])[0, :: rows.step]
-            for name, inside in zip(names, ([whole(GROUP // 2)], []), strict=True)
+            for name, inside in zip(names, ([unsharded(GROUP // 2)], []), strict=True)
         )
         for tensor, name in zip((blocks, scales), names, strict=True):
             if tensor.dtype is not torch.uint8:

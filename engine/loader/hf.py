@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.layers.ranks import Part
+from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.loader.settings import read_json
@@ -85,7 +85,7 @@ class HFCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handles[self._file_of[name]].get_slice(name).get_shape())
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+    def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
         path = self._file_of[name]
         try:
             return self._handles[path].get_tensor(name)[tuple(part.indices for part in parts)]
@@ -116,7 +116,7 @@ class DummyCheckpoint(Checkpoint):
     def shape(self, name: str) -> None:
         return None
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+    def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
         return self._whole(name, [part.size for part in parts])[tuple(part.indices for part in parts)]
 
     def _whole(self, name: str, shape: Sequence[int]) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Groups, Stack, Weights, stacked
 
 WORD = 8
@@ -29,7 +29,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
-Reader = Callable[[Weights, str, Part, Part], Groups]
+Reader = Callable[[Weights, str, Shard, Shard], Groups]
 """Reads rows × columns of a projection; the columns are whole groups."""
 
 
@@ -121,7 +121,7 @@ def _size(size: Any, source: str) -> int:
     return size
 
 
-def _gptq(size: int, less: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
+def _gptq(size: int, less: int, weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
     words = weights.stored(f"{name}.qweight", (columns.in_groups(WORD), rows), torch.int32)
     codes, order = _unpacked(words.T.contiguous()), None
     if weights.has(f"{name}.g_idx"):
@@ -141,8 +141,8 @@ def _gptq(size: int, less: int, weights: Weights, name: str, rows: Part, columns
     return _around(codes, scales.T, zeros.T)._replace(order=order)
 
 
-def _awq(size: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
-    def unpacked(suffix: str, first: Part) -> Tensor:
+def _awq(size: int, weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
+    def unpacked(suffix: str, first: Shard) -> Tensor:
         words = weights.stored(f"{name}.{suffix}", (first, rows.in_groups(WORD)), torch.int32)
         ordered = _unpacked(words).unflatten(1, (-1, WORD))[:, :, list(AWQ_ORDER)]
         return _within(ordered.flatten(1), rows).T
@@ -153,10 +153,10 @@ def _awq(size: int, weights: Weights, name: str, rows: Part, columns: Part) -> G
     return _around(codes, scales.T, zeros)
 
 
-def _compressed(size: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
+def _compressed(size: int, weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
     codes = _unpacked(weights.stored(f"{name}.weight_packed", (rows, columns.in_groups(WORD)), torch.int32))
     scales = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(size)), *SCALES).float()
-    shape = weights.stored(f"{name}.weight_shape", (whole(2),), torch.int64, torch.int32)
+    shape = weights.stored(f"{name}.weight_shape", (unsharded(2),), torch.int64, torch.int32)
     if not shape.is_meta and shape.tolist() != [rows.size, columns.size]:
         raise ValueError(
             f"{weights.source}: {name}.weight_shape is {shape.tolist()}, not {[rows.size, columns.size]}"
@@ -180,7 +180,7 @@ def _unpacked(words: Tensor) -> Tensor:
     return (words[:, :, None] >> shifts).bitwise_and_(15).to(torch.uint8).flatten(1)
 
 
-def _within(unpacked: Tensor, part: Part) -> Tensor:
+def _within(unpacked: Tensor, part: Shard) -> Tensor:
     """The columns of this part, from those of its words."""
     first = part.start % WORD
     return unpacked[:, first : first + part.length]

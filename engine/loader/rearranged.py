@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.layers.ranks import Part
+from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader.hf import HFCheckpoint
 
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     stored: str
     """The tensor of the files that it is a part of."""
     shape: tuple[int, ...]
-    read: Callable[[Sequence[Part]], Tensor]
+    read: Callable[[Sequence[Shard]], Tensor]
     """Reads these parts of its dimensions."""
 
 
@@ -42,7 +42,7 @@ class Rearranged(Checkpoint):
     quantized: ClassVar[Collection[str]] = ()
     """The formats of quantized checkpoints that it reads."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Part of a name in the files → the same part in other families."""
+    """Shard of a name in the files → the same part in other families."""
     left_out: ClassVar[str] = " "
     """The prefix of tensors that are left out."""
     interleaved: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class Rearranged(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._pieces[name].shape
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+    def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
         tensor = self._pieces[name].read(parts)
         return tensor.float() + 1 if self.adds_one and NORM.fullmatch(name) else tensor
 
@@ -106,7 +106,7 @@ class Rearranged(Checkpoint):
         if shape[:1] != (sum(map(len, rows.values())),):
             raise self._unfit(stored)
 
-        def read(parts: Sequence[Part]) -> Tensor:
+        def read(parts: Sequence[Shard]) -> Tensor:
             return self._files.read(stored, parts)
 
         for name, own in rows.items():
@@ -117,7 +117,7 @@ class Rearranged(Checkpoint):
         stored: str,
         shape: Sequence[int],
         names: Sequence[str],
-        read: Callable[[str, Part, range, Sequence[Part]], Tensor],
+        read: Callable[[str, Shard, range, Sequence[Shard]], Tensor],
         *,
         in_turns: bool = False,
     ) -> Iterator[tuple[str, Piece]]:
@@ -134,11 +134,11 @@ class Rearranged(Checkpoint):
         for expert in range(count):
             for i, name in enumerate(names):
                 own = range(i, rows, len(names)) if in_turns else range(i * size, (i + 1) * size)
-                of_expert = partial(read, stored, Part(expert, expert + 1, count), own)
+                of_expert = partial(read, stored, Shard(expert, expert + 1, count), own)
                 yield name.format(expert), Piece(stored, (size, *columns), of_expert)
 
     def _read_expert(
-        self, stored: str, expert: Part, rows: range, parts: Sequence[Part], *, transposed: bool = False
+        self, stored: str, expert: Shard, rows: range, parts: Sequence[Shard], *, transposed: bool = False
     ) -> Tensor:
         """Parts of the tensor of one expert that has these rows of a stored one."""
         own, columns = span(rows[parts[0].indices]), parts[1:]
@@ -153,10 +153,10 @@ class Rearranged(Checkpoint):
         return ValueError(f"{self._files.file_of(stored)}: tensor {stored} is {shape}")
 
 
-def span(rows: range) -> Part:
+def span(rows: range) -> Shard:
     """From the first to the last of these rows."""
     stop = rows[-1] + 1 if rows else rows.start
-    return Part(rows.start, stop, stop)
+    return Shard(rows.start, stop, stop)
 
 
 def rotated_first(head_dim: int, rotary_dim: int, *, interleaved: bool = False) -> Tensor:
@@ -175,10 +175,10 @@ def in_heads(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def read_rows(
-    read: Callable[[Sequence[Part]], Tensor], rows: Tensor, size: int, parts: Sequence[Part]
+    read: Callable[[Sequence[Shard]], Tensor], rows: Tensor, size: int, parts: Sequence[Shard]
 ) -> Tensor:
     """Parts of a tensor that has these rows of a stored one, which has `size` rows and `read` reads."""
     rows = rows[parts[0].indices]
     first, last = int(rows.min()), int(rows.max())
-    found = read([Part(first, last + 1, size), *parts[1:]])
+    found = read([Shard(first, last + 1, size), *parts[1:]])
     return found if rows.equal(torch.arange(first, last + 1)) else found[rows - first]

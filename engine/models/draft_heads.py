@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.layers.mlp import GatedMLP
 from baton.engine.layers.norm import InputNorm, RMSNorm
-from baton.engine.layers.ranks import whole
+from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.vocabulary import Embedding
 from baton.engine.layers.weights import Weights
@@ -99,7 +99,7 @@ class NextTokenLayer(DraftHead):
         self.layer = LlamaLayer(model, weights, name, kind.norms, mixer, mlp)
         self.of_token = RMSNorm(weights, f"{name}.enorm", size, eps)
         self.of_hidden = RMSNorm(weights, f"{name}.hnorm", size, eps)
-        self.join = weights.linear([f"{name}.eh_proj"], [whole(size)], whole(2 * size))
+        self.join = weights.linear([f"{name}.eh_proj"], [unsharded(size)], unsharded(2 * size))
         self.join_input = InputNorm(weights, None, self.join)
         self.norm = RMSNorm(weights, f"{name}.shared_head.norm", size, eps)
 
@@ -123,17 +123,17 @@ class Eagle3(DraftHead):
     def __init__(self, config: HeadConfig, weights: Weights, target: Llama) -> None:
         super().__init__(config, weights, target)
         model, name = config.model, "model.layers.0"
-        size, eps, hidden = model.hidden_size, model.rms_norm_eps, whole(model.hidden_size)
+        size, eps, hidden = model.hidden_size, model.rms_norm_eps, unsharded(model.hidden_size)
         if weights.has("model.embed_tokens.weight"):
             self.embedding = Embedding(model, weights, summed=True)
         if weights.has("lm_head.weight") and (shape := weights.shape("lm_head.weight")) is not None:
-            product = weights.linear(["lm_head"], [weights.ranks.part(shape[0])], hidden)
+            product = weights.linear(["lm_head"], [weights.ranks.shard(shape[0])], hidden)
             self.project = lambda x: weights.ranks.gather(product(x), shape[0])
         if weights.has("d2t"):
             offsets = weights.stored("d2t", None, torch.int64)
             self.token_ids = offsets + torch.arange(len(offsets), device=offsets.device)
         of_model = len(config.taps) * target.norm.weight.shape[0]
-        self.combine = weights.linear(["model.fc"], [hidden], whole(of_model))
+        self.combine = weights.linear(["model.fc"], [hidden], unsharded(of_model))
         attention = WideAttention(model, weights, f"{name}.self_attn")
         mlp = GatedMLP(model, weights, f"{name}.mlp", model.intermediate_size)
         self.layer = LlamaLayer(model, weights, name, Norms(before_mixer=None), attention, mlp)

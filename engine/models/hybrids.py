@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from baton.engine.layers.ranks import whole
+from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.state_mixers import GatedDeltaMixer, Mamba2Mixer, Mix
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig
@@ -69,7 +69,7 @@ class Qwen3NextAttention(Qwen3Attention):
         super().__init__(config, weights, name)
         columns = self.q_heads.of(self.head_dim)
         self.gate = weights.linear(
-            [f"{name}.gate_proj"], [columns], whole(config.hidden_size), bias=config.attention_bias
+            [f"{name}.gate_proj"], [columns], unsharded(config.hidden_size), bias=config.attention_bias
         )
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:

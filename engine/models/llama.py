@@ -12,7 +12,7 @@ from baton.engine.kernels import Experts, HeadNorm, LatentHeads, LatentNorm, Lin
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.vocabulary import Embedding, OutputProjection
 from baton.engine.layers.weights import Weights
@@ -54,14 +54,14 @@ class LlamaAttention:
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
         self.head_dim = config.head_dim
-        self.q_heads = weights.ranks.part(config.num_heads)
-        self.kv_heads = weights.ranks.shared_part(config.num_kv_heads)
+        self.q_heads = weights.ranks.shard(config.num_heads)
+        self.kv_heads = weights.ranks.shard_with_copies(config.num_kv_heads)
         q_rows, kv_rows = self.q_heads.of(config.head_dim), self.kv_heads.of(config.head_dim)
-        hidden = whole(config.hidden_size)
+        hidden = unsharded(config.hidden_size)
         self.input = weights.linear(
             [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
             [q_rows, kv_rows, kv_rows],
-            whole(self.inputs * config.hidden_size),
+            unsharded(self.inputs * config.hidden_size),
             bias=self.qkv_bias or config.attention_bias,
         )
         self.out = weights.linear(
@@ -293,7 +293,7 @@ class Olmo2Attention(LlamaAttention):
         for heads, factor, scale in zip((q, k), factors, self.scales, strict=True):
             heads.copy_(heads * factor[:, None, None] * scale)
 
-    def _squares(self, heads: Tensor, part: Part) -> Tensor:
+    def _squares(self, heads: Tensor, part: Shard) -> Tensor:
         """This rank's term of the mean of the squares of all heads [tokens] float32."""
         holders = max(1, self.ranks.size // part.size)  # ranks with the same heads
         return heads.float().square().sum((1, 2)) / (part.size * self.head_dim * holders)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.engine.layers.ranks import Part
+from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import DeclaredWeights, PlainFormat
 from baton.engine.loader.hf import DummyCheckpoint, read_config
 from baton.engine.models import model_class
@@ -23,7 +23,7 @@ class _Declared(DummyCheckpoint):
         super().__init__(read_config(directory), str(directory), 0, torch.device("cpu"))
         self.shapes: dict[str, list[int]] = {}
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+    def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
         self.shapes[name] = [part.size for part in parts]
         return super().read(name, parts)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine import Engine, EngineConfig
 from baton.engine.kernels import FP8
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import DeclaredWeights
 from baton.engine.loader import check_model, choose_format, open_checkpoint
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
@@ -287,7 +287,7 @@ def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path) -> None:
     weight_format = choose_format(config, checkpoint.config, torch.device("cpu"))
     weights, name = DeclaredWeights(checkpoint, weight_format), "model.layers.0.mlp.down_proj"
     with pytest.raises(ValueError, match=f"cuts the blocks of {name}, .* columns begin at 192"):
-        weights.linear([name], [whole(256)], Part(192, 384, 384))
+        weights.linear([name], [unsharded(256)], Shard(192, 384, 384))
 
 
 @pytest.mark.usefixtures("quantized_activations")

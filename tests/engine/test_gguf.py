@@ -12,7 +12,7 @@ import torch
 from gguf.quants import dequantize
 
 from baton.engine import EngineConfig
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.loader import check_model
 from baton.engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
 from baton.engine.loader.hf import DummyCheckpoint, HFCheckpoint
@@ -99,8 +99,8 @@ def test_a_part_of_a_tensor_is_a_slice_of_the_whole(
             ("model.layers.1.mlp.down_proj.weight", (64, 96)),
             ("model.norm.weight", (64,)),
         ):
-            parts = [Part(5 + 3 * i, 40 - 3 * i, size) for i, size in enumerate(shape)]
-            everything = checkpoint.read(name, [whole(size) for size in shape])
+            parts = [Shard(5 + 3 * i, 40 - 3 * i, size) for i, size in enumerate(shape)]
+            everything = checkpoint.read(name, [unsharded(size) for size in shape])
             assert checkpoint.read(name, parts).equal(everything[tuple(part.indices for part in parts)])
 
 
@@ -114,7 +114,7 @@ def test_a_part_of_a_quantized_tensor_needs_only_its_blocks(
     writer.add_tensor("m", gguf.quants.quantize(data, quantized), raw_dtype=quantized)
     write(writer)
     file = GGUFFile(tmp_path / "model.gguf")
-    everything = file.read("m", [whole(8), whole(256)])
+    everything = file.read("m", [unsharded(8), unsharded(256)])
     assert np.abs(everything - data).max() < 0.5
     sizes: list[int] = []
 
@@ -123,7 +123,7 @@ def test_a_part_of_a_quantized_tensor_needs_only_its_blocks(
         return dequantize(raw, kind)
 
     monkeypatch.setattr("baton.engine.loader.gguf_file.dequantize", counted)
-    part = file.read("m", [Part(2, 5, 8), Part(70, 130, 256)])
+    part = file.read("m", [Shard(2, 5, 8), Shard(70, 130, 256)])
     np.testing.assert_array_equal(part, everything[2:5, 70:130])
     block = gguf.GGML_QUANT_SIZES[quantized][1]
     assert sizes == [3 * 3 * block], "three rows of the blocks that hold columns 64 to 159"

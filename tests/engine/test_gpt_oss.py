@@ -14,7 +14,7 @@ from baton.engine import EngineConfig
 from baton.engine.execution.memory_sizing import CacheLimits
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.kernels.quantized.reference import four_bits
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import choose_format, open_checkpoint
 from baton.engine.loader.gpt_oss import GptOssCheckpoint, Mxfp4
@@ -94,10 +94,10 @@ def test_parts_of_an_expert_are_those_of_the_whole(checkpoints: tuple[Path, Path
     shape = plain.shape(name)
     assert shape is not None
     assert mxfp4.shape(name) == shape
-    expected = plain.read(name, [whole(size) for size in shape]).float()
+    expected = plain.read(name, [unsharded(size) for size in shape]).float()
     assert expected.shape == shape
     for cut in (0, 1, 40, 63):
-        parts = [Part(cut, shape[0], shape[0]), *(Part(cut // 2, cut + 1, size) for size in shape[1:])]
+        parts = [Shard(cut, shape[0], shape[0]), *(Shard(cut // 2, cut + 1, size) for size in shape[1:])]
         slices = tuple(part.indices for part in parts)
         for checkpoint in (plain, mxfp4):
             assert torch.equal(checkpoint.read(name, parts).float(), expected[slices])
@@ -109,13 +109,13 @@ def test_groups_of_an_expert_have_its_values(checkpoints: tuple[Path, Path], kin
     plain, mxfp4 = (GptOssCheckpoint(HFCheckpoint(path)) for path in checkpoints)
     name = f"{EXPERTS}.2.{kind}_proj.weight"
     rows, columns = mxfp4.shape(name)
-    parts = [Part(3, rows, rows), Part(32, columns, columns)]
+    parts = [Shard(3, rows, rows), Shard(32, columns, columns)]
     groups = mxfp4.groups(name, parts)
     assert groups is not None
     assert torch.equal(groups.values(), plain.read(name, parts).float())
     packed = four_bits(*groups[:3], torch.bfloat16, floats=groups.floats)
     assert torch.equal(packed.exact(), groups.values())
-    assert mxfp4.groups(name, [parts[0], Part(16, columns, columns)]) is None
+    assert mxfp4.groups(name, [parts[0], Shard(16, columns, columns)]) is None
     assert plain.groups(name, parts) is None
 
 

@@ -25,7 +25,7 @@ from baton.engine.layers.grouped_linear import (
     packs,
 )
 from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.ranks import Part, Ranks, whole
+from baton.engine.layers.ranks import Ranks, Shard, unsharded
 from baton.engine.layers.weights import Groups, PlainFormat, Weights
 from baton.engine.loader import choose_format, model_fingerprint, open_checkpoint
 from baton.engine.loader.gguf_groups import UNPACK
@@ -160,11 +160,11 @@ def test_memory_sizingning_counts_the_products_of_each_type(
     assert found == pytest.approx((2 * plain + (1 / 2 + 4 / 32) * packed) / (plain + packed))
     of_format = choose_format(replace(config, quantization="gguf"), checkpoint.config, cpu)
     weights = Weights(checkpoint, torch.bfloat16, cpu, lambda *_: None, of_format, Ranks())
-    parts = [whole(256), whole(128), whole(128)]
-    fused = weights.linear([f"model.layers.0.self_attn.{x}_proj" for x in "qkv"], parts, whole(256))
+    parts = [unsharded(256), unsharded(128), unsharded(128)]
+    fused = weights.linear([f"model.layers.0.self_attn.{x}_proj" for x in "qkv"], parts, unsharded(256))
     assert isinstance(fused, PlainLinear), "as planned"
     if PACKS:
-        output = weights.linear(["model.layers.0.self_attn.o_proj"], parts[:1], whole(256))
+        output = weights.linear(["model.layers.0.self_attn.o_proj"], parts[:1], unsharded(256))
         assert isinstance(output, ByRows)
 
 
@@ -185,7 +185,7 @@ def test_the_fingerprint_of_a_packed_matrix_is_that_of_its_parts(name: str, shal
     """And that of the plain matrix: ranks may cut groups, and a GPU has other products for the logits."""
     cpu, name = torch.device("cpu"), f"{name}.weight"
     checkpoint = open_checkpoint(EngineConfig(str(shallow_model_path)), cpu)
-    rows, columns = map(whole, checkpoint.shape(name) or ())
+    rows, columns = map(unsharded, checkpoint.shape(name) or ())
 
     def digest(read: Callable[[Weights], Any]) -> str:
         weights = Weights(checkpoint, torch.bfloat16, cpu, lambda *_: None, PlainFormat(), Ranks())
@@ -193,7 +193,7 @@ def test_the_fingerprint_of_a_packed_matrix_is_that_of_its_parts(name: str, shal
         return weights._taken[name]
 
     packed = digest(lambda weights: weights.groups(name, (rows, columns)))
-    assert packed == digest(lambda weights: weights.groups(name, (Part(64, 128, rows.size), columns)))
+    assert packed == digest(lambda weights: weights.groups(name, (Shard(64, 128, rows.size), columns)))
     assert packed == digest(lambda weights: weights.stack([name], [(rows, columns)]))
 
 

@@ -17,7 +17,7 @@ from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.fp8_linear import Fp8Linear
 from baton.engine.layers.grouped_linear import ByRows, packs
 from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.ranks import Part, Ranks, whole
+from baton.engine.layers.ranks import Ranks, Shard, unsharded
 from baton.engine.layers.weights import Weights
 from baton.engine.loader import check_model, choose_format, int4_on_load, open_checkpoint
 from baton.engine.loader.int4_formats import Int4Format
@@ -154,7 +154,7 @@ def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path) -> No
     values = load_file(exact / "model.safetensors")
     weights = weights_of(tmp_path, torch.bfloat16)
     stem = "model.layers.1.mlp"
-    linear = weights.linear([f"{stem}.gate_proj", f"{stem}.up_proj"], [whole(192)] * 2, whole(128))
+    linear = weights.linear([f"{stem}.gate_proj", f"{stem}.up_proj"], [unsharded(192)] * 2, unsharded(128))
     expected = torch.cat([values[f"{stem}.{name}_proj.weight"] for name in ("gate", "up")])
     x = torch.randn(20, 128).bfloat16()
     for decodes in (0, 3):
@@ -166,7 +166,7 @@ def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path) -> No
 def test_a_packed_output_projection_gets_one_row_of_each_request(tmp_path: Path) -> None:
     """No row is of a prompt, whatever the decodes of the step, and also when prompts are scored."""
     save_quantized(tmp_path, "symmetric", head=True, vocab_size=208, tie_word_embeddings=False)
-    linear = weights_of(tmp_path, torch.bfloat16).linear(["lm_head"], [whole(208)], whole(128))
+    linear = weights_of(tmp_path, torch.bfloat16).linear(["lm_head"], [unsharded(208)], unsharded(128))
     assert isinstance(linear, ByRows)
     x = torch.randn(3, 128).bfloat16()
     assert linear(x).equal(linear.packed(x))
@@ -188,13 +188,13 @@ def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
     assert isinstance(weight_format, Int4Format)
     name = "model.layers.0.mlp.down_proj"
     for rows, columns in (((0, 128), (0, 192)), ((21, 102), (64, 160)), ((64, 128), (96, 192))):
-        groups = weight_format.read(weights, name, Part(*rows, 128), Part(*columns, 192))
+        groups = weight_format.read(weights, name, Shard(*rows, 128), Shard(*columns, 192))
         expected = values[f"{name}.weight"][slice(*rows), slice(*columns)]
         torch.testing.assert_close(groups.values(), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(
         ValueError, match=r"columns \[48, 96\) of .*down_proj in .* and groups of 32 .*parallel-size"
     ):
-        weights.linear([name], [whole(128)], Part(48, 96, 192))
+        weights.linear([name], [unsharded(128)], Shard(48, 96, 192))
 
 
 def test_a_rank_has_rows_but_no_part_of_the_columns_in_another_order(tmp_path: Path) -> None:
@@ -202,10 +202,10 @@ def test_a_rank_has_rows_but_no_part_of_the_columns_in_another_order(tmp_path: P
     weights, name = weights_of(tmp_path, torch.float32), "model.layers.0.mlp.down_proj"
     weight_format = weights.format
     assert isinstance(weight_format, Int4Format)
-    groups = weight_format.read(weights, name, Part(21, 102, 128), whole(192))
+    groups = weight_format.read(weights, name, Shard(21, 102, 128), unsharded(192))
     torch.testing.assert_close(groups.values(), values[f"{name}.weight"][21:102], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"g_idx: --tensor-parallel-size cuts groups"):
-        weights.linear([name], [whole(128)], Part(64, 160, 192))
+        weights.linear([name], [unsharded(128)], Shard(64, 160, 192))
 
 
 def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: Path) -> None:
