@@ -6,15 +6,15 @@ Life of a simulation:
    routers and rates.
 2. `prefill.Simulation` plays the trace. Sessions begin at random times, and each turn goes to a
    random router. The router chooses a worker with a policy of `router.policy`.
-3. A `SimWorker` computes one prompt after another and keeps an LRU cache of chunks. It reports to
-   the routers once a second.
+3. A `SimWorker` computes one prompt after another and caches chunks (`cache`). It reports to the
+   routers once a second.
 4. An `Outcome` holds what was measured: cache hits, times to first token, how evenly the workers computed.
 
 Real are the policies, the estimate of a worker's queue, the index of chunks and the order of events. The time
 and the workers are simulated.
 
-`placement` has both pools step by step: engines that decode and compute prompts (`step_worker`, `steps`) and
-cache prefixes (`cache`), and routers that decide for each request which workers compute it (`router`). The
+`placement` has both pools step by step: engines that decode and compute prompts (`step_worker`, `steps`) with
+the same cache, and routers that decide for each request which workers compute it (`router`). The
 load may change, and a policy may move workers between the pools. Sessions may wait for their answers before
 they go on (a closed loop).
 

@@ -6,7 +6,7 @@ A worker computes one prompt after another and keeps an LRU cache of chunks.
 import itertools
 import random
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from baton.router.policy.prefill import PrefillPolicy, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
+from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.trace import Session, Trace, Turn, hit_tokens
 
@@ -50,11 +51,10 @@ class SimWorker:
         self.name = name
         self.busy = 0.0
         self.queue: deque[Queued] = deque()
-        self._evicted: list[int] = []  # since the last prompt was done
-        self._capacity = capacity
         self._speed = speed
-        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._kv = KvMemory(capacity)
         self._running: Queued | None = None
+        self._lease: Lease | None = None  # of this prompt
         self._hit = 0
         self.tokens_per_s = Average()  # as in engine.core.meters
 
@@ -68,23 +68,16 @@ class SimWorker:
         The running prompt counts as a whole.
         """
         running = [self._running] if self._running else []
-        return sum(q.turn.tokens - hit_tokens(q.turn, self._cache) for q in (*running, *self.queue))
+        return sum(q.turn.tokens - hit_tokens(q.turn, self._kv) for q in (*running, *self.queue))
 
     def begin(self, now: float) -> float:
-        """Begins the next prompt. Returns when it will be done.
-
-        Evicts chunks to make room for the prompt, but none that the prompt shares.
-        """
+        """Begins the next prompt. Returns when it will be done. One that does not fit into the cache leaves
+        nothing there."""
         queued = self._running = self.queue.popleft()
         chunks = queued.turn.chunks
-        self._hit = hit_tokens(queued.turn, self._cache)
-        shared = [chunk for chunk in chunks if chunk in self._cache]
-        for chunk in shared:
-            self._cache.move_to_end(chunk)
-        room = self._capacity - (len(chunks) - len(shared))
-        while len(self._cache) > max(room, len(shared)):
-            evicted, _ = self._cache.popitem(last=False)
-            self._evicted.append(evicted)
+        self._hit = hit_tokens(queued.turn, self._kv)
+        positions = len(chunks) * CHUNK_TOKENS
+        self._lease = self._kv.take(chunks, positions, positions)
         seconds = self._speed(queued.turn.tokens - self._hit, self._hit)
         self.busy += seconds
         self.tokens_per_s.add(queued.turn.tokens - self._hit, seconds)
@@ -94,12 +87,10 @@ class SimWorker:
         """Returns the prompt that is done, its tokens that were cached, and the chunks evicted and added."""
         queued, self._running = self._running, None
         assert queued is not None
-        chunks = list(reversed(queued.turn.chunks))  # the end of a prefix is evicted before its beginning
-        added = [chunk for chunk in chunks if chunk not in self._cache]
-        for chunk in chunks:
-            self._cache[chunk] = None
-            self._cache.move_to_end(chunk)
-        evicted, self._evicted = self._evicted, []
+        if self._lease is not None:
+            self._kv.publish(self._lease, queued.turn.chunks)
+            self._kv.release(self._lease)
+        added, evicted = self._kv.reported()
         return queued, self._hit, evicted, added
 
 

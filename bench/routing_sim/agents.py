@@ -11,28 +11,26 @@ Both are served by the policy on 1P1D, and by two colocated engines that each se
 have as much memory.
 """
 
-import math
-import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from baton.bench.contract import Report, Row, percentile
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK, read_trace
+from baton.bench.load.traffic.workload import AGENTS, Distribution
 from baton.content import CHUNK_TOKENS
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.trace import Session, Turn
 
-SHARED_TOKENS, OWN_TOKENS = 4_000, 6_000
-NEW_TOKENS, SIGMA, FEWEST_NEW, MOST_NEW = 1_200, 0.8, 50, 8_000
-"""The mean of the new tokens of a turn, which are log-normal, and their bounds."""
-ANSWER_TOKENS = 60, 240
-THOUGHT_SECONDS = 1.5
-AGENTS = {16: 10, 48: 8, 96: 8}
+NEW, ANSWER, THOUGHT = (
+    Distribution.parse(str(AGENTS[name]), name) for name in ("input_len", "output_len", "think_time")
+)
+TURNS = {16: 10, 48: 8, 96: 8}
 """Sessions at a time → turns of each."""
 MAIN = 48
 """Sessions of the rows that have bounds."""
@@ -49,21 +47,21 @@ CLUMP_SECONDS = 3.0
 
 def agents(sessions: int, turns: int, seed: int) -> list[tuple[float, Session]]:
     """Returns twice as many sessions as run at a time, with so many turns each."""
-    rng = random.Random(seed)
+    rng = np.random.default_rng(seed)
     return [(0.0, _agent(rng, number, turns)) for number in range(2 * sessions)]
 
 
-def _agent(rng: random.Random, number: int, turns: int) -> Session:
-    tokens, asked = SHARED_TOKENS + OWN_TOKENS, list[Turn]()
+def _agent(rng: np.random.Generator, number: int, turns: int) -> Session:
+    shared = int(AGENTS["prefix_len"])
+    tokens, asked = shared + int(AGENTS["context_len"]), list[Turn]()
     for turn in range(turns):
         if turn:
-            new = rng.lognormvariate(math.log(NEW_TOKENS) - SIGMA**2 / 2, SIGMA)
-            tokens += min(MOST_NEW, max(FEWEST_NEW, round(new)))
-        answer = rng.randint(*ANSWER_TOKENS)
-        chunks = _names("agents", SHARED_TOKENS, f"agent {number}", tokens + answer)
-        asked.append(Turn(tokens, chunks, rng.expovariate(1 / THOUGHT_SECONDS), answer))
+            tokens += NEW.draw_length(rng)
+        answer = ANSWER.draw_length(rng)
+        chunks = _names("agents", shared, f"agent {number}", tokens + answer)
+        asked.append(Turn(tokens, chunks, THOUGHT.draw(rng), answer))
         tokens += answer
-    return Session(_name("agent", number), tuple(asked), SHARED_TOKENS // CHUNK_TOKENS)
+    return Session(_name("agent", number), tuple(asked), shared // CHUNK_TOKENS)
 
 
 def trace(path: Path) -> list[tuple[float, Session]]:
@@ -102,11 +100,11 @@ def _name(kind: str, index: int) -> int:
 def add_agents(report: Report, short: bool, path: Path = TRACE) -> None:
     """`path`: of the trace."""
     seeds = SEEDS[:1] if short else SEEDS
-    for sessions in (MAIN,) if short else AGENTS:
+    for sessions in (MAIN,) if short else TURNS:
         found = {
             kind: [
                 simulate(
-                    agents(sessions, AGENTS[sessions], seed), kind, at_a_time=sessions, warm_up=0, seed=seed
+                    agents(sessions, TURNS[sessions], seed), kind, at_a_time=sessions, warm_up=0, seed=seed
                 )
                 for seed in seeds
             ]
