@@ -8,9 +8,10 @@ A fresh interpreter needs two seconds of CPU time to import torch, and a test ru
    `exec`, and its parent is the process that started it. Then it runs its module as `python -m` does.
 4. A role that starts other processes has a fork server of its own: its first child, a fork too.
 
-Transfer processes of the tests of `kv_transfer` are forks of another server, which has no torch.
+Transfer processes of the tests of `kv_transfer` are forks of another server, which has no torch. So are load
+tests (`baton bench`), their clients and the server that they measure, of a third one.
 
-All that runs in the environment with vLLM is a fork of a third one, which has vLLM.
+All that runs in the environment with vLLM is a fork of a fourth one, which has vLLM.
 
 All else starts fresh: other programs, and a role whose environment changes what an import does. These tests
 start each role by its command line, fresh: `tests/system/test_serve.py` (the `baton serve` that is killed),
