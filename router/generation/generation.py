@@ -89,6 +89,16 @@ class Generation:
             self._start()
 
     def _start(self) -> TurnResult:
+        """As `_go_on`. An error there is a defect: it ends this generation, and no caller sees it, since most
+        act for other generations or workers."""
+        try:
+            return self._go_on()
+        except Exception as error:
+            log.exception("%r: a defect in the router", self, extra=of_request(self.name))
+            self.fail(Failed(f"{self}: a defect in the router: {type(error).__name__}: {error}"))
+            return TurnResult.PARKED
+
+    def _go_on(self) -> TurnResult:
         """Plans from what workers hold of the request, and submits the plan or waits for what it lacks."""
         pair = self.pair
         # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.

@@ -143,7 +143,7 @@ class Offer:
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
         now = self._now
-        if not now.step:
+        if not now.step or alone <= 0:
             return 0.0
         count = math.ceil(alone / now.prompts)
         longer = now.step + (now.long - now.step) * alone / (count * now.prompts) - now.base

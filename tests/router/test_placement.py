@@ -57,6 +57,11 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert busy.prompt_cost == pytest.approx(0.1 + 0.5 / 0.5 * 0.1 / 2), "prompts come behind it"
 
 
+def test_a_prompt_that_is_all_cached_makes_no_gap_longer() -> None:
+    cached = offer(0, cached=1000, model=FIXED, decodes=2)
+    assert cached.prompt_cost == cached.first
+
+
 def test_decoding_costs_gaps_beyond_a_short_step_and_prompts_that_become_slower() -> None:
     slow = replace(FIXED, decode_seconds=(0.010, 0.010 + 255 * 0.001))
     assert offer(model=slow).decode_cost() == 0, "a short step costs nothing"

@@ -240,6 +240,26 @@ async def test_decode_lost_after_some_tokens(pair: Cluster, tokens: int):
     assert list(decode.request.output_ids) == pair.output_ids[:tokens]
 
 
+async def test_a_defect_of_a_plan_ends_its_request_alone(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found when a worker is lost, by code that tells all requests of the worker."""
+
+    def defect(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    for worker in pair.decodes:
+        worker.steps = asyncio.Semaphore(3)
+    both = [asyncio.create_task(pair.events("/v1/completions", **BODY)) for _ in range(2)]
+    await pair.until(lambda: sum(len(decodes(w)) for w in pair.decodes) == 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("baton.router.generation.generation.plan", defect)
+        for worker in pair.decodes:
+            await worker.kill()
+        for events in await asyncio.gather(*both):
+            assert "a defect in the router: ZeroDivisionError" in events[-1]["error"]["message"]
+
+
 async def test_a_handed_back_request_continues_elsewhere_without_a_failure(pair: Cluster):
     for worker in pair.decodes:
         worker.fail = (2, pb.FAILURE_CODE_HANDED_BACK)
