@@ -347,7 +347,6 @@ class Engine:
             prefill_tokens_per_s=meters.prefill_tokens_per_s,
             prefill_position=meters.prefill_position,
             step_seconds=meters.step_seconds,
-            decode_seconds=limit.decode_seconds(batch),
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
             long=limit.long_step(batch),

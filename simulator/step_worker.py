@@ -194,7 +194,6 @@ class Worker:
             prompt_tokens=self._computed,
             long_chunk_tokens=long.tokens,
             long_chunk_seconds=long.seconds,
-            decode_seconds=limit.decode_seconds(batch),
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
         )

@@ -37,7 +37,6 @@ class StepCosts:
     """Fields of `EngineStats`."""
 
     step_seconds: float = 0.0
-    decode_seconds: float = 0.0
     fastest_step_seconds: float = 0.0
     prefill_tokens_per_s: float = 0.0
     long: MixedStep = UNKNOWN_STEP
@@ -198,12 +197,11 @@ class MixedSteps:
         """Returns what steps cost, if it differs in two digits from what was returned before."""
         meters, limit = self._meters, self._meters.chunk_limit
         batch = self._batch
-        decode = limit.decode_seconds(batch)
         long = limit.short_step(batch) if self._handed_over else limit.long_step(batch)
-        token_seconds = (long.seconds - decode) / max(1, long.tokens)
+        token_seconds = (long.seconds - limit.decode_seconds(batch)) / max(1, long.tokens)
         if now < self._mixed_at + TRIED_AGAIN and token_seconds > DEAR * self._alone > 0:
             long = UNKNOWN_STEP
-        rest = meters.step_seconds, decode, limit.fastest_seconds, meters.prefill_tokens_per_s
+        rest = meters.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
         steps, prompts = self._costs, self._prompts.values()
         parts = [(prompt.left, prompt.tokens - prompt.left) for prompt in prompts]
         load = self._context, meters.queue_seconds(parts, batch)

@@ -99,8 +99,6 @@ class EngineStats:
     """Mean position of these tokens in their prompts. A later one costs more, by its attention."""
     step_seconds: float
     """Running average of a step. 0 before the first."""
-    decode_seconds: float
-    """Running average of a step that only decodes. 0 before the first."""
     fastest_step_seconds: float
     """The fastest step that only decoded. 0 before the first."""
     long: MixedStep = UNKNOWN_STEP

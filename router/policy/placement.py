@@ -56,9 +56,9 @@ JOIN_STEPS = 2
 
 
 def reported_model(status: pb.WorkerStatus, budget: int, speed: float) -> StepModel:
-    """The model of a worker that reports none: steps that decode take as long as lately, and prompts have
-    this speed in tokens/s. `budget`: most tokens of a step."""
-    step, tokens = status.decode_seconds or status.step_seconds, max(2, budget)
+    """The model of a worker that reports none: a step that decodes takes as long as recent steps, and prompts
+    have this speed in tokens/s. `budget`: most tokens of a step."""
+    step, tokens = status.step_seconds, max(2, budget)
     return StepModel((1, 2), (step, step), 0.0, (1, tokens), (1 / speed, tokens / speed), 0.0, 1.0)
 
 

@@ -93,11 +93,11 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
 async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> None:
     """It delays no prompts there. The handover would wait for a step."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    decode.status.decode_seconds, decode.status.gap_target_seconds = 0.040, 0.050
+    decode.status.step_seconds, decode.status.gap_target_seconds = 0.040, 0.050
     decode.status.requests_running = decode.status.requests_decoding = 1
     decode.report()
     connection = cluster.pool.ready(pb.POOL_DECODE)[0]
-    await cluster.until(lambda: connection.status.decode_seconds > 0)
+    await cluster.until(lambda: connection.status.step_seconds > 0)
     await cluster.complete(prompt="Hello", max_tokens=3)
     [submit] = decodes(prefill)
     assert not submit.HasField("source")
@@ -109,13 +109,13 @@ async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> N
 
 async def test_a_full_prefill_worker_hands_over(cluster: Cluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    decode.status.decode_seconds = 0.010
+    decode.status.step_seconds = 0.010
     prefill.status.blocks_free = 0
     for worker in cluster.workers:
         worker.report()
     connections = cluster.pool.connections
     await cluster.until(
-        lambda: sum(c.status.decode_seconds > 0 or c.status.blocks_free == 0 for c in connections) == 2
+        lambda: sum(c.status.step_seconds > 0 or c.status.blocks_free == 0 for c in connections) == 2
     )
     await answered_whole(cluster)
     assert (len(prefills(prefill)), len(decodes(decode))) == (1, 1)

@@ -170,7 +170,7 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: in
     loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
     worker = seen(
         loads, "a:1", requests_running=running, requests_decoding=decoding, decode_context=1000 * decoding,
-        prefill_tokens_per_s=20_000.0, decode_seconds=0.010, gap_target_seconds=GAP,
+        prefill_tokens_per_s=20_000.0, step_seconds=0.010, gap_target_seconds=GAP,
     )  # fmt: skip
     worker.load.own, worker.load.running = own, max(own, running)
     found = placed(fleet_of(loads, [worker]), request, worker.row, 500)

@@ -117,7 +117,7 @@ class Life:
     def attach(self, stream: Stream, pool: "pb.Pool") -> None:
         status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_SERVING, pool=pool, blocks_free=512, prefill_tokens_per_s=1e3,
-            fastest_step_seconds=0.01, decode_seconds=0.01, long_chunk_tokens=50, long_chunk_seconds=0.015,
+            fastest_step_seconds=0.01, step_seconds=0.01, long_chunk_tokens=50, long_chunk_seconds=0.015,
             tokens_waiting=self.rng.choice(self.waiting),
         )  # fmt: skip
         described = pb.WorkerDescription(

@@ -131,7 +131,7 @@ async def test_a_prompt_that_a_decode_worker_computes_sooner_is_not_split(cluste
     [decode] = cluster.decodes
     status = decode.status
     status.requests_decoding = status.requests_running = 3
-    status.decode_seconds, status.prefill_tokens_per_s, status.gap_target_seconds = 0.005, 5000.0, 0.1
+    status.step_seconds, status.prefill_tokens_per_s, status.gap_target_seconds = 0.005, 5000.0, 0.1
     decode.report()
     await cluster.until(lambda: cluster.connection(decode).status.requests_decoding == 3)
     await answered(cluster)

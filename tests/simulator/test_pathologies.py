@@ -68,8 +68,8 @@ NOTHING, FOREVER = (StepModel((1,), (cost,), cost, (1,), (cost,), cost, 1.0) for
     ("nonsense", "model"),
     [
         ({"tokens_waiting": 10**15, "queue_seconds": 1e300}, None),
-        ({"prefill_tokens_per_s": 1e300, "decode_seconds": 1e-300, "long_chunk_tokens": 2**31}, None),
-        ({"prefill_tokens_per_s": float("nan"), "decode_seconds": -1.0}, None),
+        ({"prefill_tokens_per_s": 1e300, "step_seconds": 1e-300, "long_chunk_tokens": 2**31}, None),
+        ({"prefill_tokens_per_s": float("nan"), "step_seconds": -1.0}, None),
         ({"requests_running": 2**31, "requests_decoding": 2**32 - 1, "blocks_free": 2**32 - 1}, None),
         ({"gap_target_seconds": 1e-300, "prefill_position": 1e300, "decode_context": 2**63}, None),
         ({"gap_target_seconds": 1e300, "prompt_tokens": 2**63}, None),

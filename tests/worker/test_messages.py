@@ -71,7 +71,6 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 4096.0,
                 0.25,
                 0.125,
-                0.0625,
                 MixedStep(9, 0.75),
                 ExpertStats([1, 2], 1.5, 2.0),
                 [OffloadStats(Tier.HOST, 1, 2, 0.5, 3, 4, 5, 6, 7)],
