@@ -3,6 +3,11 @@
 import importlib.metadata
 import os
 
+from setproctitle import getproctitle
+
+# Finds the room for titles of this process, while the environment is as it was at the start: later its first
+# variable may have another place, and then no title is ever set.
+getproctitle()
 # Both must be set before grpc is imported. By default gRPC logs every connection that ends. Its fork handlers
 # can crash a child process between fork and exec.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

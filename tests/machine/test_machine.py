@@ -178,3 +178,13 @@ def test_a_process_does_not_outlive_a_parent_that_ended_early(ended: bool) -> No
     code = f"from baton.machine.system import die_with_parent as tie; tie({parent}); print('it lives')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ran.stdout, ran.returncode) == ("" if ended else "it lives\n", ended)
+
+
+@pytest.mark.parametrize("first", ["GRPC_ENABLE_FORK_SUPPORT", "ANY"])
+def test_a_process_has_a_title_whatever_its_first_variable_is(first: str) -> None:
+    """Ray gives its actors variables in any order, and the import of baton changes some."""
+    code = "import baton, os, setproctitle as s; os.environ.pop('ANY', ''); s.setproctitle('baton: it')"
+    code += "; print(open('/proc/self/cmdline').read().strip(chr(0)))"
+    variables = {first: "1"} | {name: value for name, value in os.environ.items() if name != first}
+    ran = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert ran.stdout == "baton: it\n", ran.stderr
