@@ -172,7 +172,7 @@ def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: 
         api_keys=given.front.keys(),
         read_api_keys=given.front.keys,
         keep_alive=given.front.timeout_keep_alive,
-        ttft_target=given.front.ttft_target / 1000,
+        ttft_target=None if given.front.ttft_target is None else given.front.ttft_target / 1000,
         overflow=not given.front.no_overflow,
         prefix_fetches=not given.front.no_prefix_fetches,
         split_prompts=not given.front.no_split_prompts,

@@ -64,8 +64,8 @@ class RouterConfig:
     keep_alive: float = 75.0
     worker_wait: float = 60.0
     drain_timeout: float = 60.0
-    ttft_target: float = 1.0
-    """Seconds that users are ready to wait for a first token."""
+    ttft_target: float | None = None
+    """Seconds that users are ready to wait for a first token. None: as for `placement.TTFT_GAPS` gaps."""
     overflow: bool = True
     """One worker prefills and decodes a request when that costs less than a handover."""
     prefix_fetches: bool = True

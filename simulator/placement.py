@@ -156,7 +156,7 @@ def simulate(
     seed: int = 1,
     seats: int = SEATS,
     target_steps: float = LONG,
-    ttft_target: float = 1.0,
+    ttft_target: float | None = None,
     splits: bool = True,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.

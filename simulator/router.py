@@ -66,7 +66,7 @@ class Router:
         workers: they begin in the decode pool (`move`).
         seats: requests that a worker decodes at once.
         splits: whether several workers may compute a prompt.
-        ttft_target: seconds.
+        ttft_target: seconds. None: as of a router without this option.
     """
 
     workers: list[Worker]
@@ -76,7 +76,7 @@ class Router:
     clock: Clock
     rng: random.Random
     outcome: PlacementOutcome
-    ttft_target: float = 1.0
+    ttft_target: float | None = None
 
     def __post_init__(self) -> None:
         self._prefills: set[int] = set()

@@ -14,7 +14,7 @@ from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.blueprint import POOLS, Pool
 
 FLIP_EVERY = 5.0  # seconds between two flips: the loads must first show what the last one did
-TTIT_TARGET = 100.0  # milliseconds, if the user sets no target
+TTFT_TARGET, TTIT_TARGET = 1000.0, 100.0  # milliseconds, if the user sets no targets
 
 
 class Balancer:
@@ -24,7 +24,7 @@ class Balancer:
         scalers: one for each pool that is given as a range; other pools keep their size.
     """
 
-    def __init__(self, pools: PoolOptions, ttft_target: float, ttit_target: float | None) -> None:
+    def __init__(self, pools: PoolOptions, ttft_target: float | None, ttit_target: float | None) -> None:
         """`ttft_target`, `ttit_target`: in ms, as given."""
         given: dict[Pool, PoolSize] = dict(zip(POOLS, pools.sizes, strict=True))
         self.scalers: dict[Pool, Scaler] = {
@@ -32,7 +32,7 @@ class Balancer:
             for pool, size in given.items()
             if size.least < size.most
         }
-        self._prefill = PrefillDemand(ttft_target / 1000)
+        self._prefill = PrefillDemand((ttft_target or TTFT_TARGET) / 1000)
         self._decode = DecodeDemand((ttit_target or TTIT_TARGET) / 1000)
         self._flipped = -math.inf
 

@@ -117,7 +117,7 @@ class Detached:
 
     roles: tuple[RoleSpec, ...]
     pools: PoolOptions
-    ttft_target: float
+    ttft_target: float | None
     ttit_target: float | None
     logs: Path | None
     front_node: str

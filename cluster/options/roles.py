@@ -290,10 +290,11 @@ class FrontOptions(ServerTlsOptions):
         "S",
         check=between(0, 86_400),
     )
-    ttft_target: float = opt(
-        1000.0,
+    ttft_target: float | None = opt(
+        None,
         "Target time to first token. Requests are placed by it, and the prefill pool grows to meet it.",
         "MS",
+        shown="20 times the target between tokens; 1000 to grow the pool",
         check=between(1),
     )
     request_timeout: float = opt(600.0, "Longest duration of a request.", "S", check=between(1, 1_000_000))

@@ -51,7 +51,7 @@ class Fleet:
         caches: the prefix caches and loads of all.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
         policy: chooses prefill workers.
-        ttft_target: seconds that users are ready to wait for a first token.
+        ttft_target: seconds that users are ready to wait for a first token. None: `TTFT_GAPS` decides.
         overflow: one worker may compute a prompt and decode.
         splits: several workers may compute a prompt.
         prefix_fetches: a worker may fetch what another one has cached.
@@ -69,7 +69,7 @@ class Fleet:
     policy: PrefillPolicy
     promised_slots: int = 0
     promised_positions: int = 0
-    ttft_target: float = 1.0
+    ttft_target: float | None = None
     overflow: bool = True
     splits: bool = True
     prefix_fetches: bool = True

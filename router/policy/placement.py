@@ -49,6 +49,9 @@ from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefixes import PrefixSource
 from baton.rpc import worker_pb2 as pb
 
+TTFT_GAPS = 20.0
+"""Without a target for the first token users wait for it as long as for so many gaps. So it follows the model
+and the GPU, as the target of a gap does: 0.3 s for an 8B model on an H200."""
 MOST_BUSY = 0.9
 """The most of its time that a worker counts as computing prompts: a queue without end has no length."""
 JOIN_STEPS = 2
@@ -70,7 +73,7 @@ class Offer:
     Attributes:
         row: of the worker.
         request: what is placed.
-        target: seconds that users are ready to wait for a first token.
+        target: seconds that users are ready to wait for a first token. 0: unknown, as `gap`.
         model: what steps of the worker cost.
         gap: target of a gap in seconds. 0: unknown, since no worker has decoded; prompts are handed over.
         decodes: requests that it decodes, or will.
@@ -227,15 +230,16 @@ def offer(
     budget, speed = described.max_num_batched_tokens, status.prefill_tokens_per_s or loads.speed(row)
     if source is not None and (seconds := source.seconds(worker)) < source.tokens / speed:
         cached, load = cached + source.tokens, load + seconds
+    gap = status.gap_target_seconds or gap
     # Prompts of other routers count as running, too.
     prompts = max(0, status.requests_running - status.requests_decoding)
     decodes = max(sent.own, sent.running - prompts)
     return Offer(
         row,
         request,
-        fleet.ttft_target,
+        TTFT_GAPS * gap if fleet.ttft_target is None else fleet.ttft_target,
         worker.step_model or reported_model(status, budget, speed),
-        status.gap_target_seconds or gap,
+        gap,
         decodes,
         status.decode_context * decodes / max(1, status.requests_decoding),
         cached,

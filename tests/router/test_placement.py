@@ -175,6 +175,7 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: in
     worker.load.own, worker.load.running = own, max(own, running)
     found = placed(fleet_of(loads, [worker]), request, worker.row, 500)
     assert (found.tokens, found.cached, found.gap) == (1500, 500, GAP)
+    assert found.target == pytest.approx(20 * GAP), "without a target for the first token"
     assert found.decodes == decodes
     assert found.context == 1000 * decodes * (decoding > 0)
     assert found.model.decode(decodes, found.context) == pytest.approx(0.010), "without a model"
