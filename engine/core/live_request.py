@@ -130,6 +130,8 @@ class LiveRequest:
     """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
     states: States | None = None
     """None: the model has no state layers, or the request has no blocks."""
+    cached_when_queued: int = 0
+    """How many positions were in the cache, in any tier, when the request was queued."""
     num_cached: int = 0
     """How many positions came from the prefix cache."""
     names: PrefixNames | None = None

@@ -246,7 +246,7 @@ class RequestLives:
 
     def _tag(self, live: LiveRequest) -> int:
         """The tag of a request whose prompt is computed here, as far as it is not cached."""
-        cached = self.memory.known(live) * self.pool.block_size
+        cached = live.cached_when_queued = self.memory.known(live) * self.pool.block_size
         return self.shares.tag(live.request.tenant, live.num_left - cached)
 
     def _enter(self, live: LiveRequest, phase: Phase) -> None:

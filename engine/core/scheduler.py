@@ -194,12 +194,12 @@ class Scheduler:
 
     def prompts(self) -> Iterator[tuple[int, float]]:
         """Yields (tokens left, due time) of each prompt that is not computed, about in the order of the
-        queue."""
+        queue. What the cache had when a prompt was queued does not count."""
         for live in self._running:
             if not live.decodes:
                 yield live.num_left, live.asked.due
         for live in self._waiting:
-            yield live.num_left, live.asked.due
+            yield live.num_left - live.cached_when_queued, live.asked.due
 
     def parts_waiting(self) -> Iterator[tuple[int, int]]:
         """Yields (tokens, position of the first) of each prompt that no step computes yet, without what the

@@ -91,3 +91,16 @@ def test_a_prompt_that_is_handed_over_after_this_step_does_not_decode(handover: 
     live.promise(0)
     assert (live.num_left, len(scheduler.lives.running)) == (1, 1)
     assert scheduler.batch(0).rows == (not handover)
+
+
+def test_what_is_cached_of_a_prompt_that_waits_needs_no_chunks() -> None:
+    """Else steps would be long for the histories of agents."""
+    scheduler = make(seqs=1, num_blocks=64, budget=64, prefix_cache=True)
+    scheduler.lives.drop(add(scheduler, 1, 40))
+    first = add(scheduler, 2, 40)
+    step(scheduler)
+    scheduler.lives.drop(first)
+    known = scheduler.lives.pool.cached * scheduler.lives.pool.block_size
+    assert 32 <= known <= 40
+    add(scheduler, 3, 60)
+    assert [left for left, _ in scheduler.prompts()] == [60 - known]
