@@ -167,7 +167,7 @@ class StepModel:
         return tokens * max(position, -min(tokens, self.tokens[-1]) / 2) * self.pair_seconds
 
 
-def interpolated(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
+def interpolated(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
     """Linear between measured sizes, and beyond the last two of them. Below the first it is constant. With
     one size it is proportional beyond it."""
     right = bisect_left(sizes, size)

@@ -42,7 +42,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from baton.machine.step_model import LARGE, StepModel
+from baton.machine.step_model import LARGE, StepModel, interpolated
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.plan import Place, Plan, Range, Reason
 from baton.router.policy.prefill import PrefillRequest
@@ -62,7 +62,7 @@ def reported_model(status: pb.WorkerStatus, budget: int, speed: float) -> StepMo
     """The model of a worker that reports none: a step that decodes takes as long as recent steps, and prompts
     have this speed in tokens/s. `budget`: most tokens of a step."""
     step, tokens = status.step_seconds, max(2, budget)
-    return StepModel((1, 2), (step, step), 0.0, (1, tokens), (1 / speed, tokens / speed), 0.0, 1.0)
+    return StepModel((1, 2), (step, step), 0.0, (1, tokens), (1 / speed, tokens / speed), 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -89,6 +89,7 @@ class Offer:
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
         prompt_cost: of the prompt at this worker.
+        busy: share of its recent time that its prompts would have taken without decodes.
     """
 
     row: int
@@ -109,16 +110,18 @@ class Offer:
     first: float = field(init=False)
     within: float = field(init=False)
     prompt_cost: float = field(init=False)
-    _busy: float = field(init=False)  # of its recent time, what prompts would have taken without decodes
+    busy: float = field(init=False)
+    _token: float = field(init=False)  # seconds of a prompt token in a large step
     _now: "_Steps" = field(init=False)
 
     def __post_init__(self) -> None:
         model, most = self.model, self.model.tokens[-1]
-        token = model.prompt_seconds[-1] / most + (self.position - most / 2) * model.pair_seconds
-        alone, wait = model.prefill(self.tokens, self.cached), self.ahead * token
-        self._busy = min(MOST_BUSY, self.rate * token)
+        later = (self.position - most / 2) * model.pair_seconds
+        self._token = model.prompt_seconds[-1] / most + later
+        alone, wait = model.prefill(self.tokens, self.cached), self.ahead * self._token
+        self.busy = min(MOST_BUSY, self.rate * self._token)
         self._now = now = self._steps(self.decodes, self.context)
-        busy = min(MOST_BUSY, self._busy * now.stretch)
+        busy = min(MOST_BUSY, self.busy * now.stretch)
         behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
         self.within = self.load + now.stretch * alone + JOIN_STEPS * now.step
         self.first = self.within + now.stretch * wait
@@ -137,10 +140,13 @@ class Offer:
         step, fastest = model.decode(decodes, context), min(gap, model.decode_seconds[0])
         long = max(gap, step, step * math.sqrt(gap / fastest) if fastest > 0 else 0.0)
         # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
-        rows = step - context * model.context_seconds
-        shared = rows - decodes * model.prompt_seconds[-1] / model.tokens[-1]
+        shared = model.overlap * (step - context * model.context_seconds)
+        spare = long - step + shared
+        tokens = _fitting(model, spare) - model.overlap * decodes
+        if tokens > 0 and spare > 0:  # those far behind the beginning take longer
+            tokens *= spare / (spare + tokens * self.position * model.pair_seconds)
         # A long step has time for prompts, whatever a worker reports.
-        prompts = max(long - step + model.overlap * shared, long / 16)
+        prompts = max(tokens * self._token, long / 16)
         return _Steps(step, max(step, math.sqrt(gap * fastest)), long, prompts)
 
     def _added(self, alone: float) -> float:
@@ -148,22 +154,28 @@ class Offer:
         now = self._now
         if not now.step or alone <= 0:
             return 0.0
-        count = math.ceil(alone / now.prompts)
-        longer = now.step + (now.long - now.step) * alone / (count * now.prompts) - now.base
-        return self.decodes * count * max(0.0, longer) * self._gap_weight / self.request.answer
+        count = alone / now.prompts
+        longer = now.step + (now.long - now.step) * min(1.0, count) - now.base
+        return self.decodes * max(1.0, count) * max(0.0, longer) * self._gap_weight / self.request.answer
 
-    def decode_cost(self) -> float:
-        """Of the decode at this worker. 0: it is unknown."""
+    @property
+    def prompt_share(self) -> float:
+        """Of its time, what prompts need that come as lately, beside its decodes. It may be more than 1."""
+        return self.busy * self._now.stretch
+
+    def decode_cost(self, others: float = 0.0) -> float:
+        """Of the decode at this worker. 0: it is unknown. `others`: how busy prompts make another worker that
+        are to come here."""
         if not self.gap:
             return 0.0
-        model, answer, busy = self.model, self.request.answer, self._busy
+        model, answer, busy = self.model, self.request.answer, min(MOST_BUSY, self.busy + others)
         now, then = self._now, self._steps(self.decodes + 1, self.context + self.request.tokens)
-        gap, cost = self._gap_of(then)
+        gap, cost = self._gap_of(then, busy)
         prompt = model.prefill(round(self.mean_prompt), self.position)
         later = then.stretch - now.stretch
         if prompt > 0:
             later += JOIN_STEPS * (then.step - now.step) / prompt
-        gaps = cost + self.decodes * (cost - self._gap_of(now)[1])
+        gaps = cost + self.decodes * (cost - self._gap_of(now, busy)[1])
         if not self.decodes:  # its first step may compute prompts only
             gaps += busy * min(prompt, model.prompt_seconds[-1]) / answer
         slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))
@@ -179,15 +191,22 @@ class Offer:
         """Seconds of a first token that a second more in each gap of an answer costs."""
         return self.target / self.gap
 
-    def _gap_of(self, steps: "_Steps") -> tuple[float, float]:
-        """Mean seconds of a gap with these steps, beside as many prompts as lately, and the part beyond a
-        short step."""
+    def _gap_of(self, steps: "_Steps", busy: float) -> tuple[float, float]:
+        """Mean seconds of a gap with these steps, and the part beyond a short step. `busy`: of prompts."""
         if not steps.step:
             return 0.0, 0.0
-        busy = self._busy / steps.prompts
+        busy /= steps.prompts
         gap = steps.step / (1 - min(MOST_BUSY, busy * (steps.long - steps.step)))
         short = math.sqrt(self.gap * min(self.gap, self.model.decode_seconds[0]))
         return gap, busy * gap * max(0.0, steps.long - steps.base) + steps.base - short
+
+
+def _fitting(model: StepModel, seconds: float) -> float:
+    """Prompt tokens of a step of so many seconds with prompts alone, at position 0."""
+    least, most = model.prompt_seconds[0], model.prompt_seconds[-1]
+    if least < seconds < most:
+        return interpolated(model.prompt_seconds, model.tokens, seconds)
+    return model.tokens[-1] if seconds >= most else 0.0
 
 
 @dataclass(slots=True)
@@ -198,7 +217,7 @@ class _Steps:
         step: one that only decodes. 0: the worker does not decode.
         base: the same, but at least a short step.
         long: one with as many prompts as may be.
-        prompts: what these take alone.
+        prompts: what these would take in large steps of prompts alone.
     """
 
     step: float
@@ -295,7 +314,9 @@ def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
     to = min(range(len(decodes)), key=handovers.__getitem__)
     costs = {"handover": prefill.prompt_cost + handovers[to]} | costs
     if prefill.room and prefill.gap:
-        costs["prefill"] = prefill.prompt_cost + prefill.decode_cost()
+        # If prompts take more time beside decodes than both have, one worker must be free of decodes.
+        needs_all = prefill.prompt_share + decodes[0].prompt_share > 2
+        costs["prefill"] = prefill.prompt_cost + prefill.decode_cost(decodes[0].busy if needs_all else 0.0)
     match min(costs, key=costs.__getitem__):
         case "prefill":
             return _inline("prefill", prefill, "no_handover", costs, alone)

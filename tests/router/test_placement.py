@@ -1,5 +1,6 @@
 """Placement: which worker computes a prompt, from costs that workers report. No router is needed."""
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,7 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     beside = offer(1000, model=FIXED, decodes=2, ahead=500, load=0.007, answer=100)
     own = 0.007 + 0.1 * 16 / 6 + 2 * 0.010
     assert (beside.first, beside.within) == pytest.approx((own + 0.05 * 16 / 6, own))
-    gaps = 2 * 17 * (0.010 + 0.1 / 17 - SHORT) / (100 * GAP)
+    gaps = 2 * 0.1 / 0.006 * (GAP - SHORT) / (100 * GAP)
     assert beside.prompt_cost == pytest.approx(beside.first + gaps)
     hasty = replace(beside, target=0.5)
     assert hasty.prompt_cost == pytest.approx(beside.first + 0.5 * gaps)
@@ -119,6 +120,32 @@ def test_the_best_decode_worker_decodes() -> None:
     assert chosen(full, holder) == ("decode", 2, "cached")
     assert chosen(full, free, prefill=None) == ("decode", 1, "no_prefill")
     assert chosen(full, offer(gap=0.0, row=5), prefill=None)[2] == "no_prefill", "also if nothing is known"
+
+
+def test_prompts_that_decodes_leave_no_time_for_need_a_worker_without_decodes() -> None:
+    """Steps of 8 ms leave no worker time for the prompts of both."""
+    tight = {"gap": 0.0075, "decodes": 14, "context": 14 * 2000.0}
+    prefill, decode = offer(row=1, rate=20_000.0, **tight), offer(rate=20_000.0, **tight)
+    assert prefill.prompt_share > 1, "they queue"
+    found = place(prefill, [decode])
+    assert found.costs["prefill"] > prefill.prompt_cost + prefill.decode_cost()
+    assert found.costs["prefill"] == prefill.prompt_cost + prefill.decode_cost(decode.busy)
+
+
+COSTS = 0.0, 1e-300, 1.0, 1e300
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-300, 1e300])
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+def test_any_report_gives_a_plan(gap: float, overlap: float) -> None:
+    for step, prompt, each in itertools.product(COSTS, COSTS, COSTS):
+        model = StepModel((1,), (step,), each, (1,), (prompt,), each, overlap)
+        for decodes, rate, ahead in itertools.product((0, 1, 2**40), (0.0, 1e300), (0.0, 1e300)):
+            strange = offer(
+                model=model, gap=gap, decodes=decodes, context=1e300, rate=rate, ahead=ahead, position=1e300
+            )
+            for prefill in (strange, offer(row=1), None):
+                assert place(prefill, [strange, offer(row=2)]).decode is not None
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_slower_workers_keep_the_order(load: Load, slower: int, monkeypatch: pyt
     )
     fewer = Load(load.prompt, load.answer, load.rate / slower)
     ours, theirs = (simulate(fewer, kind, requests=400).quantiles() for kind in ("policy", "colocated"))
-    assert ours.ttft_p99 / theirs.ttft_p99 < 1.1 * policy.ttft_p99 / colocated.ttft_p99
+    assert ours.ttft_p99 / theirs.ttft_p99 < 1.15 * policy.ttft_p99 / colocated.ttft_p99
     assert ours.gap_p99 / theirs.gap_p99 < 1.15 * policy.gap_p99 / colocated.gap_p99
 
 
@@ -121,6 +121,15 @@ def test_profiles_trade_gaps_for_throughput(load: Load):
     assert gaps[-1] > 1.5 * gaps[0]
     assert max(seconds[1:]) < 0.96 * seconds[0]
     assert seconds[2] <= 1.1 * seconds[1], "gaps within a larger target spread decodes less"
+
+
+def test_short_gaps_leave_prompts_a_worker_without_decodes() -> None:
+    """Beside decodes, steps of 8 ms hold too few prompt tokens. Without that the median of first
+    tokens was 3 s."""
+    profile = PROFILES["latency"]
+    seats, steps = profile.max_num_seqs[-1], profile.target_steps
+    found = simulate(Load(2000, 150, 22), "policy", requests=400, seats=seats, target_steps=steps).quantiles()
+    assert found.ttft < 0.4
 
 
 def test_prefill_workers_decode_while_decode_workers_have_no_room():
