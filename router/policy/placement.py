@@ -28,7 +28,8 @@ engine's `ChunkLimit`. With as many tokens of prompts as may be, a step takes
 So a worker that decodes computes prompts for L less what its decodes add to such a step, and they take that
 much longer than alone. A prompt beside decodes also waits for the step under way, and its last step is not
 full. A request that is handed over waits for the end of a step. One that decodes alone may wait for a step of
-another prompt.
+another prompt. While two workers could not compute all prompts beside their decodes, these count as if all
+came to the prefill worker, so that it gets no decodes.
 
 So prompts go where they come first and disturb least. Decodes spread over all workers when their steps are
 long, unless prompts there would wait for them. Under a load that gains from it, two workers act as a prefill
