@@ -54,9 +54,8 @@ def agents(sessions: int, turns: int, seed: int) -> list[tuple[float, Session]]:
 def _agent(rng: np.random.Generator, number: int, turns: int) -> Session:
     shared = int(AGENTS["prefix_len"])
     tokens, asked = shared + int(AGENTS["context_len"]), list[Turn]()
-    for turn in range(turns):
-        if turn:
-            tokens += NEW.draw_length(rng)
+    for _ in range(turns):
+        tokens += NEW.draw_length(rng)
         answer = ANSWER.draw_length(rng)
         chunks = _names("agents", shared, f"agent {number}", tokens + answer)
         asked.append(Turn(tokens, chunks, THOUGHT.draw(rng), answer))
