@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import Any
 
-from tests.within import WITHIN
-
 
 class Proxy(ABC):
     """Subclasses carry connections; what they need for that is there before `__init__` here is called."""
@@ -40,4 +38,4 @@ class Proxy(ABC):
         self._loop.close()
 
     def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WITHIN)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,33 +18,30 @@ from .transfer_process import deadlines
 LAYOUT = kv.KVLayout(3, 8, 128, "float32")  # 8 KiB a position and layer
 SLOT_BYTES = 768 << 10
 TOKENS = SLOT_BYTES // LAYOUT.bytes_per_token_layer  # a frame a layer
+RATE = 800_000.0  # bytes a second, of all lanes: three frames at once take 2.9 s
 PROGRESS = 0.8
 SHORT = deadlines(progress=PROGRESS, hold=1.5)
-STEP_S = 0.2
-STEP_BYTES = LAYOUT.num_layers * SLOT_BYTES // 16  # of all lanes: three frames at once take 3.2 s
 KINDS = pytest.mark.parametrize("movers", [0, 1])
 _CHUNK = 1 << 13
 
 
 class SlowLine(Proxy):
-    """Carries lanes to a prefill worker; so much comes back as a test lets through, in turns of the lanes."""
+    """Carries lanes to a prefill worker; what comes back is throttled, byte by byte, as one line is."""
 
     def __init__(self, port: int) -> None:
+        self.rate = RATE
         self.carried = 0  # bytes, back
-        self._most = 0.0
         self._port = port
         self._turn = asyncio.Lock()
         self._open = asyncio.Event()
+        self._open.set()
         super().__init__()
 
-    def let_through(self, more: float) -> None:
-        """So many bytes more. Then the line stands still."""
-        self._most += more
-        self._loop.call_soon_threadsafe(self._open.set)
+    def stand_still(self) -> None:
+        self._loop.call_soon_threadsafe(self._open.clear)
 
-    @property
-    def stands_still(self) -> bool:
-        return self.carried >= self._most
+    def go_on(self) -> None:
+        self._loop.call_soon_threadsafe(self._open.set)
 
     async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError), socket.socket() as sock:
@@ -66,12 +62,11 @@ class SlowLine(Proxy):
     async def _back(self, sock: socket.socket, to: asyncio.StreamWriter) -> None:
         while data := await self._loop.sock_recv(sock, _CHUNK):
             async with self._turn:  # lanes take turns
-                while self.stands_still:
-                    self._open.clear()
-                    await self._open.wait()
-                to.write(data)
-                await to.drain()
-                self.carried += len(data)
+                await self._open.wait()
+                await asyncio.sleep(len(data) / self.rate)
+            self.carried += len(data)
+            to.write(data)
+            await to.drain()
 
 
 @pytest.fixture
@@ -93,10 +88,6 @@ def make_line(make_pair: Any) -> Iterator[Callable[..., tuple[Any, SlowLine]]]:
 
 
 def fetched(pair: Any, line: SlowLine) -> tuple[bytes, bytes]:
-    """From now on time passes by `later` alone."""
-    for worker in (pair.prefill, pair.decode):
-        assert worker.stats().lanes == 0, "it is up"
-        worker.clock.stop()
     prefill_id = pair.prefill.hold(TOKENS)
     return prefill_id, pair.decode.fetch(pair.prefill, prefill_id, TOKENS, kv_address=line.address)
 
@@ -107,18 +98,9 @@ def test_a_frame_that_takes_several_deadlines(make_line: Any, movers: int) -> No
     pair, line = make_line(movers, SHORT)
     prefill_id, decode_id = fetched(pair, line)
     blocks = pair.prefill.held[prefill_id]
-    seconds = 0.0
-    while decode_id not in pair.decode.events:
-        line.let_through(STEP_BYTES)
-        pair.until(lambda: line.stands_still or decode_id in pair.decode.events, "bytes")
-        for worker in (pair.prefill, pair.decode):
-            for _ in range(2):
-                worker.stats()  # it has handled what came before
-            worker.later(STEP_S)
-        seconds += STEP_S
-    assert isinstance(event := pair.event(decode_id), kv.Injected), event
-    assert seconds > 3 * PROGRESS, "it was no slow line"
-    line.let_through(math.inf)
+    event = pair.event(decode_id)
+    assert isinstance(event, kv.Injected), event
+    assert line.carried / RATE > 3 * PROGRESS, "it was no slow line"
     pair.assert_same(blocks, decode_id, 0, TOKENS)
     pair.assert_whole()
     for stats, ended in ((pair.prefill.stats(), "acked"), (pair.decode.stats(), "injected")):
@@ -135,9 +117,9 @@ def test_a_line_that_stands_still(make_line: Any, movers: int) -> None:
     pair, line = make_line(movers, deadlines(progress=50.0))
     prefill_id, decode_id = fetched(pair, line)
     blocks = pair.prefill.held[prefill_id]
-    line.let_through(SLOT_BYTES // 2)
-    pair.until(lambda: line.stands_still, "it to be in mid-frame")
+    pair.until(lambda: line.carried > SLOT_BYTES // 2, "it to be in mid-frame")
     assert pair.prefill.stats().deadlines == pair.decode.stats().deadlines == {}
+    line.stand_still()
     for worker in (pair.prefill, pair.decode):
         worker.later(20.0)  # a little of it came just before
         assert [worker.stats().deadlines for _ in range(2)] == [{}, {}]
@@ -148,7 +130,8 @@ def test_a_line_that_stands_still(make_line: Any, movers: int) -> None:
         return pair.prefill.stats().deadlines or pair.decode.stats().deadlines
 
     assert pair.until(ends, "its end") == {"progress": 1}
-    line.let_through(math.inf)
+    line.rate = 1e9
+    line.go_on()
     assert isinstance(pair.event(decode_id), kv.Injected)
     pair.assert_same(blocks, decode_id, 0, TOKENS)
     pair.assert_whole()
@@ -158,9 +141,9 @@ def test_a_cancel_ends_what_flows_slowly(make_line: Any) -> None:
     """The blocks are free at once, though frames of it are under way for long."""
     pair, line = make_line(0, SHORT)
     prefill_id, _ = fetched(pair, line)
-    line.let_through(SLOT_BYTES // 4)
-    pair.until(lambda: line.stands_still, "it to be in mid-frame")
+    pair.until(lambda: line.carried > SLOT_BYTES // 4, "it to be in mid-frame")
     pair.prefill.sender.close(prefill_id, "cancelled")
     pair.until(lambda: pair.prefill.released == {prefill_id: "cancelled"}, "its blocks")
+    assert line.carried < 3 * SLOT_BYTES, "at once"
     stats = pair.prefill.stats()
     assert (stats.prefills_held, stats.transfers_open) == (0, 0)
