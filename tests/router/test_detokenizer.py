@@ -88,7 +88,8 @@ def test_the_work_of_a_token_does_not_depend_on_the_stop_strings():
         return work(lambda: finder.push("abab"))
 
     finder = StopFinder(StopStrings([held, *others]))
-    assert last_of_many(finder) <= last_of_many(StopFinder(StopStrings([held]))) + 20
+    alone = last_of_many(StopFinder(StopStrings([held])))
+    assert last_of_many(finder) <= 2 * alone, "a little more, if another thread allocates meanwhile"
     assert finder.push("?") == ("abab" * 240 + "?", None)
 
 
