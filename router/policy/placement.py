@@ -113,6 +113,7 @@ class Offer:
     prompt_cost: float = field(init=False)
     busy: float = field(init=False)
     _token: float = field(init=False)  # seconds of a prompt token in a large step
+    _short: float = field(init=False)  # seconds of a short step
     _now: "_Steps" = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +122,7 @@ class Offer:
         self._token = model.prompt_seconds[-1] / most + later
         alone, wait = model.prefill(self.tokens, self.cached), self.ahead * self._token
         self.busy = min(MOST_BUSY, self.rate * self._token)
+        self._short = math.sqrt(self.gap * min(self.gap, model.decode_seconds[0]))
         self._now = now = self._steps(self.decodes, self.context)
         busy = min(MOST_BUSY, self.busy * now.stretch)
         behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
@@ -138,8 +140,8 @@ class Offer:
         model, gap = self.model, self.gap
         if not decodes or not gap:
             return _Steps(0.0, 0.0, 1.0, 1.0)
-        step, fastest = model.decode(decodes, context), min(gap, model.decode_seconds[0])
-        long = max(gap, step, step * math.sqrt(gap / fastest) if fastest > 0 else 0.0)
+        step = model.decode(decodes, context)
+        long = max(gap, step, step * gap / self._short if self._short > 0 else 0.0)
         # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
         shared = model.overlap * (step - context * model.context_seconds)
         spare = long - step + shared
@@ -148,7 +150,7 @@ class Offer:
             tokens *= spare / (spare + tokens * self.position * model.pair_seconds)
         # A long step has time for prompts, whatever a worker reports.
         prompts = max(tokens * self._token, long / 16)
-        return _Steps(step, max(step, math.sqrt(gap * fastest)), long, prompts)
+        return _Steps(step, max(step, self._short), long, prompts)
 
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
@@ -198,8 +200,7 @@ class Offer:
             return 0.0, 0.0
         busy /= steps.prompts
         gap = steps.step / (1 - min(MOST_BUSY, busy * (steps.long - steps.step)))
-        short = math.sqrt(self.gap * min(self.gap, self.model.decode_seconds[0]))
-        return gap, busy * gap * max(0.0, steps.long - steps.base) + steps.base - short
+        return gap, busy * gap * max(0.0, steps.long - steps.base) + steps.base - self._short
 
 
 def _fitting(model: StepModel, seconds: float) -> float:
