@@ -20,21 +20,20 @@ def run(config: EngineProcessConfig) -> int:
     from baton.decode_worker.role import DecodeRole
     from baton.prefill_worker.role import PrefillRole, SenderSink
     from baton.worker.engine_process import process
-    from baton.worker.engine_process.paged_kv import paged_kv
     from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
     from baton.worker.engine_process.shared_store import StoreSource
 
     def build(context: "Context") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(context.trace)
         engine = context.start_engine(sink.prefill_started, sink.layer_done)
-        receiver = context.transport.receiver(paged_kv(engine))
-        fetches = PrefixFetches(engine, context.attempts.counts, context.trace)
-        fetches.sources.append(Workers(engine, receiver, context.config.incarnation, context.links))
+        attempts, shared = context.attempts, context.resources(engine, lambda: sink.layers_ready)
+        fetches = PrefixFetches(engine, shared.counts, shared.trace)
+        fetches.sources.append(Workers(engine, shared.receiver, shared.incarnation, context.links))
         if (fds := context.config.store) is not None:
             context.store = StoreSource.open(engine, fds, context.cached_chunks)
             fetches.sources.append(context.store)
-        prefill = PrefillRole(context, engine, sink, receiver, fetches)
-        return engine, (prefill, DecodeRole(context, engine, receiver, fetches))
+        prefill = PrefillRole(attempts, shared, sink, fetches)
+        return engine, (prefill, DecodeRole(attempts, shared, fetches))
 
     return process.run(config, build)
 

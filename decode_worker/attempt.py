@@ -39,9 +39,6 @@ class DecodeAttempt(EngineAttempt):
     deadline: float  # time.monotonic(), before which the KV must arrive
     writing: Writing | None = None  # of the fetch that is under way
     taking: Taking | None = None
-    joined_at: float = 0.0  # time.monotonic() at which the request joined the batch with its prompt computed
-    first_token_at: float | None = None  # when COMMIT named the first token; None after the second token
-    num_sampled: int = 0  # tokens that this worker sampled
 
     # ------------------------------------------------------------ to its KV
 
@@ -67,12 +64,12 @@ class DecodeAttempt(EngineAttempt):
 
     def _fetch(self) -> None:
         """Starts a fetch of what the prefix cache lacks. It replaces an earlier fetch of the attempt."""
-        source, receiver, live = self.source, self.shared.receiver, self.live_request
+        source, live = self.source, self.live_request
         assert source is not None
         if self.writing is None:
             self.to(State.FETCHING)
-            self.writing = Writing(self, self.id, receiver)
-        receiver.fetch(
+            self.writing = Writing(self, self.id)
+        self.shared.receiver.fetch(
             self.id,
             prefill_id=source.prefill_id,
             kv_address=source.kv_address,
@@ -183,10 +180,6 @@ class DecodeAttempt(EngineAttempt):
     def sampled(self, output: Output) -> None:
         if not self.num_sampled and self.state is State.COMPUTING:
             self._prefilled(output)
-        if self.first_token_at is not None:
-            self.attempts.report(messages.SecondToken(time.monotonic() - self.first_token_at))
-            self.first_token_at = None
-        self.num_sampled += 1
         self.attempts.sampled(self, output)
         self._end_with(output)
 
@@ -208,5 +201,4 @@ class DecodeAttempt(EngineAttempt):
         """The last token ends the attempt: the engine has already freed its blocks."""
         if output.finish_reason:
             self.close("finished")
-            done = messages.Decoded(self.origin, self.joined_at, time.monotonic(), self.num_sampled)
-            self.attempts.report(done)
+            self.attempts.decoded(self)

@@ -4,10 +4,9 @@ import time
 from functools import partial
 
 from baton.decode_worker.attempt import DecodeAttempt
-from baton.engine import Engine
-from baton.kv_transfer import Receiver
 from baton.worker import messages
-from baton.worker.engine_process.context import Context
+from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.roles import Role
 from baton.worker.engine_process.states import State
@@ -26,12 +25,11 @@ class DecodeRole(Role):
     handles = (messages.Decode, messages.Retarget)
 
     def __init__(
-        self, context: Context, engine: Engine, receiver: Receiver, prefix_fetches: PrefixFetches
+        self, attempts: AttemptTable[EngineAttempt], shared: Resources, prefix_fetches: PrefixFetches
     ) -> None:
-        """`prefix_fetches` share the receiver."""
-        self._shared = context.resources(engine, receiver)
-        self.kv = self._receiver = receiver
-        self._attempts = context.attempts
+        self._attempts = attempts
+        self._shared = shared
+        self.kv = self._receiver = shared.receiver
         self._prefix_fetches = prefix_fetches
 
     def handle(self, message: ToEngine) -> None:

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 class PrefillAttempt(EngineAttempt):
     """One prefill, from its submission to the release of its blocks."""
 
-    sender: kv.Sender
     waits: LayerWaits
     handover: bool
     awaited: bool  # it has not started, and its router waits for that
@@ -81,7 +80,7 @@ class PrefillAttempt(EngineAttempt):
         elif self.reading is None:
             self._end_if_unused()
         elif self.taker is None:
-            self.sender.commit(self.id, handed_over(output))
+            self.shared.sender.commit(self.id, handed_over(output))
         else:
             self.reading.revoke("gone")
 
@@ -92,7 +91,7 @@ class PrefillAttempt(EngineAttempt):
         if {of.prefill_id for of in plan if of.incarnation == shared.incarnation} != {request.id}:
             self.lost(Code.INVALID, "a worker computes one part of a prompt")
             return
-        part = start_part(self, self.sender, request, plan)
+        part = start_part(self, request, plan)
         if part is None:
             self.lost(Code.NO_ROOM, "no room for a part of a prompt now")
             return
@@ -138,7 +137,7 @@ class PrefillAttempt(EngineAttempt):
             return
         for output_id in [output_id for output_id, end in part.outputs.items() if end <= stop]:
             del part.outputs[output_id]
-            self.sender.commit(output_id, NO_TOKEN)
+            self.shared.sender.commit(output_id, NO_TOKEN)
 
     def _part_sampled(self, part: Part, output: Output) -> None:
         part.output = output
@@ -198,7 +197,7 @@ class PrefillAttempt(EngineAttempt):
 
     @property
     def is_wanted(self) -> bool:
-        return self.sender.has_fetch(self.id)
+        return self.shared.sender.has_fetch(self.id)
 
     @property
     def is_spare(self) -> bool:

@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from functools import partial
 
 import baton.kv_transfer as kv
-from baton.engine import Engine
 from baton.engine.core.live_request import LiveRequest
 from baton.prefill_worker.attempt import PrefillAttempt
 from baton.prefill_worker.serving import ServedPrefixes
 from baton.worker import messages
-from baton.worker.engine_process.context import Context
-from baton.worker.engine_process.engine_attempt import Reading
-from baton.worker.engine_process.paged_kv import paged_kv
+from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Resources
 from baton.worker.engine_process.parts import LayerWaits, Part
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.roles import Role
@@ -85,22 +83,18 @@ class PrefillRole(Role):
 
     def __init__(
         self,
-        context: Context,
-        engine: Engine,
+        attempts: AttemptTable[EngineAttempt],
+        shared: Resources,
         sink: SenderSink,
-        receiver: kv.Receiver,
         prefix_fetches: PrefixFetches,
     ) -> None:
-        """`sink` is the engine's. It gets its sender here. `receiver` is that of the decode role, which polls
-        it."""
-        self._attempts = context.attempts
-        self._shared = context.resources(engine, receiver)
-        self.kv = self._sender = sink.sender = context.transport.sender(
-            paged_kv(engine, lambda: sink.layers_ready)
-        )
-        self._waits = sink.waits = LayerWaits(receiver, context.heartbeat.tick)
+        """`sink` is the engine's. It gets its sender here. The decode role polls the receiver."""
+        self._attempts = attempts
+        self._shared = shared
+        self.kv = self._sender = sink.sender = shared.sender
+        self._waits = sink.waits = LayerWaits(shared.receiver, shared.tick)
         self._prefix_fetches = prefix_fetches
-        self._served = ServedPrefixes(engine.prefix_exchange, self._sender, context.trace)
+        self._served = ServedPrefixes(shared.engine.prefix_exchange, self._sender, shared.trace)
 
     @property
     def empty(self) -> bool:
@@ -111,7 +105,6 @@ class PrefillRole(Role):
         request = message.work.request
         prefill = PrefillAttempt(
             shared=self._shared,
-            sender=self._sender,
             waits=self._waits,
             stream=message.stream,
             origin=message.work.origin,
@@ -126,7 +119,7 @@ class PrefillRole(Role):
             prefill.start_part(request, message.plan)
             return
         if message.handover:
-            prefill.reading = Reading(prefill, request.id, self._sender)
+            prefill.reading = Reading(prefill, request.id)
             self._sender.expect(request.id)
         if self._prefix_fetches.get(prefill, request, message.content, partial(prefill.add, request)):
             prefill.to(State.IMPORTING)

@@ -61,11 +61,6 @@ class VLLMAttempt(Attempt):
     """That of a handover, or of the prefill of `source`. vLLM goes on after it."""
     no_kv: str = ""
     """Of a decode: why its KV did not come, or is not used."""
-    joined_at: float = 0.0
-    first_token_at: float | None = None
-    """As in the decode role of Baton's engine."""
-    num_sampled: int = 0
-    """Tokens, without that of the prefill of `source`."""
 
     @property
     def length(self) -> int:

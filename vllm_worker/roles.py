@@ -124,19 +124,14 @@ class Roles:
                 self._prefill(message)
             case messages.Decode():
                 self._decode(message)
-            case messages.Retarget(stream, attempt_id, _, _) | messages.Cancel(stream, attempt_id):
-                attempt = self._table.get(attempt_id)
+            case messages.Retarget(stream, decode_id):
+                attempt = self._table.get(decode_id)
                 if attempt is not None and attempt.stream == stream:
-                    if isinstance(message, messages.Retarget):
-                        text = "a vLLM worker cannot change the source of a request"
-                        attempt.lost(Code.HANDED_BACK, text)
-                    else:
-                        attempt.cancel()
+                    attempt.lost(Code.HANDED_BACK, "a vLLM worker cannot change the source of a request")
+            case messages.Cancel(stream, attempt_id):
+                self._attempts.cancel(stream, attempt_id)
             case messages.OnlyCopies():
                 pass  # vLLM chooses what it evicts
-            case messages.CancelStream(stream):
-                for attempt in [of for of in self._table.values() if of.stream == stream]:
-                    attempt.cancel()
             case _:
                 raise AssertionError(f"not of a role: {message}")
 
@@ -300,8 +295,6 @@ class Roles:
             attempt.to(State.DECODING if attempt.decode else State.HELD)
 
     def _sampled(self, attempt: VLLMAttempt, output: Output) -> None:
-        attempt.num_sampled += 1
-        now = time.monotonic()
         if not attempt.answered:
             self._answered(attempt)
             self._moved.set()
@@ -313,17 +306,11 @@ class Roles:
             else:
                 self._attempts.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
             self._attempts.prefilled(attempt, output)
-        elif attempt.first_token_at is not None:
-            self._attempts.report(messages.SecondToken(now - attempt.first_token_at))
-            attempt.first_token_at = None
         self._attempts.sampled(attempt, output)
 
     def _finished(self, attempt: VLLMAttempt) -> None:
         if attempt.decode:
-            now = time.monotonic()
-            self._attempts.report(
-                messages.Decoded(attempt.origin, attempt.joined_at, now, attempt.num_sampled)
-            )
+            self._attempts.decoded(attempt)
         elif attempt.handover:  # its token is the last
             attempt.stream = None
             attempt.close("finished")

@@ -114,13 +114,7 @@ class Retarget(_Message):
 
 class Cancel(_Message):
     stream: int
-    attempt_id: bytes
-
-
-class CancelStream(_Message):
-    """The stream of a router ended: cancel every attempt that was submitted on it."""
-
-    stream: int
+    attempt_id: bytes | None = None  # None: the stream has ended, and with it each attempt submitted on it
 
 
 class OnlyCopies(_Message):
@@ -142,7 +136,7 @@ class Exit(_Message):
     """Free everything and exit with 0. Sent after Stopped, when the transfer process has closed its lanes."""
 
 
-ToEngine = Prefill | Decode | Retarget | Cancel | CancelStream | OnlyCopies | AskStatus | Stop | Exit
+ToEngine = Prefill | Decode | Retarget | Cancel | OnlyCopies | AskStatus | Stop | Exit
 
 # ---------------------------------------------------------------- engine to service
 

@@ -96,8 +96,7 @@ class NotingSink(SenderSink):
         self.lengths[request_id] = len(live.token_ids)
         self.cached[request_id] = live.num_cached
         prefill = self.prefills[request_id] = PrefillAttempt(
-            shared=stand_in(Resources, engine=self.engine),
-            sender=self.sender,
+            shared=stand_in(Resources, engine=self.engine, sender=self.sender),
             waits=stand_in(LayerWaits),
             stream=None,
             origin=Origin(request_id, "", "", 0.0),
@@ -108,7 +107,7 @@ class NotingSink(SenderSink):
         prefill.live = live_of(self.engine, request_id)
         prefill.live = live_of(self.engine, request_id)
         assert AttemptTable[EngineAttempt](lambda message: None).open(prefill)
-        prefill.reading = Reading(prefill, request_id, self.sender)
+        prefill.reading = Reading(prefill, request_id)
         of_prefill = {"owner": prefill, "token_ids": live.token_ids, "num_cached": live.num_cached}
         super().prefill_started(stand_in(LiveRequest, **of_prefill))
 

@@ -27,7 +27,6 @@ from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.loop import may_move, tell
-from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.start import EngineProcessConfig
@@ -83,11 +82,12 @@ class Worker:
         )
         sink = SenderSink(trace)
         self.engine = self.context.start_engine(sink.prefill_started, sink.layer_done)
-        self.receiver = self.context.transport.receiver(paged_kv(self.engine))
+        self.shared = self.context.resources(self.engine, lambda: sink.layers_ready)
+        self.receiver = self.shared.receiver
         self.fetches = PrefixFetches(self.engine, attempts.counts, trace)
         links = self.context.links
         self.fetches.sources.append(Workers(self.engine, self.receiver, incarnation, links))
-        self.role = PrefillRole(self.context, self.engine, sink, self.receiver, self.fetches)
+        self.role = PrefillRole(attempts, self.shared, sink, self.fetches)
         self.roles = Roles(self.engine, [self.role], self.context)
 
     # Of the service process

@@ -60,7 +60,7 @@ class Both(Worker):
 
     def __init__(self, model: Path, **options: Any) -> None:
         super().__init__(model, **options)
-        decode = DecodeRole(self.context, self.engine, self.receiver, self.fetches)
+        decode = DecodeRole(self.context.attempts, self.shared, self.fetches)
         self.roles = Roles(self.engine, [self.role, decode], self.context)
         self.fetches_open: dict[bytes, local.FetchIn] = {}
         self.brought: dict[bytes, tuple[int, int]] = {}  # of these: frames and bytes
@@ -195,7 +195,7 @@ class Lives(RuleBasedStateMachine):
     def cancel(self, pick: int, state: State, how: int) -> None:
         """Rarely a router leaves. Or the worker drains, and its time is over."""
         if how == 20:
-            self.worker.roles.handle(messages.CancelStream(STREAM))
+            self.worker.roles.handle(messages.Cancel(STREAM))
         elif how == 19:
             self.worker.context.attempts.fail_all(Code.DRAINING, "the worker shuts down")
         else:
@@ -271,7 +271,7 @@ class Lives(RuleBasedStateMachine):
             assert attempt.leases or not (attempt.closed or is_held)
 
     def teardown(self) -> None:
-        self.worker.roles.handle(messages.CancelStream(STREAM))
+        self.worker.roles.handle(messages.Cancel(STREAM))
         for attempt in list(self.worker.context.attempts):
             attempt.close("cancelled")
         self.worker.settle()

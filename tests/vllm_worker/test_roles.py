@@ -367,7 +367,7 @@ async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> 
     decode.chunks = chunks = Chunks(decode.chunks)
     worker.roles.handle(messages.Decode(7, work(E, 130), source()))
     assert (worker.failures(), chunks.walks) == ([], 0)
-    worker.roles.handle(messages.CancelStream(7))
+    worker.roles.handle(messages.Cancel(7))
     await worker.settle()
     assert worker.idle
     assert not worker.roles._needed._chunks, "what has left does not count"
@@ -406,7 +406,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     ("ends", "code"),
     [
         (lambda: messages.Cancel(7, D), None),
-        (lambda: messages.CancelStream(7), None),
+        (lambda: messages.Cancel(7), None),
         (lambda: messages.Retarget(7, D, source(), []), Code.HANDED_BACK),
     ],
 )
@@ -438,7 +438,7 @@ async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
     worker.roles.handle(messages.Prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
     worker.roles.handle(messages.Cancel(7, P))
-    worker.roles.handle(messages.CancelStream(7))
+    worker.roles.handle(messages.Cancel(7))
     assert worker.told == [Close(P)]
     assert not worker.idle
     worker.roles.heard(Released(P, "cancelled"))

@@ -9,8 +9,8 @@ from baton.engine import EngineRequest, Logprobs, Output
 from baton.kv_transfer import TraceWriter
 from baton.worker import messages
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
-from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import Resources
+from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.messages import Code, FromEngine, Origin
 from tests.stand_in import stand_in
 
@@ -90,13 +90,9 @@ def test_an_attempt_goes_on_when_its_kv_failed(of: Table) -> None:
 def test_an_id_in_use_is_refused(of: Table) -> None:
     """The engine does not know a prefill that waits for a prefix of another worker. It would get two requests
     with one id."""
-    context = stand_in(
-        Context,
-        attempts=of.table,
-        resources=lambda *_: stand_in(Resources, trace=TraceWriter(None, ""), incarnation=1),
-    )
-    unused: Any = None
-    role = DecodeRole(context, unused, unused, unused)
+    shared = stand_in(Resources, receiver=None, trace=TraceWriter(None, ""), incarnation=1)
+    table: Any = of.table
+    role = DecodeRole(table, shared, stand_in(PrefixFetches))
     again = attempt(b"a", 2).origin
     work = messages.Work(EngineRequest(again.attempt_id, [1]), timeout=1.0, origin=again)
     role.handle(messages.Decode(2, work, None))

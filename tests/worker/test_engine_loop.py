@@ -59,7 +59,8 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
         move_kv=lambda _: None,
     )
     roles = Roles(stand_in(Engine, to_drop=lambda *_: []), [role], stand_in(Context, attempts=table))
-    attempt = EngineAttempt(stream=1, origin=Origin(b"a", "", "", 0.0), tokens=1, shared=stand_in(Resources))
+    shared = stand_in(Resources, sender=stand_in(Sender, close=lambda *_: None))
+    attempt = EngineAttempt(stream=1, origin=Origin(b"a", "", "", 0.0), tokens=1, shared=shared)
 
     def moves() -> bool:
         """Whether it does so after it has done so."""
@@ -73,12 +74,12 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
     assert moves(), "its deadline may pass"
     attempt.to(State.DECODING)
     assert not may_move(table, roles)
-    roles.handle(messages.CancelStream(2))
+    roles.handle(messages.Cancel(2))
     within.append(0.1)
     assert moves(), "a copy is under way"
     within.clear()
     assert not moves()
-    reading = Reading(attempt, b"r", stand_in(Sender, close=lambda *_: None))
+    reading = Reading(attempt, b"r")
     reading.live = stand_in(LiveRequest, leases=Leases(lambda: None))
     reading.live.leases.begin(reading)
     attempt.close("gone")

@@ -427,9 +427,10 @@ def share_with(
 
 
 def prefill_of(sender: Sender, name: bytes, part: Part | None) -> PrefillAttempt:
-    origin, shared, waits = Origin(name, "", "", 0.0), stand_in(Resources), stand_in(LayerWaits)
+    origin, waits = Origin(name, "", "", 0.0), stand_in(LayerWaits)
+    shared = stand_in(Resources, sender=sender)
     return PrefillAttempt(
-        shared=shared, sender=sender, waits=waits, stream=None, origin=origin, tokens=24, handover=True,
+        shared=shared, waits=waits, stream=None, origin=origin, tokens=24, handover=True,
         awaited=False, part=part,
     )  # fmt: skip
 

@@ -30,6 +30,12 @@ class Attempt:
     tokens: int
     """Of the prompt, and of the output before this attempt."""
     state: State = field(default=State.NEW, init=False)
+    joined_at: float = 0.0
+    """time.monotonic() at which a decode joined the batch with its prompt computed."""
+    first_token_at: float | None = None
+    """When COMMIT named the first token of a decode. None after the second token."""
+    num_sampled: int = 0
+    """Tokens that this worker sampled."""
     attempts: "AttemptTable[Any]" = field(init=False)
     leases: "Leases[Lease[Any]]" = field(init=False)
     """What uses the attempt. These two are set by `AttemptTable.open`."""
@@ -141,6 +147,13 @@ class AttemptTable(Generic[A]):
         self.report(messages.Cancelled(attempt.origin))
         attempt.stream = None
 
+    def cancel(self, stream: int, attempt_id: bytes | None) -> None:
+        """Cancels the attempt with this id, if this router submitted it. None: all that it submitted."""
+        found = [*self] if attempt_id is None else [self.find(attempt_id)]
+        for attempt in found:
+            if attempt is not None and attempt.stream == stream:
+                attempt.cancel()
+
     def fail(self, attempt: Attempt, code: Code, message: str, prefill_id: bytes = b"") -> None:
         """Tells the router why, once. Only with KV_FAILED the attempt goes on; `prefill_id` should have sent
         the KV."""
@@ -175,6 +188,10 @@ class AttemptTable(Generic[A]):
 
     def sampled(self, attempt: Attempt, output: Output) -> None:
         """A step has sampled this token."""
+        if attempt.first_token_at is not None:
+            self.report(messages.SecondToken(time.monotonic() - attempt.first_token_at))
+            attempt.first_token_at = None
+        attempt.num_sampled += 1
         self.counts.generation_tokens += 1
         self.counts.finished_stop += output.finish_reason == "stop"
         self.counts.finished_length += output.finish_reason == "length"
@@ -193,6 +210,11 @@ class AttemptTable(Generic[A]):
             cached_tokens=output.cached_tokens,
         )
         self.report(done)
+
+    def decoded(self, attempt: Attempt) -> None:
+        """A decode has its last token."""
+        times = attempt.joined_at, time.monotonic()
+        self.report(messages.Decoded(attempt.origin, *times, attempt.num_sampled))
 
     def after_tokens(self, call: Callable[[], None]) -> None:
         """Calls this when the tokens of the step are sent: it may wait until then."""

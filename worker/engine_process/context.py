@@ -7,11 +7,12 @@ from typing import Any
 
 from baton.engine import Engine, Hooks, build_engine
 from baton.engine.core.live_request import LiveRequest
-from baton.kv_transfer import Heartbeat, Receiver, TraceWriter, Transport
+from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
+from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_links import PrefixLinks
 from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.start import EngineProcessConfig
@@ -32,9 +33,13 @@ class Context:
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
     store: StoreSource | None = None
 
-    def resources(self, engine: Engine, receiver: Receiver) -> Resources:
-        """What the attempts of this engine share. `receiver` writes to its cache."""
-        return Resources(engine, receiver, self.attempts.counts, self.trace, self.config.incarnation)
+    def resources(self, engine: Engine, layers_ready: Callable[[], int]) -> Resources:
+        """What the attempts of this engine share. Opens its sender and its receiver. `layers_ready`: as in
+        `PagedKV`, for the sender."""
+        cache = paged_kv(engine, layers_ready)
+        ends = self.transport.sender(cache), self.transport.receiver(cache)
+        counts, incarnation = self.attempts.counts, self.config.incarnation
+        return Resources(engine, *ends, counts, self.trace, incarnation, self.heartbeat.tick)
 
     def _kept(self, salt: bytes, name: bytes, chunk: int, *, states: bool) -> None:
         if self.store is not None:

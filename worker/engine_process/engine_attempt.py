@@ -3,7 +3,7 @@
 The sender and the receiver report to the lease, which is the `owner` in their events.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine import Engine, Output
@@ -28,11 +28,14 @@ class Resources:
     """What the attempts of an engine share."""
 
     engine: Engine
+    sender: Sender
     receiver: Receiver
     counts: RequestCounts
     trace: TraceWriter
     incarnation: int
     """Of this worker."""
+    tick: Callable[[], None]
+    """Shows that the engine process lives."""
 
     def no_room(self) -> str:
         """Counts a refusal, and says why."""
@@ -122,15 +125,14 @@ class Reading(MemoryLease):
     """Other workers may read the blocks and the state slot under this id, until the sender reports that none
     does. The sender reads nothing before `open`, and a FETCH waits."""
 
-    sender: Sender
-
     def open(self, num_tokens: int, states_at: Sequence[int] | None = None) -> None:
         """As `Sender.open`."""
         live = self.keep()
-        self.sender.open(self.id, tuple(live.blocks), num_tokens, live.state_slot, states_at, self)
+        sender = self.attempt.shared.sender
+        sender.open(self.id, tuple(live.blocks), num_tokens, live.state_slot, states_at, self)
 
     def revoke(self, reason: Reason) -> None:
-        self.sender.close(self.id, reason)
+        self.attempt.shared.sender.close(self.id, reason)
         if self.live is None:
             self.end()
 
@@ -144,14 +146,12 @@ class Writing(MemoryLease):
     """The receiver may write into the blocks and the state slot, until it reports the end of the fetch with
     this id."""
 
-    receiver: Receiver
-
     def __post_init__(self) -> None:
         MemoryLease.__post_init__(self)
         self.keep()
 
     def revoke(self, reason: Reason) -> None:
-        self.receiver.cancel(self.id)
+        self.attempt.shared.receiver.cancel(self.id)
 
     def handle(self, event: Injected | FetchFailed | Closed | Began) -> None:
         if not isinstance(event, Began):

@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine import EngineRequest, Output
-from baton.kv_transfer import Receiver, Sender
+from baton.kv_transfer import Receiver
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Writing
 from baton.worker.messages import PlanRange
 
@@ -117,16 +117,11 @@ class LayerWaits:
         return not part.failed
 
 
-def start_part(
-    attempt: EngineAttempt,
-    sender: Sender,
-    request: EngineRequest,
-    plan: Sequence[PlanRange],
-) -> Part | None:
+def start_part(attempt: EngineAttempt, request: EngineRequest, plan: Sequence[PlanRange]) -> Part | None:
     """Reserves the blocks of the part with the id of `request`, fetches what it lacks, and opens what it
     offers. These transfers have leases on the attempt. None: there is no room now."""
     own = [range(of.start, of.stop) for of in plan if of.prefill_id == request.id]
-    engine, receiver = attempt.shared.engine, attempt.shared.receiver
+    engine, sender, receiver = attempt.shared.engine, attempt.shared.sender, attempt.shared.receiver
     live = attempt.live = engine.start_part(request, own, owner=attempt)
     others = {of.prefill_id: of for of in plan if of.prefill_id != request.id}
     if live is None:
@@ -159,16 +154,16 @@ def start_part(
                 ranges=wanted,
                 states_at=[stop for _, stop in wanted if stop in starts] if engine.states else (),
                 state_slot=state_slot,
-                owner=Writing(attempt, fetch_id, receiver),
+                owner=Writing(attempt, fetch_id),
             )
         if offered := _before(own, theirs[-1]):
             opened_id = pair_id(request.id, other)
             part.outputs[opened_id] = offered[-1].stop
             states_at = sorted(ends & {of.start for of in theirs})
-            Reading(attempt, opened_id, sender).open(offered[-1].stop, states_at)
+            Reading(attempt, opened_id).open(offered[-1].stop, states_at)
             sender.ready(opened_id, None, 0, min(cached, offered[-1].stop))
     if part.is_final:
-        part.reading = Reading(attempt, request.id, sender)
+        part.reading = Reading(attempt, request.id)
         part.reading.open(own[-1].stop)
         sender.ready(request.id, None, 0, cached)
     return part

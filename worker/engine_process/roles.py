@@ -75,16 +75,11 @@ class Roles:
                     None if store is None else store.stats,
                 )
                 self._context.link.send(status)
-            case messages.Cancel():
-                attempt = self._attempts.find(message.attempt_id)
-                if attempt is not None and attempt.stream == message.stream:
-                    attempt.cancel()
+            case messages.Cancel(stream, attempt_id):
+                self._attempts.cancel(stream, attempt_id)
             case messages.OnlyCopies(chunks):
                 names = None if chunks is None else self._context.cached_chunks.names(chunks)
                 self._engine.only_here(names)
-            case messages.CancelStream():
-                for attempt in [of for of in self._attempts if of.stream == message.stream]:
-                    attempt.cancel()
             case _:
                 next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
 

@@ -174,7 +174,7 @@ class AttachService:
         if not self._routers.remove(stream):
             return
         # A separate task, because gRPC may cancel the ending call while the engine reads too slowly.
-        task = asyncio.create_task(self._backend.send(messages.CancelStream(stream.number)))
+        task = asyncio.create_task(self._backend.send(messages.Cancel(stream.number)))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
