@@ -329,8 +329,8 @@ class Engine:
         waiting: list[tuple[int, float]] = list(scheduler.parts_waiting())
         batch = scheduler.batch(meters.prefill_position)
         for schedule, _ in self.loop.under_way:
-            tokens = schedule.prompt_tokens
-            waiting.append((tokens, schedule.prompt_position - tokens / 2))
+            tokens, position = schedule.size.tokens, schedule.size.position
+            waiting.append((tokens, position - tokens / 2))
         return EngineStats(
             requests_running=len(lives.running),
             requests_decoding=batch.rows,

@@ -138,16 +138,18 @@ class StepLoop:
         self.under_way.append((schedule, launched))
         if not schedule.waits:
             self._sample(schedule, launched)
-        size = launched.size
-        kind = size if size is not None and not size.chunks else None
-        self._pace.launched(
-            kind,
-            began,
-            time.monotonic(),
-            slow=size is None,
-            expected=self._expected(schedule) if kind is None else 0.0,  # averages know the other steps
-            may_join=bool(schedule.decodes or self._scheduler.lives.reserved),
-        )
+        if self._overlap:  # else no step is launched while this one is under way
+            size = launched.size
+            kind = size if size is not None and not size.chunks else None
+            self._pace.launched(
+                kind,
+                began,
+                time.monotonic(),
+                slow=size is None,
+                # Averages know the steps of a kind.
+                expected=0.0 if kind is not None else self._meters.step_expected(*schedule.size),
+                may_join=bool(schedule.decodes or self._scheduler.lives.reserved),
+            )
         return True
 
     def _schedule(self, began: float, result: StepResult) -> Schedule:
@@ -230,15 +232,11 @@ class StepLoop:
         result.prompts.update(_by_id(schedule))
         result.decodes = schedule.decodes
         landed_at = time.monotonic()
-        self._pace.landed(seconds, landed_at)
+        if self._overlap:
+            self._pace.landed(seconds, landed_at)
         if schedule.waited <= MOST_WAITED * seconds:
-            self._meters.record(
-                schedule.decode_rows,
-                schedule.prompt_tokens,
-                seconds,
-                schedule.prompt_position,
-                schedule.decode_context,
-            )
+            size = schedule.size
+            self._meters.record(size.rows, size.tokens, seconds, size.position, size.context)
         speculation = self._scheduler.speculation
         if speculation is not None and schedule.decodes and not schedule.prompts:
             speculation.learn_cost(schedule, landed_at - max(schedule.began, self._landed_at))
@@ -257,12 +255,6 @@ class StepLoop:
     def joined(self) -> None:
         """A request from another worker decodes from the next step on."""
         self._joined = True
-
-    def _expected(self, schedule: Schedule) -> float:
-        """Seconds that a step with prompts should take. 0: not known."""
-        return self._meters.step_expected(
-            schedule.decode_rows, schedule.decode_context, schedule.prompt_tokens, schedule.prompt_position
-        )
 
 
 def _by_id(schedule: Schedule) -> dict[bytes, range]:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,19 @@ MOST_ROWS = 8
 as those of a prompt do."""
 
 _Chunk = tuple[LiveRequest, range]  # with the positions that a step computes
+
+
+class StepSize(NamedTuple):
+    """What a step computes, as the model of steps counts it (`machine.step_model`)."""
+
+    rows: int
+    """Positions of requests that decode: more than one of each with drafts."""
+    context: int
+    """Positions that these requests read."""
+    tokens: int
+    """Of prompts."""
+    position: float
+    """Mean position of these tokens; 0.0 without any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +62,8 @@ class Schedule:
     """When the host began to launch it."""
     waited: float = 0.0
     """Seconds in which the host waited for KV from other workers, so that it could go on."""
+    size: StepSize = field(init=False)
+    """Set by `lease`."""
     ids: frozenset[bytes] = frozenset()
     """The requests that it computes. This and the rest is known from the launch on."""
     copies: list[CopyLease] = field(default_factory=list)
@@ -64,7 +80,11 @@ class Schedule:
     """By row, what is wrong with a request's grammar."""
 
     def lease(self) -> None:
-        """The step is scheduled, so it uses the blocks and the states of its requests."""
+        """The step is scheduled: its size is known, and it uses the blocks and the states of its requests."""
+        tokens = self.prompt_tokens
+        rows = sum(map(len, self.chunks.values())) - tokens + sum(x.count for x in self.drafts.values())
+        positions = sum(len(x) * (x.start + x.stop) / 2 for x in self.prompts.values())
+        self.size = StepSize(rows, self.decode_context, tokens, positions / max(1, tokens))
         for live in self.chunks:
             live.leases.begin(self)
 
@@ -81,28 +101,15 @@ class Schedule:
         return len(self.chunks) - len(self.prompts)
 
     @property
-    def decode_rows(self) -> int:
-        """Positions that these requests compute: more than one with drafts."""
-        return (
-            sum(map(len, self.chunks.values()))
-            - self.prompt_tokens
-            + sum(draft.count for draft in self.drafts.values())
-        )
-
-    @property
     def decode_context(self) -> int:
-        """Positions that these requests read."""
-        return sum(chunk.stop for live, chunk in self.chunks.items() if live not in self.prompts)
+        """As in `StepSize`, of what is scheduled so far."""
+        prompts = sum(chunk.stop for chunk in self.prompts.values())
+        return sum(chunk.stop for chunk in self.chunks.values()) - prompts
 
     @property
     def prompt_tokens(self) -> int:
+        """Scheduled so far."""
         return sum(map(len, self.prompts.values()))
-
-    @property
-    def prompt_position(self) -> float:
-        """Mean position of these tokens; 0.0 without any."""
-        total = sum(len(chunk) * (chunk.start + chunk.stop) / 2 for chunk in self.prompts.values())
-        return total / max(1, self.prompt_tokens)
 
     def verified(self, live: LiveRequest, right: int) -> int:
         """The end of the positions of a request that stay computed, before its tokens are known, of which

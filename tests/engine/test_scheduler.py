@@ -495,4 +495,4 @@ def test_a_chunk_fills_a_graph_if_the_next_larger_one_would_be_padded(limit: int
     step(scheduler, limit)  # it only decodes
     add(scheduler, 3, 400)
     schedule = step(scheduler, limit)
-    assert (len(schedule.chunks), schedule.prompt_tokens, schedule.prompt_position) == (3, tokens, tokens / 2)
+    assert (len(schedule.chunks), *schedule.size[2:]) == (3, tokens, tokens / 2)
