@@ -353,21 +353,17 @@ class ChunkIndex:
         A cached prefix ends at its first missing chunk. The search stops where no worker has more, so an
         unknown prompt costs one lookup. Of the different lengths only the longest `MAX_LEVELS` count.
         """
-        levels: list[tuple[int, int]] = []  # (chunks, rows that have at least so many)
-        rows = among
+        levels: list[tuple[int, int]] = []
+        rows, most = among, 0
         for depth, holders, stored in self._rows_with(chunks):
             if stored:
                 holders |= stores
             if (left := rows & holders) != rows:
-                levels.append((depth, rows))
+                hit = min(depth * CHUNK_TOKENS, tokens - 1) // block_size * block_size
+                if hit > most:
+                    most = hit
+                    levels.append((hit, rows))
                 rows = left
                 if not rows:
                     break
-        found: list[tuple[int, int]] = []
-        most = 0
-        for depth, rows in levels[-MAX_LEVELS:]:
-            hit = min(depth * CHUNK_TOKENS, tokens - 1) // block_size * block_size
-            if hit > most:
-                most = hit
-                found.append((hit, rows))
-        return Overlap(found)
+        return Overlap(levels[-MAX_LEVELS:])

@@ -224,9 +224,12 @@ class DecodeCaches:
                 found.append((rows[best], cached.most))
         return found
 
-    def nearest(self, chosen: int, request: PrefillRequest, rng: random.Random) -> int:
-        """Returns the row of the worker to decode a prompt: `chosen`, or the one with the most of it cached.
+    def nearest(self, chosen: int, request: PrefillRequest, rng: random.Random) -> list[tuple[int, int]]:
+        """Returns `candidates`, in which the first is the worker to decode the prompt: `chosen`, or the one
+        with the most of it cached.
 
         The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
-        row, _ = self.candidates(chosen, request, rng)[-1]
-        return row if self.loads[row].pressure <= self.loads[chosen].pressure + CACHED_PRESSURE else chosen
+        found = self.candidates(chosen, request, rng)
+        row, _ = found[-1]
+        near = self.loads[row].pressure <= self.loads[chosen].pressure + CACHED_PRESSURE
+        return found[-1:] if near else found

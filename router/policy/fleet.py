@@ -84,17 +84,20 @@ class Fleet:
 
     def prefill_snapshot(self, request: PrefillRequest) -> PrefillSnapshot | None:
         """The prefill workers that may be chosen; None if there are none."""
-        listed = (self.named.get(address) for address in request.avoid)
+        listed = [self.named.get(address) for address in request.avoid]
         avoided = {worker.row for worker in listed if worker is not None and worker.row >= 0}
         return self.loads.snapshot(request, self.now, avoided)
 
-    def choose_decode(self, request: PrefillRequest, tokens: int, *, promised: bool = False) -> int | None:
-        """Chooses a decode worker with room for `tokens` positions; None if there seems to be none.
+    def choose_decode(
+        self, request: PrefillRequest, tokens: int, *, promised: bool = False
+    ) -> list[tuple[int, int]]:
+        """Chooses a decode worker with room for `tokens` positions; empty if there seems to be none.
 
-        Promised room stays free, except for a request that it is `promised` to."""
+        Promised room stays free, except for a request that it is `promised` to. Returns the rows of workers
+        that may compute the prompt, each with what it has cached of it. The first is the chosen one."""
         if self.promised_slots and not promised:
             free = self.decodes.free
             if free.slots <= self.promised_slots or free.positions < self.promised_positions + tokens:
-                return None
+                return []
         chosen = self.decodes.choose(tokens, self.rng, request.avoid)
-        return None if chosen is None else self.caches.nearest(self.named[chosen].row, request, self.rng)
+        return [] if chosen is None else self.caches.nearest(self.named[chosen].row, request, self.rng)

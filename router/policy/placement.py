@@ -254,7 +254,7 @@ def offer(
     gap = status.gap_target_seconds or gap
     # Prompts of other routers count as running, too.
     prompts = max(0, status.requests_running - status.requests_decoding)
-    decodes = max(sent.own, sent.running - prompts)
+    decodes, waiting = max(sent.own, sent.running - prompts), loads.tokens_waiting(row, fleet.now)
     return Offer(
         row,
         request,
@@ -265,12 +265,12 @@ def offer(
         status.decode_context * decodes / max(1, status.requests_decoding),
         cached,
         load,
-        float(loads.tokens_waiting(row, fleet.now)),
+        waiting,
         loads.prompt_rate(row),
         status.prefill_position,
         loads.mean_prompt,
         sent.fits(request.tokens + 1),
-        loads.tokens_queued(row, fleet.now) > budget,
+        max(waiting, loads.own_tokens(row)) > budget,
     )
 
 

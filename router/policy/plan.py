@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
 
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.prefill_loads import PrefillWork
@@ -21,8 +21,7 @@ Order = Literal["together", "prefill", "decode"]
 prompt when the decode has reserved its memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """Positions [start, stop), computed by the worker of this row. The next range has another worker."""
 
     worker: int
@@ -30,8 +29,7 @@ class Range:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Workers are named by their rows.
 
     Attributes:
@@ -53,7 +51,7 @@ class Plan:
     order: Order = "together"
     source: PrefixSource | None = None
     reason: Reason | None = None
-    costs: Mapping[str, float] = field(default_factory=dict)
+    costs: Mapping[str, float] = MappingProxyType({})
     alone: float = math.inf
 
     @property

@@ -17,7 +17,6 @@ Pure: the same arguments and draws give the same plan.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -71,7 +70,7 @@ def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
     found = _plan(request, held, fleet, prefixes)
     if isinstance(found, Plan) and len(found.ranges) == 1:
         source = prefixes.source(found.ranges[0].worker)
-        return found if source is None else replace(found, source=source)
+        return found if source is None else found._replace(source=source)
     return found
 
 
@@ -79,7 +78,7 @@ def _plan(request: PrefillRequest, held: Held, fleet: Fleet, prefixes: Prefixes)
     if held.prefill is not None:
         return _decode_of(request, held, held.prefill, fleet)
     if request.one_token and (offer := _offer(request, fleet, prefixes)) is not None:
-        return replace(placement.handover(offer, offer.row), place="one_token", decode=None)
+        return placement.handover(offer, offer.row)._replace(place="one_token", decode=None)
     if held.decode is not None:
         return Lack.TURN if request.one_token else _prefill_for(request, held.decode, fleet, prefixes)
     return _first(request, fleet, prefixes)
@@ -87,12 +86,12 @@ def _plan(request: PrefillRequest, held: Held, fleet: Fleet, prefixes: Prefixes)
 
 def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
     """No worker holds anything."""
-    tokens, decode = request.tokens, fleet.choose_decode(request, request.tokens + 1)
-    if decode is None:
-        return _without_room(request, fleet, prefixes) or _no_decode(tokens + 1, fleet)
+    rows = fleet.choose_decode(request, request.tokens + 1)
+    if not rows:
+        return _without_room(request, fleet, prefixes) or _no_decode(request.tokens + 1, fleet)
+    decode, _ = rows[0]
     offer = _offer(request, fleet, prefixes, fleet.workers[decode].status.gap_target_seconds)
     if fleet.overflow:
-        rows = fleet.caches.candidates(decode, request, fleet.rng)
         offers = [placement.offer(fleet, request, row, cached, prefixes.source(row)) for row, cached in rows]
         found = placement.place(offer, offers)
     elif offer is not None:
@@ -102,7 +101,7 @@ def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | 
     if offer is not None and (shared := _split(request, offer, decode, found.alone, fleet)) is not None:
         return shared
     if request.interrupted and not found.inline:
-        return replace(found, order="decode")
+        return found._replace(order="decode")
     return found
 
 
@@ -120,7 +119,8 @@ def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet, prefixes: P
 def _decode_of(request: PrefillRequest, held: Held, prefill: int, fleet: Fleet) -> Plan | Lack:
     """A worker decodes what this prefill worker has, or computes."""
     asked = replace(_without(request, fleet, prefill), tokens=held.tokens)
-    decode = fleet.choose_decode(asked, held.tokens + 1, promised=held.queues)
+    rows = fleet.choose_decode(asked, held.tokens + 1, promised=held.queues)
+    decode = rows[0][0] if rows else None
     if decode is None and fleet.lost_decode and fleet.workers[prefill].ready_in(pb.POOL_PREFILL):
         decode = prefill
     if decode is None:
@@ -182,7 +182,7 @@ def _without_room(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> 
     )
     offers = [_prefill_offer(fleet, snapshot, request, row, prefixes) for row in rows]
     found = placement.place_without_room(offers)
-    return replace(found, reason="no_decode") if found is not None and fleet.lost_decode else found
+    return found._replace(reason="no_decode") if found is not None and fleet.lost_decode else found
 
 
 def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fleet: Fleet) -> Plan | None:
@@ -194,7 +194,8 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fle
     first = fleet.workers[offer.row]
     if not (fleet.splits and request.may_split and _takes_part(first)):
         return None
-    if not split.may_gain(offer.tokens, _split_worker(first, first, fleet)):
+    by_row = {first.row: _split_worker(first, first, fleet)}
+    if not split.may_gain(offer.tokens, by_row[first.row]):
         return None
     # The workers of a plan compute what one worker could read from the shared store.
     if first.status.store == "open" and fleet.loads.index.only_stored(first.row, request.chunks):
@@ -203,26 +204,27 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fle
     others = (fleet.workers[row] for row in drawn if row not in (first.row, decode))
     free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]
     free.sort(key=lambda worker: fleet.loads.tokens_waiting(worker.row, fleet.now))
-    workers: Sequence[Seen] = [first, *free]
     # Until a prompt that queues begins, the worker would decode others.
     last = fleet.workers[decode]
     may_decode = (
         fleet.overflow and last is not first and not offer.queues and last.address not in request.avoid
     )
     if may_decode and _takes_part(last):
-        workers = [*workers, last]
+        free.append(last)
+    if not free:
+        return None
+    by_row |= {worker.row: _split_worker(worker, first, fleet) for worker in free}
     cost = split.PromptCost(
         request.tokens,
         cached=request.tokens - offer.tokens,
         doubles_at=first.description.attention_doubles_at,
         layers=max(1, first.description.num_layers),
     )
-    by_row = {worker.row: _split_worker(worker, first, fleet) for worker in workers}
     found = split.split(cost, by_row, decode if decode in by_row and decode != first.row else None, alone)
     if found is None:
         return None
     order = "prefill" if offer.queues and found.ranges[-1].worker != decode else "together"
-    return replace(found, decode=decode, within=offer.within, order=order)
+    return found._replace(decode=decode, within=offer.within, order=order)
 
 
 def _split_worker(worker: Seen, first: Seen, fleet: Fleet) -> split.SplitWorker:

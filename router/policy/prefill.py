@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -101,8 +102,7 @@ class PrefillRequest:
     """Several workers may compute it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSnapshot:
+class PrefillSnapshot(NamedTuple):
     """The prefill workers at the time of one choice, made by `PrefillLoads`. Arrays are indexed by row.
 
     A worker that must not be chosen has an infinite `wait` and nothing cached.

@@ -164,7 +164,8 @@ class PrefillLoads:
     def draw(self, count: int, rng: random.Random) -> list[int]:
         """Rows of workers that serve prefills, at random: the first of equal ones is another one for each
         router."""
-        return rng.sample(self._rows.tolist(), min(count, len(self._rows)))
+        rows = self._rows
+        return [int(rows[place]) for place in rng.sample(range(len(rows)), min(count, len(rows)))]
 
     def speed(self, row: int) -> float:
         """Tokens/s of this worker, measured or guessed."""
@@ -245,9 +246,9 @@ class PrefillLoads:
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 
-    def tokens_queued(self, row: int, now: float) -> float:
-        """As `tokens_waiting`, but a prompt of this router counts as a whole until its first token."""
-        return max(self._worker(row).own, self.tokens_waiting(row, now))
+    def own_tokens(self, row: int) -> int:
+        """Tokens of the prompts of this router without a first token."""
+        return self._worker(row).own
 
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
@@ -257,11 +258,8 @@ class PrefillLoads:
 
     def _tokens_of_first(self, row: int, now: float) -> float:
         """Tokens of this router's first prompt that should be computed."""
-        return float(self._speed[row] * self._seconds_of_first(row, now))
-
-    def _seconds_of_first(self, rows: int | slice, now: float) -> np.ndarray:
-        """Of each row, the time that counts as spent on the first prompt of this router."""
-        return np.minimum(self._first_seconds[rows], now - self._first_at[rows])
+        seconds = min(float(self._first_seconds[row]), now - float(self._first_at[row]))
+        return float(self._speed[row]) * seconds
 
     # ------------------------------------------------------------ the current state
 
@@ -297,7 +295,8 @@ class PrefillLoads:
         rows, among = self._rows, self._among
         if not len(rows):
             return None
-        wait = np.maximum(self._own_seconds - self._seconds_of_first(slice(None), now), self._clear_at - now)
+        of_first = np.minimum(self._first_seconds, now - self._first_at)
+        wait = np.maximum(self._own_seconds - of_first, self._clear_at - now)
         avoided = [row for row in avoid if among >> row & 1]
         if 0 < len(avoided) < len(rows):
             rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`

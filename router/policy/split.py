@@ -109,7 +109,8 @@ def split(
     """
     rows = [row for row in workers if row != last]
     first = workers[rows[0]]
-    unsplit = first.wait + cost.work(cost.cached, cost.tokens) / first.speed
+    work = cost.work(cost.cached, cost.tokens)
+    unsplit = first.wait + work / first.speed
     best, least = None, min((1 - LEAST_GAIN) * unsplit, alone)
     for count in range(MOST_WORKERS, 1, -1):
         before = best
@@ -119,6 +120,9 @@ def split(
         if last is not None and count - 1 <= len(rows):
             ways.append(([*rows[: count - 1], last], last))
         for chosen, ends in ways:
+            taking = [workers[row] for row in chosen]
+            if work > sum(each.speed * max(0.0, least - each.wait - each.floor) for each in taking):
+                continue  # they cannot compute all of it until then
             found = _best_of(cost, workers, chosen, ends, unsplit)
             if found is not None and found.costs["split"] + found.costs["harm"] < least:
                 best, least = found, found.costs["split"] + found.costs["harm"]

@@ -284,22 +284,22 @@ def test_the_worker_with_most_of_the_prompt_is_offered_if_it_has_capacity() -> N
 def test_the_worker_with_most_of_the_prompt_decodes_unless_it_is_much_more_loaded() -> None:
     found, index, loads = caches(100, 100, 100)
 
-    def nearest() -> int:
+    def nearest() -> list[tuple[int, int]]:
         return found.nearest(0, PrefillRequest(1, 700, CHUNKS), random.Random(1))
 
-    assert nearest() == 0, "nothing is cached"
+    assert nearest() == [(0, 0)], "nothing is cached"
     index.add(1, CHUNKS[:2])
-    assert nearest() == 1
+    assert nearest() == [(1, 128)]
     index.add(2, CHUNKS)
-    assert nearest() == 2
+    assert nearest() == [(2, 640)]
     loads[2].blocks_free = 91
-    assert nearest() == 2
+    assert nearest() == [(2, 640)]
     loads[2].blocks_free = 89
-    assert nearest() == 0
+    assert nearest() == [(0, 0), (2, 640)], "it may still compute the prompt"
     loads[0].blocks_free = 80
-    assert nearest() == 2
+    assert nearest() == [(2, 640)]
     index.add(0, CHUNKS)
-    assert nearest() == 0, "it has as much"
+    assert nearest() == [(0, 640)], "it has as much"
 
 
 def test_without_prefill_workers_the_worker_with_most_of_the_prompt_prefills() -> None:

@@ -109,14 +109,14 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert fleet().choose_decode(wanted, TOKENS + 1) is None
-    assert fleet().choose_decode(wanted, TOKENS + 1, promised=True) is not None
+    assert not fleet().choose_decode(wanted, TOKENS + 1)
+    assert fleet().choose_decode(wanted, TOKENS + 1, promised=True)
     start(prefill, 3)
     await decode.until(lambda w: len(decodes(w)) == 3)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert fleet().choose_decode(wanted, TOKENS + 1) is not None, "the promise was kept"
+    assert fleet().choose_decode(wanted, TOKENS + 1), "the promise was kept"
 
 
 async def test_the_end_of_a_queued_prompt_ends_its_promise(
