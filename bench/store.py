@@ -41,6 +41,7 @@ from baton.bench.harness.streams import Case, new_session, read
 from baton.bench.harness.workers import prompt_of
 from baton.bench.shapes import DENSE, write_shape
 from baton.content import CHUNK_TOKENS
+from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer import Injected, KVLayout, PagedKV
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import Lent
@@ -57,7 +58,7 @@ HISTORY = {"cpu": 700, "cuda": 8000}
 GOAL = {"cpu": 0.5, "cuda": 1.02}  # of second turns
 WRITING, STEPS = 12, 100
 FEW = 3  # chats, and answers beside writes, of the short form on CPUs, which has no trace
-LAYOUT, BLOCK = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"), 64
+LAYOUT, BLOCK = KVLayout.of([(CacheArray("attention", "kv", 2, 8, 128, "bfloat16"),)] * 32), 64
 READ, READS = {"cpu": 1024, "cuda": 8000 // CHUNK_TOKENS * CHUNK_TOKENS}, 7  # tokens, and fetches
 TRACE_CHATS, TRACE_HISTORY, PAUSE_S = 6, {"cpu": 300, "cuda": 2000}, 4.0
 AROUND_S = 25.0  # before and after the restart
@@ -125,7 +126,7 @@ def reads(url: str, device: str, report: Report) -> None:
     child = spawn_child(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
     blocks = range(chunks)
     store = SharedStore(
-        PagedKV(kv, BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.ranks[0], "bench",
+        PagedKV([[kv]], BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.ranks[0], "bench",
         lend=lambda *_: Lent(blocks, 0, lambda: None), known=lambda *_: None,
         answered=lambda _: None, probed=lambda *_: None,
     )  # fmt: skip

@@ -1,15 +1,19 @@
 """The kinds of cache, as a registry: what a layer keeps of a request. Pools, the layout on the wire,
-transfers, stores and memory sizing read it.
+transfers, stores, tiers and memory sizing read it, and nothing else says what a layer keeps.
 
-A cache has one or more *arrays* [rows, heads, head_dim] in each layer: for each token, in the blocks of the
-request, or for each request, in its slot. An attention layer has one array, with K and V as rows. A *latent*
+A layer keeps one or more *arrays* [rows, heads, head_dim], each of a kind. A kind has a *unit*: an array for
+each token, in the blocks of the request, or one for each request, in its slot. One layer may keep arrays of
+both units, and other layers other arrays. An attention layer has one array, with K and V as rows. A *latent*
 has one row, the vector from which every query head makes its key and its value. It is cut into heads of
 `latent_head_dim` numbers, so that each has a scale of its own in FP8; all ranks hold all of them. A state
 layer has an array for each of its states.
 
-To add a kind, add it to `KINDS`, give it a cache in `engine.models.cache_spec`, and the kernels that read it.
+To add a kind, add it to `KINDS`, give layers a cache with its arrays (`engine.models.cache_spec`), and write
+the kernels that read it. All else follows: an array that a layer registers is allocated, sent, verified,
+evicted, restored and counted.
 """
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -21,32 +25,44 @@ Range = tuple[int, int]
 """[start, stop), of positions or heads."""
 
 
+class Unit(enum.Enum):
+    """What has an array, and so where the value of the array ends."""
+
+    TOKEN = enum.auto()
+    """It depends on the tokens up to its own. So any range of positions travels and is shared by itself."""
+    REQUEST = enum.auto()
+    """It depends on all tokens so far. It travels and is shared as it is after one position, in full."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    per_token: bool
-    """Whether there is an array for each token. If not, there is one for each request."""
-    identity: str
-    """What peers compare of an array, beside the dtype that a receiver may convert."""
+    unit: Unit
     rows: int | None = None
     """Of each array. None: its arrays differ."""
-    shared: bool = False
-    """Whether all ranks hold all heads."""
+    copied: bool = False
+    """Whether all ranks hold all heads. If not, ranks share the heads out."""
+    converts: bool = False
+    """Whether a receiver may keep it in another dtype than the sender, as `layout.convertible` says. All
+    arrays of a layout that convert have one dtype, the KV dtype."""
+    by_name: bool = True
+    """Whether its value follows from what content names say. If not, requests share nothing of the model."""
 
 
 KINDS = {
-    "attention": CacheKind(True, "kv_heads={0.heads} head_dim={0.head_dim}", rows=2),
-    "latent": CacheKind(True, "latent={0.heads}x{0.head_dim}", rows=1, shared=True),
-    "state": CacheKind(False, "{0.name}={0.rows}x{0.heads}x{0.head_dim}:{0.dtype}"),
+    "attention": CacheKind(Unit.TOKEN, rows=2, converts=True),
+    "latent": CacheKind(Unit.TOKEN, rows=1, copied=True, converts=True),
+    "state": CacheKind(Unit.REQUEST),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CacheArray:
-    """An array [rows, heads, head_dim] that each layer of a kind keeps."""
+    """An array [rows, heads, head_dim] that a layer keeps of each token, or of each request."""
 
     kind: str
     """A key of `KINDS`."""
     name: str
+    """Unlike those of other arrays of the layer."""
     rows: int
     heads: int
     """Of the model over all ranks, or of one rank."""
@@ -56,11 +72,13 @@ class CacheArray:
 
     @property
     def per_token(self) -> bool:
-        return KINDS[self.kind].per_token
+        return KINDS[self.kind].unit is Unit.TOKEN
 
     @property
     def identity(self) -> str:
-        return KINDS[self.kind].identity.format(self)
+        """What peers compare: all but a dtype that a receiver may convert."""
+        dtype = "" if KINDS[self.kind].converts else f":{self.dtype}"
+        return f"{self.kind}.{self.name}={self.rows}x{self.heads}x{self.head_dim}{dtype}"
 
     @property
     def head_bytes(self) -> int:
@@ -80,7 +98,7 @@ class CacheArray:
     def heads_of(self, rank: int, ranks: int) -> Range:
         """The heads that a rank holds. With fewer heads than ranks, each head is held by several ranks in a
         row."""
-        if KINDS[self.kind].shared:
+        if KINDS[self.kind].copied:
             return 0, self.heads
         first = rank * self.heads // ranks
         return first, first + max(1, self.heads // ranks)

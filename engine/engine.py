@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from baton.content.cache_kinds import KINDS
 from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output
 from baton.engine.api.stats import EngineStats
@@ -86,9 +87,9 @@ class Engine:
     """One model and its KV cache; `build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
 
-    `kv_cache` has one cache per attention layer, [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]
-    with the KV heads of this rank, plain or in FP8. The engine owns it. KV transfer may read the blocks of a
-    request that is prefilled or held, and write those of a reserved one. Position p of a request is in slot
+    `caches` has what each layer caches, as its `CacheSpec` in `cache_spec` lays it out, with the heads of
+    this rank. The engine owns it. KV transfer may read the blocks and the state slot of a request that is
+    prefilled or held, and write those of a reserved one. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
     """
 
@@ -101,6 +102,8 @@ class Engine:
         """The file or directory that has the tokenizer."""
         self.model_config = model = _with_eos_of_tokenizer(started.model_config, self.tokenizer)
         self.cache_spec = started.cache_spec
+        self.cache_arrays = started.cache_arrays
+        """What each layer caches over all ranks."""
         self.block_size = runner.block_size
         self.num_blocks = started.pool.num_blocks
         self.ranks = runner.ranks
@@ -141,9 +144,7 @@ class Engine:
             overlap=runner.device.type == "cuda" if config.overlap is None else config.overlap,
         )
         """Computes the requests. The caller calls its `step` while it `has_work`."""
-        self.kv_cache = runner.kv_cache
-        self.states = runner.states
-        """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
+        self.caches = runner.caches
         self.prefix_exchange = lives.prefix_exchange
         """Moves prefixes between this prefix cache and those of other workers. None: there is no cache, or
         the model has states."""
@@ -167,6 +168,9 @@ class Engine:
                     "%s is ignored: no room for copies of states, of %d bytes each", flag, state_bytes
                 )
         if not config.enable_prefix_caching:
+            return None
+        if private := [x.name for layer in self.cache_arrays for x in layer if not KINDS[x.kind].by_name]:
+            log.warning("prefix caching is off: no two requests share what %s keeps", private[0])
             return None
         copies = None
         if started.pool.num_slots:
@@ -204,8 +208,8 @@ class Engine:
 
     def reserve(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
-        into `kv_cache`, except for the first `LiveRequest.num_cached`: other requests may read these blocks.
-        It writes the states after these positions into `states`. Returns None if there is no room now."""
+        into `caches`, except for the first `LiveRequest.num_cached`: other requests may read these blocks.
+        It writes the states after these positions into its slot. Returns None if there is no room now."""
         live = self._lives.reserve(request, owner)
         return None if live is None else self._prepare(live, None)
 

@@ -86,9 +86,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for array in self.layout.arrays:
-            least, what = array.head_bytes, f"one head of the state {array.name}"
+            least, what = array.head_bytes, f"one head of {array.name}"
             if array.per_token:
-                least, what = array.bytes, "one position of one layer"
+                least, what = array.bytes, f"one position of {array.name} in one layer"
             if self.slot_bytes < least:
                 raise ValueError(
                     f"slot_bytes is {self.slot_bytes}, less than {what} ({least} bytes): use larger slots"

@@ -8,6 +8,7 @@ map positions to their own block tables; a block size never travels. An array th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated
 
@@ -16,66 +17,113 @@ from msgspec import Meta
 
 from baton.content.cache_kinds import FP8, ITEM_BYTES, KINDS, CacheArray, Range
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 """In each header. Two sides of different versions refuse each other."""
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class KVLayout(msgspec.Struct, frozen=True, dict=True):
-    """What both sides must agree on before a byte of KV travels: the shape of a model's whole KV cache.
+    """What both sides must agree on before a byte of KV travels: what all layers of a model keep.
 
     Block sizes and numbers of ranks are not in it: these may differ. So may two dtypes that are
     `convertible`: KV travels in the dtype of the sender.
     """
 
     num_layers: int
-    num_kv_heads: int  # of the model, over all ranks
-    head_dim: int
-    dtype: str  # of KV: a key of ITEM_BYTES
-    states: tuple[CacheArray, ...] = ()  # of each state layer
-    state_layers: tuple[int, ...] = ()  # all other layers have KV
-    kind: str = "attention"  # of the layers with KV: a key of KINDS
+    arrays: tuple[CacheArray, ...]  # by `Slice.array`, with the heads of all ranks
+    layers: tuple[tuple[int, ...], ...]  # that keep each array, ascending
+
+    @classmethod
+    def of(cls, layers: Sequence[Sequence[CacheArray]]) -> "KVLayout":
+        """`layers`: of each layer, what it keeps. Arrays of tokens come first."""
+        found: dict[CacheArray, list[int]] = {}
+        for number, arrays in enumerate(layers):
+            for array in arrays:
+                found.setdefault(array, []).append(number)
+        arrays = tuple(sorted(found, key=lambda array: not array.per_token))
+        return cls(len(layers), arrays, tuple(tuple(found[array]) for array in arrays))
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
+        counts = {"layers": self.num_layers, **{f"heads of {x.name}": x.heads for x in self.arrays}}
+        for name, value in counts.items():
             if not 0 < value < 1 << 16:
-                raise ValueError(f"{name} is {value}: must be between 1 and 65535")
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"dtype is {self.dtype!r}: KV is moved as one of {', '.join(ITEM_BYTES)}")
+                raise ValueError(f"{name}: {value}: must be between 1 and 65535")
+        for array in self.arrays:
+            if array.dtype not in ITEM_BYTES:
+                raise ValueError(
+                    f"dtype of {array.name} is {array.dtype!r}: KV is moved as one of {', '.join(ITEM_BYTES)}"
+                )
+        if len({array.dtype for array in self.arrays if KINDS[array.kind].converts}) > 1:
+            raise ValueError("arrays that convert have several dtypes: a session has one KV dtype")
 
     @cached_property
-    def arrays(self) -> Sequence[CacheArray]:
-        """By `Slice.array`: what the layers keep of each token, then the states."""
-        rows = KINDS[self.kind].rows
-        assert rows is not None, "a kind with KV has one array"
-        kv = CacheArray(self.kind, "kv", rows, self.num_kv_heads, self.head_dim, self.dtype)
-        return kv, *self.states
+    def dtype(self) -> str:
+        """The KV dtype: that of the arrays that convert."""
+        converting = (array.dtype for array in self.arrays if KINDS[array.kind].converts)
+        return next(converting, self.arrays[0].dtype)
 
-    def layers_of(self, array: int) -> Sequence[int]:
-        """The layers that keep this array."""
-        return self.kv_layers if self.arrays[array].per_token else self.state_layers
+    def sent_as(self, dtype: str) -> "KVLayout":
+        """The layout of a peer with this KV dtype."""
+        arrays = (
+            replace(array, dtype=dtype) if KINDS[array.kind].converts else array for array in self.arrays
+        )
+        return msgspec.structs.replace(self, arrays=tuple(arrays))
 
-    @property
+    @cached_property
+    def numbers(self) -> Sequence[Sequence[int]]:
+        """Of each layer, the numbers of the arrays that it keeps."""
+        return [
+            [number for number, layers in enumerate(self.layers) if layer in layers]
+            for layer in range(self.num_layers)
+        ]
+
+    @cached_property
+    def token_arrays(self) -> Sequence[tuple[CacheArray, Sequence[int]]]:
+        """Those that each token has, with their layers."""
+        of_layers = zip(self.arrays, self.layers, strict=True)
+        return [(array, layers) for array, layers in of_layers if array.per_token]
+
+    @cached_property
+    def token_layers(self) -> Sequence[int]:
+        """The layers that keep something of each token."""
+        return sorted({layer for _, layers in self.token_arrays for layer in layers})
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether a layer keeps something of each request."""
+        return len(self.token_arrays) < len(self.arrays)
+
+    @cached_property
     def fingerprint(self) -> str:
         """Readable on purpose: a mismatch is refused with both sides' fingerprints in the message."""
-        kv, *states = (array.identity for array in self.arrays)
-        if states:
-            kv += f" kv_layers={','.join(map(str, self.kv_layers))}"
-        return " ".join([f"kv{WIRE_VERSION} layers={self.num_layers}", kv, *states])
-
-    @cached_property
-    def kv_layers(self) -> list[int]:
-        return [layer for layer in range(self.num_layers) if layer not in self.state_layers]
-
-    @property
-    def bytes_per_token_layer(self) -> int:
-        return self.arrays[0].bytes
+        everywhere = tuple(range(self.num_layers))
+        words, before = [f"kv{WIRE_VERSION} layers={self.num_layers}"], everywhere
+        for array, layers in zip(self.arrays, self.layers, strict=True):
+            if layers != before:
+                words.append(f"@{_ranges(layers)}")
+            words.append(array.identity)
+            before = layers
+        return " ".join(words)
 
     @property
     def bytes_per_token(self) -> int:
-        return len(self.kv_layers) * self.bytes_per_token_layer
+        return sum(array.bytes * len(layers) for array, layers in self.token_arrays)
+
+    @property
+    def heads_per_token(self) -> int:
+        return sum(array.heads * len(layers) for array, layers in self.token_arrays)
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """0-2,5 for layers 0, 1, 2 and 5."""
+    groups: list[list[int]] = []
+    for layer in layers:
+        if groups and layer == groups[-1][-1] + 1:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return ",".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else f"{g[0]}" for g in groups)
 
 
 def convertible(sent: str, kept: str) -> bool:
@@ -90,9 +138,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     layer: U16
     head_start: U16
     head_count: U16
-    token_start: U32  # of a state: how many positions it covers
-    token_count: U32  # of a state: 0
-    array: U16 = 0  # index into `KVLayout.arrays`; 0: KV
+    token_start: U32  # of an array of each request: how many positions it covers
+    token_count: U32  # of an array of each request: 0
+    array: U16 = 0  # index into `KVLayout.arrays`
 
 
 def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]:
@@ -107,7 +155,8 @@ def cut(
 ) -> Iterator[Slice]:
     """Cut a token range × head range of one layer into as few slices of at most `slot_bytes` as it takes.
 
-    Heads of a state are cut in place of tokens. The state covers positions up to the end of `tokens`."""
+    Heads of an array of each request are cut in place of tokens. It covers positions up to the end of
+    `tokens`."""
     kept, (first, last) = layout.arrays[array], heads
     if not kept.per_token:
         for start, count in _equal_pieces(first, last, slot_bytes // kept.head_bytes):

@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     import torch
 
     Rows = Sequence[torch.Tensor] | torch.Tensor
-    """Of an array of the cache in one layer: K and V, as one tensor, or as one tensor each."""
+    """Of an array of the cache in one layer: the rows as one tensor, or as one tensor each (on CPUs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """The KV cache of an engine, or of one rank of it. The engine owns the tensors."""
+    """The cache of an engine, or of one rank of it. The engine owns the tensors."""
 
-    layers: "Sequence[torch.Tensor]"
-    """Of each layer with KV: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]."""
+    planes: "Sequence[Sequence[Sequence[Rows]]]"
+    """Of each array of the layout, values, and in FP8 scales, and of these each layer that keeps the array:
+    [rows][blocks, positions of a block, heads of this rank, head_dim], in any order of dimensions in memory.
+    The numbers of a head are neighbours. A scale is a head of one float32. Of an array of each request, slots
+    are blocks, heads are positions, and each position has one head."""
     block_size: int
     """Tokens."""
     layout: KVLayout
@@ -35,14 +38,6 @@ class PagedKV:
     layers_ready: Callable[[], int] = lambda: 0
     """With several ranks: how many layers are ready so far, over all steps that hand over KV. All ranks count
     the same layers."""
-    scales: "Sequence[torch.Tensor]" = ()
-    """Of each layer with KV, if the layout has scales: [2, num_blocks, KV heads of this rank, block_size]
-    float32."""
-    states: "Sequence[Sequence[torch.Tensor]]" = ()
-    """Of each state of the layout, of each layer with states: [slots, rows, heads of this rank, head_dim].
-    Heads and their numbers are neighbours. The slots and rows need not be."""
-    rows: "Sequence[Sequence[torch.Tensor]]" = ()
-    """In place of `layers`, on CPUs: K and V of each layer as tensors with strides of their own."""
 
     @property
     def heads(self) -> Sequence[Range]:

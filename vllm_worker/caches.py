@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer import KVLayout, PagedKV
 
 if TYPE_CHECKING:
@@ -47,10 +48,9 @@ def paged_kv(
     dtype = layers[0][0].dtype
     if dtype not in _DTYPES:
         raise ValueError(f"vLLM keeps KV as {dtype}: start it with --kv-cache-dtype auto")
-    layout = KVLayout(len(layers), all_heads, head_dim // cut, _DTYPES[dtype], kind=kind)
-    stacked = [rows for rows in layers if isinstance(rows, torch.Tensor)]
-    apart = [rows for rows in layers if not isinstance(rows, torch.Tensor)]
-    return PagedKV(stacked, block_size, layout, str(layers[0][0].device), rank, ranks, rows=apart)
+    array = CacheArray(kind, "kv", len(layers[0]), all_heads, head_dim // cut, _DTYPES[dtype])
+    layout = KVLayout.of([(array,)] * len(layers))
+    return PagedKV([[layers]], block_size, layout, str(layers[0][0].device), rank, ranks)
 
 
 def layer_number(name: str) -> int:

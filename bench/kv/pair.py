@@ -16,10 +16,12 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.bench.kv.raw_sockets import MIB, cpu_seconds
+from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer.spawn import Ready, StatsRequest, decode_from_transfer, encode
 from baton.kv_transfer.wait import end_waits_on_time, wait
 
-LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+_KV = CacheArray("attention", "kv", rows=2, heads=8, head_dim=128, dtype="bfloat16")
+LAYOUT = kv.KVLayout.of([(_KV,)] * 8)
 BLOCK = 16
 NO_TRACE = kv.TraceWriter(None, "")
 _INCARNATIONS = {"prefill": 1, "decode": 2}
@@ -79,7 +81,7 @@ class Side:
         self.port = ready.port
         blocks = -(-(settings.most_bytes // LAYOUT.bytes_per_token) // BLOCK)
         self.blocks = random.Random(role).sample(range(blocks), blocks)
-        shape = (2, blocks, BLOCK, LAYOUT.num_kv_heads, LAYOUT.head_dim)
+        shape = (_KV.rows, blocks, BLOCK, _KV.heads, _KV.head_dim)
         self.pool = [
             torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(LAYOUT.num_layers)
         ]
@@ -87,7 +89,7 @@ class Side:
         self.transport = kv.Transport(
             self.sending, self.receiving, NO_TRACE, settings.transport not in ("tcp", "nixl"), nixl_on_gpus
         )
-        self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, device)
+        self.paged_kv = kv.PagedKV([[self.pool]], BLOCK, LAYOUT, device)
 
     def digest(self) -> list[int]:
         """Sums over K and V of all layers, in order of positions: each 32-bit word times its place."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from baton.content.cache_kinds import KINDS
 from baton.engine.api.config import EngineConfig, TierCells, check_max_model_len
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
@@ -69,7 +70,9 @@ class CacheLimits:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        return next(cache.dtype for cache in self.cache if cache.arrays[0].per_token)
+        """Of what each token has: as `dtype`, or FP8."""
+        arrays = (array for layer in self.cache for array in layer.arrays)
+        return getattr(torch, next(array.dtype for array in arrays if KINDS[array.kind].converts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +133,8 @@ def choose_limits(
     check_max_model_len(max_model_len, model.max_model_len)
     if config.enable_expert_parallel:
         model.check_expert_parallel(ranks.size)
-    cache = cache_spec(model.of_rank(ranks.size), dtype, choose_kv_dtype(config, dtype, device))
-    if drafts:
-        last_layer = cache[-1]
-        assert isinstance(last_layer, AttentionCache), "a model with states has no draft head"
-        cache = (*cache, replace(last_layer, span=None))
+    kv_dtype = choose_kv_dtype(config, dtype, device)
+    cache = layer_caches(model.of_rank(ranks.size), dtype, kv_dtype, drafts=drafts)
     most_bytes = CPU_POOL_BYTES // ranks.size
     output = weight_format.bytes_per_parameter(dtype, output=True)
     weights = model.weight_bytes(dtype.itemsize, output, weight_format.bytes_per_parameter(dtype))
@@ -155,6 +155,18 @@ def choose_limits(
     )  # fmt: skip
     capacity = config.num_blocks * block_size if config.num_blocks else most_bytes // limits.token_bytes
     return limits if config.max_model_len else replace(limits, max_model_len=min(max_model_len, capacity))
+
+
+def layer_caches(
+    model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, *, drafts: bool
+) -> Sequence[CacheSpec]:
+    """What each layer of a model of this shape caches, and the layer of its draft head."""
+    cache = cache_spec(model, dtype, kv_dtype)
+    if not drafts:
+        return cache
+    last_layer = cache[-1]
+    assert isinstance(last_layer, AttentionCache), "a model with states has no draft head"
+    return *cache, replace(last_layer, span=None)
 
 
 def choose_dtype(

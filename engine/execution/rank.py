@@ -25,7 +25,7 @@ from baton.engine.step import Step
 class Follower:
     """A rank from 1 on. Its constructor returns when all ranks have started.
 
-    It has the same view of its KV cache as `Engine` on rank 0."""
+    It has the same view of its cache as `Engine` on rank 0."""
 
     def __init__(self, config: EngineConfig, rank: int, files: RankFiles) -> None:
         """Raises `ValueError` for mistakes that the user can mend."""
@@ -35,8 +35,8 @@ class Follower:
         self.model_config = started.model_config
         self.cache_spec = started.cache_spec
         self.block_size = started.runner.block_size
-        self.kv_cache = started.runner.kv_cache
-        self.states = started.runner.states
+        self.cache_arrays = started.cache_arrays
+        self.caches = started.runner.caches
         self.offload_places = tier_places(
             config, started.pool, self.cache_spec, self.block_size, self.ranks.size
         )

@@ -8,6 +8,7 @@ kernel by kernel.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths, largest_graph
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import KV, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
+from baton.engine.kernels import Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, StateLayer
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs
@@ -33,8 +34,7 @@ from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import attention_caches, state_caches
-from baton.engine.models.cache_spec import CacheSpec
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec, Places
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
 from baton.engine.step import Step, Variant
 from baton.engine.step_adjustments import Adjustments, ScoredLogprobs
@@ -104,10 +104,9 @@ class StepGivenUp(Exception):
 
 
 class ModelRunner:
-    """Owns the model, its KV cache and its graphs on one device.
+    """Owns the model, its cache and its graphs on one device.
 
-    `kv_cache` has one cache for each attention layer, and `states` one for each state layer, as their
-    `CacheSpec` lays them out."""
+    `caches` has what each layer caches, as its `CacheSpec` allocates it."""
 
     def __init__(
         self,
@@ -132,17 +131,16 @@ class ModelRunner:
         self.device = device
         self.followers: Commands | None = None
         """Set on rank 0 when all ranks have started: the other ranks then follow its calls."""
-        self.kv_cache: list[KV] = []
-        self.states: list[LayerState] = []
+        self.caches: list[Any] = []
         self._kernels = kernels
         self._config = config
         self._cache = cache
-        self._attention = attention_caches(cache)
-        self._state = state_caches(cache)
-        self._index = [sum(type(prev) is type(spec) for prev in cache[:i]) for i, spec in enumerate(cache)]
-        """Index of each layer among the layers of its kind."""
+        self._spans = [layer.span if isinstance(layer, AttentionCache) else None for layer in cache]
+        self._has_states = any(not array.per_token for layer in cache for array in layer.arrays)
+        self._slots: list[list[Tensor]] = []
+        """The tensors [slots, …] of all arrays of requests, those of one dtype together."""
         self._dtype = dtype
-        self.chunk_tokens = kernels.chunk_tokens(dtype) if self._state else 0
+        self.chunk_tokens = kernels.chunk_tokens(dtype) if self._has_states else 0
         """As `Kernels.chunk_tokens`; 0: no layer has states."""
         self.expert_load = ExpertLoad(config.experts, device) if config.experts else None
         """None: a dense model."""
@@ -182,16 +180,26 @@ class ModelRunner:
 
     def open(self, num_blocks: int, num_slots: int = 0, *, shared: bool = False) -> None:
         """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
-        `shared`: all layers of a kind share the memory of one."""
-        count = 1 if shared else len(self._cache)
-        kv = [spec.allocate(num_blocks, self.block_size, self.device) for spec in self._attention[:count]]
-        self.kv_cache = [kv[i % count] for i in range(len(self._attention))]
-        states = [spec.allocate(num_slots, self.device) for spec in self._state[:count]]
-        self.states = [states[i % count] for i in range(len(self._state))]
+        `shared`: all layers with the same arrays share the memory of one."""
+        places, alike = Places(num_blocks, self.block_size, num_slots), dict[Any, Any]()
+        self.caches = []
+        for layer, spec in enumerate(self._cache):
+            key = spec.arrays if shared else layer
+            if key not in alike:
+                alike[key] = spec.allocate(places, self.device)
+            self.caches.append(alike[key])
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for spec, cache in zip(self._cache, self.caches, strict=True):
+            slots = spec.slots(cache)
+            kept = sum(array.bytes for array in spec.arrays if not array.per_token)
+            assert sum(x.nbytes for x in slots) == num_slots * kept, "copies have all arrays of a request"
+            for x in slots:
+                by_dtype[x.dtype].append(x)
+        self._slots = list(by_dtype.values())
 
     def close(self) -> None:
         """Gives the cache's memory back."""
-        self.kv_cache, self.states = [], []
+        self.caches, self._slots = [], []
 
     def stop(self) -> None:
         """Runs nothing more: drops the graphs, and leaves the group of ranks."""
@@ -292,9 +300,10 @@ class ModelRunner:
         return Launched(rows, step.variant, None, logits, tensors, began, drafting, scored=scored)
 
     def _copy_states(self, slots: np.ndarray) -> None:
-        """Enqueues copies of the states of all layers, each from a slot to another, in two launches."""
+        """Enqueues copies of what all layers keep of requests, each from a slot to another, in a launch for
+        each dtype."""
         pairs = slots.tolist()
-        for states in zip(*self.states, strict=True) if pairs else ():
+        for states in self._slots if pairs else ():
             targets = [state[to] for state in states for _, to in pairs]
             torch._foreach_copy_(targets, [state[source] for state in states for source, _ in pairs])
 
@@ -355,7 +364,7 @@ class ModelRunner:
         if (load := self.expert_load) is not None:
             load.begin_step()
         step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
-        if not self._state:
+        if not self._has_states:
             with computing(step):
                 hidden = self.model(token_ids, positions, attend)
             return torch.cat((hidden, *step.taps), dim=1) if step.taps else hidden
@@ -363,7 +372,7 @@ class ModelRunner:
         states = kernels.tile_states(attention, self._dtype)
 
         def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
-            y = kernels.mix_states(projected, parameters, self.states[self._index[layer]], states)
+            y = kernels.mix_states(projected, parameters, self.caches[layer], states)
             layer_done(layer)
             return y
 
@@ -379,17 +388,16 @@ class ModelRunner:
             latent_tiling = self._tile_latent(attention, config)
         tilings = {
             span: kernels.tile(attention, heads, kv_heads, self._dtype, span)
-            for span in {layer.span for layer in self._attention if layer.kind == "attention"}
+            for span in (() if latents is not None else set(self._spans))
         }
 
         def attend(
             layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None, scale: float
         ) -> Tensor:
-            index = self._index[layer]
-            kv = self.kv_cache[index]
+            kv = self.caches[layer]
             q = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, kv, tilings[self._attention[index].span], sinks, scale)
+            return kernels.attention(q, kv, tilings[self._spans[layer]], sinks, scale)
 
         def attend_latent(
             layer: int,
@@ -400,7 +408,7 @@ class ModelRunner:
             rotary: Tensor,
             heads: LatentHeads,
         ) -> Tensor:
-            kv = self.kv_cache[self._index[layer]]
+            kv = self.caches[layer]
             kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
             apart = attention.apart
             if apart is None:
@@ -419,7 +427,7 @@ class ModelRunner:
 
     def _tile_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
         assert config.latent is not None, "asked of models with latents only"
-        fp8 = isinstance(self.kv_cache[0], Fp8KV)
+        fp8 = isinstance(self.caches[0], Fp8KV)
         return self._kernels.tile_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 
     def _resolve(

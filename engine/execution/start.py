@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.content import content_root
+from baton.content.cache_kinds import CacheArray
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.memory_sizing import (
@@ -21,6 +22,7 @@ from baton.engine.execution.memory_sizing import (
     MemoryUse,
     PoolSize,
     choose_limits,
+    layer_caches,
     memory_for,
     size_pool,
 )
@@ -55,6 +57,8 @@ class Started:
     """The checkpoint's file or directory."""
     cache_spec: Sequence[CacheSpec]
     """What each layer caches on this rank."""
+    cache_arrays: Sequence[Sequence[CacheArray]]
+    """What each layer caches over all ranks."""
     pool: PoolSize
     steps: StepModel | None
     """What steps cost, as far as it was measured. None: not at all."""
@@ -87,6 +91,7 @@ def start_rank(
             exact=config.batch_invariant,
         )
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
+    of_model = layer_caches(model_config, limits.dtype, limits.kv_dtype, drafts=head is not None)
     # Where no step is launched before the tokens of the last one are known, drafts cost no step anything.
     looks_ahead = not limits.state_bytes and (on_gpu or bool(config.overlap) or head is not None)
     runner = ModelRunner(
@@ -129,6 +134,7 @@ def start_rank(
         numerics,
         checkpoint.source,
         limits.cache,
+        [layer.arrays for layer in of_model],
         pool,
         steps,
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec
 from baton.engine.models.deepseek import DeepSeek
 from baton.engine.models.hybrids import Bamba, GraniteMoeHybrid, Qwen3Next
 from baton.engine.models.llama import Gemma3, Glm4, GptOss, Llama, Llama4, Olmo2, Qwen2, Qwen3
@@ -56,15 +56,11 @@ def attention_caches(cache: Sequence[CacheSpec]) -> list[AttentionCache]:
     return [layer for layer in cache if isinstance(layer, AttentionCache)]
 
 
-def state_caches(cache: Sequence[CacheSpec]) -> list[StateCache]:
-    return [layer for layer in cache if isinstance(layer, StateCache)]
-
-
 def cache_bytes_per_token(cache: Sequence[CacheSpec]) -> int:
     """Bytes that the cache of all layers needs for one token."""
     return sum(array.bytes for layer in cache for array in layer.arrays if array.per_token)
 
 
 def state_bytes_per_request(cache: Sequence[CacheSpec]) -> int:
-    """Bytes that the states of all layers need for one request. 0: no layer has states."""
+    """Bytes that the arrays of one request need in all layers. 0: no layer has states."""
     return sum(array.bytes for layer in cache for array in layer.arrays if not array.per_token)

@@ -1,13 +1,46 @@
-"""What a layer caches, for each kind in `content.cache_kinds`. Pools, memory sizing and the layout on the
-wire read only the arrays."""
+"""What a layer caches: arrays of the kinds in `content.cache_kinds`, and the tensors that its kernels take
+for them. Pools, memory sizing, tiers and the layout on the wire read only the arrays and their `planes`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from baton.content.cache_kinds import KINDS, CacheArray
 from baton.engine.kernels import FP8, KV, Fp8KV, LayerState, parts
 from baton.engine.model_config import Span
+
+
+class Places(NamedTuple):
+    """How much a cache has room for."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int
+    """Requests, and copies of what layers keep of a request. 0: no layer keeps an array of a request."""
+
+
+class CacheSpec(Protocol):
+    """What one layer caches on a rank. Specs with the same arrays are alike."""
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]: ...
+
+    def allocate(self, places: Places, device: torch.device) -> Any:
+        """Returns what the kernels of the layer take, not initialised. No kernel reads a place before it is
+        written for its request, and the system maps a page only when it is first written."""
+
+    def planes(self, cache: Any) -> Sequence[Sequence[Tensor]]:
+        """Of each array, its values, and in FP8 its scales: [rows, blocks, positions of a block, heads,
+        head_dim], as `kv_transfer.PagedKV` has them. They share the memory of `cache`, which `allocate`
+        returned."""
+        ...
+
+    def slots(self, cache: Any) -> Sequence[Tensor]:
+        """Tensors [slots, …] that together are the arrays of requests, for copies between slots."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +70,21 @@ class AttentionCache:
     def arrays(self) -> tuple[CacheArray, ...]:
         return (CacheArray(self.kind, "kv", self.rows, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KV:
-        """Returns [rows, num_blocks, block_size, num_kv_heads, head_dim], not initialised. No kernel
-        reads a slot before it is written, and the system maps a page only when it is first written."""
-        heads = self.num_kv_heads
+    def allocate(self, places: Places, device: torch.device) -> KV:
+        """[rows, num_blocks, block_size, num_kv_heads, head_dim]."""
+        (num_blocks, block_size, _), heads = places, self.num_kv_heads
         shape = (self.rows, num_blocks, block_size, heads, self.head_dim)
         values = torch.empty(shape, dtype=self.dtype, device=device)
         if self.dtype is not FP8:
             return values
         return Fp8KV(values, torch.empty((self.rows, num_blocks, heads, block_size), device=device))
 
-    def split(self, kv: KV) -> list[torch.Tensor]:
-        """Values, and scales in FP8. They share the memory of `kv`."""
-        return [part for part in parts(kv) if part is not None]
+    def planes(self, cache: KV) -> Sequence[Sequence[Tensor]]:
+        values, scales = parts(cache)
+        return [[values] if scales is None else [values, scales.transpose(2, 3).unsqueeze(4)]]
+
+    def slots(self, cache: KV) -> Sequence[Tensor]:
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +115,25 @@ class StateCache:
             CacheArray("state", "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
         )
 
-    def allocate(self, num_slots: int, device: torch.device) -> LayerState:
-        """Returns the states of `num_slots` requests, not initialised: no kernel reads what an earlier
-        request left."""
+    def allocate(self, places: Places, device: torch.device) -> LayerState:
+        num_slots = places.num_slots
         conv = torch.empty(num_slots, self.conv_inputs, self.channels, dtype=self.dtype, device=device)
         heads = num_slots, self.num_heads, self.head_dim, self.state_size
         return LayerState(conv, torch.empty(heads, device=device))
 
-    def split(self, state: LayerState) -> list[torch.Tensor]:
-        """Each array, [slots, rows, heads, head_dim]. They share the memory of `state`."""
+    def planes(self, cache: LayerState) -> Sequence[Sequence[Tensor]]:
         *inputs, _ = self.arrays
-        conv = state.conv.split([array.heads * array.head_dim for array in inputs], dim=2)
-        parts = [x.unflatten(2, (-1, array.head_dim)) for x, array in zip(conv, inputs, strict=True)]
-        return [*parts, state.ssm.flatten(2)[:, None]]
+        conv = cache.conv.split([array.heads * array.head_dim for array in inputs], dim=2)
+        found = [x.unflatten(2, (-1, array.head_dim)) for x, array in zip(conv, inputs, strict=True)]
+        return [[of_slots(x)] for x in (*found, cache.ssm.flatten(2)[:, None])]
+
+    def slots(self, cache: LayerState) -> Sequence[Tensor]:
+        return cache
 
 
-CacheSpec = AttentionCache | StateCache
+def of_slots(x: Tensor) -> Tensor:
+    """An array of requests as a plane: [slots, rows, heads, head_dim] → [rows, slots, heads, 1, head_dim]."""
+    return x.transpose(0, 1).unsqueeze(3)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,7 +2,6 @@
 share: where the parts of a cache (`content.cache_kinds`) and of a slice lie."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -122,26 +121,21 @@ def window(piece: Slice, array: CacheArray, rank_heads: Range) -> Window:
 
 
 def planes(kv: PagedKV) -> "list[list[dict[int, Rows]]]":
-    """The tensors of each array of the layout, by layer: values, and scales in FP8.
-
-    Each has rows, and each row is [blocks, positions of a block, heads, head_dim] and shares the memory of
-    the cache, in any order of dimensions. Slots are blocks, and heads are their positions, as in `Window`. A
-    scale is a head of one value."""
-
-    def by_layer(array: int, tensors: "Sequence[Rows]") -> "dict[int, Rows]":
-        return dict(zip(kv.layout.layers_of(array), tensors, strict=True))
-
-    found = [[by_layer(0, kv.rows or kv.layers)]]
-    if kv.layout.dtype == FP8:
-        found[0].append(by_layer(0, [x.transpose(2, 3).unsqueeze(4) for x in kv.scales]))
-    for number, tensors in enumerate(kv.states, start=1):
-        found.append([by_layer(number, [x.transpose(0, 1).unsqueeze(3) for x in tensors])])
-    for array, (first, last), of_array in zip(kv.layout.arrays, kv.heads, found, strict=True):
+    """`PagedKV.planes` by layer. Asserts that all arrays of the layout are there, in their shapes."""
+    found: list[list[dict[int, Rows]]] = []
+    layout = kv.layout
+    for array, layers, (first, last), of_array in zip(
+        layout.arrays, layout.layers, kv.heads, kv.planes, strict=True
+    ):
         heads = last - first
         sizes = (kv.block_size, heads) if array.per_token else (heads, 1)
-        dtypes = (array.head_dim, getattr(torch, array.dtype)), (1, torch.float32)
-        for plane, (head_dim, dtype) in zip(of_array, dtypes, strict=False):
-            for rows in plane.values():
+        dtypes = [(array.head_dim, getattr(torch, array.dtype))]
+        if array.dtype == FP8:
+            dtypes.append((1, torch.float32))
+        found.append([])
+        for tensors, (head_dim, dtype) in zip(of_array, dtypes, strict=True):
+            found[-1].append(dict(zip(layers, tensors, strict=True)))
+            for rows in tensors:
                 assert len(rows) == array.rows, f"{array.name} has {len(rows)} rows, layout says {array.rows}"
                 for x in rows:
                     shape = x.shape[0], *sizes, head_dim
@@ -151,18 +145,19 @@ def planes(kv: PagedKV) -> "list[list[dict[int, Rows]]]":
 
 
 def tensor_planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
-    """As `planes`. All rows of an array must be one tensor."""
+    """As `planes`. All rows of an array must be one tensor, alike in all layers."""
     found = planes(kv)
     for plane in chain.from_iterable(found):
         assert all(isinstance(rows, torch.Tensor) for rows in plane.values()), "K and V are two tensors"
+        strides = {rows.stride() for rows in plane.values() if isinstance(rows, torch.Tensor)}
+        assert len(strides) == 1, f"layers keep an array with different strides: {strides}"
     return cast("list[list[dict[int, torch.Tensor]]]", found)
 
 
 def arrays_sent(layout: KVLayout) -> dict[tuple[int, str | None], CacheArray]:
-    """Each array as it may come, by `Slice.array` and `Staged.dtype`. A receiver converts only what each
-    token has."""
+    """Each array as it may come, by `Slice.array` and `Staged.dtype`."""
     return {
-        (number, dtype): replace(array, dtype=dtype) if dtype and array.per_token else array
-        for number, array in enumerate(layout.arrays)
+        (number, dtype): array
         for dtype in (None, *ITEM_BYTES)
+        for number, array in enumerate(layout.arrays if dtype is None else layout.sent_as(dtype).arrays)
     }

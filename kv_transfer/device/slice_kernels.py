@@ -6,7 +6,7 @@ from functools import partial
 import msgspec
 import torch
 
-from baton.content.cache_kinds import ITEM_BYTES
+from baton.content.cache_kinds import ITEM_BYTES, KINDS
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.pool import Staged, Window, arrays_sent, tensor_planes, window
@@ -51,7 +51,7 @@ class SliceKernels:
         # the same bytes.
         device = table.device
         pieces = [
-            Slice(layout.layers_of(number)[0], first, last - first if array.per_token else 1, 0, 1, number)
+            Slice(layout.layers[number][0], first, last - first if array.per_token else 1, 0, 1, number)
             for number, (array, (first, last)) in enumerate(zip(layout.arrays, kv.heads, strict=True))
         ]
         size = max(slice_bytes(layout, piece) for piece in pieces)
@@ -65,10 +65,11 @@ class SliceKernels:
             for into_pool in (False, True):
                 self.copy(items, into_pool=into_pool, sums=[at] * len(items))
             copy_kernels.launch_sums(tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
-        nothing = Staged(msgspec.structs.replace(pieces[0], token_count=0), 0, table)
-        for dtype in ITEM_BYTES:
-            if dtype != layout.dtype and convertible(dtype, layout.dtype):
-                self._convert([(nothing, dense.data_ptr())], dtype)
+        for piece, array in zip(pieces, layout.arrays, strict=True):
+            nothing = Staged(msgspec.structs.replace(piece, token_count=0), 0, table)
+            for dtype in ITEM_BYTES if KINDS[array.kind].converts else ():
+                if dtype != array.dtype and convertible(dtype, array.dtype):
+                    self._convert([(nothing, dense.data_ptr())], dtype)
 
     @property
     def fields(self) -> int:
@@ -95,11 +96,12 @@ class SliceKernels:
 
     def into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
         """As `copy`, into the pool, from memory in any dtype."""
-        by_dtype: dict[str | None, list[tuple[tuple[Staged, int], int]]] = {}
+        alike: dict[tuple[str | None, int], list[tuple[tuple[Staged, int], int]]] = {}
         for item, checksum in zip(items, sums or [0] * len(items), strict=True):
-            dtype = item[0].dtype if self.is_converted(item[0]) else None
-            by_dtype.setdefault(dtype, []).append((item, checksum))
-        for dtype, some in by_dtype.items():
+            converted = self.is_converted(item[0])
+            key = (item[0].dtype, item[0].piece.array) if converted else (None, 0)
+            alike.setdefault(key, []).append((item, checksum))
+        for (dtype, _), some in alike.items():
             of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
             if dtype is None:
                 self.copy(of_dtype, into_pool=True, sums=checksums if sums else ())
@@ -155,8 +157,9 @@ class SliceKernels:
         return launches
 
     def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:
-        """As `into_pool`, from memory in another dtype."""
-        values, *scales = self._pools[0]
+        """As `into_pool`, for slices of one array, from memory in another dtype."""
+        number = items[0][0].piece.array
+        values, *scales = self._pools[number]
         windows = [self.window(x.piece) for x, _ in items]
         lines = [
             copy_kernels.line_to_convert(
@@ -166,7 +169,7 @@ class SliceKernels:
             for (x, address), held in zip(items, windows, strict=True)
         ]  # fmt: skip
         table = self._tables.send([field for line in lines for field in line]).view(len(lines), -1)
-        pools = [next(iter(plane.values())) for plane in self._planes[0]]
+        pools = [next(iter(plane.values())) for plane in self._planes[number]]
         most = max(1, *(held.dense_size for held in windows))
         copy_kernels.launch_converting(table, pools, getattr(torch, dtype), most)
 

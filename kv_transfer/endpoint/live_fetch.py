@@ -1,5 +1,6 @@
 """What a receiver knows of a fetch: what came, what is in the blocks, and when the rest should come. Pure."""
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ class LayerPace:
 
 class LayersThere:
     """What is in the blocks of the ranges of a shared prompt, by layer, and which states are in their slot.
+    States are here all arrays of a request.
 
     A layer needs its states before it begins. So they count with the layer before: the first ones with −1."""
 
@@ -39,12 +41,12 @@ class LayersThere:
         self._ranges = ranges
         # Of each layer and range: heads of positions and of states that are not in their place.
         self._missing = {layer: [0] * len(ranges) for layer in range(-1, layout.num_layers)}
-        for layer in layout.kv_layers:
-            self._missing[layer] = [layout.num_kv_heads * (stop - start) for start, stop in ranges]
-        heads = sum(state.heads for state in layout.states)
-        for layer in layout.state_layers:
-            for i, (_, stop) in enumerate(ranges):
-                self._missing[layer - 1][i] += heads * (stop in states_at)
+        for array, layers in zip(layout.arrays, layout.layers, strict=True):
+            for layer, (i, (start, stop)) in itertools.product(layers, enumerate(ranges)):
+                if array.per_token:
+                    self._missing[layer][i] += array.heads * (stop - start)
+                else:
+                    self._missing[layer - 1][i] += array.heads * (stop in states_at)
         self._scatters: deque[tuple[Any, Slice]] = deque()  # under way, with their events
         self._no_kv = {stop for _, stop in ranges}  # ends of ranges of which nothing came
         self.beginning: set[int] = set()  # ends of ranges of which something came, until `began`
@@ -92,7 +94,7 @@ class LiveFetch:
     refetches: int = 0
     frames: int = 0  # taken from the channel
     bytes: int = 0
-    heads: int = 0  # of K and V, over all positions and layers
+    heads: int = 0  # of what each token has, over all positions, arrays and layers
     unread: int = 0  # slices in exported memory: not verified yet, or wrong
     pace: LayerPace = field(default_factory=LayerPace)  # of the last tokens
     layers: LayersThere | None = None  # of ranges of a shared prompt

@@ -9,11 +9,21 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.kv_transfer.layout import KVLayout, Range, Slice, cut, intersect, rank_of, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.protocol.messages import FirstToken
+
+
+class ReadyLayer(NamedTuple):
+    """Positions [start, stop) of a layer, which may be read once the event has passed."""
+
+    layer: int
+    start: int
+    stop: int
+    event: Any
+    states: bool = False  # also what the layer keeps of the request, as it is after these positions
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +31,7 @@ class OutgoingPrefill:
     id: bytes
     table: Any = None  # None until open()
     num_tokens: int = 0
-    ready: list[tuple[int, int, int, Any]] = field(default_factory=list)  # (layer, start, stop, event)
+    ready: "list[ReadyLayer]" = field(default_factory=list)
     launched: bool = False  # nothing more becomes ready
     first_token: FirstToken | None = None
     transfer: "OutgoingTransfer | None" = None
@@ -68,22 +78,20 @@ class Slicing:
         least = max(array.bytes if array.per_token else array.head_bytes for array in self._layout.arrays)
         return last <= transfer.prefill.num_tokens and least <= transfer.slot_bytes
 
-    def add(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
-        """These positions of a layer are ready once `event` has passed: adds their slices to the transfer."""
+    def add(self, transfer: OutgoingTransfer, ready: ReadyLayer) -> None:
+        """Adds the slices of all arrays of the layer to the transfer."""
         layout, pieces = self._layout, []
-        for number, array in enumerate(layout.arrays):
-            if layer not in layout.layers_of(number):
-                continue
-            # An array of each request goes in full, whatever positions the peer asks for.
-            ranges = [(start, stop)]
-            if array.per_token:
-                ranges = intersect(start, stop, transfer.ranges)
+        for number in layout.numbers[ready.layer]:
+            # An array of the request goes in full, whatever positions the peer asks for.
+            ranges = [(ready.start, ready.stop)] if ready.states else []
+            if layout.arrays[number].per_token:
+                ranges = intersect(ready.start, ready.stop, transfer.ranges)
             elif transfer.prefill.is_part:
-                ranges = [(a, b) for a, b in transfer.ranges if b == stop]
+                ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
             for tokens, held in itertools.product(ranges, self._heads[number]):
-                pieces += cut(layout, layer, tokens, held, transfer.slot_bytes, number)
+                pieces += cut(layout, ready.layer, tokens, held, transfer.slot_bytes, number)
         transfer.bytes += sum(slice_bytes(layout, piece) for piece in pieces)
-        transfer.pending.extend((piece, event) for piece in pieces)
+        transfer.pending.extend((piece, ready.event) for piece in pieces)
         transfer.frames += len(pieces)
 
 

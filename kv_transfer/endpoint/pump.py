@@ -8,7 +8,7 @@ from typing import Any
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
-from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing, Turns
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing, Turns
 from baton.kv_transfer.endpoint.pulls import exported
 from baton.kv_transfer.layout import slice_bytes
 from baton.kv_transfer.protocol import local_messages as local
@@ -59,7 +59,6 @@ class Pump:
         self.last_layer = kv.layout.num_layers - 1
         self.fetched: set[bytes] = set()
         self._layout = kv.layout
-        self._kv_layers = kv.layout.kv_layers
         self._trace = trace
         self._report = report
         self._prefills: dict[bytes, OutgoingPrefill] = {}
@@ -203,19 +202,19 @@ class Pump:
         if prefill is None or prefill.ended is not None:
             return  # closed meanwhile
         is_last = stop == prefill.num_tokens
-        if layer in self._layout.state_layers and stop not in prefill.states_at:
-            return  # later positions change its states
-        layers = self._kv_layers if layer is None else (layer,)
+        # Later positions change the states. Those of cached positions are not in the slot.
+        final = layer is not None and stop in prefill.states_at
+        layers = self._layout.token_layers if layer is None else (layer,)
         prefill.launched = is_last and layers[-1] == self.last_layer
         for i in layers:
-            entry = (i, start, stop, event)
+            entry = ReadyLayer(i, start, stop, event, final)
             prefill.ready.append(entry)
             if prefill.transfer is not None:
-                self._slicing.add(prefill.transfer, *entry)
+                self._slicing.add(prefill.transfer, entry)
 
     def serve(self, pin_id: bytes, table: Any, start: int, stop: int, owner: Any) -> None:
         # No event: the steps that wrote the KV are over, and it need not wait for those under way.
-        ready = [(layer, start, stop, None) for layer in self._kv_layers]
+        ready = [ReadyLayer(layer, start, stop, None) for layer in self._layout.token_layers]
         self._prefills[pin_id] = OutgoingPrefill(
             pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN, owner=owner
         )
@@ -306,7 +305,7 @@ class Pump:
             self._drop_transfer(prefill)
             return
         for entry in prefill.ready:
-            self._slicing.add(transfer, *entry)
+            self._slicing.add(transfer, entry)
         if prefill.first_token is not None:
             self.channel.send(self._commit_of(transfer, prefill.first_token))
 

@@ -335,7 +335,7 @@ class Receiver:
         now = time.monotonic()
         stats = InjectStats(
             done.size,
-            fetch.heads // (len(self._layout.kv_layers) * self._layout.num_kv_heads),
+            fetch.heads // self._layout.heads_per_token,
             done.frames,
             fetch_at=fetch.started,
             asked_at=done.asked_at,

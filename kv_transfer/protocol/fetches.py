@@ -9,8 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.layout import KVLayout
@@ -171,7 +169,7 @@ class Fetches:
         """`dtype`: of the KV that the peer sends."""
         source = self._source(peer)
         source.session, source.up_at = session, now
-        source.layout = replace(self._layout, dtype=dtype)
+        source.layout = self._layout.sent_as(dtype)
         live = [transfer for transfer in source.transfers.values() if transfer.incoming.live]
         for transfer in live:
             transfer.incoming.sent_as(source.layout)

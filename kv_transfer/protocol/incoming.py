@@ -34,8 +34,8 @@ class Incoming:
         self, layout: KVLayout, ranges: Sequence[Range], *, slot_bytes: int, states_at: Sequence[int] = ()
     ) -> None:
         """Positions `ranges` (ascending, disjoint). `layout` is that of the sender, as far as it is known:
-        see `sent_as`. `states_at`: the positions after which states were asked for, if the layout has
-        states."""
+        see `sent_as`. `states_at`: the positions after which arrays of a request were asked for, if
+        the layout has some."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.frames = 0  # verified
@@ -45,8 +45,8 @@ class Incoming:
         self._states_at = states_at
         self._slot_bytes = slot_bytes
         self.sent_as(layout)
-        # Of each array: heads of a frame → disjoint positions that so came, ascending, neighbours joined. A
-        # state counts as one position.
+        # Of each array: heads of a frame → disjoint positions that so came, ascending, neighbours joined. An
+        # array of a request counts as one position.
         self._covered: dict[LayerArray, dict[Range, list[Range]]] = {array: {} for array in self._missing}
 
     def sent_as(self, layout: KVLayout) -> None:
@@ -60,7 +60,7 @@ class Incoming:
             (number, layer): ((tokens if array.per_token else states) * array.heads, array.head_bytes)
             for number, array in enumerate(layout.arrays)
             if array.per_token or states
-            for layer in layout.layers_of(number)
+            for layer in layout.layers[number]
         }
         self._most_frames = sum(count for count, _ in arrays.values())
         self._missing = {array: count * size for array, (count, size) in arrays.items()}
@@ -91,8 +91,7 @@ class Incoming:
         assert self.live
         piece, array = h.piece, (h.piece.array, h.piece.layer)
         if array not in self._missing:
-            kind = "state" if piece.array else "frame_fields"
-            raise Fault(kind, f"no such layer or state was asked for: {piece}")
+            raise Fault("frame_fields", f"no such array of a layer was asked for: {piece}")
         start, stop = piece.token_start, piece.token_start + piece.token_count
         first, last = piece.head_start, piece.head_start + piece.head_count
         kept = self.layout.arrays[piece.array]
@@ -147,9 +146,9 @@ class Incoming:
         if any(parts[-1][1] > stop for heads in self._covered.values() for parts in heads.values()):
             raise Fault("frame_range", f"a frame came of positions beyond {stop}")
         self.ranges = ((start, stop),)
-        less = (asked - stop) * self.layout.arrays[0].bytes
-        self._missing = {array: missing - less for array, missing in self._missing.items()}
-        self._expected_bytes -= less * len(self._missing)
+        for key, missing in self._missing.items():
+            self._missing[key] = missing - (asked - stop) * self.layout.arrays[key[0]].bytes
+        self._expected_bytes -= (asked - stop) * self.layout.bytes_per_token
         self._count_missing_frames()
 
     def injected(self) -> None:

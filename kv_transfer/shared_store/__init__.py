@@ -144,13 +144,16 @@ class Units(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def slot_bytes(self) -> int:
-        heads = [state.head_bytes for state in self.layout.states]
-        return -(-max(CHUNK_TOKENS * self.layout.bytes_per_token_layer, *heads, 0) // PAGE) * PAGE
+        needed = (
+            array.bytes_of(array.heads, CHUNK_TOKENS) if array.per_token else array.head_bytes
+            for array in self.layout.arrays
+        )
+        return -(-max(needed) // PAGE) * PAGE
 
     @property
     def object_slots(self) -> int:
         """The last one is for the seal."""
-        return len(self.layout.kv_layers) + 1
+        return len(self._kv) + 1
 
     @property
     def slots(self) -> int:
@@ -171,11 +174,20 @@ class Units(msgspec.Struct, frozen=True, dict=True):
             piece
             for number, array in enumerate(layout.arrays)
             if not array.per_token
-            for layer in layout.layers_of(number)
+            for layer in layout.layers[number]
             for piece in cut(layout, layer, (0, 0), (0, array.heads), self.slot_bytes, number)
         ]
-        kv = [Slice(layer, 0, layout.num_kv_heads, 0, CHUNK_TOKENS) for layer in layout.kv_layers]
-        return [kv, *(states[at : at + most] for at in range(0, len(states), most))]
+        return [self._kv, *(states[at : at + most] for at in range(0, len(states), most))]
+
+    @cached_property
+    def _kv(self) -> Sequence[Slice]:
+        """The slices of what each token of a chunk has."""
+        return [
+            Slice(layer, 0, array.heads, 0, CHUNK_TOKENS, number)
+            for number, array in enumerate(self.layout.arrays)
+            if array.per_token
+            for layer in self.layout.layers[number]
+        ]
 
     def object_bytes(self, part: int) -> int:
         return len(self.objects[part]) * self.slot_bytes + SEAL_BYTES

@@ -25,7 +25,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CacheCells:
-    """The cells of one kind of a cache."""
+    """The cells of a cache: blocks of all arrays of tokens, or slots of all arrays of requests."""
 
     kv: PagedKV
     of_states: bool = False
@@ -33,8 +33,8 @@ class CacheCells:
     @property
     def planes(self) -> "list[dict[int, torch.Tensor]]":
         """By layer, as in `pool.planes`: [rows, cells, positions, heads, head_dim]."""
-        kv, *states = tensor_planes(self.kv)
-        return [*chain.from_iterable(states)] if self.of_states else kv
+        of_arrays = zip(self.kv.layout.arrays, tensor_planes(self.kv), strict=True)
+        return [*chain.from_iterable(x for array, x in of_arrays if array.per_token != self.of_states)]
 
     @property
     def cell_bytes(self) -> int:

@@ -3,6 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from baton.engine import Engine
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool, StatePool
@@ -98,3 +100,9 @@ def hooks_to(listener: Any) -> Hooks:
 
     names = [field.name for field in fields(Hooks) if callable(getattr(listener, field.name, None))]
     return Hooks(**{name: call(name) for name in names})
+
+
+def of_slots(engine: Engine) -> list[torch.Tensor]:
+    """Tensors [slots, …] of what all layers keep of requests."""
+    layers = zip(engine.cache_spec, engine.caches, strict=True)
+    return [x for spec, cache in layers for x in spec.slots(cache)]

@@ -3,9 +3,11 @@
 The test copies KV between them by position.
 """
 
+import itertools
 import json
 import math
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from baton.engine import (
     StructuredOutput,
 )
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.kernels import parts
+from baton.engine.kernels import LayerState, parts
 from baton.worker.engine_process.paged_kv import paged_kv
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run
 from tests.engine.draft_checkpoints import random_eagle
@@ -101,8 +103,9 @@ def copy_kv(
 
     there, here = slots(source_blocks, source.block_size), slots(reserved.blocks, target.block_size)
     if len(there):
-        for source_kv, target_kv in zip(source.kv_cache, target.kv_cache, strict=True):
-            parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
+        for source_kv, target_kv in zip(source.caches, target.caches, strict=True):
+            if not isinstance(target_kv, LayerState):
+                parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
 
 
 @pytest.mark.parametrize("prefill_blocks", [16, 40], ids=["evictions on prefill", "all fits"])
@@ -217,7 +220,7 @@ def test_the_chunk_limit_knows_when_a_request_joins(
     joining = request_of(3, [3, 4, 5], max_tokens=9, ignore_eos=True)
     reserved = engine.reserve(joining)
     assert reserved is not None
-    for kv in engine.kv_cache:
+    for kv in engine.caches:
         parts(kv)[0][:, list(reserved.blocks)] = 0
     engine.add(request_of(2, range(3, 190)))
     engine.loop.step()
@@ -286,24 +289,16 @@ def test_all_that_layers_keep_is_on_the_wire(
         options = {"speculative_config": SpeculativeConfig("eagle3", model=str(tmp_path))}
     engine = tiny_engine(model=str(tiny_of(kind)), **options)
     wire, config = paged_kv(engine), engine.model_config
-    assert (
-        len(engine.kv_cache) + len(engine.states) == wire.layout.num_layers == config.num_layers + len(head)
-    )
-    kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-    for i, kv in enumerate(engine.kv_cache):
-        values, scales = parts(kv)
-        kept.append((values, [wire.layers[i]]))
-        kept += [] if scales is None else [(scales, [wire.scales[i]])]
-    for i, state in enumerate(engine.states):
-        views = [part[i] for part in wire.states]
-        for tensor in (state.conv, state.ssm):
-            own = [view for view in views if view.untyped_storage().data_ptr() == tensor.data_ptr()]
-            kept.append((tensor, own))
-    for tensor, views in kept:
-        assert {view.untyped_storage().data_ptr() for view in views} == {tensor.untyped_storage().data_ptr()}
-        assert sum(view.nbytes for view in views) == tensor.nbytes
-    of_tokens, *of_states = wire.layout.arrays
-    tokens = engine.num_blocks * engine.block_size * len(wire.layout.kv_layers) * of_tokens.bytes
-    slots = len(engine.states[0].ssm) if engine.states else 0
-    states = slots * len(wire.layout.state_layers) * sum(part.bytes for part in of_states)
-    assert sum(tensor.nbytes for tensor, _ in kept) == tokens + states
+    assert len(engine.caches) == wire.layout.num_layers == config.num_layers + len(head)
+    views: dict[int, int] = defaultdict(int)  # of each tensor, bytes
+    for plane in itertools.chain.from_iterable(wire.planes):
+        for layer in plane:
+            assert isinstance(layer, torch.Tensor)
+            views[layer.untyped_storage().data_ptr()] += layer.nbytes
+    kept = [x for cache in engine.caches for x in (cache if isinstance(cache, tuple) else (cache,))]
+    assert views == {x.untyped_storage().data_ptr(): x.nbytes for x in kept}
+    slots = max((len(cache.ssm) for cache in engine.caches if isinstance(cache, LayerState)), default=0)
+    each = {True: engine.num_blocks * engine.block_size, False: slots}
+    of_arrays = zip(wire.layout.arrays, wire.layout.layers, strict=True)
+    expected = sum(each[array.per_token] * array.bytes * len(layers) for array, layers in of_arrays)
+    assert sum(views.values()) == expected

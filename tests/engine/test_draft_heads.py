@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import baton.kv_transfer as kv
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig, build_engine
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.execution.warmup import Rehearsal, rehearse
@@ -40,6 +39,7 @@ from tests.engine.scheduling import live_of
 from tests.engine.test_engine import PREEMPTING
 from tests.engine.test_speculation import assert_same, requests_of
 from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
+from tests.layouts import kv_layout
 
 Checkpoint = tuple[Path, dict[str, Any]]
 """The model, and the settings of its speculation."""
@@ -250,8 +250,8 @@ def test_a_head_that_knows_the_model_is_always_right(
 def test_the_cache_of_a_head_is_handed_over(directory: Path, method: str, ranks: tuple[int, int]) -> None:
     """Bit for bit (`Pair`). The decode engine goes on with drafts, which are right."""
     path, settings = sure_head(directory, method, wrong=False)
-    latents = kv.KVLayout(4, 3, 16, "float32", kind="latent")
-    layout = latents if method == "mtp" else kv.KVLayout(4, 2, 16, "float32")
+    latents = kv_layout(4, 3, 16, "float32", kind="latent")
+    layout = latents if method == "mtp" else kv_layout(4, 2, 16, "float32")
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 60) for _ in range(n)] for n in (1, 17, 64, 150)]
     prompts += [[*prompts[-1][:130], *prompts[1]]]

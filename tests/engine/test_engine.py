@@ -295,7 +295,7 @@ def slots(blocks: Sequence[int], block_size: int, count: int) -> torch.Tensor:
 def read(engine: Engine, blocks: Sequence[int], count: int) -> list[torch.Tensor]:
     """K and V of positions [0, count): one [2, count, heads, head_dim] per layer."""
     index = slots(blocks, engine.block_size, count)
-    return [parts(cache)[0].flatten(1, 2)[:, index].clone() for cache in engine.kv_cache]
+    return [parts(cache)[0].flatten(1, 2)[:, index].clone() for cache in engine.caches]
 
 
 def _noted(function: Callable[..., Any], order: list[str]) -> Callable[..., Any]:
@@ -404,7 +404,7 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
     assert engine.reserve(reserved) is not None
     reservation = engine.reserve(joined)
     assert reservation is not None
-    for cache in engine.kv_cache:
+    for cache in engine.caches:
         parts(cache)[0][:, list(reservation.blocks)] = 0.5  # in place of the KV that a prefill would send
     engine.join(live_of(engine, joined.id), 3)
     engine.add(chunked)

@@ -173,7 +173,7 @@ def test_a_token_does_not_depend_on_chunks_blocks_and_other_requests(
         kv_cache_dtype="fp8", num_blocks=200, block_size=8, max_num_batched_tokens=13, max_num_seqs=4
     )
     assert tokens_of(engine, requests) == alone
-    assert isinstance(engine.kv_cache[0], Fp8KV)
+    assert isinstance(engine.caches[0], Fp8KV)
     assert cache_bytes_per_token(engine.cache_spec[:1]) == 2 * 2 * (16 + 4)
     plain = tiny_engine(num_blocks=64)
     assert engine.content_root != plain.content_root

@@ -21,10 +21,11 @@ from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_sizing
 from baton.engine.execution.warmup import Rehearsal, warm_up
+from baton.engine.kernels import LayerState
 from baton.engine.loader import check_model
 from tests.engine.checkpoints import assert_refused, load
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run, save_tiny, tokens_of
-from tests.engine.scheduling import add, live_of, make
+from tests.engine.scheduling import add, live_of, make, of_slots
 from tests.engine.test_overlap import land_one
 from tests.engine.test_tiers import TURNS, answers, corrupt
 
@@ -120,7 +121,7 @@ def test_no_step_changes_the_states_of_a_held_request(path: Path, late_engine: M
 
     def states() -> list[torch.Tensor]:
         slot = live_of(engine, held.id).state_slot
-        return [part[slot].clone() for state in engine._runner.states for part in state]
+        return [x[slot].clone() for x in of_slots(engine)]
 
     before = states()
     run(engine, [request_of(2, PROMPTS[5], max_tokens=3)])
@@ -139,7 +140,8 @@ def test_a_rehearsal_with_fewer_states_than_requests(path: Path, tiny_engine: Ma
     rehearsal = Rehearsal(limits, 32, 4, num_slots=3)
     runner = tiny_engine(model=str(path), max_num_seqs=4)._runner
     runner.open(rehearsal.num_blocks, 3, shared=True)
-    assert len({state.ssm.data_ptr() for state in runner.states}) == 1 < len(runner.states)
+    states = [cache.ssm.data_ptr() for cache in runner.caches if isinstance(cache, LayerState)]
+    assert len(set(states)) == 1 < len(states)
     warm_up(runner, rehearsal, lambda *_: None)
 
 
@@ -390,7 +392,7 @@ def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path) ->
 def test_each_rank_holds_the_states_of_its_heads(tmp_path: Path, ranks: Callable[..., Engine]) -> None:
     """x of the heads of the rank, and one of the two groups, which four ranks hold twice."""
     save_tiny(tmp_path, "Bamba")
-    states = [ranks(tmp_path, size, max_num_seqs=3)._runner.states[0] for size in (1, 4)]
+    states = [ranks(tmp_path, size, max_num_seqs=3)._runner.caches[0] for size in (1, 4)]
     assert [state.ssm.shape for state in states] == [(3, 8, 16, 16), (3, 2, 16, 16)]
     assert [state.conv.shape for state in states] == [(3, 3, 128 + 2 * 32), (3, 3, 32 + 2 * 16)]
 

@@ -89,8 +89,8 @@ def test_dtype_auto_is_that_of_the_checkpoint(tiny_path: Path, tmp_path: Path) -
     copy = edited_copy(tiny_path, tmp_path, dtype="bfloat16")
     engine = load(copy, dtype="auto")
     assert engine._runner.model.embedding.weight.dtype is torch.bfloat16
-    assert {parts(cache)[0].dtype for cache in engine.kv_cache} == {torch.bfloat16}
-    assert load(copy, dtype="float32").cache_spec[0].dtype is torch.float32
+    assert {parts(cache)[0].dtype for cache in engine.caches} == {torch.bfloat16}
+    assert load(copy, dtype="float32").cache_spec[0].arrays[0].dtype == "float32"
 
 
 def test_the_weights_of_a_repository_are_fetched_once(

@@ -36,14 +36,14 @@ class Shared:
         if chunk is None or chunk.start <= self.written:
             return
         positions = torch.arange(self.written, chunk.start)
-        here = parts(self.target.kv_cache[layer])[0].flatten(1, 2)
+        here = parts(self.target.caches[layer])[0].flatten(1, 2)
         if self.source is None:
             here[:, self._slots(self.target, self.blocks, positions)] = math.nan
         else:
-            there = parts(self.source.kv_cache[layer])[0].flatten(1, 2)
+            there = parts(self.source.caches[layer])[0].flatten(1, 2)
             found = there[:, self._slots(self.source, self.table, positions)]
             here[:, self._slots(self.target, self.blocks, positions)] = found
-        if layer == len(self.target.kv_cache) - 1:
+        if layer == len(self.target.caches) - 1:
             self.written = chunk.stop
 
     @staticmethod
@@ -96,7 +96,7 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     assert target.stats().blocks_cached == 0, "no other request may use KV that is not verified"
     target.verified(live_of(target, request.id))
     assert target.stats().blocks_cached == 120 // 4
-    for here, there in zip(target.kv_cache, source.kv_cache, strict=True):
+    for here, there in zip(target.caches, source.caches, strict=True):
         positions = torch.arange(120)
         mine = parts(here)[0].flatten(1, 2)[:, shared._slots(target, shared.blocks, positions)]
         other = parts(there)[0].flatten(1, 2)[:, shared._slots(source, shared.table, positions)]

@@ -116,7 +116,7 @@ def test_kv_that_is_converted(
     half = len(TEXT) // 2 // 16 * 16
     source, target = (engine_of(kv_cache_dtype=dtype) for dtype in (prefill, decode))
     first = logits(source, stop=half)
-    for there, here in zip(source.kv_cache, target.kv_cache, strict=True):
+    for there, here in zip(source.caches, target.caches, strict=True):
         values, scales = parts(there)
         exact = values if scales is None else values.float() * scales.transpose(2, 3)[..., None]
         if isinstance(here, Fp8KV):

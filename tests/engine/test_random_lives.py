@@ -20,7 +20,7 @@ from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_exchange import Import
 from baton.engine.execution import memory_sizing
 from baton.engine.execution.runner import Launched, ModelRunner
-from baton.engine.kernels import parts
+from baton.engine.kernels import LayerState, parts
 from baton.engine.step import Step
 from tests.engine.conftest import (
     LateEvent,
@@ -33,7 +33,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.draft_checkpoints import random_eagle
 from tests.engine.drafting import draft_always
-from tests.engine.scheduling import end, hooks_to, live_of
+from tests.engine.scheduling import end, hooks_to, live_of, of_slots
 from tests.engine.test_disaggregation import copy_kv
 
 KINDS: list[dict[str, Any]] = [
@@ -156,12 +156,11 @@ class Lives:
         assert self.moved[request_id] == Counter(dict.fromkeys(range(self.layers), count))
         assert self.under_way(self.decode, self.written).isdisjoint(target.blocks)
         copy_kv(self.prefill, self.tables[request_id], self.decode, target, count)
-        if self.decode.states:
+        if request_id in self.of_prefill:
             slot = self.of_prefill[request_id]
             assert target.state_slot not in self.under_way(self.decode, self.slots)
-            for there, here in zip(self.prefill.states, self.decode.states, strict=True):
-                for source, to in zip(there, here, strict=True):
-                    to[target.state_slot] = source[slot]
+            for source, to in zip(of_slots(self.prefill), of_slots(self.decode), strict=True):
+                to[target.state_slot] = source[slot]
         self.cached += target.num_cached
         self.forget(request_id)
         end(self.prefill, request_id)
@@ -258,11 +257,11 @@ class Lives:
     def overwrite(self, engine: Engine, blocks: Sequence[int], states: Sequence[int]) -> None:
         assert self.under_way(engine, self.written).isdisjoint(blocks)
         assert self.under_way(engine, self.slots).isdisjoint(states)
-        for kv in engine.kv_cache:
-            parts(kv)[0][:, blocks] = 1e4
-        for state in engine.states:
-            for part in state:
-                part[states] = 1e4
+        for kv in engine.caches:
+            if not isinstance(kv, LayerState):
+                parts(kv)[0][:, blocks] = 1e4
+        for tensor in of_slots(engine):
+            tensor[states] = 1e4
 
     def fail_to_import(self, engine: Engine, rng: random.Random) -> None:
         """What comes from other workers or a store takes blocks and slots beside the steps under way."""

@@ -163,7 +163,7 @@ class LayersSeen:
             table = self.tables[request_id]
             slots = [table[p // size] * size + p % size for p in positions]
             index = torch.tensor(slots, device=DEVICE)
-            seen = parts(self.engine.kv_cache[layer])[0].flatten(1, 2)[:, index]
+            seen = parts(self.engine.caches[layer])[0].flatten(1, 2)[:, index]
             for position, value in zip(positions, seen.unbind(1), strict=True):
                 self.kv[request_id, layer, position] = value
 

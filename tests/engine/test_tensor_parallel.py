@@ -179,8 +179,8 @@ def test_a_size_that_does_not_divide_the_heads_is_refused(tiny_path: Path) -> No
 def test_each_rank_holds_its_share_of_the_memory(tiny_path: Path, ranks: Callable[..., Engine]) -> None:
     one, two = (ranks(tiny_path, size, num_blocks=None, max_num_seqs=4) for size in (1, 2))
     assert two.num_blocks == one.num_blocks
-    assert [parts(cache)[0].nbytes * 2 for cache in two.kv_cache] == [
-        parts(cache)[0].nbytes for cache in one.kv_cache
+    assert [parts(cache)[0].nbytes * 2 for cache in two.caches] == [
+        parts(cache)[0].nbytes for cache in one.caches
     ]
     embedding = two._runner.model.embedding.weight
     assert embedding.shape == (100, 64), "of 199 tokens"

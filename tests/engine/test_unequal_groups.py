@@ -24,14 +24,15 @@ from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, bu
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
-from baton.engine.kernels import KV, Fp8KV, parts
+from baton.engine.kernels import KV, Fp8KV, LayerState, parts
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
 from baton.prefill_worker.attempt import PrefillAttempt
 from baton.prefill_worker.role import SenderSink
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Resources
-from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
+from baton.worker.engine_process.paged_kv import kv_layout as layout_of
+from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.parts import LayerWaits
 from baton.worker.messages import Origin
 from tests.device import DEVICE
@@ -41,6 +42,7 @@ from tests.engine.scheduling import end, hooks_to, live_of
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
 from tests.kv_transfer.transfer_process import TransferProcess
+from tests.layouts import kv_layout
 from tests.stand_in import stand_in
 from tests.within import WITHIN
 
@@ -128,7 +130,7 @@ class Side:
         self.sink = NotingSink()
         if isinstance(layout, int):
             fp8 = config.get("kv_cache_dtype") == "fp8"
-            layout = kv.KVLayout(3, layout, HEAD_DIM, "float8_e4m3fn" if fp8 else "float32")
+            layout = kv_layout(3, layout, HEAD_DIM, "float8_e4m3fn" if fp8 else "float32")
         self.transfer = TransferProcess(layout, slots=32, slot_bytes=16384)
         settings = EngineConfig(
             str(path), dtype="float32", device=DEVICE, tensor_parallel_size=ranks, num_threads=1,
@@ -155,14 +157,16 @@ class Side:
         self.sink.engine = self.engine
         self.sink.engine = self.engine
         started.wait(WITHIN)
-        assert kv_layout(self.engine) == layout
+        assert layout_of(self.engine) == layout
         transport = kv.Transport(ends[0][0], ends[1][0], NO_TRACE, exports)
         self.sender = self.sink.sender = transport.sender(
             paged_kv(self.engine, lambda: self.sink.layers_ready)
         )
         self.receiver = transport.receiver(paged_kv(self.engine))
         self.sink.waits = LayerWaits(self.receiver, lambda: None)
-        self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
+        ranks_of = self.engine, *(followers[rank] for rank in sorted(followers))
+        self.caches = [[x for x in of.caches if not isinstance(x, LayerState)] for of in ranks_of]
+        """Of each rank, the layers with KV."""
         self._heads = [layout.arrays[0].heads_of(rank, ranks) for rank in range(ranks)]
 
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
@@ -197,7 +201,7 @@ class Pair:
         self.cached: list[int] = []
         """Positions in the prefix cache of decode, for each request."""
         self.reserved: dict[bytes, LiveRequest] = {}
-        converts = len({isinstance(side.engine.kv_cache[0], Fp8KV) for side in (prefill, decode)}) > 1
+        converts = len({isinstance(side.engine.caches[0], Fp8KV) for side in (prefill, decode)}) > 1
         self.most_error = 0.045 if converts else 0.0  # half a step of FP8
 
     def run(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
@@ -257,7 +261,7 @@ class Pair:
         it. Only then is more computed."""
         layout, deadline = self.prefill.transfer.layout, time.monotonic() + WITHIN
         positions = chunk.start * layout.num_layers + chunk.stop - chunk.start
-        while self.decode.transfer.stats().bytes_received < positions * layout.bytes_per_token_layer:
+        while self.decode.transfer.stats().bytes_received < positions * layout.arrays[0].bytes:
             assert time.monotonic() < deadline, "the first layer does not leave before the step is over"
             assert not self.decode.receiver.poll(), "a prefill without its first token is not complete"
 
@@ -265,7 +269,7 @@ class Pair:
         """The K and V that decode got are those at prefill, bit for bit, or converted."""
         reservation = self.reserved[request_id]
         start, stop = reservation.num_cached, self.prefill.sink.lengths[request_id]
-        for layer in range(len(self.prefill.engine.kv_cache)):
+        for layer in range(len(self.prefill.caches[0])):
             here = self.decode.rows(reservation.blocks, layer, start, stop)
             there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, start, stop)
             error = (here - there).abs().amax(dim=-1) / there.abs().amax(dim=-1)
@@ -400,8 +404,8 @@ def states(heads: int, head_dim: int) -> tuple[CacheArray, ...]:
     )
 
 
-MAMBA = kv.KVLayout(3, 2, 16, "float32", states(8, 16), (0, 2))
-LAYOUTS = {"Qwen3Next": kv.KVLayout(3, 2, 32, "float32", states(4, 32), (0, 2))}
+MAMBA = kv_layout(3, 2, 16, "float32", states(8, 16), (0, 2))
+LAYOUTS = {"Qwen3Next": kv_layout(3, 2, 32, "float32", states(4, 32), (0, 2))}
 
 
 @ON_CPU

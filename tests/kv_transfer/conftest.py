@@ -14,6 +14,7 @@ import torch
 import baton.kv_transfer as kv
 from baton.kv_transfer.wait import wait
 from tests.device import DEVICE
+from tests.layouts import kv_layout
 from tests.within import WITHIN
 
 from .ranks import Ranks, as_bytes, positions
@@ -21,7 +22,7 @@ from .second_wire import FakePrefill, Lane
 from .transfer_process import TransferProcess, deadlines
 from .wire_transfers import asked
 
-LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")  # 256 B a position and layer
+LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")  # 256 B a position and layer
 NO_TRACE = kv.TraceWriter(None, "")
 
 
@@ -47,21 +48,21 @@ class Worker(TransferProcess):
         self.exports = exports
         self.adopts = "nixl_device" in config
         rows = layout.arrays[0].rows
-        shape = (rows, blocks, block_size, layout.num_kv_heads, layout.head_dim)
-        dtype, each = getattr(torch, layout.dtype), layout.kv_layers
+        shape = (rows, blocks, block_size, layout.arrays[0].heads, layout.arrays[0].head_dim)
+        dtype, each = getattr(torch, layout.dtype), layout.layers[0]
         layers = [self.filled(torch.zeros(shape, device=device)).to(dtype) for _ in each]
         scales: list[torch.Tensor] = []
         if layout.dtype == "float8_e4m3fn":
-            shape = (2, blocks, layout.num_kv_heads, block_size)
+            shape = (2, blocks, layout.arrays[0].heads, block_size)
             scales = [self.filled(torch.zeros(shape, device=device)).abs() for _ in each]
         self.states = [
             [
                 self.filled(torch.zeros(4, x.rows, x.heads, x.head_dim, device=device)).to(
                     getattr(torch, x.dtype)
                 )
-                for _ in layout.state_layers
+                for _ in (layout.layers[-1] if layout.has_states else ())
             ]
-            for x in layout.states
+            for x in layout.arrays[1:]
         ]
         """Of each state and layer, four slots."""
         self.ranks = Ranks(
@@ -125,7 +126,7 @@ class Prefill(Worker):
         """A finished prefill."""
         prefill_id = self.open(num_tokens, prefill_id, state_slot)
         self.sender.ready(prefill_id, None, 0, num_tokens)
-        for layer in self.layout.state_layers:
+        for layer in self.layout.layers[-1] if self.layout.has_states else ():
             self.sender.ready(prefill_id, layer, 0, num_tokens)
         self.sender.commit(prefill_id, kv.FirstToken(token))
         return prefill_id

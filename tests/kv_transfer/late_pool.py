@@ -18,8 +18,9 @@ from baton.kv_transfer import channel as ch
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.endpoint import ranked_pool
 from baton.kv_transfer.protocol import local_messages as lm
+from tests.layouts import kv_layout, paged
 
-LAYOUT = kv.KVLayout(2, 1, 8, "float32")  # 64 B a position and layer
+LAYOUT = kv_layout(2, 1, 8, "float32")  # 64 B a position and layer
 NO_TRACE = kv.TraceWriter(None, "")
 SLOTS = 6
 
@@ -89,7 +90,7 @@ class Bench:
         self.arena = kv.Arena.create(SLOTS, 4096)
         end = kv.ArenaEnd(theirs, self.arena)
         self.cache = [torch.arange(2.0 * 8 * 16 * 8).view(2, 8, 16, 1, 8) for _ in range(2)]
-        self.endpoint = endpoint(end, kv.PagedKV(self.cache, 16, LAYOUT, "cpu"), NO_TRACE)
+        self.endpoint = endpoint(end, paged(self.cache, 16, LAYOUT, "cpu"), NO_TRACE)
         self.channel = ch.Channel(ours, receives)
         self.inbox: list[Any] = []
 

@@ -11,7 +11,7 @@ import torch
 from baton.kv_transfer.arena import Arena, ArenaEnd
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.layout import KVLayout, Range
-from baton.kv_transfer.transport import PagedKV
+from tests.layouts import paged
 
 
 class Ranks:
@@ -41,7 +41,7 @@ class Ranks:
         if device.startswith("cuda"):
             torch.cuda.synchronize()  # copies run on streams of their own
         kv = [
-            PagedKV(cache, block_size, layout, device, rank, size, lambda: self._layers_ready, scales, states)
+            paged(cache, block_size, layout, device, rank, size, lambda: self._layers_ready, scales, states)
             for rank, (cache, scales) in enumerate(zip(self.caches, self.scales, strict=True))
         ]
         self.kv = kv[0]

@@ -17,6 +17,7 @@ from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer import channel as ch
 from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.protocol import shared
+from tests.layouts import kv_layout
 
 
 def test_a_child_process_shares_the_arena_and_the_heartbeat() -> None:
@@ -63,14 +64,14 @@ def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"layout": kv.KVLayout(2, 100, 256, "float32")}, "larger slots"),
-        ({"layout": kv.KVLayout(2, 1, 8, "float32", (STATE,), (1,))}, "one head of the state ssm"),
+        ({"layout": kv_layout(2, 100, 256, "float32")}, "larger slots"),
+        ({"layout": kv_layout(2, 1, 8, "float32", (STATE,), (1,))}, "one head of ssm"),
     ],
 )
 def test_a_bad_configuration_is_named(change: dict[str, Any], named: str) -> None:
     good: Any = {
         "name": "decode 0", "incarnation": 1, "model_fingerprint": "m",
-        "layout": kv.KVLayout(2, 1, 8, "float32"), "num_slots": 4, "slot_bytes": 4096,
+        "layout": kv_layout(2, 1, 8, "float32"), "num_slots": 4, "slot_bytes": 4096,
     }  # fmt: skip
     kv.TransferConfig(**good)
     with pytest.raises(ValueError, match=named):

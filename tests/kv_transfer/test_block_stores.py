@@ -16,13 +16,13 @@ import torch
 
 from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer.arena import channel_pair
-from baton.kv_transfer.layout import FP8, KVLayout
+from baton.kv_transfer.layout import FP8
 from baton.kv_transfer.stores import CacheCells, CellStore, cuda_store, disk_store, ranked_store
 from baton.kv_transfer.stores.cuda_store import CellLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore, open_host_store
 from baton.kv_transfer.stores.ranked_store import OtherRank, RankedStore, serve_stores
-from baton.kv_transfer.transport import PagedKV
+from tests.layouts import kv_layout, paged
 from tests.within import WITHIN
 
 from . import cuda_on_cpu
@@ -32,16 +32,16 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, BLOCK = 12, 16
 
 
-def paged(dtype: str, device: str, order: str = next(iter(ORDERS)), kind: str = "attention") -> CacheCells:
+def of_kv(dtype: str, device: str, order: str = next(iter(ORDERS)), kind: str = "attention") -> CacheCells:
     """Bits of any kind: they are moved, not computed with. `order`: of the dimensions in memory."""
     heads, rows = (1, 1) if kind == "latent" else (2, 2)
-    layout = KVLayout(3, heads, 8, dtype, kind=kind)
+    layout = kv_layout(3, heads, 8, dtype, kind=kind)
     element = getattr(torch, dtype)
     shape = (rows, BLOCKS, BLOCK, heads, 8 * element.itemsize)
     bits = [torch.randint(0, 255, shape, dtype=torch.uint8) for _ in range(3)]
     values = [in_memory(order, x.view(element)).to(device) for x in bits]
     scales = [torch.rand(2, BLOCKS, 2, BLOCK, device=device) for _ in range(3)] if dtype == FP8 else []
-    return CacheCells(PagedKV(values, BLOCK, layout, device, scales=scales))
+    return CacheCells(paged(values, BLOCK, layout, device, scales=scales))
 
 
 def with_states(device: str) -> CacheCells:
@@ -50,18 +50,18 @@ def with_states(device: str) -> CacheCells:
         CacheArray("state", "conv", 3, 4, 8, "bfloat16"),
         CacheArray("state", "ssm", 1, 2, 16384, "float32"),
     )
-    layout = KVLayout(3, 2, 8, "bfloat16", states=arrays, state_layers=(0, 2))
+    layout = kv_layout(3, 2, 8, "bfloat16", states=arrays, state_layers=(0, 2))
     kv = torch.zeros(2, BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16, device=device)
     states = [
         [
             torch.randn(BLOCKS, each.rows, each.heads, each.head_dim, device=device).to(
                 getattr(torch, each.dtype)
             )
-            for _ in layout.state_layers
+            for _ in (layout.layers[-1] if layout.has_states else ())
         ]
         for each in arrays
     ]
-    return CacheCells(PagedKV([kv], BLOCK, layout, device, states=states), of_states=True)
+    return CacheCells(paged([kv], BLOCK, layout, device, states=states), of_states=True)
 
 
 def content(cells: CacheCells, number: int) -> list[torch.Tensor]:
@@ -101,12 +101,12 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Cach
 def test_blocks_come_back_bit_for_bit_and_into_any_block(
     open_store: Callable[[CacheCells, int], CellStore], device: str, dtype: str, order: str
 ) -> None:
-    kv = paged(dtype, device, order)
+    kv = of_kv(dtype, device, order)
     check_copies(kv, open_store(kv, 5))
 
 
 def test_blocks_with_latents_come_back(open_store: Callable[[CacheCells, int], CellStore]) -> None:
-    kv = paged("bfloat16", "cpu", kind="latent")
+    kv = of_kv("bfloat16", "cpu", kind="latent")
     check_copies(kv, open_store(kv, 5))
 
 
@@ -134,7 +134,7 @@ def check_copies(kv: CacheCells, store: CellStore) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_place_with_other_bytes_is_not_whole(device: str) -> None:
-    kv = paged("bfloat16", device)
+    kv = of_kv("bfloat16", device)
     check_damage(kv, open_host_store(kv, 4))
 
 
@@ -151,7 +151,7 @@ def check_damage(kv: CacheCells, store: CellStore) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
     """One byte of the first block was changed, and the end of the last block is missing."""
-    kv = paged("bfloat16", device)
+    kv = of_kv("bfloat16", device)
     store = DiskStore(kv, 8, str(tmp_path))
     store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
@@ -170,7 +170,7 @@ def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_keeps_what_it_has_and_takes_blocks_again(tmp_path: Path) -> None:
     """The limit of the size of a file stands for the size of the disk."""
-    kv = paged("bfloat16", "cpu")
+    kv = of_kv("bfloat16", "cpu")
     store = DiskStore(kv, 6, str(tmp_path))
     size = store._size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_keeps_what_it_has_and_takes_blocks_again(tmp_path: Pa
 
 
 def test_a_full_disk_ends_the_save(tmp_path: Path) -> None:
-    kv = paged("bfloat16", "cpu")
+    kv = of_kv("bfloat16", "cpu")
     store = DiskStore(kv, 8, str(tmp_path))
     assert not list(tmp_path.iterdir()), "the file has no name, so no other process opens it"
     assert os.fstat(store._file.fileno()).st_mode & 0o077 == 0
@@ -207,12 +207,12 @@ def test_a_full_disk_ends_the_save(tmp_path: Path) -> None:
 
 def test_a_disk_with_too_little_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="are free"):
-        DiskStore(paged("bfloat16", "cpu"), 1 << 40, str(tmp_path))
+        DiskStore(of_kv("bfloat16", "cpu"), 1 << 40, str(tmp_path))
 
 
 def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads and saves at the same time, through two slots, with reads that end in any order."""
-    kv = paged("bfloat16", "cpu")
+    kv = of_kv("bfloat16", "cpu")
     monkeypatch.setattr(disk_store, "STAGING_BYTES", 2 * kv.cell_bytes)
     store = DiskStore(kv, 8, str(tmp_path))
     right = [content(kv, block) for block in range(BLOCKS)]
@@ -240,7 +240,7 @@ def test_the_store_of_a_gpu_without_one(
         pytest.skip("the same is tested on the GPU")
     cuda_on_cpu.use(monkeypatch)
     cuda_on_cpu.be_late(range(9) if late else ())
-    kv = paged(dtype, "cpu", order)
+    kv = of_kv(dtype, "cpu", order)
     assert CellLines(kv).cell_bytes == kv.kv.layout.bytes_per_token * BLOCK
     for cells in (kv, with_states("cpu")):
         check_copies(cells, CudaStore(cells, 5))
@@ -266,7 +266,7 @@ def test_memory_is_pinned_when_it_is_needed(
     monkeypatch.setattr(cuda_store, "unpin", lambda part: pinned.pop())
     for name in ("PINNED_BYTES", "AHEAD_BYTES"):
         monkeypatch.setattr(cuda_store, name, 1)
-    kv = paged("float32", "cpu")
+    kv = of_kv("float32", "cpu")
     store = CudaStore(kv, 5)
     assert store.ready == len(pinned) == min(1, parts), "the kernels were compiled with a place"
     for used, expected in ((0, 1), (1, 2), (2, 3), (9, 5)):
@@ -293,7 +293,7 @@ def test_a_rank_pins_what_the_first_rank_orders(kernel_device: str, monkeypatch:
         pytest.skip("the same is tested on the GPU")
     cuda_on_cpu.use(monkeypatch)
     monkeypatch.setattr(cuda_store, "PINNED_BYTES", 1)
-    kv = paged("float32", "cpu")
+    kv = of_kv("float32", "cpu")
     store = CudaStore(kv, 5)
     assert store.ready == 1
     check_copies(kv, store)
@@ -303,11 +303,11 @@ def test_a_rank_pins_what_the_first_rank_orders(kernel_device: str, monkeypatch:
 def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
     open_store: Callable[[CacheCells, int], CellStore],
 ) -> None:
-    kvs = [paged("float32", "cpu") for _ in range(3)]
+    kvs = [of_kv("float32", "cpu") for _ in range(3)]
     stores = [open_store(kv, 4) for kv in kvs]
     pairs = [channel_pair() for _ in kvs[1:]]
     for store, (_, theirs) in zip(stores[1:], pairs, strict=True):
-        serve_stores({3: CpuStore(paged("float32", "cpu"), 1), 7: store}, theirs)
+        serve_stores({3: CpuStore(of_kv("float32", "cpu"), 1), 7: store}, theirs)
     ranked = RankedStore(7, stores[0], [OtherRank(ours) for ours, _ in pairs], silence=20)
     before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
     ranked.copy([(3, 0), (5, 2)], is_load=False)
@@ -334,9 +334,9 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
     monkeypatch.setattr(ranked_store, "time", SimpleNamespace(monotonic=lambda: now))
     for own, other in ((Stalled, CpuStore), (CpuStore, Stalled)):
         now, (ours, theirs) = 0.0, channel_pair()
-        serve_stores({1: other(paged("float32", "cpu"), 2)}, theirs)
+        serve_stores({1: other(of_kv("float32", "cpu"), 2)}, theirs)
         rank = OtherRank(ours)
-        ranked = RankedStore(1, own(paged("float32", "cpu"), 2), [rank], silence=10)
+        ranked = RankedStore(1, own(of_kv("float32", "cpu"), 2), [rank], silence=10)
         ranked.copy([(3, 0)], is_load=False)
         while other is CpuStore and not rank.intact[1]:
             ranked.ended()
@@ -350,4 +350,4 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
 def test_more_memory_than_a_host_can_have(store: Callable[[CacheCells, int], CellStore]) -> None:
     """The worker then has no host tier."""
     with pytest.raises(MemoryError):
-        store(paged("float32", "cpu"), 1 << 40)
+        store(of_kv("float32", "cpu"), 1 << 40)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.content.cache_kinds import KINDS, CacheArray, CacheKind
+from baton.content.cache_kinds import KINDS, CacheArray, CacheKind, Unit
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import DeviceMemory, Slots
@@ -21,11 +21,12 @@ from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
-from baton.kv_transfer.device.pool import Pool, Rest, Staged
-from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
+from baton.kv_transfer.device.pool import Pool, Rest, Staged, tensor_planes
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing
 from baton.kv_transfer.layout import FP8, KVLayout, Slice, cut, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderSlots
 from baton.kv_transfer.transport import PagedKV
+from tests.layouts import kv_layout, paged
 
 from . import cuda_on_cpu
 from .ranks import ORDERS, in_memory, positions
@@ -49,7 +50,7 @@ def emulated(kernel_device: str, exact_casts: None) -> Iterator[None]:
 
 def cache(dtype: str, block_size: int, seed: int, order: str | None = None) -> PagedKV:
     """A KV cache with random bytes: two layers of KV, one of states. `order`: of the KV in memory."""
-    layout = KVLayout(3, 4, 8, dtype, STATES, (1,))
+    layout = kv_layout(3, 4, 8, dtype, STATES, (1,))
     torch.manual_seed(seed)
     layers = [torch.randn(2, BLOCKS, block_size, 4, 8).to(getattr(torch, dtype)) for _ in range(2)]
     scales = [torch.rand(2, BLOCKS, 4, block_size) for _ in layers] if dtype == FP8 else []
@@ -59,21 +60,27 @@ def cache(dtype: str, block_size: int, seed: int, order: str | None = None) -> P
     ]
     if order is not None:
         layers = [in_memory(order, x) for x in layers]
-    return PagedKV(layers, block_size, layout, "cpu", scales=scales, states=states)
+    return paged(layers, block_size, layout, "cpu", scales=scales, states=states)
 
 
 def rank_of_two(kv: PagedKV, rank: int) -> PagedKV:
     """The same cache with the heads of a rank."""
     heads = slice(2 * rank, 2 * rank + 2)
-    layers = [x[..., heads, :].clone() for x in kv.layers]
-    scales = [x[:, :, heads].clone() for x in kv.scales]
-    states = [[x[:, :, heads].clone() for x in of] for of in kv.states]
-    return replace(kv, layers=layers, scales=scales, states=states, rank=rank, ranks=2)
+    planes = []
+    for array, of_array in zip(kv.layout.arrays, tensor_planes(kv), strict=True):
+        dim = 3 if array.per_token else 2
+        kept = [[x.movedim(dim, 0)[heads].movedim(0, dim).clone() for x in p.values()] for p in of_array]
+        planes.append(kept)
+    return replace(kv, planes=planes, rank=rank, ranks=2)
 
 
 def everything(kv: PagedKV) -> list[torch.Tensor]:
-    tensors = [*kv.layers, *kv.scales, *(layer for state in kv.states for layer in state)]
-    return [tensor.float() for tensor in tensors]
+    return [layer.float() for of_array in tensor_planes(kv) for x in of_array for layer in x.values()]
+
+
+def layers_of(kv: PagedKV) -> list[torch.Tensor]:
+    """The values of the first array."""
+    return list(tensor_planes(kv)[0][0].values())
 
 
 def pieces(layout: KVLayout, most: int) -> list[Slice]:
@@ -175,9 +182,8 @@ def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
     tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
     memory = receiver.open(sender.export(), sent)
     cuda_on_cpu.be_late([late])
-    kv = source.layers[0]
     few = list(enumerate(pieces(source.layout, SLOT_BYTES)[: staging.LANDINGS + 3]))
-    kv = source.layers[0]
+    kv = layers_of(source)[0]
     computed = torch.randn(kv.shape).to(kv.dtype)
     cuda_on_cpu.launch(lambda: kv.copy_(computed))
     after = [sender.record()]
@@ -300,13 +306,14 @@ def test_an_entry_of_the_registry_makes_a_kind(
     make: Callable[[PagedKV, Arena], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One vector of each token, which has no heads to share: each of two ranks gets all of it."""
-    monkeypatch.setitem(KINDS, "latent", CacheKind(True, "latent={0.head_dim}", rows=1))
-    layout = KVLayout(2, 1, 24, "bfloat16", kind="latent")
-    assert (layout.fingerprint, layout.bytes_per_token) == ("kv8 layers=2 latent=24", 2 * 24 * 2)
+    monkeypatch.setitem(KINDS, "vector", CacheKind(Unit.TOKEN, rows=1, copied=True))
+    layout = kv_layout(2, 1, 24, "bfloat16", kind="vector")
+    found = layout.fingerprint, layout.bytes_per_token
+    assert found == ("kv9 layers=2 vector.kv=1x1x24:bfloat16", 2 * 24 * 2)
 
     def of_rank(rank: int, ranks: int, block_size: int) -> PagedKV:
         layers = [torch.randn(1, BLOCKS, block_size, 1, 24).bfloat16() for _ in range(2)]
-        return PagedKV(layers, block_size, layout, "cpu", rank, ranks)
+        return paged(layers, block_size, layout, "cpu", rank, ranks)
 
     arena = Arena.create(SLOTS, SLOT_BYTES)
     source, targets = of_rank(0, 1, 16), [of_rank(rank, 2, 32) for rank in (0, 1)]
@@ -314,17 +321,17 @@ def test_an_entry_of_the_registry_makes_a_kind(
     account = SenderSlots(SLOTS).account(1)
     transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ((7, TOKENS),))
     for layer in (0, 1):
-        slices.add(transfer, layer, 0, TOKENS, None)
+        slices.add(transfer, ReadyLayer(layer, 0, TOKENS, None))
     assert transfer.bytes == (TOKENS - 7) * layout.bytes_per_token
     sent = [piece for piece, _ in transfer.pending]
     sender = make(source, arena)
     sender.gather([Staged(x, i, sender.table(THERE, TOKENS)) for i, x in enumerate(sent)])
     for target in targets:
         receiver = make(target, arena)
-        before = [x.clone() for x in target.layers]
+        before = [x.clone() for x in layers_of(target)]
         receiver.scatter([Staged(x, i, receiver.table(HERE, TOKENS)) for i, x in enumerate(sent)])
         for layer in (0, 1):
             there, here = positions(THERE, 16, 7, TOKENS), positions(HERE, 32, 7, TOKENS)
             expected = before[layer].flatten(1, 2)
-            expected[:, here] = source.layers[layer].flatten(1, 2)[:, there]
-            assert torch.equal(target.layers[layer].flatten(1, 2), expected)
+            expected[:, here] = layers_of(source)[layer].flatten(1, 2)[:, there]
+            assert torch.equal(layers_of(target)[layer].flatten(1, 2), expected)

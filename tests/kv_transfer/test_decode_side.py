@@ -33,6 +33,7 @@ from baton.kv_transfer.protocol.messages import (
     ProtocolError,
     Slices,
 )
+from tests.layouts import kv_layout
 from tests.stand_in import implements, stand_in
 
 
@@ -96,7 +97,7 @@ class Side:
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         config = kv.TransferConfig(
             name="decode 0", incarnation=1, model_fingerprint="m", num_slots=4,
-            slot_bytes=4096, layout=kv.KVLayout(1, 1, 8, "float32"), max_lanes=12, movers=0,
+            slot_bytes=4096, layout=kv_layout(1, 1, 8, "float32"), max_lanes=12, movers=0,
             deadlines=kv.TransferDeadlines(**deadlines),
         )  # fmt: skip
         ours, theirs = kv.channel_pair()

@@ -17,7 +17,7 @@ from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Pool, Staged
 from baton.kv_transfer.layout import KVLayout, cut
 from baton.kv_transfer.staging import GATHER_BYTES, SCATTER_BYTES, SLACK, at_once, coalesce, landing_bytes
-from baton.kv_transfer.transport import PagedKV
+from tests.layouts import kv_layout, paged
 from tests.within import WITHIN
 
 from . import ranks
@@ -34,7 +34,7 @@ def passed(pool: Pool, event: Any) -> None:
 
 
 def cache(layout: KVLayout, blocks: int, block_size: int, device: str) -> list[torch.Tensor]:
-    shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
+    shape = (2, blocks, block_size, layout.arrays[0].heads, layout.arrays[0].head_dim)
     dtype = getattr(torch, layout.dtype)
     return [torch.randn(shape).to(dtype).to(device) for _ in range(layout.num_layers)]
 
@@ -57,16 +57,16 @@ def test_from_pool_to_pool(
 ) -> None:
     """Bit for bit, whatever the block sizes, the order of dimensions in memory, and however the heads are
     divided; nothing else moves."""
-    layout = KVLayout(2, 4, 8, dtype)
+    layout = kv_layout(2, 4, 8, dtype)
     arena = Arena.create(8, 8192)
     n, start = 250, 37
     source = [in_memory(from_order, x) for x in cache(layout, 100, from_block, device)]
     target = [in_memory(to_order, x) for x in cache(layout, 100, to_block, device)]
     before = [t.cpu().clone() for t in target]
-    sender = open_pool(PagedKV(source, from_block, layout, device), arena)
+    sender = open_pool(paged(source, from_block, layout, device), arena)
     # An arena is pinned by one pool: on CUDA the receiver has one of its own.
     other = Arena.create(8, 8192) if device == "cuda" else arena
-    receiver = open_pool(PagedKV(target, to_block, layout, device), other)
+    receiver = open_pool(paged(target, to_block, layout, device), other)
     there = random.sample(range(100), -(-n // from_block))
     here = random.sample(range(100), -(-n // to_block))
     tables = sender.table(there, n), receiver.table(here, n)
@@ -90,14 +90,14 @@ def test_from_pool_to_pool(
 
 
 def test_a_pool_of_another_shape_is_refused() -> None:
-    layout, arena = KVLayout(1, 4, 8, "float32"), Arena.create(4, 4096)
+    layout, arena = kv_layout(1, 4, 8, "float32"), Arena.create(4, 4096)
     for bad in (
         torch.zeros(2, 4, 16, 3, 8),
         torch.zeros(2, 4, 8, 4, 8),
         torch.zeros(2, 4, 16, 4, 8).double(),
     ):
         with pytest.raises(AssertionError):
-            open_pool(PagedKV([bad], 16, layout, "cpu"), arena)
+            open_pool(paged([bad], 16, layout, "cpu"), arena)
 
 
 @given(

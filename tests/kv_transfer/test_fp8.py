@@ -10,6 +10,7 @@ import torch
 import baton.kv_transfer as kv
 from baton.kv_transfer.device.host_pool import converted
 from baton.kv_transfer.device.pool import Window
+from tests.layouts import kv_layout
 
 from .ranks import as_bytes
 
@@ -18,7 +19,7 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def layout(dtype: str) -> kv.KVLayout:
-    return kv.KVLayout(3, 12, 16, dtype)
+    return kv_layout(3, 12, 16, dtype)
 
 
 def rounded(exact: torch.Tensor) -> torch.Tensor:

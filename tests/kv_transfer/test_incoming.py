@@ -16,8 +16,9 @@ from baton.kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming, TransferState
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
+from tests.layouts import kv_layout
 
-LAYOUT = KVLayout(2, 4, 8, "float32")
+LAYOUT = kv_layout(2, 4, 8, "float32")
 FIRST = FirstToken(3)
 
 
@@ -92,7 +93,7 @@ WHOLE = Slice(0, 0, 4, 0, 8)
     ("bad", "kind"),
     [
         (header(Slice(2, 0, 4, 0, 8), 0), "frame_fields"),
-        (header(Slice(0, 0, 4, 0, 8, 1), 0, length=1024), "state"),
+        (header(Slice(0, 0, 4, 0, 8, 1), 0, length=1024), "frame_fields"),
         (header(WHOLE, 0, length=100), "frame_length"),
         (header(Slice(0, 0, 4, 0, 0), 0), "frame_length"),
         (header(Slice(0, 0, 4, 0, 9), 0), "frame_range"),
@@ -177,7 +178,7 @@ def test_a_second_commit() -> None:
 
 
 # Of 3 layers the first has KV; the others have a state of 1,024 bytes and one of 512 bytes.
-HYBRID = KVLayout(
+HYBRID = kv_layout(
     3,
     4,
     8,
@@ -250,10 +251,10 @@ STATE = Slice(1, 0, 2, 8, 0, 1)
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
-        (of_hybrid(Slice(0, 0, 2, 8, 0, 1), 0), "state"),
-        (of_hybrid(Slice(3, 0, 2, 8, 0, 1), 0), "state"),
-        (of_hybrid(Slice(1, 0, 2, 8, 0, 3), 0, length=512), "state"),
-        (of_hybrid(Slice(1, 0, 2, 8, 0, 301), 0, length=512), "state"),
+        (of_hybrid(Slice(0, 0, 2, 8, 0, 1), 0), "frame_fields"),
+        (of_hybrid(Slice(3, 0, 2, 8, 0, 1), 0), "frame_fields"),
+        (of_hybrid(Slice(1, 0, 2, 8, 0, 3), 0, length=512), "frame_fields"),
+        (of_hybrid(Slice(1, 0, 2, 8, 0, 301), 0, length=512), "frame_fields"),
         (header(Slice(1, 0, 4, 0, 8), 0), "frame_fields"),  # KV of a layer that has states
         (of_hybrid(Slice(1, 0, 1, 8, 0, 1), 0, length=512), "frame_length"),
         (of_hybrid(Slice(1, 3, 2, 8, 0, 1), 0), "frame_range"),
@@ -273,7 +274,7 @@ def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None
 
 def test_states_are_not_fetched_by_content() -> None:
     it = hybrid(states_at=())
-    with pytest.raises(Fault, match="no such layer or state"):
+    with pytest.raises(Fault, match="no such array"):
         it.begin(of_hybrid(STATE, 0))
     it.narrow(4)
     [kv] = cut(HYBRID, 0, (0, 4), (0, 4), 4096)
@@ -283,7 +284,7 @@ def test_states_are_not_fetched_by_content() -> None:
 
 def test_a_high_sequence_number_costs_no_memory() -> None:
     """The peer chooses it. The transfer has 51 million positions of heads in its layers."""
-    it = Incoming(KVLayout(64, 8, 8, "float32"), [(0, 100_000)], slot_bytes=4096)
+    it = Incoming(kv_layout(64, 8, 8, "float32"), [(0, 100_000)], slot_bytes=4096)
     first = Slice(0, 0, 8, 0, 1)
     tracemalloc.start()
     take(it, header(first, 51_199_999))

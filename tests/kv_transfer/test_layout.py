@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 
 from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer.layout import (
-    KVLayout,
     Slice,
     cut,
     intersect,
     runs,
     slice_bytes,
 )
+from tests.layouts import kv_layout
 
-LAYOUT = KVLayout(4, 8, 64, "bfloat16")
+LAYOUT = kv_layout(4, 8, 64, "bfloat16")
 STATES = (
     CacheArray("state", "conv", 3, 2, 128, "bfloat16"),
     CacheArray("state", "ssm", 1, 128, 8192, "float32"),
 )
-HYBRID = KVLayout(4, 8, 64, "bfloat16", STATES, (0, 1, 3))
+HYBRID = kv_layout(4, 8, 64, "bfloat16", STATES, (0, 1, 3))
 
 
 @given(
@@ -77,22 +77,22 @@ def test_a_state_is_cut_by_heads() -> None:
 
 
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
-    assert LAYOUT.fingerprint == "kv8 layers=4 kv_heads=8 head_dim=64"
-    states = "kv_layers=2 conv=3x2x128:bfloat16 ssm=1x128x8192:float32"
-    assert HYBRID.fingerprint == f"kv8 layers=4 kv_heads=8 head_dim=64 {states}"
+    assert LAYOUT.fingerprint == "kv9 layers=4 attention.kv=2x8x64"
+    states = "state.conv=3x2x128:bfloat16 state.ssm=1x128x8192:float32"
+    assert HYBRID.fingerprint == f"kv9 layers=4 @2 attention.kv=2x8x64 @0-1,3 {states}"
     assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
-    assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
-    latents = KVLayout(4, 9, 64, "bfloat16", kind="latent")
-    assert latents.fingerprint == "kv8 layers=4 latent=9x64"
+    assert LAYOUT.arrays[0].bytes == 2 * 8 * 64 * 2
+    latents = kv_layout(4, 9, 64, "bfloat16", kind="latent")
+    assert latents.fingerprint == "kv9 layers=4 latent.kv=1x9x64"
     assert latents.bytes_per_token == 4 * 1152
-    assert KVLayout(4, 9, 64, "float8_e4m3fn", kind="latent").bytes_per_token == 4 * (576 + 9 * 4)
+    assert kv_layout(4, 9, 64, "float8_e4m3fn", kind="latent").bytes_per_token == 4 * (576 + 9 * 4)
     assert [latents.arrays[0].heads_of(rank, 2) for rank in range(2)] == [(0, 9)] * 2, "copies"
-    fp8 = KVLayout(4, 8, 64, "float8_e4m3fn")
+    fp8 = kv_layout(4, 8, 64, "float8_e4m3fn")
     assert fp8.fingerprint == LAYOUT.fingerprint
-    assert fp8.bytes_per_token_layer == 2 * 8 * (64 + 4), "with scales"
+    assert fp8.arrays[0].bytes == 2 * 8 * (64 + 4), "with scales"
 
 
 @pytest.mark.parametrize("bad", [(0, 8, 64, "float32"), (4, 70000, 64, "float32"), (4, 8, 64, "int8")])
 def test_what_cannot_be_moved_is_named(bad: tuple[int, int, int, str]) -> None:
-    with pytest.raises(ValueError, match=r"num_kv_heads|num_layers|dtype"):
-        KVLayout(*bad)
+    with pytest.raises(ValueError, match=r"heads|layers|dtype"):
+        kv_layout(*bad)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from baton.kv_transfer.config import TransferDeadlines
-from baton.kv_transfer.layout import KVLayout, Slice
+from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
@@ -29,9 +29,10 @@ from baton.kv_transfer.protocol.incoming import TransferState
 from baton.kv_transfer.protocol.local_messages import Complete, FailedIn, FetchIn, ReleasedOut
 from baton.kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
 from baton.kv_transfer.protocol.shared import Send
+from tests.layouts import kv_layout
 
 DEADLINES = TransferDeadlines()
-LAYOUT = KVLayout(2, 1, 8, "float32")
+LAYOUT = kv_layout(2, 1, 8, "float32")
 P = b"p" * 16
 PEER = 1
 RANGES = ((0, 4),)
@@ -65,7 +66,7 @@ class World:
 
     @property
     def frame_bytes(self) -> int:
-        return (self.stop - self.start) * LAYOUT.bytes_per_token_layer
+        return (self.stop - self.start) * LAYOUT.arrays[0].bytes
 
     @property
     def live(self) -> list[Transfer]:

@@ -28,8 +28,9 @@ from baton.kv_transfer.peer_memory import (
     join,
 )
 from baton.kv_transfer.protocol.messages import Export
+from tests.layouts import kv_layout, paged
 
-LAYOUT = kv.KVLayout(1, 1, 8, "float32")
+LAYOUT = kv_layout(1, 1, 8, "float32")
 PIECE = Slice(0, 0, 1, 0, 16)
 
 
@@ -41,7 +42,7 @@ def arena() -> Iterator[kv.Arena]:
 
 
 def pool(arena: kv.Arena) -> HostPool:
-    return HostPool(kv.PagedKV([torch.randn(2, 2, 16, 1, 8)], 16, LAYOUT, "cpu"), arena)
+    return HostPool(paged([torch.randn(2, 2, 16, 1, 8)], 16, LAYOUT, "cpu"), arena)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_a_rank_opens_the_memories_with_its_heads(
         opened.append(export.handles[0])
         return PeerArena(own)
 
-    memories = PeerMemories(both, kv.KVLayout(1, 4, 8, "float32"), [heads], open_one)
+    memories = PeerMemories(both, kv_layout(1, 4, 8, "float32"), [heads], open_one)
     assert opened == [(own.handles[0], b"of rank1")[rank] for rank in sorted(ranks)]
     for rank in range(2):
         if rank in ranks:
@@ -89,7 +90,7 @@ def test_a_rank_opens_the_memories_with_its_heads(
 def test_handles_of_more_ranks_than_can_share_the_heads(arena: kv.Arena) -> None:
     three = join([export_arena(arena)] * 3)
     with pytest.raises(Unreachable, match="3 ranks do not share the heads"):
-        PeerMemories(three, kv.KVLayout(1, 4, 8, "float32"), [(0, 4)], PeerArena)
+        PeerMemories(three, kv_layout(1, 4, 8, "float32"), [(0, 4)], PeerArena)
 
 
 @pytest.mark.parametrize("missing", [0, 1])

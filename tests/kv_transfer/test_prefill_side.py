@@ -29,6 +29,7 @@ from baton.kv_transfer.protocol.local_messages import (
 )
 from baton.kv_transfer.protocol.messages import Credit, Export, Fetch, Identity, ProtocolError, Reach, encode
 from baton.kv_transfer.spawn import MAX_MESSAGE
+from tests.layouts import kv_layout
 from tests.stand_in import implements, stand_in
 
 
@@ -52,7 +53,7 @@ CONFIG = kv.TransferConfig(
     name="prefill 0",
     incarnation=1,
     model_fingerprint="m",
-    layout=kv.KVLayout(1, 1, 16, "float32"),
+    layout=kv_layout(1, 1, 16, "float32"),
     num_slots=4,
     slot_bytes=4096,
 )
@@ -165,7 +166,7 @@ def test_a_commit_is_due_from_the_last_slice_on(monkeypatch: pytest.MonkeyPatch)
         return SliceOut(Header(FrameType.KV, transfer_id, Slice(layer, 0, 1, start, stop - start), 0, 64), 0)
 
     with ours, theirs:
-        config = msgspec.structs.replace(CONFIG, layout=kv.KVLayout(2, 1, 16, "float32"))
+        config = msgspec.structs.replace(CONFIG, layout=kv_layout(2, 1, 16, "float32"))
         arena = stand_in(Arena, slot=lambda size: memoryview(bytes(size)))
         side = PrefillSide(config, arena, Channel(ours, FromSender), TransferCounters())
         peer: Any = Peer(1)

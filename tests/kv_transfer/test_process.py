@@ -20,6 +20,7 @@ from baton.kv_transfer.process.tcp import _connecting
 from baton.kv_transfer.wait import wait
 from baton.machine.system import url_host
 from tests.kv_transfer.transfer_process import TransferProcess, deadlines, logging_to
+from tests.layouts import kv_layout
 from tests.within import WITHIN
 
 
@@ -41,12 +42,12 @@ def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             "model_fingerprint: decode 0 has 'another model', prefill 0 has 'model of the tests'",
         ),
         (
-            {"layout": kv.KVLayout(2, 2, 16, "float32")}, {}, "layout",
-            "layout_fingerprint: decode 0 has 'kv8 layers=2 kv_heads=2 head_dim=16', "
-            "prefill 0 has 'kv8 layers=3 kv_heads=2 head_dim=16'",
+            {"layout": kv_layout(2, 2, 16, "float32")}, {}, "layout",
+            "layout_fingerprint: decode 0 has 'kv9 layers=2 attention.kv=2x2x16', "
+            "prefill 0 has 'kv9 layers=3 attention.kv=2x2x16'",
         ),
         (
-            {"layout": kv.KVLayout(3, 2, 16, "float16")}, {}, "dtype",
+            {"layout": kv_layout(3, 2, 16, "float16")}, {}, "dtype",
             "kv_dtype: decode 0 has 'float16', prefill 0 has 'float32'",
         ),
         ({}, {"incarnation": 12345}, "incarnation", "prefill 0 is now "),
@@ -157,7 +158,7 @@ def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (500, 2000))\n"
         "(a, b), (e, f) = kv.ArenaEnd.pair(4, 4096), kv.ArenaEnd.pair(4, 4096)\n"
         "c, d = kv.channel_pair()\n"
-        "layout = kv.KVLayout(1, 1, 8, 'float32')\n"
+        "layout = kv_layout(1, 1, 8, 'float32')\n"
         "config = kv.TransferConfig(name='decode 0', incarnation=1, model_fingerprint='m',"
         " layout=layout, num_slots=4, slot_bytes=4096)\n"
         "child = kv.spawn_transfer(config, sending=b, receiving=f,"

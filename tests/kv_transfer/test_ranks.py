@@ -22,7 +22,7 @@ from baton.kv_transfer.endpoint.ranked_pool import RankedPool, _PeerMemory, _Tab
 from baton.kv_transfer.layout import KVLayout, cut
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, Copy, Opened
-from baton.kv_transfer.transport import PagedKV
+from tests.layouts import kv_layout, paged
 from tests.stand_in import stand_in
 from tests.within import WITHIN
 
@@ -33,7 +33,7 @@ SLOT = 4096
 
 
 def layout_of(heads: int) -> KVLayout:
-    return KVLayout(num_layers=2, num_kv_heads=heads, head_dim=8, dtype="float32")
+    return kv_layout(num_layers=2, num_kv_heads=heads, head_dim=8, dtype="float32")
 
 
 def until_passed(pool: Pool, event: Event) -> None:
@@ -126,9 +126,7 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | Non
         Pool, gather_most=1, pull=lambda memory, batch: (None, lambda: modulo[:1]), passed=lambda event: True
     )
     ends = [channel_pair() for _ in range(3)]
-    pool = RankedPool(
-        own, PagedKV(layers, 16, layout, "cpu", 0, 4), [Channel(end, Copied) for end, _ in ends]
-    )
+    pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 4), [Channel(end, Copied) for end, _ in ends])
     table, memory = _Table(None, [0], 0), _PeerMemory(own, 1, [], {})
     [piece] = cut(layout, 0, (0, 3), (0, 2), SLOT)
     event, outcome = pool.pull(memory, [Staged(piece, 0, table, None, 1)])
@@ -148,7 +146,7 @@ def test_an_answer_about_memory_that_was_closed_meanwhile_is_dropped() -> None:
     near, far = channel_pair()
     with near, far:
         layout, layers = layout_of(2), [torch.empty(0)]
-        pool = RankedPool(own, PagedKV(layers, 16, layout, "cpu", 0, 2), [Channel(near, Opened)])
+        pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 2), [Channel(near, Opened)])
         closed, memory, unreachable = (pool.open(export, "") for _ in range(3))
         closed.close()
         assert not pool.opened(memory)

@@ -33,13 +33,14 @@ from baton.kv_transfer.shared_store import (
 from baton.kv_transfer.shared_store.__main__ import StoreProcess
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
+from tests.layouts import kv_layout, paged
 
 from .conftest import until
 
-LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float32")  # no multiple of a page
-FP8 = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float8_e4m3fn")
-LATENT = kv.KVLayout(num_layers=3, num_kv_heads=1, head_dim=20, dtype="bfloat16", kind="latent")
-HYBRID = kv.KVLayout(
+LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float32")  # no multiple of a page
+FP8 = kv_layout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float8_e4m3fn")
+LATENT = kv_layout(num_layers=3, num_kv_heads=1, head_dim=20, dtype="bfloat16", kind="latent")
+HYBRID = kv_layout(
     num_layers=4, num_kv_heads=2, head_dim=20, dtype="bfloat16", state_layers=(1, 2),
     states=(CacheArray("state", "c", 3, 4, 200, "bfloat16"), CacheArray("state", "s", 2, 6, 900, "float32")),
 )  # fmt: skip
@@ -123,18 +124,18 @@ class Worker:
         self.layout = layout
         self.block_size = block_size
         blocks = len(NAMES) * CHUNK_TOKENS // block_size
-        rows, heads, dtype = layout.arrays[0].rows, layout.num_kv_heads, getattr(torch, layout.dtype)
-        shape = rows, blocks, block_size, heads, layout.head_dim
-        self.layers = [torch.randn(shape).to(dtype) for _ in layout.kv_layers]
+        rows, heads, dtype = layout.arrays[0].rows, layout.arrays[0].heads, getattr(torch, layout.dtype)
+        shape = rows, blocks, block_size, heads, layout.arrays[0].head_dim
+        self.layers = [torch.randn(shape).to(dtype) for _ in layout.layers[0]]
         self.scales: list[torch.Tensor] = []
         if layout is FP8:
-            self.scales = [torch.rand(rows, blocks, heads, block_size) for _ in layout.kv_layers]
+            self.scales = [torch.rand(rows, blocks, heads, block_size) for _ in layout.layers[0]]
         self.states = [
             [
                 torch.randn(STATE_SLOTS, part.rows, part.heads, part.head_dim).to(getattr(torch, part.dtype))
-                for _ in layout.state_layers
+                for _ in (layout.layers[-1] if layout.has_states else ())
             ]
-            for part in layout.states
+            for part in layout.arrays[1:]
         ]
         self._arena_fd = memory_file()
         ours, self._theirs = channel_pair()
@@ -164,7 +165,7 @@ class Worker:
 
     def _of_rank(self, rank: int, ranks: int) -> kv.PagedKV:
         held = [slice(*part.heads_of(rank, ranks)) for part in self.layout.arrays]
-        return kv.PagedKV(
+        return paged(
             [x[..., held[0], :] for x in self.layers], self.block_size, self.layout, "cpu", rank, ranks,
             scales=[x[:, :, held[0]] for x in self.scales],
             states=[[x[:, :, heads] for x in xs] for xs, heads in zip(self.states, held[1:], strict=True)],
@@ -455,7 +456,7 @@ def test_kv_is_read_only_with_the_secret_and_by_workers_that_encrypt_alike(
     encrypt = writer._start.encrypt
     writer.offer(NAMES[:2])
     found = [*store.objects.values()]
-    pieces = [piece.numpy().tobytes() for piece in writer.chunk(NAMES[0]).split(LAYOUT.head_dim)]
+    pieces = [piece.numpy().tobytes() for piece in writer.chunk(NAMES[0]).split(LAYOUT.arrays[0].head_dim)]
     assert {piece in b"".join(found) for piece in pieces} == {not encrypt}
     assert reader.fetched(NAMES[:2]) == 2
     assert all(torch.equal(reader.chunk(name), writer.chunk(name)) for name in NAMES[:2])

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 import baton.kv_transfer as kv
+from tests.layouts import kv_layout
 from tests.proxy import Proxy
 
 from .transfer_process import deadlines
 
-LAYOUT = kv.KVLayout(3, 8, 128, "float32")  # 8 KiB a position and layer
+LAYOUT = kv_layout(3, 8, 128, "float32")  # 8 KiB a position and layer
 SLOT_BYTES = 768 << 10
-TOKENS = SLOT_BYTES // LAYOUT.bytes_per_token_layer  # a frame a layer
+TOKENS = SLOT_BYTES // LAYOUT.arrays[0].bytes  # a frame a layer
 RATE = 800_000.0  # bytes a second, of all lanes: three frames at once take 2.9 s
 PROGRESS = 0.8
 SHORT = deadlines(progress=PROGRESS, hold=1.5)

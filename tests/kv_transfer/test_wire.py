@@ -13,6 +13,7 @@ import xxhash
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.wait import wait
+from tests.layouts import kv_layout
 
 from . import second_wire as wire
 from .wire_transfers import assert_pool, ended, refused, serve, slices
@@ -132,7 +133,7 @@ def fp8_numbers(payload: bytes, positions: int) -> torch.Tensor:
 
 def test_as_a_decode_worker_of_a_prefill_worker_with_fp8(make_prefill: Any) -> None:
     """The peer converts, so what it keeps is not asked."""
-    prefill = make_prefill(layout=kv.KVLayout(3, 2, 16, "float8_e4m3fn"))
+    prefill = make_prefill(layout=kv_layout(3, 2, 16, "float8_e4m3fn"))
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.exact_rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = wire.connect(prefill.port)

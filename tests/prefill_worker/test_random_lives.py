@@ -109,7 +109,7 @@ class Both(Worker):
         layout, count, size = kv_layout(self.engine), 0, 0
         for layer in range(layout.num_layers):
             for number, part in enumerate(layout.arrays):
-                if layer not in layout.layers_of(number):
+                if layer not in layout.layers[number]:
                     continue
                 spans: list[Range] = (
                     [*fetch.ranges] if part.per_token else [(0, at) for at in fetch.states_at]

@@ -55,7 +55,7 @@ class Pair(NamedTuple):
 def slices_of(worker: Worker) -> list[int]:
     """The slices of each layer, after a range: each part of its cache is one."""
     layout = kv_layout(worker.engine)
-    layers = [layer for number in range(len(layout.arrays)) for layer in layout.layers_of(number)]
+    layers = [layer for number in range(len(layout.arrays)) for layer in layout.layers[number]]
     return [layers.count(layer) for layer in range(layout.num_layers)]
 
 

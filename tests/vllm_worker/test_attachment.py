@@ -16,16 +16,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.kv_transfer import FetchFailed, Heartbeat, Injected, InjectStats, KVLayout, Released
+from baton.kv_transfer import FetchFailed, Heartbeat, Injected, InjectStats, Released
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker import attachment
 from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, WorkerLink
+from tests.layouts import kv_layout
 from tests.vllm_worker.arenas import make_arenas
 from tests.within import WITHIN
 
 SLOTS, SLOT_BYTES = 2, 1 << 16
-SAYS = Attach(0, KVLayout(3, 2, 8, "float32"), 16, 40, "model")
+SAYS = Attach(0, kv_layout(3, 2, 8, "float32"), 16, 40, "model")
 SAYS_2 = Attach(2, SAYS.layout, SAYS.block_size, SAYS.num_blocks, SAYS.model_fingerprint)
 FIRST = FirstToken(7, -0.5, (7,), (-0.5,))
 STATS = InjectStats(1, 2, 3, *map(float, range(7)))

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from baton.kv_transfer import KVLayout
 from baton.vllm_worker.caches import layer_number, paged_kv
+from tests.layouts import kv_layout
 
 BLOCKS, BLOCK, HEADS, DIM = 5, 16, 3, 8
 
@@ -23,8 +23,8 @@ def test_on_cpus_keys_are_transposed() -> None:
         flat[3, head, 1, token * DIM + i] = 100 + i
     caches = {"model.layers.1.attn": cache, "model.layers.0.attn": torch.zeros_like(cache)}
     kv = paged_kv(caches, BLOCK, HEADS, DIM, all_heads=HEADS)
-    assert kv.layout == KVLayout(2, HEADS, DIM, "float32")
-    _, (keys, values) = kv.rows  # in the order of layers
+    assert kv.layout == kv_layout(2, HEADS, DIM, "float32")
+    [[[_, (keys, values)]]] = kv.planes  # in the order of layers
     assert keys[3, token, head].tolist() == [1 + i for i in range(DIM)]
     assert values[3, token, head].tolist() == [100 + i for i in range(DIM)]
     assert keys.count_nonzero() == values.count_nonzero() == DIM
@@ -34,8 +34,8 @@ def test_on_cpus_keys_are_transposed() -> None:
 def test_latents_are_one_row_that_is_cut_into_heads(shape: tuple[int, ...]) -> None:
     cache = torch.arange(BLOCKS * BLOCK * DIM, dtype=torch.float32).view(shape)
     kv = paged_kv({"model.layers.0.attn": cache}, BLOCK, 1, DIM, all_heads=2, kind="latent")
-    assert kv.layout == KVLayout(1, 2, DIM // 2, "float32", kind="latent")
-    [[latents]] = kv.layers
+    assert kv.layout == kv_layout(1, 2, DIM // 2, "float32", kind="latent")
+    [[[[latents]]]] = kv.planes
     assert torch.equal(latents[3, 11].flatten(), cache[3].view(BLOCK, DIM)[11])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig, EngineRequest, SamplingParams
-from baton.kv_transfer import Heartbeat, KVLayout
+from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.engine_process import EngineProcess
 from baton.vllm_worker.roles import EngineGone
@@ -20,12 +20,13 @@ from baton.worker import messages
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig
 from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, Origin, Work
+from tests.layouts import kv_layout
 from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
 from tests.within import within
 
 D = b"d" * 16
-READY = EngineReady("model", b"", KVLayout(3, 2, 8, "float32"), 500, 100, 16, 40, 0, "")
+READY = EngineReady("model", b"", kv_layout(3, 2, 8, "float32"), 500, 100, 16, 40, 0, "")
 
 
 class Process(EngineProcess):

@@ -87,7 +87,9 @@ class Server:
 
     def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:
         """K and V of positions, of each layer."""
-        return [row[blocks].flatten(0, 1)[start:stop].clone() for rows in self.kv.rows for row in rows]
+        return [
+            row[blocks].flatten(0, 1)[start:stop].clone() for rows in self.kv.planes[0][0] for row in rows
+        ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -213,7 +215,7 @@ def test_a_prefill_that_no_server_fetches_is_freed_and_late_fetches_fail(
     prefill.step(scheduler.take(), {"a"})
     until(lambda: prefill.sent == {"a"}, prefill)
     assert Released(b"p" * 16, "deadline") in prefill.told(2)
-    for rows in prefill.kv.rows:
+    for rows in prefill.kv.planes[0][0]:
         for row in rows:
             row[[7, 3, 30]] = 9.0
     before = decode.of([5, 1, 22], 0, 48)
@@ -260,7 +262,7 @@ def test_nothing_of_a_preempted_prompt_is_used(servers: tuple[Server, Server]) -
         prefill.step(StepMetadata(opened={old: request}, chunks=[Chunk(old, [1, 2, 3], 0, 48, 60)]))
         decode.step(StepMetadata(fetches=[fetch(f"lost {turn}", source(prefill, old), [1, 2, 3, 4], 0, 60)]))
         prefill.transfers.preempt([old])
-        for rows in prefill.kv.rows:
+        for rows in prefill.kv.planes[0][0]:
             for row in rows:
                 row[[1, 2, 3]] = float(turn)
         whole = prefill.of([9, 8, 7, 6], 0, 60)
@@ -293,7 +295,7 @@ def test_a_preemption_waits_for_no_copy(
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     assert copying.wait(WITHIN)
     prefill.transfers.preempt([prefill_id])
-    for rows in prefill.kv.rows:
+    for rows in prefill.kv.planes[0][0]:
         for row in rows:
             row[[1, 2, 3]] = 0
     goes_on.set()
@@ -450,7 +452,8 @@ class TwoRanks(Server):
 
     def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:
         halves = [
-            [row[blocks].flatten(0, 1)[start:stop] for rows in kv.rows for row in rows] for kv in self.ranks
+            [row[blocks].flatten(0, 1)[start:stop] for rows in kv.planes[0][0] for row in rows]
+            for kv in self.ranks
         ]
         return [torch.cat(both, dim=1) for both in zip(*halves, strict=True)]
 

@@ -16,10 +16,10 @@ from baton.engine import (
     SpeculationStats,
     StructuredOutput,
 )
-from baton.kv_transfer import KVLayout
 from baton.machine.step_model import StepModel
 from baton.worker import messages
 from baton.worker.messages import FromEngine, RequestCounts, ToEngine
+from tests.layouts import kv_layout
 
 ID = bytes(range(16))
 SAMPLING = SamplingParams(
@@ -87,7 +87,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
         messages.EngineReady(
             "model",
             b"root",
-            KVLayout(2, 4, 8, "float32"),
+            kv_layout(2, 4, 8, "float32"),
             100,
             64,
             16,

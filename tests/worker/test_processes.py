@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from baton.engine import EngineConfig
-from baton.kv_transfer import KVLayout
 from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import spawn
 from baton.machine.system import describe_exit
@@ -22,6 +21,7 @@ from baton.worker import WorkerConfig, processes
 from baton.worker.messages import EngineReady
 from baton.worker.processes import ChildProcess, TreeError, Watchdog
 from baton.worker.service_process import tree
+from tests.layouts import kv_layout
 from tests.stand_in import stand_in
 from tests.within import WITHIN, within
 
@@ -32,6 +32,7 @@ from baton.engine import EngineConfig
 from baton.kv_transfer import KVLayout
 from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import spawn
+from tests.layouts import kv_layout
 child = spawn("tests.worker.tied_child", str(%s).encode(), pass_fds=())
 print(child.pid, flush=True)
 time.sleep(60)
@@ -176,7 +177,7 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
     with pytest.raises(TreeError):
         await worker._keep_store(worker._store_ends)
     assert msgspec.json.decode(given[0].splitlines()[0], type=StoreStart).encrypt is encrypt
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
+    layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
     ready = stand_in(EngineReady, model_fingerprint="model", layout=layout)
     assert worker._transfer_config(ready).encrypt is encrypt
     await worker.close()

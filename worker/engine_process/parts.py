@@ -152,7 +152,7 @@ def start_part(attempt: EngineAttempt, request: EngineRequest, plan: Sequence[Pl
                 incarnation=worker.incarnation,
                 block_ids=block_ids,
                 ranges=wanted,
-                states_at=[stop for _, stop in wanted if stop in starts] if engine.states else (),
+                states_at=[stop for _, stop in wanted if stop in starts],
                 state_slot=state_slot,
                 owner=Writing(attempt, fetch_id),
             )

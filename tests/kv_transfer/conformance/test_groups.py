@@ -15,6 +15,7 @@ from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.layout import KVLayout
 from tests.device import DEVICE
 from tests.kv_transfer.ranks import as_bytes
+from tests.layouts import kv_layout
 from tests.within import WITHIN
 
 from .conftest import EXPORTED, TCP, Kind
@@ -24,8 +25,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """With "cuda", the ranks of both sides share one GPU."""
 
 
-HEADS = KVLayout(3, 12, 16, "bfloat16")
-LATENTS = KVLayout(3, 1, 72, "bfloat16", kind="latent")
+HEADS = kv_layout(3, 12, 16, "bfloat16")
+LATENTS = kv_layout(3, 1, 72, "bfloat16", kind="latent")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -71,7 +72,7 @@ def test_kv_at_decode_equals_kv_at_prefill(
                 for copier in ranks.copiers:
                     copier.layer_done(layer)
     pair.prefill.sender.commit(prefill_id, kv.FirstToken(5))
-    if ranks.copiers and layout.kind != "latent":  # latents come from rank 0 alone
+    if ranks.copiers and layout is not LATENTS:  # latents come from rank 0 alone
         frames = pair.until(lambda: pair.decode.stats().frames_received, "the first frames")
         assert frames
         assert decode_id not in pair.decode.events, "a rank has not written the last layers"

@@ -9,6 +9,7 @@ import torch
 import baton.kv_transfer as kv
 from baton.content.cache_kinds import CacheArray
 from tests.kv_transfer.conftest import Pair
+from tests.layouts import kv_layout
 
 from .conftest import Kind
 
@@ -16,7 +17,7 @@ STATES = (
     CacheArray("state", "conv", 3, 8, 16, "bfloat16"),
     CacheArray("state", "ssm", 1, 8, 256, "float32"),
 )
-SIDES = [{"layout": kv.KVLayout(3, 2, 16, dtype, STATES, (0, 2))} for dtype in ("float32", "float8_e4m3fn")]
+SIDES = [{"layout": kv_layout(3, 2, 16, dtype, STATES, (0, 2))} for dtype in ("float32", "float8_e4m3fn")]
 """The KV of the second layer is converted. A state `ssm` takes two slots of an arena, and `conv` one."""
 STATE_BYTES = 2 * sum(state.bytes for state in STATES)  # of two layers
 
