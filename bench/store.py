@@ -41,7 +41,7 @@ from baton.bench.harness.streams import Case, new_session, read
 from baton.bench.harness.workers import prompt_of
 from baton.bench.shapes import DENSE, write_shape
 from baton.content import CHUNK_TOKENS
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import ATTENTION, CacheArray
 from baton.kv_transfer import Injected, KVLayout, PagedKV
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import Lent
@@ -58,7 +58,7 @@ HISTORY = {"cpu": 700, "cuda": 8000}
 GOAL = {"cpu": 0.5, "cuda": 1.02}  # of second turns
 WRITING, STEPS = 12, 100
 FEW = 3  # chats, and answers beside writes, of the short form on CPUs, which has no trace
-LAYOUT, BLOCK = KVLayout.of([(CacheArray("attention", "kv", 2, 8, 128, "bfloat16"),)] * 32), 64
+LAYOUT, BLOCK = KVLayout.of([(CacheArray(ATTENTION, "kv", 2, 8, 128, "bfloat16"),)] * 32), 64
 READ, READS = {"cpu": 1024, "cuda": 8000 // CHUNK_TOKENS * CHUNK_TOKENS}, 7  # tokens, and fetches
 TRACE_CHATS, TRACE_HISTORY, PAUSE_S = 6, {"cpu": 300, "cuda": 2000}, 4.0
 AROUND_S = 25.0  # before and after the restart

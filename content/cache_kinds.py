@@ -8,9 +8,9 @@ has one row, the vector from which every query head makes its key and its value.
 `latent_head_dim` numbers, so that each has a scale of its own in FP8; all ranks hold all of them. A state
 layer has an array for each of its states.
 
-To add a kind, add it to `KINDS`, give layers a cache with its arrays (`engine.models.cache_spec`), and write
-the kernels that read it. All else follows: an array that a layer registers is allocated, sent, verified,
-evicted, restored and counted.
+To add a kind, add a `CacheKind` here, give layers a cache with its arrays (`engine.models.cache_spec`), and
+write the kernels that read it. All else follows: an array that a layer has is allocated, sent, verified,
+evicted, restored and counted. An array carries its kind, so processes that only move it need not know it.
 """
 
 import enum
@@ -36,9 +36,9 @@ class Unit(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
+    name: str
+    """Unlike those of other kinds."""
     unit: Unit
-    rows: int | None = None
-    """Of each array. None: its arrays differ."""
     copied: bool = False
     """Whether all ranks hold all heads. If not, ranks share the heads out."""
     converts: bool = False
@@ -48,19 +48,16 @@ class CacheKind:
     """Whether its value follows from what content names say. If not, requests share nothing of the model."""
 
 
-KINDS = {
-    "attention": CacheKind(Unit.TOKEN, rows=2, converts=True),
-    "latent": CacheKind(Unit.TOKEN, rows=1, copied=True, converts=True),
-    "state": CacheKind(Unit.REQUEST),
-}
+ATTENTION = CacheKind("attention", Unit.TOKEN, converts=True)
+LATENT = CacheKind("latent", Unit.TOKEN, copied=True, converts=True)
+STATE = CacheKind("state", Unit.REQUEST)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheArray:
     """An array [rows, heads, head_dim] that a layer keeps of each token, or of each request."""
 
-    kind: str
-    """A key of `KINDS`."""
+    kind: CacheKind
     name: str
     """Unlike those of other arrays of the layer."""
     rows: int
@@ -72,13 +69,13 @@ class CacheArray:
 
     @property
     def per_token(self) -> bool:
-        return KINDS[self.kind].unit is Unit.TOKEN
+        return self.kind.unit is Unit.TOKEN
 
     @property
     def identity(self) -> str:
         """What peers compare: all but a dtype that a receiver may convert."""
-        dtype = "" if KINDS[self.kind].converts else f":{self.dtype}"
-        return f"{self.kind}.{self.name}={self.rows}x{self.heads}x{self.head_dim}{dtype}"
+        dtype = "" if self.kind.converts else f":{self.dtype}"
+        return f"{self.kind.name}.{self.name}={self.rows}x{self.heads}x{self.head_dim}{dtype}"
 
     @property
     def head_bytes(self) -> int:
@@ -98,7 +95,7 @@ class CacheArray:
     def heads_of(self, rank: int, ranks: int) -> Range:
         """The heads that a rank holds. With fewer heads than ranks, each head is held by several ranks in a
         row."""
-        if KINDS[self.kind].copied:
+        if self.kind.copied:
             return 0, self.heads
         first = rank * self.heads // ranks
         return first, first + max(1, self.heads // ranks)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.content.cache_kinds import KINDS
 from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output
 from baton.engine.api.stats import EngineStats
@@ -169,7 +168,7 @@ class Engine:
                 )
         if not config.enable_prefix_caching:
             return None
-        if private := [x.name for layer in self.cache_arrays for x in layer if not KINDS[x.kind].by_name]:
+        if private := [x.name for layer in self.cache_arrays for x in layer if not x.kind.by_name]:
             log.warning("prefix caching is off: no two requests share what %s keeps", private[0])
             return None
         copies = None

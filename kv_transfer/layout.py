@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, KINDS, CacheArray, Range
+from baton.content.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
 
 WIRE_VERSION = 9
 """In each header. Two sides of different versions refuse each other."""
@@ -54,20 +54,18 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
                 raise ValueError(
                     f"dtype of {array.name} is {array.dtype!r}: KV is moved as one of {', '.join(ITEM_BYTES)}"
                 )
-        if len({array.dtype for array in self.arrays if KINDS[array.kind].converts}) > 1:
+        if len({array.dtype for array in self.arrays if array.kind.converts}) > 1:
             raise ValueError("arrays that convert have several dtypes: a session has one KV dtype")
 
     @cached_property
     def dtype(self) -> str:
         """The KV dtype: that of the arrays that convert."""
-        converting = (array.dtype for array in self.arrays if KINDS[array.kind].converts)
+        converting = (array.dtype for array in self.arrays if array.kind.converts)
         return next(converting, self.arrays[0].dtype)
 
     def sent_as(self, dtype: str) -> "KVLayout":
         """The layout of a peer with this KV dtype."""
-        arrays = (
-            replace(array, dtype=dtype) if KINDS[array.kind].converts else array for array in self.arrays
-        )
+        arrays = (replace(array, dtype=dtype) if array.kind.converts else array for array in self.arrays)
         return msgspec.structs.replace(self, arrays=tuple(arrays))
 
     @cached_property

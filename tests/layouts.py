@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from baton.content.cache_kinds import KINDS, CacheArray
+from baton.content.cache_kinds import ATTENTION, CacheArray, CacheKind
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.transport import PagedKV
 
@@ -20,12 +20,10 @@ def kv_layout(
     dtype: str,
     states: Sequence[CacheArray] = (),
     state_layers: Sequence[int] = (),
-    kind: str = "attention",
+    kind: CacheKind = ATTENTION,
 ) -> KVLayout:
     """Layers keep `states`, or K and V."""
-    rows = KINDS[kind].rows
-    assert rows is not None
-    kv = CacheArray(kind, "kv", rows, num_kv_heads, head_dim, dtype)
+    kv = CacheArray(kind, "kv", 2 if kind == ATTENTION else 1, num_kv_heads, head_dim, dtype)
     return KVLayout.of([states if layer in state_layers else (kv,) for layer in range(num_layers)])
 
 

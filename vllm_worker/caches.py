@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import ATTENTION, LATENT, CacheArray, CacheKind
 from baton.kv_transfer import KVLayout, PagedKV
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def paged_kv(
     head_dim: int,
     *,
     all_heads: int,
-    kind: str = "attention",
+    kind: CacheKind = ATTENTION,
     rank: int = 0,
     ranks: int = 1,
 ) -> PagedKV:
@@ -43,7 +43,7 @@ def paged_kv(
     Raises ValueError for a layout or a dtype that is not known.
     """
     names = sorted(caches, key=layer_number)
-    cut = all_heads if kind == "latent" else 1
+    cut = all_heads if kind == LATENT else 1
     layers = [_rows(name, caches[name], block_size, heads, head_dim, cut) for name in names]
     dtype = layers[0][0].dtype
     if dtype not in _DTYPES:

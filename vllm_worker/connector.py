@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
-from baton.content.cache_kinds import latent_head_dim
+from baton.content.cache_kinds import ATTENTION, LATENT, latent_head_dim
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.machine.system import die_with_parent
 from baton.vllm_worker.attachment import Attach, WorkerLink
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-_KINDS = {"FullAttentionSpec": "attention", "MLAAttentionSpec": "latent"}
+_KINDS = {"FullAttentionSpec": ATTENTION, "MLAAttentionSpec": LATENT}
 """vLLM's kinds of caches, and those of `content.cache_kinds`."""
 _process_transfers: list[Transfers] = []
 """Those of this process, if it has the model. vLLM's scheduler has a connector of its own."""
@@ -226,7 +226,7 @@ class BatonConnector(KVConnectorBase_V1):
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         kind, shape = _KINDS[type(spec).__name__], config.model_config
         all_heads = shape.get_total_num_kv_heads()
-        if kind == "latent":
+        if kind == LATENT:
             all_heads = spec.head_size // latent_head_dim(shape.hf_text_config.kv_lora_rank, spec.head_size)
         kv = paged_kv(
             kv_caches,

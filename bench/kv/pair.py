@@ -16,11 +16,11 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.bench.kv.raw_sockets import MIB, cpu_seconds
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import ATTENTION, CacheArray
 from baton.kv_transfer.spawn import Ready, StatsRequest, decode_from_transfer, encode
 from baton.kv_transfer.wait import end_waits_on_time, wait
 
-_KV = CacheArray("attention", "kv", rows=2, heads=8, head_dim=128, dtype="bfloat16")
+_KV = CacheArray(ATTENTION, "kv", rows=2, heads=8, head_dim=128, dtype="bfloat16")
 LAYOUT = kv.KVLayout.of([(_KV,)] * 8)
 BLOCK = 16
 NO_TRACE = kv.TraceWriter(None, "")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.content.cache_kinds import KINDS
 from baton.engine.api.config import EngineConfig, TierCells, check_max_model_len
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
@@ -72,7 +71,7 @@ class CacheLimits:
     def kv_dtype(self) -> torch.dtype:
         """Of what each token has: as `dtype`, or FP8."""
         arrays = (array for layer in self.cache for array in layer.arrays)
-        return getattr(torch, next(array.dtype for array in arrays if KINDS[array.kind].converts))
+        return getattr(torch, next(array.dtype for array in arrays if array.kind.converts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import KINDS, CacheArray
+from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind
 from baton.engine.kernels import FP8, KV, Fp8KV, LayerState, parts
 from baton.engine.model_config import Span
 
@@ -56,15 +56,13 @@ class AttentionCache:
     """Type of the cache, which may be FP8. The weights may have another."""
     span: Span | None = None
     """The keys that a query sees. None: all up to its own."""
-    kind: str = "attention"
-    """A key of `KINDS` with one array."""
+    kind: CacheKind = ATTENTION
+    """Or `LATENT`."""
 
     @property
     def rows(self) -> int:
         """K and V, or one latent."""
-        rows = KINDS[self.kind].rows
-        assert rows is not None, "a kind with KV has one array"
-        return rows
+        return 1 if self.kind == LATENT else 2
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
@@ -109,10 +107,10 @@ class StateCache:
         x, each, dtype = self.num_heads * self.head_dim, self.state_size, _name(self.dtype)
         groups = (self.channels - x) // (2 * each)
         return (
-            CacheArray("state", "x", self.conv_inputs, self.num_heads, self.head_dim, dtype),
-            CacheArray("state", "B", self.conv_inputs, groups, each, dtype),
-            CacheArray("state", "C", self.conv_inputs, groups, each, dtype),
-            CacheArray("state", "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
+            CacheArray(STATE, "x", self.conv_inputs, self.num_heads, self.head_dim, dtype),
+            CacheArray(STATE, "B", self.conv_inputs, groups, each, dtype),
+            CacheArray(STATE, "C", self.conv_inputs, groups, each, dtype),
+            CacheArray(STATE, "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
         )
 
     def allocate(self, places: Places, device: torch.device) -> LayerState:

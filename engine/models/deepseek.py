@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import latent_head_dim
+from baton.content.cache_kinds import LATENT, latent_head_dim
 from baton.engine.kernels import LatentHeads, LatentNorm, LinearMethod
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import unsharded
@@ -58,4 +58,4 @@ class DeepSeek(Llama):
         latent = config.latent
         assert latent is not None, "the loader sets it for this architecture"
         size = latent_head_dim(latent.rank, latent.size)
-        return (AttentionCache(latent.size // size, size, kv_dtype, kind="latent"),) * config.num_layers
+        return (AttentionCache(latent.size // size, size, kv_dtype, kind=LATENT),) * config.num_layers

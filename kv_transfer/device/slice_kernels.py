@@ -6,7 +6,7 @@ from functools import partial
 import msgspec
 import torch
 
-from baton.content.cache_kinds import ITEM_BYTES, KINDS
+from baton.content.cache_kinds import ITEM_BYTES
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.pool import Staged, Window, arrays_sent, tensor_planes, window
@@ -67,7 +67,7 @@ class SliceKernels:
             copy_kernels.launch_sums(tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
         for piece, array in zip(pieces, layout.arrays, strict=True):
             nothing = Staged(msgspec.structs.replace(piece, token_count=0), 0, table)
-            for dtype in ITEM_BYTES if KINDS[array.kind].converts else ():
+            for dtype in ITEM_BYTES if array.kind.converts else ():
                 if dtype != array.dtype and convertible(dtype, array.dtype):
                     self._convert([(nothing, dense.data_ptr())], dtype)
 

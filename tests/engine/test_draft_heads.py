@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.content.cache_kinds import LATENT
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig, build_engine
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.execution.warmup import Rehearsal, rehearse
@@ -250,7 +251,7 @@ def test_a_head_that_knows_the_model_is_always_right(
 def test_the_cache_of_a_head_is_handed_over(directory: Path, method: str, ranks: tuple[int, int]) -> None:
     """Bit for bit (`Pair`). The decode engine goes on with drafts, which are right."""
     path, settings = sure_head(directory, method, wrong=False)
-    latents = kv_layout(4, 3, 16, "float32", kind="latent")
+    latents = kv_layout(4, 3, 16, "float32", kind=LATENT)
     layout = latents if method == "mtp" else kv_layout(4, 2, 16, "float32")
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 60) for _ in range(n)] for n in (1, 17, 64, 150)]

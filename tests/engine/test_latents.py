@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.cluster.tools.sizing import MODELS
-from baton.content.cache_kinds import FP8
+from baton.content.cache_kinds import FP8, LATENT
 from baton.engine import EngineRequest, SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.execution.inputs import attention_metadata, read_by_device
@@ -79,7 +79,7 @@ def test_a_pair_gives_the_tokens_of_one_rank(
     prompts += [[*prompts[-1][:130], *prompts[1]]]
     requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
     expected = tokens_of(load(tmp_path, device=DEVICE, num_blocks=60, kv_cache_dtype=dtype), requests)
-    layout = kv_layout(3, 3, 16, "float32" if dtype == "auto" else FP8, kind="latent")
+    layout = kv_layout(3, 3, 16, "float32" if dtype == "auto" else FP8, kind=LATENT)
     settings: dict[str, Any] = {"enable_prefix_caching": True, "exports": exports, "kv_cache_dtype": dtype}
     prefill = Side(
         tmp_path, layout, prefill_ranks, block_size=16, num_blocks=60, max_num_batched_tokens=50, **settings
@@ -106,7 +106,7 @@ def test_latents_that_are_converted(tmp_path: Path, prefill: str, decode: str) -
     layouts = {"auto": "float32", "fp8": FP8}
     sides = [
         Side(
-            tmp_path, kv_layout(3, 3, 16, layouts[dtype], kind="latent"), 1, block_size=size, num_blocks=60,
+            tmp_path, kv_layout(3, 3, 16, layouts[dtype], kind=LATENT), 1, block_size=size, num_blocks=60,
             kv_cache_dtype=dtype,
         )
         for dtype, size in ((prefill, 16), (decode, 64))

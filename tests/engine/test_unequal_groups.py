@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import STATE, CacheArray
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
@@ -397,10 +397,10 @@ def test_kv_in_fp8(
 
 def states(heads: int, head_dim: int) -> tuple[CacheArray, ...]:
     return (
-        CacheArray("state", "x", 3, heads, head_dim, "float32"),
-        CacheArray("state", "B", 3, 2, 16, "float32"),
-        CacheArray("state", "C", 3, 2, 16, "float32"),
-        CacheArray("state", "ssm", 1, heads, head_dim * 16, "float32"),
+        CacheArray(STATE, "x", 3, heads, head_dim, "float32"),
+        CacheArray(STATE, "B", 3, 2, 16, "float32"),
+        CacheArray(STATE, "C", 3, 2, 16, "float32"),
+        CacheArray(STATE, "ssm", 1, heads, head_dim * 16, "float32"),
     )
 
 

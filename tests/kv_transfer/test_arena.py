@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import STATE, CacheArray
 from baton.kv_transfer import channel as ch
 from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.protocol import shared
@@ -52,7 +52,7 @@ def test_every_request_of_a_large_step_is_named() -> None:
     heartbeat.close()
 
 
-STATE = CacheArray("state", "ssm", 1, 2, 1025, "float32")
+SSM = CacheArray(STATE, "ssm", 1, 2, 1025, "float32")
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 5000, 128 << 20])
@@ -65,7 +65,7 @@ def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
     ("change", "named"),
     [
         ({"layout": kv_layout(2, 100, 256, "float32")}, "larger slots"),
-        ({"layout": kv_layout(2, 1, 8, "float32", (STATE,), (1,))}, "one head of ssm"),
+        ({"layout": kv_layout(2, 1, 8, "float32", (SSM,), (1,))}, "one head of ssm"),
     ],
 )
 def test_a_bad_configuration_is_named(change: dict[str, Any], named: str) -> None:

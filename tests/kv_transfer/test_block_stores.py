@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind
 from baton.kv_transfer.arena import channel_pair
 from baton.kv_transfer.layout import FP8
 from baton.kv_transfer.stores import CacheCells, CellStore, cuda_store, disk_store, ranked_store
@@ -32,9 +32,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, BLOCK = 12, 16
 
 
-def of_kv(dtype: str, device: str, order: str = next(iter(ORDERS)), kind: str = "attention") -> CacheCells:
+def of_kv(
+    dtype: str, device: str, order: str = next(iter(ORDERS)), kind: CacheKind = ATTENTION
+) -> CacheCells:
     """Bits of any kind: they are moved, not computed with. `order`: of the dimensions in memory."""
-    heads, rows = (1, 1) if kind == "latent" else (2, 2)
+    heads, rows = (1, 1) if kind == LATENT else (2, 2)
     layout = kv_layout(3, heads, 8, dtype, kind=kind)
     element = getattr(torch, dtype)
     shape = (rows, BLOCKS, BLOCK, heads, 8 * element.itemsize)
@@ -47,8 +49,8 @@ def of_kv(dtype: str, device: str, order: str = next(iter(ORDERS)), kind: str = 
 def with_states(device: str) -> CacheCells:
     """The states of a model. Heads of one array are so large that kernels cut them."""
     arrays = (
-        CacheArray("state", "conv", 3, 4, 8, "bfloat16"),
-        CacheArray("state", "ssm", 1, 2, 16384, "float32"),
+        CacheArray(STATE, "conv", 3, 4, 8, "bfloat16"),
+        CacheArray(STATE, "ssm", 1, 2, 16384, "float32"),
     )
     layout = kv_layout(3, 2, 8, "bfloat16", states=arrays, state_layers=(0, 2))
     kv = torch.zeros(2, BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16, device=device)
@@ -106,7 +108,7 @@ def test_blocks_come_back_bit_for_bit_and_into_any_block(
 
 
 def test_blocks_with_latents_come_back(open_store: Callable[[CacheCells, int], CellStore]) -> None:
-    kv = of_kv("bfloat16", "cpu", kind="latent")
+    kv = of_kv("bfloat16", "cpu", kind=LATENT)
     check_copies(kv, open_store(kv, 5))
 
 

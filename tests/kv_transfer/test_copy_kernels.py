@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.content.cache_kinds import KINDS, CacheArray
+from baton.content.cache_kinds import ATTENTION, STATE, CacheArray
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.host_pool import converted
@@ -36,34 +36,32 @@ def most(held: list[Window]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("kind", "dtype", "heads", "head_dim", "block_size", "slices"),
+    ("rows", "dtype", "heads", "head_dim", "block_size", "slices"),
     [
-        ("attention", "float32", 4, 64, 16, [(0, 0, 4, 0, 37)]),
-        ("latent", "bfloat16", 1, 576, 64, [(0, 0, 1, 5, 70), (1, 0, 1, 0, 300)]),
-        ("attention", "bfloat16", 4, 128, 192, [(0, 1, 2, 5, 70), (1, 0, 4, 0, 1), (1, 3, 1, 100, 28)]),
-        ("attention", "float16", 8, 64, 3, [(0, 7, 1, 2, 5), (1, 0, 8, 2, 5)]),
-        ("attention", "bfloat16", 2, 6, 16, [(0, 1, 1, 0, 300), (0, 0, 1, 299, 1), (1, 0, 2, 7, 0x40)]),
-        ("attention", "float32", 3, 1, 16, [(0, 1, 2, 0, 300), (1, 0, 3, 5, 37)]),  # as scales
-        ("attention", "float32", 1, 5, 1, [(0, 0, 1, 0, 300)]),
+        (2, "float32", 4, 64, 16, [(0, 0, 4, 0, 37)]),
+        (1, "bfloat16", 1, 576, 64, [(0, 0, 1, 5, 70), (1, 0, 1, 0, 300)]),
+        (2, "bfloat16", 4, 128, 192, [(0, 1, 2, 5, 70), (1, 0, 4, 0, 1), (1, 3, 1, 100, 28)]),
+        (2, "float16", 8, 64, 3, [(0, 7, 1, 2, 5), (1, 0, 8, 2, 5)]),
+        (2, "bfloat16", 2, 6, 16, [(0, 1, 1, 0, 300), (0, 0, 1, 299, 1), (1, 0, 2, 7, 0x40)]),
+        (2, "float32", 3, 1, 16, [(0, 1, 2, 0, 300), (1, 0, 3, 5, 37)]),  # as scales
+        (2, "float32", 1, 5, 1, [(0, 0, 1, 0, 300)]),
     ],
 )
 def test_equal_torch(
-    kernel_device: str, order: str, kind: str, dtype: str, heads: int, head_dim: int, block_size: int,
+    kernel_device: str, order: str, rows: int, dtype: str, heads: int, head_dim: int, block_size: int,
     slices: list[tuple[int, int, int, int, int]],
 ) -> None:  # fmt: skip
     """`slices`: (layer, first head, heads, first position, positions), two requests in turn."""
     element, generator = getattr(torch, dtype), torch.Generator().manual_seed(len(slices))
     blocks = -(-320 // block_size)
     # Bits of any kind, NaN too: they are moved, not computed with.
-    rows = KINDS[kind].rows
-    assert rows is not None
     shape = (rows, 2 * blocks, block_size, heads, head_dim)
     pools = []
     for _ in range(2):
         words = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).to(torch.int32)
         pools.append(words.view(element)[..., :head_dim])
     tables = torch.randperm(2 * blocks, generator=generator).view(2, blocks)
-    part = CacheArray(kind, "kv", rows, heads, head_dim, dtype)
+    part = CacheArray(ATTENTION, "kv", rows, heads, head_dim, dtype)
     pieces = [Slice(layer, *rest) for layer, *rest in slices]
     held = [window(x, part, (0, heads)) for x in pieces]
 
@@ -111,7 +109,7 @@ def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bo
     """Values, and the scales behind them, of two slices."""
     heads, head_dim, blocks = 3, 16, torch.tensor([7, 2, 5], device=kernel_device)
     element = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    part = CacheArray("attention", "kv", 2, heads, head_dim, str(element).removeprefix("torch."))
+    part = CacheArray(ATTENTION, "kv", 2, heads, head_dim, str(element).removeprefix("torch."))
     pieces = [Slice(0, 0, heads, 5, 37), Slice(0, 1, 2, 0, 48)]
     held = [window(piece, part, (0, heads)) for piece in pieces]
     pool = torch.randint(0, 255, (2, 9, 16, heads, head_dim * element.itemsize), dtype=torch.uint8)
@@ -147,7 +145,7 @@ def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim:
     generator = torch.Generator().manual_seed(rows)
     width, first_head = (heads - 2) * head_dim, 2
     whole = torch.randint(-(2**31), 2**31 - 1, (4, rows, width + beside), generator=generator).to(torch.int32)
-    part = CacheArray("state", "ssm", rows, heads, head_dim, "float32")
+    part = CacheArray(STATE, "ssm", rows, heads, head_dim, "float32")
     pieces = [Slice(0, 0, 4, 9, 0, 1), Slice(0, 2, heads - 2, 9, 0, 1)]
     held = [window(piece, part, (first_head, heads)) for piece in pieces]
 
@@ -193,7 +191,7 @@ def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim:
 )
 def test_kernel_that_converts(kernel_device: str, order: str, sent: str, to: str, head_dim: int) -> None:
     """Against the torch code. The pool has heads 2 to 5 of 8, and the slice has heads 1 to 4."""
-    part = CacheArray("attention", "kv", 2, 8, head_dim, sent)
+    part = CacheArray(ATTENTION, "kv", 2, 8, head_dim, sent)
     held = window(Slice(0, 1, 4, 5, 37), part, (2, 6))
     dense = [torch.randn(2, 37, 4, head_dim)]
     dense[0][1, 3] = 0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.content.cache_kinds import KINDS, CacheArray, CacheKind, Unit
+from baton.content.cache_kinds import STATE, CacheArray, CacheKind, Unit
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import DeviceMemory, Slots
@@ -32,7 +32,7 @@ from . import cuda_on_cpu
 from .ranks import ORDERS, in_memory, positions
 
 BLOCKS, TOKENS, SLOTS, SLOT_BYTES = 6, 41, 16, 4096
-STATES = CacheArray("state", "conv", 1, 4, 6, "bfloat16"), CacheArray("state", "ssm", 4, 4, 8, "float32")
+STATES = CacheArray(STATE, "conv", 1, 4, 6, "bfloat16"), CacheArray(STATE, "ssm", 4, 4, 8, "float32")
 THERE, HERE = [5, 0, 3, 1], [2, 4, 0, 5]
 DTYPES = [("bfloat16", "bfloat16"), (FP8, FP8), ("bfloat16", FP8), (FP8, "float32")]
 
@@ -303,11 +303,10 @@ def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
 
 @pytest.mark.parametrize("make", [HostPool, partial(CudaPool, exported=False)], ids=["host", "gpu"])
 def test_an_entry_of_the_registry_makes_a_kind(
-    make: Callable[[PagedKV, Arena], Pool], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[PagedKV, Arena], Pool],
 ) -> None:
     """One vector of each token, which has no heads to share: each of two ranks gets all of it."""
-    monkeypatch.setitem(KINDS, "vector", CacheKind(Unit.TOKEN, rows=1, copied=True))
-    layout = kv_layout(2, 1, 24, "bfloat16", kind="vector")
+    layout = kv_layout(2, 1, 24, "bfloat16", kind=CacheKind("vector", Unit.TOKEN, copied=True))
     found = layout.fingerprint, layout.bytes_per_token
     assert found == ("kv9 layers=2 vector.kv=1x1x24:bfloat16", 2 * 24 * 2)
 

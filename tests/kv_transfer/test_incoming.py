@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import STATE, CacheArray
 from baton.kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming, TransferState
@@ -183,7 +183,7 @@ HYBRID = kv_layout(
     4,
     8,
     "float32",
-    (CacheArray("state", "a", 2, 4, 32, "float32"), CacheArray("state", "b", 1, 2, 64, "float32")),
+    (CacheArray(STATE, "a", 2, 4, 32, "float32"), CacheArray(STATE, "b", 1, 2, 64, "float32")),
     (1, 2),
 )
 
@@ -245,7 +245,7 @@ def test_a_commit_that_leaves_out_a_frame_of_a_state(missing: int) -> None:
     assert fault.value.kind == "commit"
 
 
-STATE = Slice(1, 0, 2, 8, 0, 1)
+OF_STATE = Slice(1, 0, 2, 8, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ STATE = Slice(1, 0, 2, 8, 0, 1)
         (of_hybrid(Slice(1, 0, 2, 7, 0, 1), 0), "frame_range"),  # after fewer positions
         (of_hybrid(Slice(1, 0, 2, 7, 1, 1), 0), "frame_range"),
         (of_hybrid(Slice(1, 1, 3, 8, 0, 1), 0), "frame_range"),  # twice
-        (of_hybrid(STATE, 8 * 4 + 2 * (4 + 2)), "sequence"),
+        (of_hybrid(OF_STATE, 8 * 4 + 2 * (4 + 2)), "sequence"),
     ],
 )
 def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None:
@@ -275,7 +275,7 @@ def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None
 def test_states_are_not_fetched_by_content() -> None:
     it = hybrid(states_at=())
     with pytest.raises(Fault, match="no such array"):
-        it.begin(of_hybrid(STATE, 0))
+        it.begin(of_hybrid(OF_STATE, 0))
     it.narrow(4)
     [kv] = cut(HYBRID, 0, (0, 4), (0, 4), 4096)
     take(it, of_hybrid(kv, 0))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import LATENT, STATE, CacheArray
 from baton.kv_transfer.layout import (
     Slice,
     cut,
@@ -18,8 +18,8 @@ from tests.layouts import kv_layout
 
 LAYOUT = kv_layout(4, 8, 64, "bfloat16")
 STATES = (
-    CacheArray("state", "conv", 3, 2, 128, "bfloat16"),
-    CacheArray("state", "ssm", 1, 128, 8192, "float32"),
+    CacheArray(STATE, "conv", 3, 2, 128, "bfloat16"),
+    CacheArray(STATE, "ssm", 1, 128, 8192, "float32"),
 )
 HYBRID = kv_layout(4, 8, 64, "bfloat16", STATES, (0, 1, 3))
 
@@ -82,10 +82,10 @@ def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
     assert HYBRID.fingerprint == f"kv9 layers=4 @2 attention.kv=2x8x64 @0-1,3 {states}"
     assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
     assert LAYOUT.arrays[0].bytes == 2 * 8 * 64 * 2
-    latents = kv_layout(4, 9, 64, "bfloat16", kind="latent")
+    latents = kv_layout(4, 9, 64, "bfloat16", kind=LATENT)
     assert latents.fingerprint == "kv9 layers=4 latent.kv=1x9x64"
     assert latents.bytes_per_token == 4 * 1152
-    assert kv_layout(4, 9, 64, "float8_e4m3fn", kind="latent").bytes_per_token == 4 * (576 + 9 * 4)
+    assert kv_layout(4, 9, 64, "float8_e4m3fn", kind=LATENT).bytes_per_token == 4 * (576 + 9 * 4)
     assert [latents.arrays[0].heads_of(rank, 2) for rank in range(2)] == [(0, 9)] * 2, "copies"
     fp8 = kv_layout(4, 8, 64, "float8_e4m3fn")
     assert fp8.fingerprint == LAYOUT.fingerprint

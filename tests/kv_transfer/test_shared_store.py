@@ -15,7 +15,7 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.content import CHUNK_TOKENS
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import LATENT, STATE, CacheArray
 from baton.kv_transfer.arena import channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.endpoint.shared_store import SharedStore, copy_for_store
@@ -39,10 +39,10 @@ from .conftest import until
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float32")  # no multiple of a page
 FP8 = kv_layout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float8_e4m3fn")
-LATENT = kv_layout(num_layers=3, num_kv_heads=1, head_dim=20, dtype="bfloat16", kind="latent")
+LATENT = kv_layout(num_layers=3, num_kv_heads=1, head_dim=20, dtype="bfloat16", kind=LATENT)
 HYBRID = kv_layout(
     num_layers=4, num_kv_heads=2, head_dim=20, dtype="bfloat16", state_layers=(1, 2),
-    states=(CacheArray("state", "c", 3, 4, 200, "bfloat16"), CacheArray("state", "s", 2, 6, 900, "float32")),
+    states=(CacheArray(STATE, "c", 3, 4, 200, "bfloat16"), CacheArray(STATE, "s", 2, 6, 900, "float32")),
 )  # fmt: skip
 SECRET = b"s" * 32
 STATE_SLOTS = 3

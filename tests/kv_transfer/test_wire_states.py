@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import STATE, CacheArray
 from tests.layouts import kv_layout
 
 from . import second_wire as wire
@@ -14,8 +14,8 @@ from .ranks import as_bytes
 
 FINGERPRINT = "kv9 layers=2 @1 attention.kv=2x2x16 @0 state.conv=3x4x8:bfloat16 state.ssm=1x4x256:float32"
 STATES = (
-    CacheArray("state", "conv", 3, 4, 8, "bfloat16"),
-    CacheArray("state", "ssm", 1, 4, 256, "float32"),
+    CacheArray(STATE, "conv", 3, 4, 8, "bfloat16"),
+    CacheArray(STATE, "ssm", 1, 4, 256, "float32"),
 )
 LAYOUT = kv_layout(2, 2, 16, "float32", STATES, (0,))
 CONV = {"layer": 0, "kind": 1, "head_count": 4, "token_start": 10}

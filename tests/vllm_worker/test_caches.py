@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from baton.content.cache_kinds import LATENT
 from baton.vllm_worker.caches import layer_number, paged_kv
 from tests.layouts import kv_layout
 
@@ -33,8 +34,8 @@ def test_on_cpus_keys_are_transposed() -> None:
 @pytest.mark.parametrize("shape", [(BLOCKS, BLOCK, DIM), (BLOCKS, 1, BLOCK, DIM)], ids=str)
 def test_latents_are_one_row_that_is_cut_into_heads(shape: tuple[int, ...]) -> None:
     cache = torch.arange(BLOCKS * BLOCK * DIM, dtype=torch.float32).view(shape)
-    kv = paged_kv({"model.layers.0.attn": cache}, BLOCK, 1, DIM, all_heads=2, kind="latent")
-    assert kv.layout == kv_layout(1, 2, DIM // 2, "float32", kind="latent")
+    kv = paged_kv({"model.layers.0.attn": cache}, BLOCK, 1, DIM, all_heads=2, kind=LATENT)
+    assert kv.layout == kv_layout(1, 2, DIM // 2, "float32", kind=LATENT)
     [[[[latents]]]] = kv.planes
     assert torch.equal(latents[3, 11].flatten(), cache[3].view(BLOCK, DIM)[11])
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import baton.kv_transfer as kv
+from baton.content.cache_kinds import LATENT
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.layout import KVLayout
@@ -26,7 +27,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 HEADS = kv_layout(3, 12, 16, "bfloat16")
-LATENTS = kv_layout(3, 1, 72, "bfloat16", kind="latent")
+LATENTS = kv_layout(3, 1, 72, "bfloat16", kind=LATENT)
 
 
 @pytest.mark.parametrize("device", DEVICES)

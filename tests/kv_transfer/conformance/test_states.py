@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import CacheArray
+from baton.content.cache_kinds import STATE, CacheArray
 from tests.kv_transfer.conftest import Pair
 from tests.layouts import kv_layout
 
 from .conftest import Kind
 
 STATES = (
-    CacheArray("state", "conv", 3, 8, 16, "bfloat16"),
-    CacheArray("state", "ssm", 1, 8, 256, "float32"),
+    CacheArray(STATE, "conv", 3, 8, 16, "bfloat16"),
+    CacheArray(STATE, "ssm", 1, 8, 256, "float32"),
 )
 SIDES = [{"layout": kv_layout(3, 2, 16, dtype, STATES, (0, 2))} for dtype in ("float32", "float8_e4m3fn")]
 """The KV of the second layer is converted. A state `ssm` takes two slots of an arena, and `conv` one."""
