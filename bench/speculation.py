@@ -28,8 +28,8 @@ from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig, build_engine
 from baton.engine.core.draft_counts import StepCosts
-from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.speculation import PromptLookup
 from baton.engine.kernels import Kernels
 from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.weights import Weights

@@ -11,7 +11,6 @@ from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.making_room import to_drop
 from baton.engine.core.meters import ChunkLimit, Meters
@@ -19,7 +18,7 @@ from baton.engine.core.offload_tier import stats_of
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
-from baton.engine.core.speculation import Speculation
+from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.execution.graphs import batch_sizes
 from baton.engine.execution.memory_sizing import COPY_TOKENS, tier_places
@@ -231,7 +230,7 @@ class Engine:
 
     def next_range(self, live: LiveRequest) -> range | None:
         """The range of `start_part` that comes next. None: steps compute one, or all are computed."""
-        return live.ranges[0] if live.phase is Phase.RESERVED else None
+        return live.shared.ranges[0] if live.phase is Phase.RESERVED else None
 
     def begin_range(self, live: LiveRequest, awaits: Callable[[], bool] | None = None) -> None:
         """Lets steps compute the next range. They may wait in `Hooks.layer_done` for the KV before it, as

@@ -43,7 +43,7 @@ class Outputs:
                 if not self._fails(schedule, live, row, tokens[row], result):
                     learn = live.learn if row == first else live.learn_after_draft
                     position = learn(tokens[row])
-                    if live.shared is None or not live.shared.unverified:
+                    if not live.shared.unverified:
                         self._memory.publish(live, min(position, verified))
                     wrong = (count - right) * (row == first + right)
                     result.outputs.append(self.emit(live, position, logprobs.get(row), row > first, wrong))

@@ -98,15 +98,14 @@ class Roles:
         self._content_root = content_root
         self._max_model_len = max_model_len
         self._incarnation = incarnation
-        self._table = attempts.by_id
         self._moved = asyncio.Event()  # an attempt has a token, or has ended
 
     @property
     def busy(self) -> bool:
-        return any(attempt.computing is not None for attempt in self._table.values())
+        return any(attempt.computing is not None for attempt in self._attempts)
 
     def status(self, question: int) -> messages.EngineStatus:
-        found = self._table.values()
+        found = self._attempts
         stats: EngineStats = self.load.stats(
             blocks=self._blocks,
             decoding=sum(attempt.decodes for attempt in found),
@@ -114,7 +113,7 @@ class Roles:
             held=sum(attempt.computing is None for attempt in found),
             reservations=sum(attempt.source is not None and not attempt.answered for attempt in found),
         )
-        return messages.EngineStatus(question, stats, self._attempts.counts, not self._table, [])
+        return messages.EngineStatus(question, stats, self._attempts.counts, not self._attempts, [])
 
     # ------------------------------------------------------------ of routers
 
@@ -125,7 +124,7 @@ class Roles:
             case messages.Decode():
                 self._decode(message)
             case messages.Retarget(stream, decode_id):
-                attempt = self._table.get(decode_id)
+                attempt = self._attempts.find(decode_id)
                 if attempt is not None and attempt.stream == stream:
                     attempt.lost(Code.HANDED_BACK, "a vLLM worker cannot change the source of a request")
             case messages.Cancel(stream, attempt_id):
@@ -159,15 +158,15 @@ class Roles:
             if source.incarnation != self._incarnation:
                 held = Source(source.kv_address, source.incarnation, source.prefill_id)
                 params = {**held.params, "decode_id": attempt.id.hex(), "attempt": source.attempt}
-            elif (prefill := self._table.get(source.prefill_id)) is None or not prefill.answered:
+            elif (prefill := self._attempts.find(source.prefill_id)) is None or not prefill.answered:
                 text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
                 attempt.lost(Code.HANDED_BACK, text)
                 return
             else:
                 attempt.first_token = prefill.first_token
                 params = {"first_token": prefill.first_token.result().token_id}
-        needed = self._needed.of(self._table.values())
-        seated = sum(other.decode and other.computing is not None for other in self._table.values())
+        needed = self._needed.of(self._attempts)
+        seated = sum(other.decode and other.computing is not None for other in self._attempts)
         if needed > self._blocks or seated >= self._max_num_seqs:
             self._attempts.counts.no_room += 1
             text = f"needs {needed} of {self._blocks} blocks, and seat {seated + 1} of {self._max_num_seqs}"
@@ -214,14 +213,14 @@ class Roles:
 
     def stop(self) -> None:
         """The worker ends. All attempts have failed."""
-        for attempt in list(self._table.values()):
+        for attempt in list(self._attempts):
             attempt.close("cancelled")
 
     # ------------------------------------------------------------ of vLLM
 
     async def _run(self, attempt: VLLMAttempt, fields: dict[str, Any], priority: int) -> None:
         try:
-            while waits(attempt, self._table.values()):
+            while waits(attempt, [*self._attempts]):
                 self._moved.clear()
                 await self._moved.wait()
             attempt.submitted = True
@@ -284,7 +283,7 @@ class Roles:
         first, index = attempt.first_token.result(), len(attempt.request.output_ids)
         self._attempts.token(attempt, Output(attempt.id, index, first.token_id, logprobs_of(first)))
         assert attempt.source is not None
-        taken = self._table.get(attempt.source.prefill_id)
+        taken = self._attempts.find(attempt.source.prefill_id)
         if taken is not None:  # a prefill of this worker
             taken.stream = None
             taken.close("cancelled")
@@ -327,7 +326,7 @@ class Roles:
     def _computes(self) -> None:
         """The requests in vLLM have changed, or are further."""
         self._moved.set()
-        self._computing([x.id for x in self._table.values() if x.computing is not None and x.submitted])
+        self._computing([x.id for x in self._attempts if x.computing is not None and x.submitted])
 
     # ------------------------------------------------------------ of the connector
 
@@ -340,7 +339,7 @@ class Roles:
                 self.load.costs = costs
                 return
         attempt_id = message.prefill_id if isinstance(message, Started | Released) else message.decode_id
-        if (attempt := self._table.get(attempt_id)) is None:
+        if (attempt := self._attempts.find(attempt_id)) is None:
             return
         match message:
             case Started():

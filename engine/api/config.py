@@ -20,7 +20,7 @@ AT_LEAST_ONE = (
 
 
 METHODS = ("ngram", "mtp", "eagle3")
-"""Prompt lookup (`engine.core.drafters`), and the keys of `engine.models.draft_heads.DRAFT_HEADS`."""
+"""Prompt lookup (`engine.core.speculation`), and the keys of `engine.models.draft_heads.DRAFT_HEADS`."""
 MOST_DRAFTS = 7
 """More queries of a request would read their KV in another way."""
 MOST_LOOKUP = 32

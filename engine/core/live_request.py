@@ -1,16 +1,18 @@
 """The engine's state of a request, from `add`, `reserve` or `start` until its end. Pure."""
 
+import math
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from baton.content import packed
 from baton.engine.api.request import EngineRequest, Logprobs
-from baton.engine.core.asked import Asked, asked_of
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.state_copies import CopyLease
 from baton.engine.grammar import CompiledGrammar
@@ -19,6 +21,12 @@ from baton.machine.leases import Leases
 PENDING = -1
 """Placeholder in `LiveRequest.token_ids`: a launched step samples this token; the host does not know it
 yet."""
+
+
+DRAW = np.dtype(
+    [("seed", "u8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")], align=True
+)
+"""Sampling parameters of one request as a record. Joining the records of a batch gives one array."""
 
 
 class Phase(Enum):
@@ -39,18 +47,54 @@ class Phase(Enum):
     """Ended. A launched step may still have the request."""
 
 
+class Asked(NamedTuple):
+    """What the client of a request asks for, as steps need it. Never changes."""
+
+    longest: int
+    """Number of tokens, prompt included, at which the request ends."""
+    plain_from: float
+    """Number of tokens from which on `draw` alone says how the next token is chosen."""
+    draw: bytes
+    """A `DRAW` record."""
+    repetitions: "array[int]"
+    """Each token of the prompt once, if a repetition penalty asks for them. No other penalty does."""
+    scores_to: int
+    """Positions [0, scores_to) predict a token of the prompt whose log probability is asked for."""
+    due: float
+    """When the prompt should be computed; infinite if it is in no hurry."""
+
+
+def asked_of(request: EngineRequest, max_model_len: int) -> Asked:
+    p, prompt = request.sampling, len(request.prompt_ids)
+    penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
+    special = penalised or p.has_grammar or p.logit_bias or p.logprobs is not None
+    seed = p.seed & (1 << 64) - 1
+    return Asked(
+        longest=min(prompt + p.max_tokens, max_model_len),
+        plain_from=math.inf if special else prompt + p.min_tokens,
+        draw=np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes(),
+        repetitions=packed(list({*request.prompt_ids}) if p.repetition_penalty != 1 else []),
+        scores_to=0 if p.prompt_logprobs is None else prompt - 1,
+        due=request.arrived + request.first_token_within,
+    )
+
+
 @dataclass(slots=True, eq=False)
 class SharedPrompt:
     """The ranges of a prompt that this engine computes. Other workers compute the positions between them."""
 
-    ranges: deque[range]
+    ranges: deque[range] = field(default_factory=deque)
     """Those that no step has begun."""
     range_stop: int | None = None
     """The end of the range that steps compute now. None: steps compute none, or all are computed."""
     awaits: Callable[[], bool] | None = None
     """Whether KV from other workers is still to come before that range. None: never."""
-    unverified: bool = True
+    unverified: bool = False
     """KV from other workers is not known to be complete."""
+
+
+WHOLE = SharedPrompt()
+"""This engine computes all of the prompt. It never changes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,8 +161,7 @@ class LiveRequest:
     """When the request got its blocks for prefill here. None: still waiting, or prefilled elsewhere."""
     grammar: CompiledGrammar | None = None
     """Limits the next token. None: any token is allowed. Set by the `Engine`."""
-    shared: SharedPrompt | None = None
-    """None: this engine computes the whole prompt."""
+    shared: SharedPrompt = WHOLE
     num_computed: int = 0
     """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
     decodes: bool = False
@@ -182,20 +225,10 @@ class LiveRequest:
         """Tokens that this engine computes before the next token can be sampled: those of a shared prompt
         that are in ranges of its own."""
         shared = self.shared
-        if shared is None or not shared.ranges:
+        if not shared.ranges:
             return len(self.token_ids) - self.num_computed
         begun = 0 if shared.range_stop is None else shared.range_stop - self.num_computed
         return begun + sum(map(len, shared.ranges))
-
-    @property
-    def ranges(self) -> Sequence[range]:
-        """As in `SharedPrompt`."""
-        return () if self.shared is None else self.shared.ranges
-
-    @property
-    def unverified(self) -> bool:
-        """As in `SharedPrompt`."""
-        return self.shared is not None and self.shared.unverified
 
     @property
     def state_slot(self) -> int:
@@ -205,7 +238,7 @@ class LiveRequest:
     @property
     def awaits_kv(self) -> bool:
         """Whether a step that computes its next chunk may wait for other workers."""
-        return self.shared is not None and self.shared.awaits is not None and self.shared.awaits()
+        return self.shared.awaits is not None and self.shared.awaits()
 
     @property
     def num_known(self) -> int:
@@ -245,7 +278,7 @@ class LiveRequest:
     def num_computable(self) -> int:
         """Tokens that a step may compute now: `num_left`, or one less while the grammar compiles. Computing
         the last one would sample the next token."""
-        stop = None if self.shared is None else self.shared.range_stop
+        stop = self.shared.range_stop
         left = self.num_left if stop is None else stop - self.num_computed
         return left if self.may_sample else min(left, self.num_left - 1)
 

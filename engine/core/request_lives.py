@@ -41,7 +41,7 @@ from typing import Any
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.fair_shares import FairShares
-from baton.engine.core.live_request import LiveRequest, Phase, SharedPrompt
+from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
@@ -173,10 +173,10 @@ class RequestLives:
         self.memory.take(live, len(live.token_ids), hits)
         live.num_computed = live.num_cached
         uncached = (range(max(each.start, live.num_cached), each.stop) for each in ranges)
-        live.shared = SharedPrompt(deque(filter(None, uncached)))
+        live.shared = SharedPrompt(deque(filter(None, uncached)), unverified=True)
         live.tag = self.shares.tag(request.tenant, live.num_left)
         states = self.memory.states
-        if states is not None and live.ranges and live.ranges[0].start > live.num_cached:
+        if states is not None and live.shared.ranges and live.shared.ranges[0].start > live.num_cached:
             states.forget_restore(live)  # they come from the worker of the range before
         self._enter(live, Phase.RESERVED)
         return live
@@ -184,14 +184,14 @@ class RequestLives:
     def begin_range(self, live: LiveRequest, awaits: Callable[[], bool] | None = None) -> None:
         """Lets steps compute the next range. While `awaits` says that KV before it is on its way, a step may
         wait for that."""
-        assert live.shared is not None, "it computes a part"
-        positions = live.shared.ranges.popleft()
-        live.num_computed, live.shared.range_stop = positions.start, positions.stop
-        live.shared.awaits = awaits
+        shared = live.shared
+        positions = shared.ranges.popleft()
+        live.num_computed, shared.range_stop, shared.awaits = positions.start, positions.stop, awaits
         self._move(live, Phase.RUNNING)
 
-    def range_launched(self, live: LiveRequest, shared: SharedPrompt, stop: int) -> None:
+    def range_launched(self, live: LiveRequest, stop: int) -> None:
         """A step computes its range up to `stop`. Behind its end the request waits for the next one."""
+        shared = live.shared
         shared.awaits = None  # the step has waited for all KV before the range
         if stop == shared.range_stop:
             shared.range_stop = None
@@ -200,7 +200,7 @@ class RequestLives:
 
     def verified(self, live: LiveRequest) -> None:
         """All KV of a shared prompt is right, so the prefix cache may have it."""
-        assert live.shared is not None, "it computes a part"
+        assert live.shared is not WHOLE, "it computes a part"
         live.shared.unverified = False
         self.memory.publish(live, live.num_computed)
 

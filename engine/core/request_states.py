@@ -161,7 +161,7 @@ class RequestStates:
             return saves
         for live, chunk in chunks.items():
             positions = [*copies.positions(live.num_cached, chunk.start, chunk.stop, len(live.token_ids))]
-            last = live.shared.range_stop if live.shared is not None and live.shared.ranges else None
+            last = live.shared.range_stop if live.shared.ranges else None
             for position in [each for each in positions if each != last][-copies.most_written :]:
                 if position <= live.num_known:
                     name = self._names_of(live, self._cache).blocks[position // self._block_size - 1]

@@ -128,11 +128,11 @@ class Scheduler:
     @property
     def _some_may_join(self) -> bool:
         """Whether there are reservations that join the decodes. Those of shared prompts do not."""
-        return not all(live.ranges for live in self.lives.reserved)
+        return not all(live.shared.ranges for live in self.lives.reserved)
 
     def _is_held_back(self, live: LiveRequest) -> bool:
         """Whether a step with this prompt would make requests that decode here wait for other workers."""
-        if live.shared is None or live.shared.awaits is None:
+        if live.shared.awaits is None:
             return False
         decodes = any(other.decodes and not other.handover for other in self._running)
         return (decodes or self._some_may_join) and live.awaits_kv
@@ -208,7 +208,7 @@ class Scheduler:
             if not live.decodes:
                 yield live.num_left, live.num_computed
         for live in self.lives.reserved:
-            if live.ranges:
+            if live.shared.ranges:
                 yield live.num_left, live.num_computed
         for live in chain(self._waiting, self.lives.compiling, self.lives.loading):
             cached = self._memory.known(live) * self._pool.block_size
@@ -251,8 +251,8 @@ class Scheduler:
         for live, positions in schedule.chunks.items():
             live.num_computed = positions.stop
             live.decodes = positions.stop == len(live.token_ids)  # the step samples its next token
-            if live.shared is not None and live.shared.range_stop is not None:
-                self.lives.range_launched(live, live.shared, positions.stop)
+            if live.shared.range_stop is not None:
+                self.lives.range_launched(live, positions.stop)
 
     def _grow(self, live: LiveRequest, schedule: Schedule) -> bool:
         """Gives the request the blocks that it needs, and preempts others for it. False: the request itself

@@ -12,9 +12,11 @@ tokens that the host knows.
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from baton.engine.api.config import SpeculativeConfig
 from baton.engine.api.stats import SpeculationStats
 from baton.engine.core.draft_counts import StepCosts, draft_counts
-from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.request_memory import RequestMemory
 from baton.engine.core.request_states import RequestStates
@@ -26,6 +28,36 @@ FORGET = 0.98
 again."""
 PRIOR = 0.5
 """Acceptance of a drafter of which nothing is known."""
+
+
+class PromptLookup:
+    """Finds the last tokens earlier in prompt or output, and proposes what followed there (Saxena 2023).
+
+    It takes the place where most tokens before are the same, up to a limit, and of these the last one. If
+    that is near the end, what followed repeats."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._most = config.prompt_lookup_max
+        self._least = config.prompt_lookup_min
+
+    def propose(self, live: LiveRequest, drafts: Sequence[int], count: int) -> Sequence[int]:
+        """`count` guesses of what follows the known tokens of a request and these drafts; or none."""
+        known = np.frombuffer(live.token_ids, np.int32)[: live.num_known]
+        tokens = np.append(known, np.array(drafts, np.int32)) if len(drafts) else known
+        places = np.flatnonzero(tokens[self._least - 1 : -1] == tokens[-1]) + self._least - 1
+        for before in range(1, min(self._most, len(tokens) - 1)):
+            same = places[places >= before]
+            same = same[tokens[same - before] == tokens[-1 - before]]
+            if len(same):
+                places = same
+            elif before < self._least:
+                return ()
+            else:
+                break
+        if not len(places):
+            return ()
+        follows = tokens[places[-1] + 1 :]
+        return np.resize(follows, count).tolist()
 
 
 class Speculation:

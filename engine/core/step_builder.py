@@ -11,15 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from baton.engine.core.asked import DRAW
-from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.live_request import DRAW, LiveRequest
 from baton.engine.core.state_copies import CopyLease, Save
-from baton.engine.step import NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
+from baton.engine.step import ARRAYS, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
 
 NO_TOP_P = np.float32(2)
 """Rounded sums of probabilities may pass 1, so "no limit" must be above it."""
-DRAW_TYPES = np.float32, np.int32, np.int32, np.float32, np.float32
-"""Types of the fields of `Draws`."""
+_DRAW_TYPES = [ARRAYS[f"draws.{name}"].dtype for name in Draws._fields]
 
 MOST_ROWS = 8
 """Most tokens of a request that decodes whose queries attend one by one. More of them read their KV together,
@@ -198,7 +196,7 @@ def build_step(
         draws,
         num_decodes=len(one_by_one),
         hands_over=any(live.handover for live in schedule.prompts),
-        awaits_kv=any(live.unverified for live in schedule.prompts),
+        awaits_kv=any(live.shared.unverified for live in schedule.prompts),
         block_size=block_size,
         table_width=table_width,
         source_rows=[live.row if live.pending else -1 for live, _ in chunks],
@@ -270,7 +268,7 @@ def draws_of(
     wanted = np.frombuffer(b"".join([live.asked.draw for live in requests]), DRAW)
     drawn = wanted["temperature"] > 0
     if not drawn.any():  # then the sampler reads no draws: to make them took longer than all else here
-        return Variant.GREEDY, Draws(*(np.zeros(len(requests), dtype) for dtype in DRAW_TYPES))
+        return Variant.GREEDY, Draws(*(np.zeros(len(requests), dtype) for dtype in _DRAW_TYPES))
     positions = np.array([len(live.token_ids) for live in requests], dtype=np.uint64)
     if behind is not None:
         positions += np.array(behind, dtype=np.uint64)

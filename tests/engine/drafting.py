@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from baton.engine import Engine
-from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.speculation import PromptLookup
 
 
 class Known(PromptLookup):

@@ -75,7 +75,7 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     schedule.end_leases()
     for live, positions in schedule.chunks.items():
         if live.num_left == 0:
-            if not live.unverified:
+            if not live.shared.unverified:
                 scheduler.lives.memory.publish(live, positions.stop)
             live.alone = False
             live.token_ids.append(7)

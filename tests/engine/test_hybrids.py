@@ -482,7 +482,7 @@ def test_a_part_computes_the_states_that_other_workers_need() -> None:
     for stop, computed in ((8, 0), (12, 8)):
         live = scheduler.lives.start_part(EngineRequest(b"part", list(range(24))), [range(stop)])
         assert live is not None
-        assert [*live.ranges] == [range(computed, stop)]
+        assert [*live.shared.ranges] == [range(computed, stop)]
         scheduler.lives.drop(live)
     scheduler.lives.assert_whole()
 

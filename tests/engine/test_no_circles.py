@@ -176,7 +176,7 @@ class TwoWorkers:
     def go_on(self, answer: Answer, shared: Shared) -> None:
         """Begins ranges, of which the KV before may take its time, and ends what both have computed."""
         for worker, live in ((answer.prefills, shared.final), (answer.decodes, shared.other)):
-            if live.phase is Phase.RESERVED and live.ranges[0].start <= shared.begun:
+            if live.phase is Phase.RESERVED and live.shared.ranges[0].start <= shared.begun:
                 arrives = self.round + self.rng.randrange(5)
                 worker.lives.begin_range(live, lambda arrives=arrives: self.round < arrives)
         if shared.final.phase is shared.other.phase is Phase.HELD:

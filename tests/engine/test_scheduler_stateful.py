@@ -13,11 +13,10 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
-from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_exchange import Import, Pin
 from baton.engine.core.scheduler import Scheduler
-from baton.engine.core.speculation import Speculation
+from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.step import Step
@@ -209,11 +208,11 @@ class Operations:
         assert len(live.blocks) * self.block >= len(request.prompt_ids)
         if self.scheduler.lives.states is not None:
             assert live.num_cached < ranges[0].stop, "other workers need the states there"
-        assert live.num_left == sum(map(len, live.ranges)) > 0
+        assert live.num_left == sum(map(len, live.shared.ranges)) > 0
         self.unverified.add(live.id)
 
     def begin_range(self, live: LiveRequest, *, waits: bool) -> None:
-        first = self.begun[live.id] = live.ranges[0]
+        first = self.begun[live.id] = live.shared.ranges[0]
         (self.waiting_for.add if waits else self.waiting_for.discard)(live.id)
         self.scheduler.lives.begin_range(live, lambda: live.id in self.waiting_for)
         assert (live.phase, live.num_computed) == (Phase.RUNNING, first.start)
@@ -292,7 +291,7 @@ class Operations:
         awaiting = [live for live in schedule.prompts if live.awaits_kv]
         assert len(awaiting) <= 1, "the workers of one plan may end another"
         assert not awaiting or not schedule.decodes, "a decode waits for another worker"
-        assert not awaiting or all(live.ranges for live in scheduler.lives.reserved), (
+        assert not awaiting or all(live.shared.ranges for live in scheduler.lives.reserved), (
             "so would one that joins"
         )
         if not schedule.chunks:
@@ -332,7 +331,7 @@ class Operations:
             verified = schedule.verified(live, accepted)
             for draft in range(accepted + 1):
                 position = live.learn_after_draft(7) if draft else live.learn(7)
-                if not live.unverified:
+                if not live.shared.unverified:
                     scheduler.lives.memory.publish(live, min(position, verified))
                 if live.handover:
                     scheduler.lives.hold(live)

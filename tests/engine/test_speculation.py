@@ -13,10 +13,8 @@ import torch
 from baton.engine import Engine, EngineRequest, SpeculativeConfig, StructuredOutput
 from baton.engine.api.stats import SpeculationStats
 from baton.engine.core.draft_counts import StepCosts, draft_counts
-from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.core.speculation import Speculation
-from baton.engine.core.step_builder import DRAW_TYPES
+from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.execution.inputs import read_by_device
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs, follow
 from baton.engine.kernels.sampling.reference import with_sampled
@@ -218,7 +216,7 @@ def test_a_step_says_where_the_device_finds_what_the_host_does_not_know() -> Non
     step = arrange(
         [5, -1, -1, -1, 20, 21, 22], [4, 5, 6, 7, 0], [5, 6, 7, 8, 3],
         [array("i", [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(5)],
-        range(5), Variant.GREEDY, Draws(*(np.zeros(sampled_rows, dtype) for dtype in DRAW_TYPES)),
+        range(5), Variant.GREEDY, Draws(*(np.zeros(sampled_rows) for _ in Draws._fields)),
         num_decodes=4, hands_over=False, block_size=4, table_width=None, source_rows=[-1, 3, 4, 7, -1],
         drafts={0: Draft([6, 7], 2), 2: Draft([8, 9, 10], 1, 2), 3: Draft(None, 2, 1)},
         keys=np.zeros((sampled_rows, 4), np.int32), following={}, guessed=range(4), guesses=3,

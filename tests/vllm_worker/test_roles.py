@@ -355,7 +355,7 @@ async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
 async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> None:
     """There may be hundreds of thousands of chunks, and tokens wait for the event loop."""
     worker.roles.handle(messages.Decode(7, work(D, 130), source()))
-    decode = worker.roles._table[D]
+    decode = worker.roles._attempts.by_id[D]
 
     class Chunks(list[bytes]):
         walks = 0

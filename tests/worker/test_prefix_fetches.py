@@ -12,10 +12,9 @@ from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExcha
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.machine.link import Link
-from baton.worker.engine_process import prefix_fetches, prefix_links
+from baton.worker.engine_process import prefix_fetches
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
-from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
-from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.prefix_fetches import PrefixFetches, PrefixLinks, Workers
 from baton.worker.engine_process.shared_store import PLACE, SLACK, StoreSource
 from baton.worker.messages import ContentSource, Origin, RequestCounts
 from tests.stand_in import stand_in
@@ -364,7 +363,7 @@ def test_no_block_is_taken_before_the_fetch_is_known_to_pay(world: World) -> Non
 
 
 def test_each_worker_has_a_bandwidth_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_links, "MOST", 2)
+    monkeypatch.setattr(prefix_fetches, "MOST_LINKS", 2)
     world.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, 1.0)  # as many tokens take 0.256 s to compute
@@ -564,7 +563,7 @@ def test_no_prompt_waits_for_a_store_that_is_slower_than_computing(
     store.gb_per_s, store.promised = 5 * store.gb_per_s, 5 * store.promised
     waits = store.waits(400)
     begins = next(number for number, wait in enumerate(waits) if wait)
-    assert begins <= prefix_links.RECENT / 0.21 + 1, "the next probe finds that it is faster now"
+    assert begins <= prefix_fetches.RECENT / 0.21 + 1, "the next probe finds that it is faster now"
     assert all(waits[begins:])
     assert max(waits) < store.TOKENS / store.COMPUTING
 

@@ -13,7 +13,7 @@ from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.paged_kv import paged_kv
-from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.prefix_fetches import PrefixLinks
 from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import ServiceLink

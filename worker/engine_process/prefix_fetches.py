@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.content import CHUNK_TOKENS
+from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.prefix_exchange import Import, MissingPrefix
-from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
+from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter, TransferDeadlines
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.machine.link import Link
 from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.engine_process.prefix_links import PrefixLinks
-from baton.worker.messages import ContentSource, RequestCounts
+from baton.worker.messages import ContentSource, PrefixLink, RequestCounts
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""
@@ -37,6 +36,13 @@ SLACK = 1.0
 PAUSE = 10.0
 """Seconds without fetches from a worker that did not answer, or with which a transfer failed. Otherwise each
 prompt would wait for it again."""
+IDLE_CLOSE = TransferDeadlines().idle_close
+"""Seconds without a fetch after which a session ends."""
+MOST_LINKS = 1000
+"""Links with measured fetches. One more replaces the oldest."""
+RECENT = 60.0
+"""Seconds for which a measured fetch is reported to routers. After that they count the link as unknown, and
+try it again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +121,27 @@ class PrefixSource(Protocol):
         """Whether there was an answer."""
 
     def cancel(self, fetch_id: bytes) -> None: ...
+
+
+class PrefixLinks:
+    """The links of one worker to the tiers of other workers."""
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[str, int, Tier], Link] = {}  # by address, incarnation and tier
+
+    def to(self, source: ContentSource) -> Link:
+        key = source.kv_address, source.incarnation, source.tier
+        if key not in self._links and len(self._links) >= MOST_LINKS:
+            del self._links[next(iter(self._links))]
+        return self._links.setdefault(key, Link(IDLE_CLOSE))
+
+    def recent(self, now: float) -> list[PrefixLink]:
+        """What routers should know."""
+        return [
+            PrefixLink(incarnation, tier, link.waited.value, link.tokens_per_s.value)
+            for (_, incarnation, tier), link in self._links.items()
+            if now < link.measured_at + RECENT and link.tokens_per_s.value
+        ]
 
 
 class Workers:

@@ -15,8 +15,7 @@ from baton.kv_transfer.shared_store import StoreFds
 from baton.machine.link import Link
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
-from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetch
-from baton.worker.engine_process.prefix_links import RECENT
+from baton.worker.engine_process.prefix_fetches import LONGEST, RECENT, PrefixFetch
 from baton.worker.messages import ContentSource, StoreStats
 
 SLACK = 0.05
