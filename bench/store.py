@@ -43,6 +43,7 @@ from baton.bench.shapes import DENSE, write_shape
 from baton.content import CHUNK_TOKENS
 from baton.content.cache_kinds import ATTENTION, CacheArray
 from baton.kv_transfer import Injected, KVLayout, PagedKV
+from baton.kv_transfer.endpoint.other_ranks import NO_RANKS
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import Lent
 from baton.kv_transfer.shared_store import STORE_MODULE, StoreStart, Units
@@ -117,16 +118,16 @@ def reads(url: str, device: str, report: Report) -> None:
     """The engine's end of the store without an engine: writes chunks, and reads them again and again."""
     chunks, secret = READ[device] // CHUNK_TOKENS, os.urandom(32)
     kv = [torch.randn(2, chunks, BLOCK, 8, 128, device=device, dtype=torch.bfloat16) for _ in range(32)]
-    ends, units = StoreEnds.create(1), Units(LAYOUT, 1)
+    ends, units = StoreEnds.create(), Units(LAYOUT, 1)
     start = StoreStart(
         url=url, name="bench", title="baton", parent_pid=os.getpid(), encrypt=False, logging=None,
-        arena_fd=ends.ranks[0].arena, channel_fd=ends.store.fileno(),
+        arena_fd=ends.memory, channel_fd=ends.store.fileno(),
     )  # fmt: skip
     lines = msgspec.json.encode(start) + b"\n" + secret.hex().encode()
     child = spawn_child(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
     blocks = range(chunks)
     store = SharedStore(
-        PagedKV([[kv]], BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.ranks[0], "bench",
+        PagedKV([[kv]], BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.of_rank(0), NO_RANKS, "bench",
         lend=lambda *_: Lent(blocks, 0, lambda: None), known=lambda *_: None,
         answered=lambda _: None, probed=lambda *_: None,
     )  # fmt: skip

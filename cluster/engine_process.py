@@ -30,7 +30,7 @@ def run(config: EngineProcessConfig) -> int:
         fetches = PrefixFetches(engine, shared.counts, shared.trace)
         fetches.sources.append(Workers(engine, shared.receiver, shared.incarnation, context.links))
         if (fds := context.config.store) is not None:
-            context.store = StoreSource.open(engine, fds, context.cached_chunks)
+            context.store = StoreSource.open(engine, fds, context.transport.ranks, context.cached_chunks)
             fetches.sources.append(context.store)
         prefill = PrefillRole(attempts, shared, sink, fetches)
         return engine, (prefill, DecodeRole(attempts, shared, fetches))

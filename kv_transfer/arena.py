@@ -108,7 +108,6 @@ class ArenaEnd:
 
     channel: socket.socket  # to the other process: messages that pass slots
     arena: Arena
-    ranks: Sequence[socket.socket] = ()  # of rank 0 of an engine: to each other rank
 
     @classmethod
     def pair(cls, num_slots: int, slot_bytes: int) -> "tuple[ArenaEnd, ArenaEnd]":
@@ -117,38 +116,23 @@ class ArenaEnd:
         engine, transfer = channel_pair()
         return cls(engine, arena), cls(transfer, arena)
 
-    def of_ranks(self, ranks: int) -> "tuple[ArenaEnd, list[ArenaEnd]]":
-        """This end as rank 0 of an engine holds it, and the ends of the other ranks. Their channels lead to
-        rank 0."""
-        pairs = [channel_pair() for _ in range(ranks - 1)]
-        first = ArenaEnd(self.channel, self.arena, [ours for ours, _ in pairs])
-        return first, [ArenaEnd(theirs, self.arena) for _, theirs in pairs]
-
     @classmethod
     def inherited(cls, fds: Sequence[int], num_slots: int, slot_bytes: int) -> "ArenaEnd":
         """The end of a process that inherited these `fds`."""
-        channel, arena, *ranks = fds
-        return cls(
-            socket.socket(fileno=channel),
-            Arena(arena, num_slots, slot_bytes),
-            [socket.socket(fileno=fd) for fd in ranks],
-        )
+        channel, arena = fds
+        return cls(socket.socket(fileno=channel), Arena(arena, num_slots, slot_bytes))
 
     @property
     def fds(self) -> Sequence[int]:
-        return self.channel.fileno(), self.arena.fd, *(rank.fileno() for rank in self.ranks)
-
-    def close_channels(self) -> None:
-        """In the process that made them, once the process that uses them has inherited them."""
-        for channel in (self.channel, *self.ranks):
-            channel.close()
+        return self.channel.fileno(), self.arena.fd
 
 
 class Arenas(msgspec.Struct, frozen=True):
-    """The arenas of a worker, as a process of its engine gets them."""
+    """The arenas of a worker and its channels, as a process of its engine gets them."""
 
-    sending_fds: Sequence[int]  # as `ArenaEnd.fds` of the process's ends
-    receiving_fds: Sequence[int]
+    memory_fds: Sequence[int]  # of the arenas: to send, and to receive
+    transfer_fds: Sequence[int]  # of rank 0: the channels of both to the transfer process. Else empty
+    rank_fds: Sequence[int]  # of rank 0: a channel to each other rank. Else the one to rank 0
     num_slots: int
     slot_bytes: int
     exports: bool  # as in `Transport`, and the next
@@ -156,14 +140,25 @@ class Arenas(msgspec.Struct, frozen=True):
 
     @property
     def fds(self) -> Sequence[int]:
-        return *self.sending_fds, *self.receiving_fds
+        return *self.memory_fds, *self.transfer_fds, *self.rank_fds
 
     def with_fds(self, fds: Sequence[int]) -> "Arenas":
         """As another process has them, which got these in place of `fds`."""
-        sending = len(self.sending_fds)
-        return msgspec.structs.replace(self, sending_fds=fds[:sending], receiving_fds=fds[sending:])
+        transfer = 2 + len(self.transfer_fds)
+        return msgspec.structs.replace(
+            self, memory_fds=fds[:2], transfer_fds=fds[2:transfer], rank_fds=fds[transfer:]
+        )
+
+    def map(self) -> tuple[Arena, Arena]:
+        """The arenas to send and to receive."""
+        sending, receiving = (Arena(fd, self.num_slots, self.slot_bytes) for fd in self.memory_fds)
+        return sending, receiving
 
     def ends(self) -> tuple[ArenaEnd, ArenaEnd]:
-        """The ends that send and receive."""
-        sizes = self.num_slots, self.slot_bytes
-        return ArenaEnd.inherited(self.sending_fds, *sizes), ArenaEnd.inherited(self.receiving_fds, *sizes)
+        """Of rank 0: the same with their channels."""
+        fds = zip(self.transfer_fds, self.memory_fds, strict=True)
+        sending, receiving = (ArenaEnd.inherited(end, self.num_slots, self.slot_bytes) for end in fds)
+        return sending, receiving
+
+    def ranks(self) -> Sequence[socket.socket]:
+        return [socket.socket(fileno=fd) for fd in self.rank_fds]

@@ -104,7 +104,7 @@ def spawn_transfer(
     lines = msgspec.json.encode(start) + b"\n" + secret.hex().encode()
     process = spawn("baton.kv_transfer.process", lines, pass_fds=fds)
     for end in (sending, receiving):
-        end.close_channels()
+        end.channel.close()
     service.close()
     return process
 

@@ -181,7 +181,7 @@ class ConnectorLink:
 class WorkerLink:
     """The connector's end. Owns the descriptors."""
 
-    transport: kv.Transport
+    arenas: kv.Arenas
     heartbeat: kv.Heartbeat
     channel: Channel
 
@@ -196,10 +196,7 @@ class WorkerLink:
         if not data:
             raise ConnectionResetError(f"{path}: the worker ended")
         arenas = msgspec.msgpack.decode(data, type=kv.Arenas).with_fds(fds[:-1])
-        transport = kv.Transport(
-            *arenas.ends(), kv.TraceWriter(None, ""), exports=arenas.exports, adopts=arenas.adopts
-        )
-        return cls(transport, kv.Heartbeat(fds[-1]), Channel(sock, ToConnector))
+        return cls(arenas, kv.Heartbeat(fds[-1]), Channel(sock, ToConnector))
 
 
 def _uid_of_peer(sock: socket.socket) -> int:

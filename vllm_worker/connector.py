@@ -30,6 +30,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from baton.content.cache_kinds import ATTENTION, LATENT, latent_head_dim
+from baton.kv_transfer import TraceWriter, Transport
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.machine.system import die_with_parent
 from baton.vllm_worker.attachment import Attach, WorkerLink
@@ -248,16 +249,14 @@ class BatonConnector(KVConnectorBase_V1):
             num_blocks = self._kv_cache_config.num_blocks
             attach = Attach(kv.rank, kv.layout, kv.block_size, num_blocks, model)
             link = WorkerLink.open(settings.attach, attach)
-            transport, heartbeat, worker = link.transport, link.heartbeat, link.channel
+            arenas, heartbeat, worker = link.arenas, link.heartbeat, link.channel
             if kv.rank:
+                [rank0] = arenas.ranks()
                 self._copier = RankCopier(
-                    kv,
-                    transport.sending,
-                    transport.receiving,
-                    exports=transport.exports,
-                    adopts=transport.adopts,
+                    kv, rank0, *arenas.map(), exports=arenas.exports, adopts=arenas.adopts
                 )
                 return
+            transport = Transport.inherited(arenas, TraceWriter(None, ""))
         else:
             name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
             process = TransferProcess(kv, settings, name, model, secret(settings.host))

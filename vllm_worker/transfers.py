@@ -186,6 +186,7 @@ class Transfers:
         self._block_size = kv.block_size
         self._timeout = timeout
         self._heartbeat = heartbeat
+        self._ranks = transport.ranks
         self._sender = transport.sender(kv)
         self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, vocabulary, worker)
         self._metadata = StepMetadata()
@@ -303,6 +304,7 @@ class Transfers:
     def close(self) -> None:
         self._attendant.close()
         self._sender.shutdown()
+        self._ranks.close()
 
     def _take_events(self) -> None:
         for event in self._attendant.events():

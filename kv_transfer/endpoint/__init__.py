@@ -6,7 +6,8 @@ engine thread, and none blocks. The transfer process moves the bytes over TCP la
 
 from dataclasses import dataclass
 
-from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.arena import ArenaEnd, Arenas
+from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, OtherRanks
 from baton.kv_transfer.endpoint.receiver import Receiver
 from baton.kv_transfer.endpoint.sender import Sender
 from baton.kv_transfer.trace import TraceWriter
@@ -24,9 +25,18 @@ class Transport:
     """Workers of one host may read slots of each other, instead of getting the bytes over TCP."""
     adopts: bool = False
     """With `exports`: the transfer process has the slots that peers read, and reads those of peers."""
+    ranks: OtherRanks = NO_RANKS
+    """Of the engine. They copy, too."""
+
+    @classmethod
+    def inherited(cls, arenas: Arenas, trace: TraceWriter) -> "Transport":
+        """Of rank 0."""
+        return cls(*arenas.ends(), trace, arenas.exports, arenas.adopts, OtherRanks(arenas.ranks()))
 
     def sender(self, kv: PagedKV) -> Sender:
-        return Sender(self.sending, kv, self.trace, exports=self.exports, adopts=self.adopts)
+        return Sender(
+            self.sending, kv, self.trace, exports=self.exports, adopts=self.adopts, ranks=self.ranks
+        )
 
     def receiver(self, kv: PagedKV) -> Receiver:
-        return Receiver(self.receiving, kv, self.trace, pulls=self.exports)
+        return Receiver(self.receiving, kv, self.trace, pulls=self.exports, ranks=self.ranks)

@@ -8,6 +8,7 @@ from typing import Any
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.endpoint.other_ranks import SENDING, OtherRanks
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing, Turns
 from baton.kv_transfer.endpoint.pulls import exported
 from baton.kv_transfer.layout import slice_bytes
@@ -49,11 +50,12 @@ class Pump:
         *,
         exports: bool,
         adopts: bool,
+        ranks: OtherRanks,
     ) -> None:
-        """`exports` and `adopts` as in `Transport`."""
+        """`exports` and the next as in `Transport`."""
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
-        self.pool = open_ranks(kv, end, exported=exports)
+        self.pool = open_ranks(kv, end.arena, ranks, SENDING, exported=exports)
         self.commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.channel = Channel(end.channel, local.ToSender)
         self.last_layer = kv.layout.num_layers - 1

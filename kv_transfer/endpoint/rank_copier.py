@@ -1,163 +1,256 @@
-"""Copies of the ranks from 1 on, between their KV caches and arena slots. `ranked_pool` says which."""
+"""Copies of a rank from 1 on, between its KV cache and slots, or places of tiers. Rank 0 says which
+(`other_ranks`)."""
 
 import os
+import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import lru_cache, partial
 
 from msgspec.structs import replace
 
-from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
-from baton.kv_transfer.device.pool import Event, Outcome, Pool
+from baton.kv_transfer.device.pool import Event, Outcome, Rest
+from baton.kv_transfer.endpoint.other_ranks import RECEIVING, SENDING, STORE, TIERS
 from baton.kv_transfer.endpoint.pulls import exported as export_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
-from baton.kv_transfer.protocol.local_messages import Copied, Copy, ExportGone, ExportIn, Opened, Staged
+from baton.kv_transfer.protocol.local_messages import (
+    Copied,
+    Copy,
+    CopyCell,
+    ExportGone,
+    ExportIn,
+    FromRank,
+    Opened,
+    Staged,
+    ToRank,
+)
 from baton.kv_transfer.staging import scattered_at_once
+from baton.kv_transfer.stores import CellStore
 from baton.kv_transfer.transport import PagedKV
 from baton.kv_transfer.wait import EVENT_POLL, wait
 
 LOOK = 0.0005
 """As `pump.LOOK`. Rank 0 learns of these gathers when it looks itself."""
 TABLES = 1024
-"""Tables that a rank keeps for each direction. Slices of one range of positions have the same one in every
-layer, and making it takes a GPU's host 60 to 100 µs."""
+"""Tables that a rank keeps for each arena. Slices of one range of positions have the same one in every layer,
+and making it takes a GPU's host 60 to 100 µs."""
 
 
 class RankCopier:
-    """A rank from 1 on: does the copies that rank 0 orders, in a thread for each direction.
+    """A rank from 1 on: does the copies that rank 0 orders, in one thread.
 
-    The threads end when rank 0 closes its channels, and close their pools. If one dies, it closes its
+    The thread ends when rank 0 closes its channel, and frees what it copies to. If it dies, it closes its
     channel, which rank 0 sees."""
 
     def __init__(
-        self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd, *, exports: bool = False,
-        adopts: bool = False,
+        self, kv: PagedKV, rank0: socket.socket, sending: Arena, receiving: Arena, *, exports: bool = False,
+        adopts: bool = False, store: Arena | None = None, tiers: Mapping[int, CellStore] | None = None,
     ) -> None:  # fmt: skip
-        """`exports` and `adopts` as in `Transport`."""
+        """`rank0`: the channel to it. `exports` and `adopts` as in `Transport`. `store`: the units of the
+        shared store. `tiers`: by their numbers on all ranks."""
         self._exports = exports and not adopts
         self._layers_ready = 0
         # By the count of layers that are ready with it. Older ones have passed: few steps are under way.
         self._events: dict[int, Event] = {}
         self._keep = 16 * kv.layout.num_layers
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._orders_wait = False  # in the thread that gathers, for layers
+        self._orders_wait = False  # for layers
         self._launched = True  # a step, up to its last layer
         self._last_layer = kv.layout.num_layers - 1
-        self._gathers = open_pool(kv, sending.arena, exported=exports)
-        scatters = open_pool(kv, receiving.arena, exported=exports)
-        self._memories: dict[int, PeerMemory] = {}  # of peers, by number; for the thread that scatters
-        for end, pool, is_gather, most in (
-            (sending, self._gathers, True, self._gathers.gather_most),
-            (receiving, scatters, False, scattered_at_once(receiving.arena.slot_bytes)),
-        ):
-            args = (Channel(end.channel, Copy | ExportIn | ExportGone), pool, is_gather, most)
-            threading.Thread(target=self._serve, args=args, name="kv copies", daemon=True).start()
+        self._channel = Channel(rank0, ToRank)
+        slices = partial(_Slices, kv, self)
+        self._gathers = slices(sending, exports)
+        self._lines: dict[int, _Slices | _Cells] = {
+            SENDING: self._gathers,
+            RECEIVING: slices(receiving, exports),
+            **({} if store is None else {STORE: slices(store, False)}),
+            **{TIERS + number: _Cells(tier) for number, tier in (tiers or {}).items()},
+        }
+        threading.Thread(target=self._serve, name="rank copies", daemon=True).start()
 
     def layer_done(self, layer: int) -> None:
         """A layer of a step that hands over KV is written when the current stream gets here."""
         count = self._layers_ready + 1
-        self._events[count] = self._gathers.record()
+        self._events[count] = self._gathers.pool.record()
         self._events.pop(count - self._keep, None)
         self._layers_ready = count
         self._launched = layer == self._last_layer
         if self._orders_wait or self._launched:
             os.eventfd_write(self._wake, 1)
 
-    def _serve(self, channel: Channel, pool: Pool, is_gather: bool, most: int) -> None:
-        """`most`: slices that are gathered or scattered together."""
-        orders: deque[Copy] = deque()
-        under_way: deque[tuple[Event, Outcome]] = deque()
-        watched = [channel.fileno(), self._wake] if is_gather else [channel.fileno()]
-        with channel.sock, closing(pool):
-            pool.enter_thread()
-            table = lru_cache(TABLES)(pool.table)
-            if is_gather and self._exports:
-                channel.send(export_of(pool))
+    def is_written(self, order: Copy) -> bool:
+        return order.layers_ready <= self._layers_ready
+
+    def event_of(self, order: Copy) -> Event:
+        """After which its layer is written. None: it is."""
+        return self._events.get(order.layers_ready)
+
+    def _serve(self) -> None:
+        channel, lines = self._channel, self._lines
+        watched = [channel.fileno(), self._wake]
+        with channel.sock, ExitStack() as closes:
+            for line in lines.values():
+                closes.enter_context(closing(line))
+            self._gathers.pool.enter_thread()  # the others are of the same device
+            if self._exports:
+                channel.send(FromRank(SENDING, export_of(self._gathers.pool)))
             while True:
-                look = EVENT_POLL if under_way else None
-                if is_gather:
-                    if under_way:
-                        look = EVENT_POLL if self._launched else LOOK
-                    self._orders_wait = bool(orders)
-                    if self._is_ready(orders):  # the layer was done before `_orders_wait` was set
-                        look = 0
-                if self._wake in wait(watched, look, [channel.fileno()] if channel.full else []):
+                if self._wake in wait(watched, self._look(), [channel.fileno()] if channel.full else []):
                     os.eventfd_read(self._wake)
                 try:
                     channel.flush()  # reports that had no room, since rank 0 read none for a while
-                    orders += self._orders(channel, pool, is_gather=is_gather)
-                    while batch := self._ready(orders, most):
-                        staged = [_staged(table, order.item) for order in batch]
-                        under_way.append(self._start(pool, batch, staged, is_gather=is_gather))
-                    _report(channel, pool, under_way)
+                    for message in channel.receive():
+                        if answer := lines[message.line].handle(message.order):
+                            channel.send(FromRank(message.line, answer))
+                    for number, line in lines.items():
+                        for report in line.turn():
+                            channel.send(FromRank(number, report))
                 except ChannelClosed:
                     break
-        if not is_gather:
-            for memory in self._memories.values():
-                memory.close()
 
-    def _start(
-        self, pool: Pool, batch: Sequence[Copy], staged: Sequence[Staged], *, is_gather: bool
-    ) -> tuple[Event, Outcome]:
-        if (memory := batch[0].session) is not None:
-            try:
-                return pool.pull(self._memories[memory], staged)
-            except Unreachable:
-                return None, lambda: [None] * len(batch)
-        if is_gather:
-            events = [self._events.get(order.layers_ready) for order in batch]
-            done = pool.gather(staged, [event for event in events if event is not None])
-        else:
-            done = pool.scatter(staged)[1]
-        return done, lambda: [0] * len(batch)
+    def _look(self) -> float | None:
+        """Seconds until the next look at the device. None: it need not be looked at."""
+        self._orders_wait = bool(self._gathers.orders)
+        if self._gathers.is_ready:  # the layer was done before `_orders_wait` was set
+            return 0.0
+        if any(line.looks for line in self._lines.values() if line is not self._gathers):
+            return EVENT_POLL
+        if not self._gathers.looks:
+            return None
+        return EVENT_POLL if self._launched else LOOK
 
-    def _orders(self, channel: Channel, pool: Pool, *, is_gather: bool) -> Sequence[Copy]:
-        """Those that came, without orders to open and close memory: these it carries out."""
-        orders: list[Copy] = []
-        for message in channel.receive():
-            match message:
-                case Copy():
-                    orders.append(message)
-                case ExportIn(number, export, dtype):
-                    try:
-                        if is_gather:
-                            pool.adopt(export)
-                        else:
-                            self._memories[number] = pool.open(export, dtype)
-                        channel.send(Opened(number, True, ""))
-                    except Unreachable as e:
-                        channel.send(Opened(number, False, str(e)))
-                case ExportGone(number):  # no copy is under way
-                    if memory := self._memories.pop(number, None):
-                        memory.close()
-        return orders
 
-    def _ready(self, orders: deque[Copy], most: int) -> list[Copy]:
+class _Slices:
+    """Copies between the cache and slots of an arena, or of memory of peers."""
+
+    def __init__(self, kv: PagedKV, copier: RankCopier, arena: Arena, exported: bool) -> None:
+        self.pool = open_pool(kv, arena, exported=exported)
+        self.orders: deque[Copy] = deque()
+        self._copier = copier
+        self._scatter_most = scattered_at_once(arena.slot_bytes)
+        self._table = lru_cache(TABLES)(self.pool.table)
+        self._memories: dict[int, PeerMemory] = {}  # of peers, by number
+        self._under_way: deque[tuple[Event, Outcome]] = deque()
+
+    @property
+    def looks(self) -> bool:
+        return bool(self._under_way)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next copy may start: a rank may be behind rank 0."""
+        return bool(self.orders) and self._copier.is_written(self.orders[0])
+
+    def handle(self, order: Copy | ExportIn | ExportGone) -> Opened | None:
+        match order:
+            case Copy():
+                self.orders.append(order)
+            case ExportIn(number, export, dtype):
+                try:
+                    if number:
+                        self._memories[number] = self.pool.open(export, dtype)
+                    else:
+                        self.pool.adopt(export)
+                except Unreachable as e:
+                    return Opened(number, False, str(e))
+                return Opened(number, True, "")
+            case ExportGone(number):  # no copy is under way
+                if memory := self._memories.pop(number, None):
+                    memory.close()
+        return None
+
+    def turn(self) -> Iterator[Copied]:
+        """Starts what may start. Reports what is over."""
+        while batch := self._next():
+            self._under_way.append(self._start(batch))
+        while self._under_way and ((event := self._under_way[0][0]) is None or self.pool.passed(event)):
+            rests = self._under_way.popleft()[1]()
+            yield _copied(rests)
+
+    def _next(self) -> list[Copy]:
         """Takes the next orders, as far as their layers are written and their slots are in one memory."""
         batch: list[Copy] = []
-        while len(batch) < most and self._is_ready(orders):
-            if batch and batch[0].session != orders[0].session:
+        while self.is_ready and (not batch or _kind(self.orders[0]) == _kind(batch[0])):
+            batch.append(self.orders.popleft())
+            if len(batch) == (self._scatter_most if batch[0].into_pool else self.pool.gather_most):
                 break
-            batch.append(orders.popleft())
         return batch
 
-    def _is_ready(self, orders: deque[Copy]) -> bool:
-        return bool(orders) and orders[0].layers_ready <= self._layers_ready
+    def _start(self, batch: Sequence[Copy]) -> tuple[Event, Outcome]:
+        staged = [self._staged(order.item) for order in batch]
+        if (memory := batch[0].session) is not None:
+            try:
+                return self.pool.pull(self._memories[memory], staged)
+            except Unreachable:
+                return None, lambda: [None] * len(batch)
+        if batch[0].into_pool:
+            done = self.pool.scatter(staged)[1]
+        else:
+            events = map(self._copier.event_of, batch)
+            done = self.pool.gather(staged, [event for event in events if event is not None])
+        return done, lambda: [0] * len(batch)
+
+    def _staged(self, item: Staged) -> Staged:
+        block_ids, state_slot = item.table
+        num_tokens = item.piece.token_start + item.piece.token_count
+        return replace(item, table=self._table(tuple(block_ids), num_tokens, state_slot))
+
+    def close(self) -> None:
+        self.pool.close()
+        for memory in self._memories.values():
+            memory.close()
 
 
-def _report(channel: Channel, pool: Pool, under_way: deque[tuple[Event, Outcome]]) -> None:
-    """Tells rank 0 which copies are over."""
-    while under_way and ((event := under_way[0][0]) is None or pool.passed(event)):
-        rests = under_way.popleft()[1]()
-        channel.send(Copied(len(rests), {place: rest for place, rest in enumerate(rests) if rest != 0}))
+class _Cells:
+    """Copies between the cache and the places of a tier."""
+
+    def __init__(self, store: CellStore) -> None:
+        self._store = store
+        self._orders: deque[CopyCell] = deque()
+        self._under_way = 0
+        store.expect(0)
+
+    @property
+    def looks(self) -> bool:
+        return bool(self._orders or self._under_way)
+
+    def handle(self, order: CopyCell) -> None:
+        self._store.expect(order.place + 1)
+        self._orders.append(order)
+
+    def turn(self) -> Iterator[Copied]:
+        while batch := self._next():
+            pairs = [(order.cell, order.place) for order in batch]
+            self._store.copy(pairs, is_load=batch[0].into_pool)
+            self._under_way += len(batch)
+        if intact := self._store.ended():
+            self._under_way -= len(intact)
+            yield _copied([0 if right else None for right in intact])
+
+    def _next(self) -> list[CopyCell]:
+        """Takes the next orders, as far as there is room for them and their places have memory."""
+        batch: list[CopyCell] = []
+        store, most = self._store, min(self._store.room, self._store.batch)
+        while self._orders and len(batch) < most:
+            order, ready = self._orders[0], store.ready
+            has_memory = order.place < ready or ready >= store.num_places
+            if not has_memory or (batch and order.into_pool != batch[0].into_pool):
+                break
+            batch.append(self._orders.popleft())
+        return batch
+
+    def close(self) -> None:
+        self._store.close()
 
 
-def _staged(table_of: Callable[[tuple[int, ...], int, int], Any], item: Staged) -> Staged:
-    block_ids, state_slot = item.table
-    num_tokens = item.piece.token_start + item.piece.token_count
-    return replace(item, table=table_of(tuple(block_ids), num_tokens, state_slot))
+def _kind(order: Copy) -> tuple[bool, int | None]:
+    return order.into_pool, order.session
+
+
+def _copied(rests: Sequence[Rest]) -> Copied:
+    return Copied(len(rests), {place: rest for place, rest in enumerate(rests) if rest != 0})

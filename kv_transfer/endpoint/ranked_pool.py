@@ -17,37 +17,33 @@ a layer inside (`Receiver.wait_for_layer`), no rank uses it before rank 0 has se
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from baton.kv_transfer.arena import ArenaEnd
-from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest
+from baton.kv_transfer.endpoint.other_ranks import Line, OtherRanks
 from baton.kv_transfer.layout import Range, Slice, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
-from baton.kv_transfer.wait import wait
 
-SILENCE = 10.0
-"""Seconds without a copy, while some are due, after which a rank counts as hung."""
+LOOK = 0.002
+"""Seconds between two looks for an answer of a rank about memory, of which there are a few at the start."""
 
 
-def open_ranks(kv: PagedKV, end: ArenaEnd, *, exported: bool = False) -> Pool:
-    """The KV cache of all ranks, as rank 0 uses it for one direction. `exported` as in `open_pool`."""
-    rank0 = open_pool(kv, end.arena, exported=exported)
-    if not end.ranks:
-        return rank0
-    return RankedPool(
-        rank0, kv, [Channel(rank, local.Copied | local.Exported | local.Opened) for rank in end.ranks]
-    )
+def open_ranks(kv: PagedKV, arena: Arena, ranks: OtherRanks, line: int, *, exported: bool = False) -> Pool:
+    """The KV cache of all ranks, as rank 0 uses it for one line. `exported` as in `open_pool`."""
+    rank0 = open_pool(kv, arena, exported=exported)
+    return RankedPool(rank0, kv, Line(ranks, line)) if len(ranks) else rank0
 
 
 class _Ready(NamedTuple):
@@ -81,26 +77,26 @@ class _PeerMemory:
 
     rank0: PeerMemory
     number: int
-    channels: Sequence[Channel]
+    line: Line
     opening: dict[int, list[local.Opened | None]]  # `RankedPool._opening`
 
     def close(self) -> None:
         self.rank0.close()
         self.opening.pop(self.number, None)
         with suppress(ChannelClosed):  # the other ranks then close it by themselves
-            for channel in self.channels:
-                channel.send(local.ExportGone(self.number))
+            self.line.tell(local.ExportGone(self.number))
 
 
 class RankedPool:
-    """Implements `Pool` on rank 0, for one direction. Owns the channels to the other ranks.
+    """Implements `Pool` on rank 0, for one line to the other ranks.
 
     Only the thread that gathers or scatters may call `passed`."""
 
-    def __init__(self, rank0: Pool, kv: PagedKV, channels: Sequence[Channel]) -> None:
+    def __init__(self, rank0: Pool, kv: PagedKV, line: Line) -> None:
         self.gather_most = rank0.gather_most
         self._rank0 = rank0
-        self._channels = channels
+        self._line = line
+        self._ranks = kv.ranks
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._layers_ready = kv.layers_ready
@@ -108,12 +104,7 @@ class RankedPool:
         self._heads = [
             [array.heads_of(rank, kv.ranks) for rank in range(kv.ranks)] for array in kv.layout.arrays
         ]
-        self._ordered = [0] * len(channels)
-        self._copied = [0] * len(channels)
-        self._heard = [0.0] * len(channels)  # when a rank last copied, or had nothing to do
-        # Of each rank, by number: orders to read a slice that left a rest, until `outcome` adds it.
-        self._rests: list[dict[int, Rest]] = [{} for _ in channels]
-        self._exports: list[local.Exported | None] = [None] * len(channels)
+        self._exports: list[local.Exported | None] = [None] * len(line.ordered)
         self._memories = 0  # of peers, that were opened
         # By number, what each other rank answered, until all could open the memory or it is closed.
         self._opening: dict[int, list[local.Opened | None]] = {}
@@ -132,19 +123,14 @@ class RankedPool:
         if isinstance(event, _Ready):
             return self._rank0.passed(event.rank0)
         self._receive()
-        now = time.monotonic()
-        for i, heard in enumerate(self._heard):
-            if self._copied[i] < self._ordered[i] and now - heard > SILENCE:
-                raise RuntimeError(f"rank {i + 1} has not copied KV for {SILENCE:g} s")
-        copied = all(done >= count for done, count in zip(self._copied, event.ordered, strict=True))
-        return copied and (event.rank0 is None or self._rank0.passed(event.rank0))
+        return self._line.over(event.ordered) and (event.rank0 is None or self._rank0.passed(event.rank0))
 
     def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
         by_rank = self._by_rank()
         for item, ready in zip(batch, after or [None] * len(batch), strict=True):
-            rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.array)
+            rank = rank_of(self._layout, item.piece.head_start, self._ranks, item.piece.array)
             by_rank[rank].append(_Order(item, ready or _Ready(None, 0)))
-        self._order(by_rank)
+        self._order(by_rank, into_pool=False)
         rank0, events = _of_rank0(by_rank[0]), [order.ready.rank0 for order in by_rank[0]]
         return self._copies(self._rank0.gather(rank0, events if after else ()) if rank0 else None)
 
@@ -153,48 +139,46 @@ class RankedPool:
         for item in batch:
             for rank in self._holders(item.piece):
                 by_rank[rank].append(_Order(item, _Ready(None, 0)))
-        self._order(by_rank)
+        self._order(by_rank, into_pool=True)
         rank0 = _of_rank0(by_rank[0])
         copied, scattered = self._rank0.scatter(rank0) if rank0 else (None, None)
         return self._copies(copied), self._copies(scattered)
 
     def export(self) -> Export:
         found = [self._rank0.export()]
-        for i, channel in enumerate(self._channels):
-            while (exported := self._exports[i]) is None:
-                wait([channel.fileno()], None)
-                self._receive()
+        self._await(lambda: all(self._exports))
+        for rank, exported in enumerate(self._exports, start=1):
+            assert exported is not None, "all have come"
             if exported.export is None:
-                raise Unreachable(f"rank {i + 1}: {exported.why}")
+                raise Unreachable(f"rank {rank}: {exported.why}")
             found.append(exported.export)
         return join(found)
 
     def adopt(self, export: Export) -> None:
         self._rank0.adopt(export)
-        answers = self._ask_to_open(0, export)
-        for i, channel in enumerate(self._channels):
-            while answers[i] is None:
-                wait([channel.fileno()], None)
-                self._receive()
-        self._all_opened(0)
+        self._ask_to_open(0, export)
+        self._await(lambda: self._all_opened(0))
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        """Until the other ranks have answered. Another thread may take an answer from the channel."""
+        self._receive()
+        while not condition():
+            time.sleep(LOOK)
+            self._receive()
 
     def open(self, export: Export, dtype: str) -> _PeerMemory:
         rank0 = self._rank0.open(export, dtype)
         self._memories += 1
         self._ask_to_open(self._memories, export, dtype)
-        return _PeerMemory(rank0, self._memories, self._channels, self._opening)
+        return _PeerMemory(rank0, self._memories, self._line, self._opening)
 
     def opened(self, memory: _PeerMemory) -> bool:
         self._receive()
         return self._all_opened(memory.number)
 
-    def _ask_to_open(self, number: int, export: Export, dtype: str = "") -> Sequence[local.Opened | None]:
-        """Returns the answers of the other ranks, which `_receive` fills in."""
-        answers: list[local.Opened | None] = [None] * len(self._channels)
-        self._opening[number] = answers
-        for channel in self._channels:
-            channel.send(local.ExportIn(number, export, dtype))
-        return answers
+    def _ask_to_open(self, number: int, export: Export, dtype: str = "") -> None:
+        self._opening[number] = [None] * len(self._exports)  # `_receive` fills in the answers
+        self._line.tell(local.ExportIn(number, export, dtype))
 
     def _all_opened(self, number: int) -> bool:
         """Raises Unreachable if a rank could not open the memory."""
@@ -207,7 +191,7 @@ class RankedPool:
         return all(answers)
 
     def pull(self, memory: _PeerMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        by_rank, ordered = self._by_rank(), (0, *self._ordered)
+        by_rank, ordered = self._by_rank(), (0, *self._line.ordered)
         readers: list[list[tuple[int, int]]] = []  # of each slice: ranks, and the numbers of their orders
         for item in batch:
             readers.append([])
@@ -216,10 +200,10 @@ class RankedPool:
                 readers[-1].append((rank, ordered[rank] + len(by_rank[rank])))
         rank0 = _of_rank0(by_rank[0])
         pulled, rank0_outcome = self._rank0.pull(memory.rank0, rank0) if rank0 else (None, list)
-        self._order(by_rank, memory.number)
+        self._order(by_rank, into_pool=True, memory=memory.number)
 
         def outcome() -> list[Rest]:
-            rests = [dict(enumerate(rank0_outcome(), 1)), *self._rests]
+            rests = [dict(enumerate(rank0_outcome(), 1)), *self._line.rests]
             return [
                 _joined({(self._heads[x.piece.array][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
                 for x, read_by in zip(batch, readers, strict=True)
@@ -228,8 +212,6 @@ class RankedPool:
         return self._copies(pulled), outcome
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.sock.close()
         self._rank0.close()
 
     def _holders(self, piece: Slice) -> list[int]:
@@ -239,43 +221,35 @@ class RankedPool:
         return [rank for rank, (first, last) in enumerate(heads) if first < stop and start < last]
 
     def _by_rank(self) -> list[list[_Order]]:
-        return [[] for _ in range(1 + len(self._channels))]
+        return [[] for _ in range(self._ranks)]
 
     def _receive(self) -> None:
         """Takes what the other ranks report."""
-        for i, channel in enumerate(self._channels):
-            channel.flush()
-            while messages := channel.receive():
-                self._heard[i] = time.monotonic()
-                for message in messages:
-                    match message:
-                        case local.Copied(count, rests):
-                            first = self._copied[i] + 1
-                            self._rests[i].update({first + place: rest for place, rest in rests.items()})
-                            self._copied[i] += count
-                        case local.Exported():
-                            self._exports[i] = message
-                        case local.Opened(number) if number in self._opening:
-                            self._opening[number][i] = message
+        for rank, answer in self._line.receive():
+            match answer:
+                case local.Exported():
+                    self._exports[rank] = answer
+                case local.Opened(number) if number in self._opening:
+                    self._opening[number][rank] = answer
 
-    def _order(self, by_rank: Sequence[Sequence[_Order]], memory: int | None = None) -> None:
+    def _order(
+        self, by_rank: Sequence[Sequence[_Order]], *, into_pool: bool, memory: int | None = None
+    ) -> None:
         """`memory`: slots are there, and not in the arena."""
-        for i, batch in enumerate(by_rank[1:]):
-            if self._copied[i] == self._ordered[i]:
-                self._heard[i] = time.monotonic()
-            self._ordered[i] += len(batch)
-            self._channels[i].send(*(self._copy(*order, memory) for order in batch))
+        for rank, batch in enumerate(by_rank[1:]):
+            if batch:
+                self._line.order(rank, [self._copy(*order, memory, into_pool=into_pool) for order in batch])
 
-    def _copy(self, item: Staged, ready: _Ready, memory: int | None) -> local.Copy:
+    def _copy(self, item: Staged, ready: _Ready, memory: int | None, *, into_pool: bool) -> local.Copy:
         piece, size = item.piece, self._block_size
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
         table = blocks, item.table.state_slot
         item = replace(item, piece=replace(piece, token_start=start), table=table)
-        return local.Copy(item, ready.layers_ready, memory)
+        return local.Copy(item, into_pool, ready.layers_ready, memory)
 
     def _copies(self, rank0: Event | None) -> _Copies:
-        return _Copies(rank0, tuple(self._ordered))
+        return _Copies(rank0, tuple(self._line.ordered))
 
 
 def _joined(read: Collection[tuple[Range, Rest]]) -> Rest:

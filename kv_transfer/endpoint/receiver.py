@@ -23,6 +23,7 @@ from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint.injector import Injector
 from baton.kv_transfer.endpoint.live_fetch import LayerPace, LayersThere, LiveFetch
+from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, RECEIVING, OtherRanks
 from baton.kv_transfer.layout import Range
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.trace import TraceWriter
@@ -42,11 +43,14 @@ class Receiver:
     Slices come in arena slots, and are copied into the blocks. Or they wait in memory that the sender
     exports, and are copied from there."""
 
-    def __init__(self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, *, pulls: bool = False) -> None:
-        """`pulls`: slots that peers on this host export are read."""
+    def __init__(
+        self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, *, pulls: bool = False,
+        ranks: OtherRanks = NO_RANKS,
+    ) -> None:  # fmt: skip
+        """`pulls`: slots that peers on this host export are read. `ranks`: as in `Transport`."""
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
-        self._pool = open_ranks(kv, end, exported=pulls)
+        self._pool = open_ranks(kv, end.arena, ranks, RECEIVING, exported=pulls)
         self._layout = kv.layout
         self._trace = trace
         self._channel = Channel(end.channel, local.ToReceiver)

@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, OtherRanks
 from baton.kv_transfer.endpoint.pump import LOOK, Pump
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.kv_transfer.trace import TraceWriter
@@ -32,12 +33,13 @@ class Sender:
     """
 
     def __init__(
-        self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, *, exports: bool = False, adopts: bool = False
-    ) -> None:
-        """`exports` and `adopts` as in `Transport`."""
+        self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, *, exports: bool = False, adopts: bool = False,
+        ranks: OtherRanks = NO_RANKS,
+    ) -> None:  # fmt: skip
+        """`exports` and the next as in `Transport`."""
         self.poll_within: float | None = None
         self.error: Exception | None = None
-        self._pump = Pump(end, kv, trace, self._report, exports=exports, adopts=adopts)
+        self._pump = Pump(end, kv, trace, self._report, exports=exports, adopts=adopts, ranks=ranks)
         self._events: deque[Released | ContentWanted] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # `poll` has something

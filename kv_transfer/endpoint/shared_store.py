@@ -18,9 +18,7 @@ from functools import partial
 from typing import Any
 
 from baton.content import CHUNK_TOKENS
-from baton.kv_transfer.arena import ArenaEnd
-from baton.kv_transfer.device.pool import Pool
-from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.endpoint.other_ranks import STORE, OtherRanks
 from baton.kv_transfer.endpoint.ranked_pool import open_ranks
 from baton.kv_transfer.endpoint.store_offers import Lent, StoreOffers
 from baton.kv_transfer.endpoint.store_orders import StoreOrders
@@ -29,13 +27,6 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.shared_store import READERS, StoreFds, Units
 from baton.kv_transfer.shared_store.chunk_object import label, name_of, part_of
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
-
-
-def copy_for_store(kv: PagedKV, fds: StoreFds) -> RankCopier:
-    """On the ranks from 1 on: does the copies that rank 0 orders for the shared store."""
-    units = Units(kv.layout, kv.ranks)
-    ends = [(socket.socket(fileno=fd), fds.map(units)) for [fd] in (fds.gathers, fds.scatters)]
-    return RankCopier(kv, *(ArenaEnd(channel, arena) for channel, arena in ends))
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +57,7 @@ class SharedStore:
     """
 
     def __init__(
-        self, kv: PagedKV, fds: StoreFds, identity: str, *,
+        self, kv: PagedKV, fds: StoreFds, ranks: OtherRanks, identity: str, *,
         lend: Callable[[bytes, int, int], Lent | None], known: Callable[[bytes, bool], None],
         answered: Callable[[float], None], probed: Callable[[float, float], None],
     ) -> None:  # fmt: skip
@@ -80,18 +71,11 @@ class SharedStore:
         self._block_size = kv.block_size
         self._units = units = Units(kv.layout, kv.ranks)
         self._batch = max(1, units.count // READERS)  # objects that are read by one call
+        pool = open_ranks(kv, fds.map(units), ranks, STORE)
         describes = StoreLayout(identity, kv.layout, kv.ranks)
-        self._orders = orders = StoreOrders(socket.socket(fileno=fds.store), units, describes)
-
-        def pool(ranks: Sequence[int]) -> Pool:
-            sockets = [socket.socket(fileno=fd) for fd in ranks]
-            return open_ranks(kv, ArenaEnd(orders.channel.sock, fds.map(units), sockets))
-
-        gathers = pool(fds.gathers)
-        self._scatters = pool(fds.scatters) if fds.scatters else gathers
-        self._pools = {gathers, self._scatters}
+        self._orders = StoreOrders(socket.socket(fileno=fds.channel), units, pool, describes)
         self._on_known, self._on_answer, self._on_probe = known, answered, probed
-        self.offers = StoreOffers(orders, gathers, lend, lambda name: self._knows(name, True))
+        self.offers = StoreOffers(self._orders, lend, lambda name: self._knows(name, True))
         self._fetches: dict[bytes, _Fetch] = {}
         self._events: list[Injected | FetchFailed | Closed] = []
         self.missed = self.unanswered = 0
@@ -110,7 +94,8 @@ class SharedStore:
         if not self._orders.ready:
             self._events.append(FetchFailed(fetch_id, "busy", owner))
             return
-        table = self._scatters.table(block_ids, (first_chunk + len(chunks)) * CHUNK_TOKENS, state_slot or 0)
+        tokens = (first_chunk + len(chunks)) * CHUNK_TOKENS
+        table = self._orders.pool.table(block_ids, tokens, state_slot or 0)
         fetch = self._fetches[fetch_id] = _Fetch(fetch_id, first_chunk, table, owner)
         names, parts = [label(salt, name) for name in chunks], range(1, len(self._units.objects))
         ends = range(len(chunks), 0, -1) if parts else range(0)
@@ -206,9 +191,7 @@ class SharedStore:
             self.offers.turn(now, busy=busy)
 
     def close(self) -> None:
-        self._orders.channel.sock.close()
-        for pool in self._pools:
-            pool.close()
+        self._orders.close()
 
     def _go_on(self, fetch: _Fetch, stop: int, now: float) -> None:
         while fetch.asked < stop and self._orders.free and not self._orders.channel.full:
@@ -253,9 +236,9 @@ class SharedStore:
                     came(unit)
                     continue
                 chunk, part = fetch.first_chunk + number, part_of(fetch.objects[number])
-                _, event = self._scatters.scatter(self._orders.staged(unit, part, chunk, fetch.table))
+                _, event = self._orders.pool.scatter(self._orders.staged(unit, part, chunk, fetch.table))
                 fetch.copying += 1
-                self._orders.copy(self._scatters, event, partial(copied, unit))
+                self._orders.copy(event, partial(copied, unit))
 
         self._orders.order(answered, [fetch.objects[number] for number in numbers], units, is_urgent=True)
 

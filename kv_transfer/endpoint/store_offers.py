@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS
-from baton.kv_transfer.device.pool import Pool
 from baton.kv_transfer.endpoint.store_orders import StoreOrders
 from baton.kv_transfer.shared_store.chunk_object import name_of, part_of
 
@@ -41,14 +40,12 @@ class StoreOffers:
     def __init__(
         self,
         orders: StoreOrders,
-        gathers: Pool,
         lend: Callable[[bytes, int, int], Lent | None],
         stored: Callable[[bytes], None],
     ) -> None:
         """`lend`: as in `SharedStore`. `stored` gets the labels of objects that the store has."""
         self.written = self.refused = 0
         self._orders = orders
-        self._gathers = gathers
         self._lend = lend
         self._stored = stored
         self._offers: OrderedDict[bytes, int] = OrderedDict()  # label → position in its prompt, in chunks
@@ -120,8 +117,9 @@ class StoreOffers:
         unit = self._orders.free.pop()
         self._writing += 1
         tokens = len(lent.block_ids) and (chunk + 1) * CHUNK_TOKENS
-        table = self._gathers.table(lent.block_ids, tokens, lent.state_slot)
-        event = self._gathers.gather(self._orders.staged(unit, part_of(name), chunk, table, by_rank=True))
+        pool = self._orders.pool
+        table = pool.table(lent.block_ids, tokens, lent.state_slot)
+        event = pool.gather(self._orders.staged(unit, part_of(name), chunk, table, by_rank=True))
 
         def gathered() -> None:
             lent.release()
@@ -137,6 +135,6 @@ class StoreOffers:
                 self.refused += 1
                 self._paused_until = time.monotonic() + PAUSE
 
-        self._orders.copy(self._gathers, event, gathered)
+        self._orders.copy(event, gathered)
         if busy:
             self._next_write = now + (time.monotonic() - now) / SHARE

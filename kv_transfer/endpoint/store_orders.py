@@ -28,20 +28,25 @@ class StoreOrders:
     Attributes:
         session: of the store process that is connected. 0: there is none.
         units: how objects lie in the units.
+        pool: copies between these and the KV cache.
         free: the units that nothing uses.
     """
 
-    def __init__(self, sock: socket.socket, units: Units, describes: StoreLayout) -> None:
+    def __init__(self, sock: socket.socket, units: Units, pool: Pool, describes: StoreLayout) -> None:
         self.channel = Channel(sock, StoreAnswer | StoreOpened)
         self.session = 0
-        self.units = units
+        self.units, self.pool = units, pool
         self.free = list(range(units.count))
         self._describes = describes
         self._tickets = 0
         self._orders: dict[int, tuple[Sequence[int], Answer]] = {}
         # Copies that the device makes: when the event has passed, the function is called.
-        self._copies: deque[tuple[Pool, Event, Callable[[], None]]] = deque()
+        self._copies: deque[tuple[Event, Callable[[], None]]] = deque()
         self.channel.send(describes)
+
+    def close(self) -> None:
+        self.channel.sock.close()
+        self.pool.close()
 
     @property
     def ready(self) -> bool:
@@ -63,9 +68,9 @@ class StoreOrders:
         order = self.session, self._tickets, is_urgent, is_put, tuple(names), tuple(units)
         self.channel.send(StoreOrder(*order))
 
-    def copy(self, pool: Pool, event: Event, then: Callable[[], None]) -> None:
-        """Calls `then` when the event of this pool has passed."""
-        self._copies.append((pool, event, then))
+    def copy(self, event: Event, then: Callable[[], None]) -> None:
+        """Calls `then` when the event of the pool has passed."""
+        self._copies.append((event, then))
 
     def receive(self, probed: Callable[[float, float], None]) -> bool:
         """Takes what has come, and ends the copies that are over. `probed`: as in `SharedStore`. Returns
@@ -83,8 +88,8 @@ class StoreOrders:
                         if (order := self._orders.pop(ticket, None)) is not None:  # else of the one before
                             order[1](done)
         self.channel.flush()
-        while self._copies and self._copies[0][0].passed(self._copies[0][1]):
-            self._copies.popleft()[2]()
+        while self._copies and self.pool.passed(self._copies[0][0]):
+            self._copies.popleft()[1]()
         return is_new
 
     def _reset(self, session: int) -> None:

@@ -4,7 +4,7 @@ Each message names what it hands over. A slot named in `SlicesOut` or `Arrived` 
 then on, until the reader names it in `SlotsFree` (or the transfer process in its `SlotFree`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -225,7 +225,7 @@ class Arrived(Local):
 class ExportIn(Local):
     """Memory that the peer of this session exports: try to read it. Also from rank 0 to the other ranks."""
 
-    session: int  # for other ranks: a number that rank 0 gives
+    session: int  # for other ranks: a number that rank 0 gives. 0: to fill it, instead of memory of their own
     export: Export
     dtype: str = ""  # of the peer's KV; "": not known
 
@@ -269,18 +269,44 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Copy(Local):
-    """Rank 0 → another rank: copy the heads that the rank holds of the slice in this slot."""
+    """Copy the heads that the rank holds of the slice in this slot."""
 
     item: Staged  # its table: the blocks that the slice needs, from position 0 on, and the slot of states
-    layers_ready: int  # gather only when the rank has counted so many layers
+    into_pool: bool
+    layers_ready: int = 0  # copy only when the rank has counted so many layers
     session: int | None = None  # the slot is in memory that was opened under this number
 
 
+class CopyCell(Local):
+    """Copy what the rank holds of a cell to its place in a tier, or back."""
+
+    cell: int
+    place: int
+    into_pool: bool
+
+
 class Copied(Local):
-    """Another rank → rank 0: that many copies are over, in the order of their Copy."""
+    """That many copies are over, in the order of their orders."""
 
     count: int
-    rests: Mapping[int, int | None] = {}  # of slices that were pulled: each that is not 0, as `device.Rest`
+    rests: Mapping[int, int | None] = {}  # of those with wrong bytes: each that is not 0, as `device.Rest`
+
+
+class ToRank(Local):
+    """Rank 0 → another rank."""
+
+    line: int  # as in `endpoint.other_ranks`
+    order: Copy | CopyCell | ExportIn | ExportGone
+
+
+class FromRank(Local):
+    """Another rank → rank 0."""
+
+    line: int
+    report: Copied | Exported | Opened
+
+
+# ---------------------------------------------------------------- engine and store process
 
 
 class StoreOrder(Local):
@@ -318,21 +344,6 @@ class StoreOpened(Local):
     session: int  # 0: it is not connected yet
     waited: float = 0.0  # seconds until the store said what it has, in a probe
     chunk_seconds: float = 0.0  # that reading an object took in it. 0: there was none
-
-
-class CopyCells(Local):
-    """Rank 0 → another rank: copy cells to their places in a store, or back."""
-
-    store: int  # its number
-    is_load: bool
-    pairs: Sequence[tuple[int, int]]  # (cell, place)
-
-
-class CellsCopied(Local):
-    """Another rank → rank 0: these copies are over, in their order. As `CellStore.ended`."""
-
-    store: int
-    intact: Sequence[bool]
 
 
 FromSender = Exported | Offer | SlicesOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled

@@ -213,18 +213,16 @@ class Units(msgspec.Struct, frozen=True, dict=True):
 class StoreFds(msgspec.Struct, frozen=True):
     """What a rank inherits for the shared store."""
 
-    arena: int  # empty memory of `memory_file`, for its units
-    store: int | None  # of rank 0: the channel to the store process
-    gathers: Sequence[int]  # of rank 0: a channel to each other rank; of these: the one to rank 0
-    scatters: Sequence[int]
+    memory: int  # empty memory of `memory_file`, for its units
+    channel: int | None  # of rank 0: to the store process
 
     @property
     def all(self) -> Sequence[int]:
-        return self.arena, *self.gathers, *self.scatters, *(() if self.store is None else (self.store,))
+        return (self.memory,) if self.channel is None else (self.memory, self.channel)
 
     def map(self, units: Units) -> Arena:
-        """A mapping for one direction: a device pins each. All processes give the memory the same size."""
-        return Arena.create(units.count * units.slots, units.slot_bytes, os.dup(self.arena))
+        """All processes give the memory the same size."""
+        return Arena.create(units.count * units.slots, units.slot_bytes, os.dup(self.memory))
 
 
 class StoreStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -95,7 +95,7 @@ class CudaStore(HostStore):
     between that and its place. The kernel adds up the checksums.
 
     Memory is taken from the host and pinned when it is needed, in parts, by a thread. A caller that does not
-    ask for places with `expect` waits for them in `have_all` or in `copy`."""
+    ask for places with `expect` waits for them in `have_all`."""
 
     def __init__(self, cells: CacheCells, num_places: int) -> None:
         self._device = torch.device(cells.kv.device)
@@ -121,6 +121,7 @@ class CudaStore(HostStore):
         words = self._lines.words(self.batch)
         self._spare = [_Batch(Table.of_size(words, self._device), torch.cuda.Event()) for _ in range(BATCHES)]
         self._under_way: deque[_Batch] = deque()
+        self._pin_next()
         # Compiles the kernels: cell 0, there and back.
         for is_load in (False, True):
             self.copy([(0, 0)], is_load=is_load)
@@ -171,8 +172,6 @@ class CudaStore(HostStore):
         return len(self._spare) * self.batch
 
     def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        while any(place >= self.ready for _, place in pairs) and self._pin_next():
-            pass
         with torch.cuda.stream(self._stream):
             for first in range(0, len(pairs), self.batch):
                 self._start_batch(pairs[first : first + self.batch], is_load=is_load)

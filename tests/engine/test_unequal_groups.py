@@ -7,6 +7,7 @@ cases run in which both engines have one rank.
 import itertools
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import KV, Fp8KV, LayerState, parts
+from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
 from baton.prefill_worker.attempt import PrefillAttempt
@@ -137,19 +139,20 @@ class Side:
             max_num_seqs=8, **config,
         )  # fmt: skip
         self._files = RankFiles.create(ranks) if ranks > 1 else None
-        ends = [end.of_ranks(ranks) for end in (self.transfer.sending, self.transfer.receiving)]
+        ends = self.transfer.sending, self.transfer.receiving
+        pairs = [kv.channel_pair() for _ in range(1, ranks)]
         followers: dict[int, Follower] = {}
         started = threading.Barrier(ranks)
 
-        def follow(rank: int, files: RankFiles, *arenas: kv.ArenaEnd) -> None:
+        def follow(rank: int, files: RankFiles, rank0: socket.socket) -> None:
             followers[rank] = follower = Follower(settings, rank, files)
-            copier = RankCopier(paged_kv(follower), *arenas, exports=exports)
+            copier = RankCopier(paged_kv(follower), rank0, *(end.arena for end in ends), exports=exports)
             started.wait(WITHIN)
             follower.run(lambda step: copier.layer_done if step.hands_over else lambda layer: None)
 
         self._threads = [
-            threading.Thread(target=follow, args=(rank, self._files, *arenas))
-            for rank, arenas in enumerate(zip(*(others for _, others in ends), strict=True), start=1)
+            threading.Thread(target=follow, args=(rank, self._files, theirs))
+            for rank, (_, theirs) in enumerate(pairs, start=1)
         ]
         for thread in self._threads:
             thread.start()
@@ -158,7 +161,8 @@ class Side:
         self.sink.engine = self.engine
         started.wait(WITHIN)
         assert layout_of(self.engine) == layout
-        transport = kv.Transport(ends[0][0], ends[1][0], NO_TRACE, exports)
+        self._ranks = OtherRanks([ours for ours, _ in pairs])
+        transport = kv.Transport(*ends, NO_TRACE, exports, ranks=self._ranks)
         self.sender = self.sink.sender = transport.sender(
             paged_kv(self.engine, lambda: self.sink.layers_ready)
         )
@@ -177,6 +181,7 @@ class Side:
     def close(self) -> None:
         self.sender.shutdown()
         self.receiver.shutdown()
+        self._ranks.close()
         self.engine.close()
         for thread in self._threads:
             thread.join(10)

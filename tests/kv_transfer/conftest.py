@@ -78,7 +78,9 @@ class Worker(TransferProcess):
 
     @property
     def transport(self) -> kv.Transport:
-        return kv.Transport(self.ranks.sending, self.ranks.receiving, NO_TRACE, self.exports, self.adopts)
+        return kv.Transport(
+            self.sending, self.receiving, NO_TRACE, self.exports, self.adopts, self.ranks.channels
+        )
 
     @property
     def pool(self) -> list[torch.Tensor]:

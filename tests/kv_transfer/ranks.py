@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from baton.kv_transfer.arena import Arena, ArenaEnd
+from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
+from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.layout import KVLayout, Range
 from tests.layouts import paged
@@ -45,12 +46,15 @@ class Ranks:
             for rank, (cache, scales) in enumerate(zip(self.caches, self.scales, strict=True))
         ]
         self.kv = kv[0]
-        self.sending, out = sending.of_ranks(size)
-        self.receiving, into = receiving.of_ranks(size)
-        self.others = out  # the ends of the ranks from 1 on, for KV that they send
+        self.sending, self.receiving = sending, receiving
+        pairs = [channel_pair() for _ in kv[1:]]
+        self.others = [theirs for _, theirs in pairs]  # the ends of the ranks from 1 on
+        self.channels = OtherRanks([ours for ours, _ in pairs])
         self.copiers = [
-            RankCopier(cache, mapped(sends), mapped(receives), exports=exports, adopts=adopts)
-            for cache, sends, receives in zip(kv[1:], out, into, strict=True)
+            RankCopier(
+                cache, sock, mapped(sending).arena, mapped(receiving).arena, exports=exports, adopts=adopts
+            )
+            for cache, sock in zip(kv[1:], self.others, strict=True)
         ]
 
     def layer_done(self, layer: int) -> None:
@@ -64,8 +68,9 @@ class Ranks:
 
     def close(self) -> None:
         """Ends the threads of the ranks."""
+        self.channels.close()
         for end in (self.sending, self.receiving):
-            end.close_channels()
+            end.channel.close()
 
     def rows(self, layer: int, rows: Sequence[int]) -> torch.Tensor:
         """As the function `rows_of`."""

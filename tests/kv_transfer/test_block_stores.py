@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,13 +16,16 @@ import pytest
 import torch
 
 from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind
-from baton.kv_transfer.arena import channel_pair
+from baton.kv_transfer.arena import Arena, channel_pair
+from baton.kv_transfer.endpoint import other_ranks
+from baton.kv_transfer.endpoint.other_ranks import TIERS, Line, OtherRanks
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.endpoint.ranked_store import RankedStore
 from baton.kv_transfer.layout import FP8
-from baton.kv_transfer.stores import CacheCells, CellStore, cuda_store, disk_store, ranked_store
+from baton.kv_transfer.stores import CacheCells, CellStore, cuda_store, disk_store
 from baton.kv_transfer.stores.cuda_store import CellLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore, open_host_store
-from baton.kv_transfer.stores.ranked_store import OtherRank, RankedStore, serve_stores
 from tests.layouts import kv_layout, paged
 from tests.within import WITHIN
 
@@ -296,10 +300,23 @@ def test_a_rank_pins_what_the_first_rank_orders(kernel_device: str, monkeypatch:
     cuda_on_cpu.use(monkeypatch)
     monkeypatch.setattr(cuda_store, "PINNED_BYTES", 1)
     kv = of_kv("float32", "cpu")
-    store = CudaStore(kv, 5)
+    store, rank0 = CudaStore(kv, 5), CpuStore(of_kv("float32", "cpu"), 5)
     assert store.ready == 1
-    check_copies(kv, store)
+    ranks = other_ranks_of({0: store})
+    check_copies(kv, RankedStore(rank0, Line(ranks, TIERS)))
     assert store.ready == 5
+    ranks.close()
+    for thread in threading.enumerate():
+        if thread.name == "rank copies":
+            thread.join(WITHIN)  # before there is no stand-in for a GPU any more
+
+
+def other_ranks_of(*tiers: dict[int, CellStore]) -> OtherRanks:
+    """The tiers of each other rank, in a thread."""
+    pairs, unused = [channel_pair() for _ in tiers], Arena.create(1, 4096)
+    for stores, (_, theirs) in zip(tiers, pairs, strict=True):
+        RankCopier(of_kv("float32", "cpu").kv, theirs, unused, unused, tiers=stores)
+    return OtherRanks([ours for ours, _ in pairs])
 
 
 def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
@@ -307,10 +324,8 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
 ) -> None:
     kvs = [of_kv("float32", "cpu") for _ in range(3)]
     stores = [open_store(kv, 4) for kv in kvs]
-    pairs = [channel_pair() for _ in kvs[1:]]
-    for store, (_, theirs) in zip(stores[1:], pairs, strict=True):
-        serve_stores({3: CpuStore(of_kv("float32", "cpu"), 1), 7: store}, theirs)
-    ranked = RankedStore(7, stores[0], [OtherRank(ours) for ours, _ in pairs], silence=20)
+    ranks = other_ranks_of(*({3: CpuStore(of_kv("float32", "cpu"), 1), 7: store} for store in stores[1:]))
+    ranked = RankedStore(stores[0], Line(ranks, TIERS + 7))
     before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
     ranked.copy([(3, 0), (5, 2)], is_load=False)
     assert ended(ranked, 2) == [True, True]
@@ -319,6 +334,7 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
     assert ended(ranked, 2) == [True, False]
     for kv, right in zip(kvs, before, strict=True):
         assert all(map(torch.equal, content(kv, 8), right[0]))
+    ranks.close()
     ranked.close()
 
 
@@ -333,18 +349,18 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(ranked_store, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(other_ranks, "time", SimpleNamespace(monotonic=lambda: now))
     for own, other in ((Stalled, CpuStore), (CpuStore, Stalled)):
-        now, (ours, theirs) = 0.0, channel_pair()
-        serve_stores({1: other(of_kv("float32", "cpu"), 2)}, theirs)
-        rank = OtherRank(ours)
-        ranked = RankedStore(1, own(of_kv("float32", "cpu"), 2), [rank], silence=10)
+        now, ranks = 0.0, other_ranks_of({1: other(of_kv("float32", "cpu"), 2)})
+        line = Line(ranks, TIERS + 1)
+        ranked = RankedStore(own(of_kv("float32", "cpu"), 2), line)
         ranked.copy([(3, 0)], is_load=False)
-        while other is CpuStore and not rank.intact[1]:
+        while other is CpuStore and not line.over([1]):
             ranked.ended()
         now = 11.0
         with pytest.raises(RuntimeError, match=r"rank 1 .* 10 s") if other is Stalled else nullcontext():
             assert ranked.ended() == []
+        ranks.close()
         ranked.close()
 
 

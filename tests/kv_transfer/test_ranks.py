@@ -15,13 +15,13 @@ import torch
 
 from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.device.host_pool import HostPool, open_pool
 from baton.kv_transfer.device.pool import Event, Pool, Staged
-from baton.kv_transfer.endpoint import ranked_pool
+from baton.kv_transfer.endpoint.other_ranks import RECEIVING, SENDING, Line, OtherRanks
 from baton.kv_transfer.endpoint.ranked_pool import RankedPool, _PeerMemory, _Table, open_ranks
 from baton.kv_transfer.layout import KVLayout, cut
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
-from baton.kv_transfer.protocol.local_messages import Copied, Copy, Opened
+from baton.kv_transfer.protocol.local_messages import Copied, FromRank, Opened, ToRank
 from tests.layouts import kv_layout, paged
 from tests.stand_in import stand_in
 from tests.within import WITHIN
@@ -51,7 +51,9 @@ class Group(Ranks):
         layers = [torch.randn(2, BLOCKS, 16, 4, 8) for _ in range(2)]
         sends, receives = (mapped(ArenaEnd(channel_pair()[0], arena)) for _ in range(2))
         super().__init__(layers, [], 16, layout_of(4), 2, sends, receives)
-        self.gathers, self.scatters = (open_ranks(self.kv, end) for end in (self.sending, self.receiving))
+        self.line = Line(self.channels, SENDING)
+        self.gathers = RankedPool(open_pool(self.kv, sends.arena), self.kv, self.line)
+        self.scatters = open_ranks(self.kv, receives.arena, self.channels, RECEIVING)
 
     def close(self) -> None:
         self.gathers.close()
@@ -105,7 +107,7 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
                 [piece] = cut(layout_of(4), layer, (0, 20), (2, 4), SLOT)
                 staged = [Staged(piece, 0, there)]
                 until_passed(pool, pool.gather(staged) if is_gather else pool.scatter(staged)[1])
-            assert made == [("MainThread", [3, 5]), ("kv copies", (3, 5))]
+            assert made == [("MainThread", [3, 5]), ("rank copies", (3, 5))]
 
 
 @pytest.mark.parametrize(
@@ -126,16 +128,17 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | Non
         Pool, gather_most=1, pull=lambda memory, batch: (None, lambda: modulo[:1]), passed=lambda event: True
     )
     ends = [channel_pair() for _ in range(3)]
-    pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 4), [Channel(end, Copied) for end, _ in ends])
-    table, memory = _Table(None, [0], 0), _PeerMemory(own, 1, [], {})
+    line = Line(OtherRanks([end for end, _ in ends]), RECEIVING)
+    pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 4), line)
+    table, memory = _Table(None, [0], 0), _PeerMemory(own, 1, line, {})
     [piece] = cut(layout, 0, (0, 3), (0, 2), SLOT)
     event, outcome = pool.pull(memory, [Staged(piece, 0, table, None, 1)])
     assert not pool.passed(event)
     for (_, end), rest in zip(ends, modulo[1:], strict=True):
-        Channel(end, Copy).send(Copied(1, {0: rest} if rest != 0 else {}))
+        Channel(end, ToRank).send(FromRank(RECEIVING, Copied(1, {0: rest} if rest != 0 else {})))
     until_passed(pool, event)
     assert (outcome() == [0]) is right
-    assert not any(pool._rests)
+    assert not any(line.rests)
     for end in itertools.chain(*ends):
         end.close()
 
@@ -146,11 +149,13 @@ def test_an_answer_about_memory_that_was_closed_meanwhile_is_dropped() -> None:
     near, far = channel_pair()
     with near, far:
         layout, layers = layout_of(2), [torch.empty(0)]
-        pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 2), [Channel(near, Opened)])
+        line = Line(OtherRanks([near]), RECEIVING)
+        pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 2), line)
         closed, memory, unreachable = (pool.open(export, "") for _ in range(3))
         closed.close()
         assert not pool.opened(memory)
-        Channel(far, Opened).send(*(Opened(number, number < 3, "why") for number in (1, 2, 3)))
+        answers = (Opened(number, number < 3, "why") for number in (1, 2, 3))
+        Channel(far, ToRank).send(*(FromRank(RECEIVING, answer) for answer in answers))
         assert pool.opened(memory)
         with pytest.raises(Unreachable, match="rank 1: why"):
             pool.opened(unreachable)
@@ -162,8 +167,8 @@ def test_a_rank_reports_all_copies_to_a_rank_0_that_reads_late(
     monkeypatch: pytest.MonkeyPatch, group: Group
 ) -> None:
     """Its reports then have no room in the channel for a while."""
-    monkeypatch.setattr(ranked_pool, "SILENCE", WITHIN)
-    group.others[0].channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is
+    monkeypatch.setattr(group.line, "silence", WITHIN)
+    group.others[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is
     table, done = group.gathers.table([3], 10), None
     [piece] = cut(layout_of(4), 0, (0, 10), (2, 4), SLOT)
     for slot in range(64):
@@ -172,14 +177,14 @@ def test_a_rank_reports_all_copies_to_a_rank_0_that_reads_late(
 
 
 def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
-    monkeypatch.setattr(ranked_pool, "SILENCE", 0.01)
+    monkeypatch.setattr(group.line, "silence", 0.01)
     piece = next(cut(layout_of(4), 0, (0, 10), (2, 4), SLOT))
     group.layer_done_on_rank_0()
     ready = group.gathers.record()
     done = group.gathers.gather([Staged(piece, 0, group.gathers.table([3], 10))], [ready])
     time.sleep(0.02)
-    with pytest.raises(RuntimeError, match="rank 1 has not copied KV"):
+    with pytest.raises(RuntimeError, match="rank 1 has not copied"):
         group.gathers.passed(done)
-    group.others[0].channel.shutdown(2)
+    group.others[0].shutdown(2)
     with pytest.raises(ChannelClosed):
         group.gathers.passed(done)

@@ -16,9 +16,11 @@ import torch
 import baton.kv_transfer as kv
 from baton.content import CHUNK_TOKENS
 from baton.content.cache_kinds import LATENT, STATE, CacheArray
-from baton.kv_transfer.arena import channel_pair, memory_file
+from baton.kv_transfer.arena import Arena, channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.endpoint.shared_store import SharedStore, copy_for_store
+from baton.kv_transfer.endpoint.other_ranks import OtherRanks
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import LATER, Lent
 from baton.kv_transfer.protocol.local_messages import StoreLayout, StoreOrder
 from baton.kv_transfer.shared_store import (
@@ -142,19 +144,18 @@ class Worker:
         self.pinned: list[bytes] = []
         self.known: set[bytes] = set()
         self.lacking: set[bytes] = set()
-        pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in range(2)]
-        to_ranks = [[mine.detach() for mine, _ in some] for some in pairs]
-        fds = StoreFds(self._arena_fd, ours.detach(), *to_ranks)
+        pairs = [channel_pair() for _ in range(ranks - 1)]
+        fds, self.ranks = StoreFds(self._arena_fd, ours.detach()), OtherRanks([mine for mine, _ in pairs])
+        self.units = Units(layout, ranks)
         self.waited: list[float] = []
         self.probed: list[float] = []
         self.store = SharedStore(
-            self._of_rank(0, ranks), fds, "model", lend=self._lend, known=self._knows,
+            self._of_rank(0, ranks), fds, self.ranks, "model", lend=self._lend, known=self._knows,
             answered=self.waited.append, probed=lambda *seconds: self.probed.append(seconds[1]),
         )  # fmt: skip
-        for rank in range(1, ranks):
-            of_rank = [[some[rank - 1][1].detach()] for some in pairs]
-            copy_for_store(self._of_rank(rank, ranks), StoreFds(self._arena_fd, None, *of_rank))
-        self.units = Units(layout, ranks)
+        for rank, (_, theirs) in enumerate(pairs, start=1):
+            unused, units = Arena.create(1, 4096), fds.map(self.units)
+            RankCopier(self._of_rank(rank, ranks), theirs, unused, unused, store=units)
         self._start = StoreStart(
             url=f"mooncake://h:1?max_age={max_age}", name="", title="", parent_pid=0,
             encrypt=encrypt, arena_fd=self._arena_fd, channel_fd=0, logging=None,
@@ -246,6 +247,7 @@ class Worker:
         self.until(lambda: len(self.store._orders.free) == self.units.count, "all units to come back")
         self._end_process()
         self.store.close()
+        self.ranks.close()
         self._theirs.close()
         os.close(self._arena_fd)
 
@@ -497,7 +499,7 @@ def test_a_fetch_that_is_given_up_waits_for_its_own_copies_alone(
 ) -> None:
     _, worker, _ = two
     with monkeypatch.context() as late:
-        late.setattr(worker.store.offers._gathers, "passed", lambda event: False)
+        late.setattr(worker.store._orders.pool, "passed", lambda event: False)
         worker.store.offer(b"", NAMES[0], 0)
         worker.until(lambda: worker.store._orders.copying, "a chunk that is gathered")
         worker.fetch(NAMES[1:3])

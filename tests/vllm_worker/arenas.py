@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import os
-from itertools import chain
+from collections.abc import Sequence
 
 from baton.kv_transfer import ArenaEnd, Arenas
+from baton.worker.service_process.inherited import Ends
 
 
-def make_arenas(ranks: int, num_slots: int, slot_bytes: int) -> tuple[list[Arenas], list[ArenaEnd]]:
+def make_arenas(ranks: int, num_slots: int, slot_bytes: int) -> tuple[list[Arenas], Sequence[ArenaEnd]]:
     """Returns the arenas of each rank, and the ends of the transfer process: to send, and to receive."""
-    directions, transfer = [], []
-    for _ in range(2):
-        engine, theirs = ArenaEnd.pair(num_slots, slot_bytes)
-        first, others = engine.of_ranks(ranks)
-        directions.append([first, *others])
-        transfer.append(theirs)
+    ends = Ends.create(num_slots, slot_bytes, ranks)
+    found = [ends.of_rank(rank, exports=True, adopts=False) for rank in range(ranks)]
     # As in a child: ranks share the descriptor of the memory.
-    inherited = {fd: os.dup(fd) for end in chain(*directions) for fd in end.fds}
-    arenas = []
-    for ends in zip(*directions, strict=True):
-        sends, receives = ([inherited[fd] for fd in end.fds] for end in ends)
-        arenas.append(Arenas(sends, receives, num_slots, slot_bytes, exports=True, adopts=False))
-        for end in ends:
-            end.close_channels()
-    return arenas, transfer
+    inherited = {fd: os.dup(fd) for arenas in found for fd in arenas.fds}
+    ends.close_inherited()
+    return [arenas.with_fds([inherited[fd] for fd in arenas.fds]) for arenas in found], ends.transfer

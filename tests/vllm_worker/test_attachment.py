@@ -65,10 +65,10 @@ def connector(path: str, rank: int, then: Callable[[WorkerLink], None]) -> Any:
 
 
 def answers(link: WorkerLink) -> None:
-    sending, receiving = link.transport.sending, link.transport.receiving
+    sending, receiving = link.arenas.ends()
     sending.arena.slot(1)[:4] = b"sent"
     link.heartbeat.tick()
-    for rank in sending.ranks:
+    for rank in link.arenas.ranks():
         rank.send(b"from rank 0")
     sending.channel.send(b"ready")
     link.channel.sock.setblocking(True)
@@ -76,7 +76,7 @@ def answers(link: WorkerLink) -> None:
     while len(received) < 2:
         received += link.channel.receive()
     assert received == [Close(b"p"), Close(b"q", "finished")]
-    assert link.transport.exports
+    assert link.arenas.exports
     assert receiving.channel.recv(100) == b"to the engine"
     link.channel.send(Injected(b"d", FIRST, STATS), FetchFailed(b"e", "gone"), Released(b"p", "acked"))
 
@@ -110,14 +110,14 @@ def waits(link: WorkerLink) -> None:
 
 
 def first(link: WorkerLink) -> None:
-    [rank] = link.transport.sending.ranks
+    [rank] = link.arenas.ranks()
     assert rank.recv(100) == b"from rank 1"
 
 
 def second(link: WorkerLink) -> None:
-    sending = link.transport.sending
-    assert not sending.ranks
-    sending.channel.send(b"from rank 1")
+    [rank] = link.arenas.ranks()
+    assert not link.arenas.transfer_fds
+    rank.send(b"from rank 1")
 
 
 async def test_each_rank_gets_its_own_arenas(directory: Path) -> None:
@@ -131,7 +131,7 @@ async def test_each_rank_gets_its_own_arenas(directory: Path) -> None:
 
 
 def reads(link: WorkerLink) -> None:
-    sending = link.transport.sending
+    sending, _ = link.arenas.ends()
     assert sending.channel.recv(100) == b"", "the test closes the other end"
     link.channel.sock.setblocking(True)
     received: list[Close] = []
@@ -148,7 +148,7 @@ async def test_messages_wait_while_the_connector_does_not_read(directory: Path) 
     for i in range(MESSAGES):
         worker.link.send(Close(i.to_bytes(16)))
     for end in worker.transfer:
-        end.close_channels()
+        end.channel.close()
     assert await worker.link.receive() == [Released(b"p", "all read")]
     process.join(WITHIN)
     assert process.exitcode == 0

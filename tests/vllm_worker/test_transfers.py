@@ -24,6 +24,7 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
@@ -433,10 +434,9 @@ class TwoRanks(Server):
         ]  # fmt: skip
         self.process = TransferProcess(self.ranks[0], Settings(), name, "model", SECRET)
         transport = self.process.transport
-        sending, [other_sending] = transport.sending.of_ranks(2)
-        receiving, [other_receiving] = transport.receiving.of_ranks(2)
-        self.copier = RankCopier(self.ranks[1], other_sending, other_receiving, exports=True)
-        first = Transport(sending, receiving, transport.trace, exports=True)
+        ends, (ours, theirs) = (transport.sending, transport.receiving), channel_pair()
+        self.copier = RankCopier(self.ranks[1], theirs, *(end.arena for end in ends), exports=True)
+        first = Transport(*ends, transport.trace, exports=True, ranks=OtherRanks([ours]))
         self.transfers = Transfers(
             self.ranks[0], first, self.process.heartbeat, timeout=60, vocabulary=VOCABULARY
         )

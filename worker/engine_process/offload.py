@@ -2,7 +2,6 @@
 says, between two steps."""
 
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,10 +12,11 @@ from baton.engine import Engine, EngineConfig
 from baton.engine.api.config import TierCells
 from baton.engine.core.offload_tier import CellCopy, OffloadTier
 from baton.engine.execution.rank import Follower
+from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, TIERS, Line, OtherRanks
+from baton.kv_transfer.endpoint.ranked_store import RankedStore
 from baton.kv_transfer.stores import CacheCells, CellStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import open_host_store
-from baton.kv_transfer.stores.ranked_store import OtherRank, RankedStore, serve_stores
 from baton.worker.engine_process.paged_kv import paged_kv
 
 log = logging.getLogger(__name__)
@@ -84,11 +84,10 @@ class OffloadPump:
         self._store.close()
 
 
-def offload_pumps(engine: Engine, config: EngineConfig, rank_fds: Sequence[int] = ()) -> list[OffloadPump]:
+def offload_pumps(engine: Engine, config: EngineConfig, ranks: OtherRanks = NO_RANKS) -> list[OffloadPump]:
     """One for each tier of the engine, except for a tier that would need more memory than the host has.
-    `rank_fds`: sockets to the other ranks. Raises `ValueError` if the disk has too little space."""
+    Raises `ValueError` if the disk has too little space."""
     pumps: list[OffloadPump] = []
-    others = [OtherRank(socket.socket(fileno=fd)) for fd in rank_fds]
     for tier in engine.offload:
         kept = CacheCells(paged_kv(engine), tier.of_states)
         try:
@@ -100,21 +99,21 @@ def offload_pumps(engine: Engine, config: EngineConfig, rank_fds: Sequence[int] 
             continue
         except OSError as error:
             raise ValueError(f"--disk-cache-dir: {config.disk_cache_dir}: {error}") from error
-        if others:
-            number = _number(TierCells(tier.tier, tier.of_states))
-            store = RankedStore(number, store, others, SILENCE[tier.tier])
+        if len(ranks):
+            number = TIERS + _number(TierCells(tier.tier, tier.of_states))
+            store = RankedStore(store, Line(ranks, number, SILENCE[tier.tier]))
         pumps.append(OffloadPump(tier, store))
     return pumps
 
 
-def serve_offload(config: EngineConfig, follower: Follower, fd: int) -> None:
-    """Makes the copies of this rank, in a thread. `fd`: a socket to rank 0."""
+def tiers_of_rank(config: EngineConfig, follower: Follower) -> dict[int, CellStore]:
+    """The stores of this rank, by number."""
     stores: dict[int, CellStore] = {}
     for cells, places in follower.offload_places.items():
         kept = CacheCells(paged_kv(follower), cells.of_states)
-        with suppress(MemoryError):  # if rank 0 has the store, its first order ends the thread
+        with suppress(MemoryError):  # if rank 0 has the store, its first order ends the thread of the copies
             stores[_number(cells)] = _open_store(cells.tier, kept, places, config.disk_cache_dir)
-    serve_stores(stores, socket.socket(fileno=fd))
+    return stores
 
 
 def _number(cells: TierCells) -> int:

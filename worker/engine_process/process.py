@@ -29,14 +29,13 @@ def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Se
     gc.freeze()  # what imports made; the collection below would scan it for a tenth of a second
     link = ServiceLink(config.address)
     trace = TraceWriter(config.trace_path, config.name)
-    arenas = config.arenas
-    transport = Transport(*arenas.ends(), trace, arenas.exports, arenas.adopts)
+    transport = Transport.inherited(config.arenas, trace)
     heartbeat = Heartbeat(config.heartbeat_fd)
     context = Context(config, link, heartbeat, transport, trace, AttemptTable(link.send))
     heartbeat.tick()
     try:
         engine, roles = build(context)
-        pumps: list[OffloadPump | StoreSource] = [*offload_pumps(engine, config.engine, config.offload_fds)]
+        pumps: list[OffloadPump | StoreSource] = [*offload_pumps(engine, config.engine, transport.ranks)]
         if context.store is not None:
             pumps.append(context.store)
         ready = _ready(engine)
@@ -54,6 +53,7 @@ def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Se
         return EXIT_TRANSFER_GONE
     for pump in pumps:
         pump.close()
+    transport.ranks.close()
     engine.close()
     context.trace.close()
     link.close()

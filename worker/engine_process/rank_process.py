@@ -19,8 +19,8 @@ def run(config: RankProcessConfig) -> int:
     # These import torch.
     from baton.engine.execution.rank import Follower
     from baton.kv_transfer.endpoint.rank_copier import RankCopier
-    from baton.kv_transfer.endpoint.shared_store import copy_for_store
-    from baton.worker.engine_process.offload import serve_offload
+    from baton.kv_transfer.shared_store import Units
+    from baton.worker.engine_process.offload import tiers_of_rank
     from baton.worker.engine_process.paged_kv import paged_kv
 
     assert config.files is not None, "the engine has several ranks"
@@ -30,14 +30,15 @@ def run(config: RankProcessConfig) -> int:
     except ValueError as error:
         config.files.fail(str(error))
         return EXIT_START_FAILED
-    layer_done, kv = _nothing, paged_kv(follower)
+    layer_done, kv, store = _nothing, paged_kv(follower), config.store
     if (arenas := config.arenas) is not None:
-        copier = RankCopier(kv, *arenas.ends(), exports=arenas.exports, adopts=arenas.adopts)
+        [rank0] = arenas.ranks()
+        copier = RankCopier(
+            kv, rank0, *arenas.map(), exports=arenas.exports, adopts=arenas.adopts,
+            store=None if store is None else store.map(Units(kv.layout, kv.ranks)),
+            tiers=tiers_of_rank(config.engine, follower),
+        )  # fmt: skip
         layer_done = copier.layer_done
-    if config.store is not None:
-        copy_for_store(kv, config.store)
-    for fd in config.offload_fds:
-        serve_offload(config.engine, follower, fd)
     gc.collect()
     gc.enable()
     gc.freeze()

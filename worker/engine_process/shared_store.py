@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
+from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
@@ -43,7 +44,9 @@ class StoreSource:
         self.store = open_store(self)
 
     @classmethod
-    def open(cls, engine: Engine, fds: StoreFds, cached_chunks: CachedChunks) -> "StoreSource":
+    def open(
+        cls, engine: Engine, fds: StoreFds, ranks: OtherRanks, cached_chunks: CachedChunks
+    ) -> "StoreSource":
         """Raises `ValueError` without a prefix cache."""
         if engine.store_exchange is None:
             raise ValueError("--kv-store: needs the prefix cache; leave out --no-enable-prefix-caching")
@@ -54,6 +57,7 @@ class StoreSource:
             return SharedStore(
                 kv,
                 fds,
+                ranks,
                 f"{kv.layout.fingerprint} {engine.content_root.hex()}",
                 lend=source.lend,
                 known=cached_chunks.stored,

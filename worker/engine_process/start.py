@@ -43,20 +43,17 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     files: RankFiles | None  # None: the engine has one rank
     logging: dict[str, Any]  # for logging.config.dictConfig
     engine: EngineConfig
-    arenas: Arenas | None  # None: the engine hands over no KV
-    offload_fds: Sequence[int] = ()
-    """For the copies of tiers. Rank 0: to each other rank. Other ranks: to rank 0. Empty: there are none."""
+    arenas: Arenas | None  # None: the engine hands over no KV, and has no tiers
     store: StoreFds | None = None
     """Of the shared store. None: there is none."""
 
     @property
     def fds(self) -> Sequence[int]:
-        arenas, files = self.arenas, self.files
+        arenas, files, store = self.arenas, self.files, self.store
         return (
             *(() if arenas is None else arenas.fds),
             *(() if files is None else files.fds),
-            *self.offload_fds,
-            *(() if self.store is None else self.store.all),
+            *(() if store is None else store.all),
         )
 
 

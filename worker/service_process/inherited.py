@@ -4,55 +4,72 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from baton.kv_transfer import ArenaEnd, channel_pair
+from baton.kv_transfer import ArenaEnd, Arenas, channel_pair
 from baton.kv_transfer.arena import memory_file
 from baton.kv_transfer.shared_store import StoreFds
-from baton.worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaEnds:
-    """The ends of one direction of KV, which the children inherit."""
+class Ends:
+    """What the engine, its ranks and the transfer process share.
 
-    ranks: Sequence[ArenaEnd]
-    transfer: ArenaEnd
+    Attributes:
+        engine, transfer: ends of the arenas to send and to receive.
+        ranks: of the channel between rank 0 and each other rank; rank 0's end first.
+    """
+
+    engine: Sequence[ArenaEnd]
+    transfer: Sequence[ArenaEnd]
+    ranks: Sequence[tuple[socket.socket, socket.socket]]
 
     @classmethod
-    def create(cls, config: WorkerConfig) -> "ArenaEnds":
-        engine, transfer = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
-        engine, others = engine.of_ranks(config.engine.tensor_parallel_size)
-        return cls([engine, *others], transfer)
+    def create(cls, num_slots: int, slot_bytes: int, ranks: int) -> "Ends":
+        engine, transfer = zip(*(ArenaEnd.pair(num_slots, slot_bytes) for _ in range(2)), strict=True)
+        return cls(engine, transfer, [channel_pair() for _ in range(ranks - 1)])
+
+    def of_rank(self, rank: int, *, exports: bool, adopts: bool) -> Arenas:
+        """`exports` and `adopts` as in `Transport`."""
+        arena = self.engine[0].arena
+        socks = [theirs for _, theirs in self.ranks[rank - 1 : rank]] if rank else [x for x, _ in self.ranks]
+        return Arenas(
+            memory_fds=[end.arena.fd for end in self.engine],
+            transfer_fds=[] if rank else [end.channel.fileno() for end in self.engine],
+            rank_fds=[sock.fileno() for sock in socks],
+            num_slots=arena.num_slots,
+            slot_bytes=arena.slot_bytes,
+            exports=exports,
+            adopts=adopts,
+        )
+
+    def close_inherited(self) -> None:
+        """Closes what the ranks have inherited."""
+        for sock in (*(end.channel for end in self.engine), *(end for pair in self.ranks for end in pair)):
+            sock.close()
 
     def close(self) -> None:
-        for end in (*self.ranks, self.transfer):
-            end.close_channels()
-        self.transfer.arena.close()
+        self.close_inherited()
+        for end in self.transfer:
+            end.channel.close()
+            end.arena.close()
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEnds:
-    """Of the shared store: memory for its units, and channels of the ranks and of the store process."""
+    """Of the shared store: memory for its units, and the channel between the engine and the store process."""
 
-    ranks: Sequence[StoreFds]
+    memory: int
+    engine: socket.socket
     store: socket.socket
-    inherited: Sequence[socket.socket]  # by the ranks
 
     @classmethod
-    def create(cls, ranks: int) -> "StoreEnds":
-        arena, (engine, store) = memory_file(), channel_pair()
-        pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in ("gathers", "scatters")]
-        ours, theirs = ([[pair[end].fileno() for pair in some] for some in pairs] for end in (0, 1))
-        others = [StoreFds(arena, None, [gather], [scatter]) for gather, scatter in zip(*theirs, strict=True)]
-        first = StoreFds(arena, engine.fileno(), *ours)
-        return cls([first, *others], store, [engine, *chain(*chain(*pairs))])
+    def create(cls) -> "StoreEnds":
+        return cls(memory_file(), *channel_pair())
 
-    def close_inherited(self) -> None:
-        for end in self.inherited:
-            end.close()
+    def of_rank(self, rank: int) -> StoreFds:
+        return StoreFds(self.memory, None if rank else self.engine.fileno())
 
     def close(self) -> None:
-        self.close_inherited()
+        self.engine.close()
         self.store.close()
-        os.close(self.ranks[0].arena)
+        os.close(self.memory)

@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from baton.worker.engine_process.start import (
 from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, FromEngine
 from baton.worker.processes import START_SILENCE, ChildProcess, EngineError, StartError, TreeError, Watchdog
-from baton.worker.service_process.inherited import ArenaEnds, StoreEnds
+from baton.worker.service_process.inherited import Ends, StoreEnds
 from baton.worker.service_process.transfer_link import TransferLink
 
 log = logging.getLogger(__name__)
@@ -80,17 +79,14 @@ class WorkerTree:
         self._ranks: list[ChildProcess] = []  # from rank 1 on
         self._transfer: ChildProcess | None = None
         self._store: ChildProcess | None = None
-        self._store_ends = StoreEnds.create(config.ranks) if config.kv_store else None
+        self._store_ends = StoreEnds.create() if config.kv_store else None
         if config.trace_dir is not None:
             make_directory("--trace-dir", Path(config.trace_dir))
         self.engine_link = EngineLink(config.run_dir)
         self.heartbeat = Heartbeat.create()
         ranks = config.ranks
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
-        self._sending = ArenaEnds.create(config)
-        self._receiving = ArenaEnds.create(config)
-        # Of each other rank, if there are tiers below the device; rank 0's end first.
-        self._offload_ends = [channel_pair() for _ in range(ranks - 1) if config.engine.offload_sizes]
+        self._ends = Ends.create(config.kv_slots, config.kv_slot_bytes, config.engine.tensor_parallel_size)
         service_end, self._transfer_service_end = channel_pair()
         self.transfer_link = TransferLink(service_end)
 
@@ -110,7 +106,9 @@ class WorkerTree:
             heartbeat_fd=self.heartbeat.fd,
             trace_path=config.trace_path("engine"),
             engine_args=config.engine_args or (),
-            rank_arenas=[self._arenas(rank) for rank in range(config.ranks, len(self._sending.ranks))],
+            rank_arenas=[
+                self._arenas(rank) for rank in range(config.ranks, config.engine.tensor_parallel_size)
+            ],
         )
         for rank in range(1, config.ranks):
             of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank))
@@ -119,11 +117,9 @@ class WorkerTree:
             self.watch(self._watch_exit(self._ranks[-1]))
         popen = spawn(config.engine_module, msgspec.json.encode(start), pass_fds=start.fds)
         self._engine = ChildProcess(start.name, popen)
-        for end in (*self._sending.ranks, *self._receiving.ranks):
-            end.close_channels()
-        self._close_offload_ends()
+        self._ends.close_inherited()
         if self._store_ends is not None:
-            self._store_ends.close_inherited()
+            self._store_ends.engine.close()
             self.watch(self._keep_store(self._store_ends))
         dog = Watchdog(start.name, lambda: self.heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
@@ -145,8 +141,6 @@ class WorkerTree:
     def _rank_config(self, process: str, rank: int) -> dict[str, Any]:
         """The fields of `RankProcessConfig`."""
         config = self._config
-        ends = self._offload_ends
-        offload = [ours for ours, _ in ends] if rank == 0 else [theirs for _, theirs in ends[rank - 1 : rank]]
         return {
             "name": f"{config.name} {process}",
             "title": config.title,
@@ -156,23 +150,11 @@ class WorkerTree:
             "logging": config.logging(self._incarnation, process),
             "engine": self._engine_config,
             "arenas": self._arenas(rank),
-            "offload_fds": [end.fileno() for end in offload],
-            "store": None if self._store_ends is None else self._store_ends.ranks[rank],
+            "store": None if self._store_ends is None else self._store_ends.of_rank(rank),
         }
 
     def _arenas(self, rank: int) -> Arenas:
-        return Arenas(
-            self._sending.ranks[rank].fds,
-            self._receiving.ranks[rank].fds,
-            self._config.kv_slots,
-            self._config.kv_slot_bytes,
-            self._exported,
-            self._adopted,
-        )
-
-    def _close_offload_ends(self) -> None:
-        for end in chain(*self._offload_ends):
-            end.close()
+        return self._ends.of_rank(rank, exports=self._exported, adopts=self._adopted)
 
     async def start_transfer(self, engine: EngineReady) -> str:
         """Starts the transfer process. Returns the address of the KV lanes."""
@@ -184,8 +166,8 @@ class WorkerTree:
             raise StartError(f"--kv-slot-bytes: {error}") from error
         popen = spawn_transfer(
             start,
-            sending=self._sending.transfer,
-            receiving=self._receiving.transfer,
+            sending=self._ends.transfer[0],
+            receiving=self._ends.transfer[1],
             heartbeat=self.heartbeat,
             service=self._transfer_service_end,
             secret=config.secret,
@@ -229,7 +211,7 @@ class WorkerTree:
             title=config.title,
             parent_pid=os.getpid(),
             encrypt=config.kv_encrypt,
-            arena_fd=ends.ranks[0].arena,
+            arena_fd=ends.memory,
             channel_fd=ends.store.fileno(),
             logging=config.logging(self._incarnation, "store"),
         )
@@ -338,9 +320,7 @@ class WorkerTree:
         self.engine_link.close()
         self.transfer_link.close()
         self._transfer_service_end.close()
-        self._sending.close()
-        self._receiving.close()
-        self._close_offload_ends()
+        self._ends.close()
         if self._store_ends is not None:
             self._store_ends.close()
         self.heartbeat.close()

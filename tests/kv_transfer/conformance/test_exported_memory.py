@@ -124,7 +124,7 @@ def of_other_ranks(patch: pytest.MonkeyPatch, name: str, other: Any, times: int 
     method, calls = getattr(POOL, name), islice(count(), times)
 
     def patched(self: Any, *args: Any) -> Any:
-        if threading.current_thread().name == "kv copies" and next(calls, None) is not None:
+        if threading.current_thread().name == "rank copies" and next(calls, None) is not None:
             return other(method, self, *args)
         return method(self, *args)
 

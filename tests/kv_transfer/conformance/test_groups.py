@@ -117,7 +117,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     def behind_gate(copy: Any) -> Any:
         def gated(pool: Any, *args: Any) -> Any:
-            if threading.current_thread().name == "kv copies":
+            if threading.current_thread().name == "rank copies":
                 gate.reached = True
                 assert gate.wait(WITHIN)
             return copy(pool, *args)

@@ -1,0 +1,54 @@
+"""The copies of a tier when an engine has several ranks.
+
+    rank 0: `RankedStore` ── CopyCell(cell, place) ─▶ other ranks: `rank_copier`
+                          ◀─ Copied(count, wrong) ──  each between its cache and its own memory
+
+Each rank keeps its heads of a cell. A cell is intact if it is intact on all ranks.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from baton.kv_transfer.endpoint.other_ranks import Line
+from baton.kv_transfer.protocol.local_messages import CopyCell
+from baton.kv_transfer.stores import CellStore, Pair
+
+
+class RankedStore(CellStore):
+    """A store of rank 0, and those of the other ranks on the same line."""
+
+    def __init__(self, rank0: CellStore, line: Line) -> None:
+        self.batch = rank0.batch
+        self.num_places, self.ready = rank0.num_places, rank0.ready
+        self._rank0 = rank0
+        self._line = line
+        self._intact = deque[bool]()  # copies here that are over and not reported
+        self._ended = 0  # copies that are over on all ranks, since the start
+
+    def expect(self, places: int) -> None:
+        self._rank0.expect(places)
+        self.num_places, self.ready = self._rank0.num_places, self._rank0.ready
+
+    @property
+    def room(self) -> int:
+        """As here: the other ranks begin a copy when they have room for it."""
+        return self._rank0.room
+
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        self._rank0.copy(pairs, is_load=is_load)
+        for rank in range(len(self._line.ordered)):
+            self._line.order(rank, [CopyCell(cell, place, is_load) for cell, place in pairs])
+
+    def ended(self) -> list[bool]:
+        """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if one hangs."""
+        line, found = self._line, list[bool]()
+        line.receive()
+        self._intact += self._rank0.ended()
+        while line.over([self._ended + 1] * len(line.ordered)) and self._intact:
+            self._ended += 1
+            rests = [of_rank.pop(self._ended, 0) for of_rank in line.rests]
+            found.append(self._intact.popleft() and all(rest == 0 for rest in rests))
+        return found
+
+    def close(self) -> None:
+        self._rank0.close()
