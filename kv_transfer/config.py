@@ -1,7 +1,5 @@
 """What a transfer process is told at its start."""
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,23 +37,6 @@ def _movers() -> int:
     return min(8, cores // 2) if cores >= 8 else 0
 
 
-NIXL_WHEELS = ("nixl_cu13", "nixl_cu12")  # the package `nixl` would import torch to choose one of them
-
-
-def nixl_installed() -> bool:
-    return any(find_spec(name) for name in NIXL_WHEELS)
-
-
-def nics_read_gpus() -> bool:
-    """RDMA devices here can read memory of GPUs: with nvidia_peermem, or by dma-buf, which NVIDIA's open
-    kernel modules have."""
-    driver = Path("/proc/driver/nvidia/version")
-    is_open = driver.exists() and "Open Kernel Module" in driver.read_text()
-    return any(Path("/sys/class/infiniband").glob("*")) and (
-        is_open or Path("/sys/module/nvidia_peermem").exists()
-    )
-
-
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a transfer process."""
 
@@ -77,8 +58,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 4096  # FETCHes for prefill ids not yet seen
     movers: int = msgspec.field(default_factory=_movers)  # 0: the transfer process does it
     encrypt: bool = False  # lanes; each peer must do the same
-    nixl: bool = False  # KV is read with NIXL where a test read succeeds, on both sides of sessions
-    nixl_device: str | None = None  # with slots of its own for NIXL: "cuda:0" or "cpu"; None: the arenas
+    reader: str = ""  # of `memory_reader.READERS`: reads memory of peers where a test read succeeds. "": none
+    reader_device: str | None = None  # with slots of its own for it: "cuda:0" or "cpu"; None: the arenas
     exported_slot_bytes: int = EXPORTED_SLOT_BYTES  # the least size of these on a GPU
     deadlines: TransferDeadlines = TransferDeadlines()
     trace_path: str | None = None

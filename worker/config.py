@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from baton.kv_transfer import shared_store
-from baton.kv_transfer.config import TransferDeadlines, nics_read_gpus, nixl_installed
+from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.heartbeat import MAX_STEP_IDS
+from baton.kv_transfer.memory_reader import ReaderKind, reader_kind
 from baton.machine import logs
 from baton.machine.system import family
 
@@ -138,8 +139,8 @@ class WorkerConfig:
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
                 "lanes and four in all, at most 65536)"
             )
-        if self.kv_connector == "nixl":
-            self._check_nixl()
+        if (reader := self.reader) is not None:
+            reader.check(encrypt=self.kv_encrypt)
         if self.kv_store is not None:
             shared_store.check(self.kv_store)
             if self.engine_args is not None:
@@ -153,20 +154,14 @@ class WorkerConfig:
             )
         self.kv_address()  # a wrong --kv-host must fail before the weights are loaded
 
-    def nixl_device(self) -> str | None:
-        """As in `TransferConfig`."""
-        kind, _, number = self.engine.device.partition(":")
-        is_gpu = self.kv_connector == "nixl" and kind == "cuda" and nics_read_gpus()
-        return f"cuda:{number or 0}" if is_gpu else None
+    @property
+    def reader(self) -> ReaderKind | None:
+        """What reads memory of peers in the transfer process. None: nothing does."""
+        return reader_kind(self.kv_connector)
 
-    def _check_nixl(self) -> None:
-        if self.kv_encrypt:
-            raise ValueError("--kv-encrypt: NIXL does not encrypt; use another --kv-connector")
-        if not nixl_installed():
-            raise ValueError(
-                "--kv-connector: NIXL is not installed; run `pip install -e '.[nixl]'` in Baton's source "
-                "directory"
-            )
+    def reader_device(self) -> str | None:
+        """As in `TransferConfig`."""
+        return None if self.reader is None else self.reader.device_of(self.engine.device)
 
     @property
     def name(self) -> str:

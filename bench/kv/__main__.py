@@ -31,7 +31,7 @@ from baton.bench.contract import Report, Row, interleaved, parser
 from baton.bench.kv import exported
 from baton.bench.kv.pair import BLOCK, Pair, Settings
 from baton.bench.kv.raw_sockets import MIB, RawPair
-from baton.kv_transfer.config import nixl_installed
+from baton.kv_transfer import nixl
 
 PARTS = ("tcp", "encrypted", "nixl", "exported")
 SIZES = (64, 256)  # MiB
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="size of an arena slot: the largest frame")
     p.add_argument("--only", choices=PARTS, help="one kind of transport")
     args = p.parse_args(arguments)
-    if args.only == "nixl" and not nixl_installed():
+    if args.only == "nixl" and not nixl.installed():
         p.error("--only nixl: NIXL is not installed. Install the extra `nixl`.")
     torch.set_num_threads(1)
     pairs = 7 if args.short else 15
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "encrypted" in parts:
         name = f"kv.tcp.lanes{settings.lanes}.%dMiB.encrypted"
         bench.beside_lanes(name, settings, replace(settings, encrypt=True), 0.5)
-    if "nixl" in parts and nixl_installed():
+    if "nixl" in parts and nixl.installed():
         bench.beside_lanes("kv.nixl.%dMiB", settings, replace(settings, transport="nixl"), None)
     for variant, of_variant in exported.variants(args.device).items():
         if "exported" in parts:
             bench.without_sockets(variant, of_variant)
-        if "nixl" in parts and nixl_installed() and args.device == "cuda":
+        if "nixl" in parts and nixl.installed() and args.device == "cuda":
             bench.without_sockets(variant, replace(of_variant, transport="nixl_cuda"))
     return bench.report.finish()
 

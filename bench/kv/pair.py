@@ -66,7 +66,8 @@ class Side:
             name=f"{role} 0", incarnation=_INCARNATIONS[role],
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
-            nixl=settings.transport in ("nixl", "nixl_cuda"), nixl_device=device if nixl_on_gpus else None,
+            reader="nixl" if settings.transport in ("nixl", "nixl_cuda") else "",
+            reader_device=device if nixl_on_gpus else None,
         )  # fmt: skip
         self.process = kv.spawn_transfer(
             config,

@@ -1,7 +1,7 @@
 """The engine process's half of KV transfer: what is copied, when, and by which rank.
 
 A `Sender` reads KV of the engine's cache, and a `Receiver` writes KV to it. All their methods are for the
-engine thread, and none blocks. The transfer process moves the bytes over TCP lanes, or with NIXL.
+engine thread, and none blocks. The transfer process moves the bytes.
 """
 
 from dataclasses import dataclass

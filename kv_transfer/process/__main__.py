@@ -27,11 +27,11 @@ from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
+from baton.kv_transfer.memory_reader import reader_kind
 from baton.kv_transfer.process import movers
 from baton.kv_transfer.process.decode_side import DecodeSide, ReceivingSession
 from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.process.nixl_memory import NixlMemory, listen_on
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
@@ -46,7 +46,7 @@ log = logging.getLogger("baton.kv")
 
 _TICK = 0.25  # seconds between looks at the clock while anything is open
 _IDLE_TICK = 1.0
-_LOOK = 0.00005  # between looks at reads with NIXL
+_LOOK = 0.00005  # between looks at reads of a `MemoryReader`
 
 
 class TransferProcess:
@@ -68,20 +68,18 @@ class TransferProcess:
         inherited = [sending.channel, receiving.channel, service]
         self._movers = movers.fork(config, sending.arena, slots, inherited)
         self._loop = Loop(self._flush)
-        nixl = None
-        if config.nixl:
-            listen_on(config.host)
-            nixl = NixlMemory(
-                secret, config.incarnation, sending.arena, receiving.arena, device=config.nixl_device,
-                slot_bytes=config.exported_slot_bytes, wake=self._loop.interrupt,
-            )  # fmt: skip
+        kind, reader = reader_kind(config.reader), None
+        if kind is not None:
+            reader = kind.open(config, secret, sending.arena, receiving.arena, self._loop.interrupt)
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._to_sender = Channel(sending.channel, FromSender, self._blocked)
         self._to_receiver = Channel(receiving.channel, FromReceiver, self._blocked)
-        self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters, nixl, self._trace)
+        self._prefill = PrefillSide(
+            config, sending.arena, self._to_sender, self._counters, reader, self._trace
+        )
         self._decode = DecodeSide(
-            config, slots, self._to_receiver, self._counters, self._connect, nixl, self._trace
+            config, slots, self._to_receiver, self._counters, self._connect, reader, self._trace
         )
         make_sessions: dict[Side, MakeSession] = {
             "sender": partial(SendingSession, self._prefill),
@@ -148,7 +146,7 @@ class TransferProcess:
                 mover.channel.flush()
                 self._watch_mover(mover)
         look = self._decode.exports.take_reads()
-        if look == 0.0:  # NIXL has no descriptor that tells when a read is over
+        if look == 0.0:
             time.sleep(_LOOK)
         now = time.monotonic()
         if spins(self._prefill.table.commit_due, now) or spins(self._decode.fetches.commit_due, now):

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.memory_reader import MemoryReader
 from baton.kv_transfer.process.arrivals import Arrivals
 from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.movers import FarLane
-from baton.kv_transfer.process.nixl_memory import NixlMemory
 from baton.kv_transfer.process.peer_exports import PeerExports
 from baton.kv_transfer.process.peers import Connect, Peers
 from baton.kv_transfer.process.stats import TransferCounters
@@ -30,7 +30,7 @@ class DecodeSide:
         channel: Channel,
         counters: TransferCounters,
         connect: Connect,
-        nixl: NixlMemory | None = None,
+        reader: MemoryReader | None = None,
         trace: TraceWriter = NO_TRACE,
     ) -> None:
         """`connect` makes sessions for this side."""
@@ -39,7 +39,7 @@ class DecodeSide:
         self._counters = counters
         self._peers = Peers(config, connect)
         self.arrivals = Arrivals(config, pipe, channel, counters, self._peers)
-        self.exports = PeerExports(self.arrivals, channel, nixl, trace)
+        self.exports = PeerExports(self.arrivals, channel, reader, trace)
         self._slots, self.fetches = self.arrivals.slots, self.arrivals.fetches
 
     @property

@@ -1,7 +1,7 @@
 """Memory that peers export, by session, and the slices that are read there: for `DecodeSide`.
 
-The engine reads the memory, or NIXL does. NIXL may read into slots with marks, which the engine verifies
-(`nixl_slots`). The engine opens them once, as `RING`.
+The engine reads the memory, or a `MemoryReader` does. This may read into slots with marks, which the engine
+verifies. The engine opens them once, as `RING`.
 
 EXPORT ─▶ the memory is opened ─▶ REACH(true) ─▶ SLICES ─▶ the session ends ─▶ it is closed
 
@@ -9,8 +9,8 @@ A slice uses a credit and a slot, as a frame does. It is read, and then the peer
 the moment when `Arrivals` hands the slice over to the engine:
 
 - the engine reads the memory: at once, and the slot stays empty
-- NIXL reads into arena slots, and verifies: when the slice is verified, as a frame
-- NIXL reads into slots with marks: when it is read, and the engine verifies it there
+- a reader reads into arena slots, and verifies: when the slice is verified, as a frame
+- a reader reads into slots with marks: when it is read, and the engine verifies it there
 """
 
 import time
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import MAX_SLOT_BYTES, PAGE
+from baton.kv_transfer.memory_reader import MemoryReader, SliceToRead
 from baton.kv_transfer.peer_memory import count_slots
 from baton.kv_transfer.process.arrivals import Arrivals
-from baton.kv_transfer.process.nixl_memory import NixlMemory, SliceToRead
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header
 from baton.kv_transfer.protocol.local_messages import Arrived, ExportGone, ExportIn
@@ -37,7 +37,7 @@ class _Memory:
     session: Session
     export: Export
     slots: int  # of all ranks
-    nixl: NixlMemory | None  # None: the engine reads it
+    reader: MemoryReader | None  # None: the engine reads it
     reached: bool = False  # slices there are read
 
 
@@ -56,20 +56,20 @@ class _Pull:
 
 class PeerExports:
     def __init__(
-        self, arrivals: Arrivals, channel: Channel, nixl: NixlMemory | None, trace: TraceWriter = NO_TRACE
+        self, arrivals: Arrivals, channel: Channel, reader: MemoryReader | None, trace: TraceWriter = NO_TRACE
     ) -> None:
         """`channel`: to the engine."""
         self._trace = trace
         self._arrivals = arrivals
         self._channel = channel
-        self._nixl = nixl
+        self._reader = reader
         self._memories: dict[int, _Memory] = {}  # by session
         self._pulls: dict[int, _Pull] = {}  # by the slot of ours that is set aside
         self._ring_opened: bool | None = None  # None: the engine has not answered
         self._why_no_ring = ""
-        self._wait_for_ring: list[int] = []  # sessions of which NIXL has read the token
-        if nixl and nixl.for_receiver:
-            channel.post(ExportIn(RING, nixl.for_receiver))
+        self._wait_for_ring: list[int] = []  # sessions of which the reader has read the token
+        if reader and reader.for_receiver:
+            channel.post(ExportIn(RING, reader.for_receiver))
 
     # ------------------------------------------------------------ memory
 
@@ -80,18 +80,18 @@ class PeerExports:
             raise ProtocolError("order", "a second EXPORT")
         if export.slot_bytes % PAGE or not PAGE <= export.slot_bytes <= MAX_SLOT_BYTES:
             raise ProtocolError("length", f"EXPORT of slots of {export.slot_bytes} bytes")
-        nixl = self._nixl if self._nixl and export.kind == self._nixl.export.kind else None
-        self._memories[number] = _Memory(session, export, count_slots(export), nixl)
+        reader = self._reader if self._reader and export.kind == self._reader.export.kind else None
+        self._memories[number] = _Memory(session, export, count_slots(export), reader)
         assert session.peer is not None
-        if nixl is None:
+        if reader is None:
             self._channel.post(ExportIn(number, export, session.peer.kv_dtype))
-        elif why := nixl.open(number, session.peer.incarnation, export):
+        elif why := reader.open(number, session.peer.incarnation, export):
             self.opened(number, False, why)
 
     def _token_read(self, number: int, why: str) -> None:
-        """By NIXL, or why not."""
-        assert self._nixl is not None
-        if why or not self._nixl.for_receiver:
+        """By the reader, or why not."""
+        assert self._reader is not None
+        if why or not self._reader.for_receiver:
             self.opened(number, not why, why)
         elif self._ring_opened is None:
             self._wait_for_ring.append(number)
@@ -113,8 +113,8 @@ class PeerExports:
     def close(self, number: int) -> None:
         """The session has ended."""
         if memory := self._memories.pop(number, None):
-            if memory.nixl:
-                memory.nixl.close(number)
+            if memory.reader:
+                memory.reader.close(number)
             else:
                 self._channel.post(ExportGone(number))
 
@@ -122,7 +122,7 @@ class PeerExports:
 
     def slices(self, session: Session, transfer_id: bytes, slices: Sequence[SliceAt]) -> None:
         """SLICES came, instead of frames. Raises ProtocolError."""
-        number, nixl, now = session.number, self._reader(session, slices), time.monotonic()
+        number, reader, now = session.number, self._reader_of(session, slices), time.monotonic()
         session.moved(now)
         to_read: list[SliceToRead] = []
         for peer_slot, generation, seq, length, piece in slices:
@@ -135,31 +135,31 @@ class PeerExports:
                 self.pulled({x.slot: False for x in to_read})  # nothing else would give them back
                 raise ProtocolError("credit", str(e)) from None
             self._arrivals.kv_begins(session, header, slot)
-            into_arena = nixl is not None and nixl.for_receiver is None
+            into_arena = reader is not None and reader.for_receiver is None
             self._pulls[slot] = _Pull(number, peer_slot, generation, header, into_arena, now)
-            if nixl is None:
+            if reader is None:
                 self._hand_over(slot, number, peer_slot)
             elif self._arrivals.open_transfer(slot):
                 to_read.append(SliceToRead(peer_slot, slot, length, generation))
             else:
                 self.pulled({slot: False})
-        if nixl and number in self._memories:
-            nixl.read(number, to_read)
+        if reader and number in self._memories:
+            reader.read(number, to_read)
         else:
             self.pulled({x.slot: False for x in to_read})
 
-    def _reader(self, session: Session, slices: Sequence[SliceAt]) -> NixlMemory | None:
+    def _reader_of(self, session: Session, slices: Sequence[SliceAt]) -> MemoryReader | None:
         """What reads the slices; None: the engine. Raises ProtocolError if one of them cannot be there."""
         memory = self._memories.get(session.number)
         if memory is None or not memory.reached:
             raise ProtocolError("order", "SLICES without REACH")
         most = memory.export.slot_bytes
-        if memory.nixl:
-            most = min(memory.nixl.slot_bytes, most)
+        if memory.reader:
+            most = min(memory.reader.slot_bytes, most)
         for slot, _, _, length, _ in slices:
             if slot >= memory.slots or length > most:
                 raise ProtocolError("length", f"a slice of {length} bytes in slot {slot}")
-        return memory.nixl
+        return memory.reader
 
     def _hand_over(self, slot: int, session: int, peer_slot: int) -> bool:
         """The engine reads the slice in memory that it has opened. Returns False if it does not need to."""
@@ -173,13 +173,13 @@ class PeerExports:
         return False
 
     def take_reads(self) -> float | None:
-        """Takes reads of NIXL that are over. Returns within how many seconds to look again; None: no need."""
-        if self._nixl is None or not self._nixl.busy:
+        """Takes reads that are over. Returns within how many seconds to look again; None: no need."""
+        if self._reader is None or not self._reader.busy:
             return None
-        for number, why in self._nixl.opened():
+        for number, why in self._reader.opened():
             self._token_read(number, why)
-        read = self._nixl.finished()
-        if self._nixl.for_receiver is None:
+        read = self._reader.finished()
+        if self._reader.for_receiver is None:
             self.pulled(read)
         else:
             # The peer may use the slots again before the engine has verified them.
@@ -189,7 +189,7 @@ class PeerExports:
                     self._hand_over(slot, RING, slot)
                 else:
                     self.pulled({slot: False})
-        return self._nixl.look_within()
+        return self._reader.look_within()
 
     def drops(self, slot: int) -> bool:
         """Whether the engine dropped a slice with this slot: its transfer has ended."""

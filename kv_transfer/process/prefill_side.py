@@ -10,12 +10,11 @@ from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.memory_reader import MemoryReader
 from baton.kv_transfer.peer_memory import TCP_ONLY
-from baton.kv_transfer.process import nixl_memory
 from baton.kv_transfer.process.frames import OutgoingFrame
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.movers import FarLane
-from baton.kv_transfer.process.nixl_memory import NixlMemory
 from baton.kv_transfer.process.stats import TransferCounters, printable
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as local
@@ -37,7 +36,7 @@ class PrefillSide:
 
     def __init__(
         self, config: TransferConfig, arena: Arena, channel: Channel, counters: TransferCounters,
-        nixl: NixlMemory | None = None, trace: TraceWriter = NO_TRACE,
+        reader: MemoryReader | None = None, trace: TraceWriter = NO_TRACE,
     ) -> None:  # fmt: skip
         self.table = HeldPrefills(config.deadlines, config.max_waiting)
         self.slots_out = 0  # handed over by the engine and not given back yet
@@ -46,15 +45,17 @@ class PrefillSide:
         self._channel = channel
         self._counters = counters
         self._sessions: dict[int, SendingSession] = {}  # by number
-        self._nixl = nixl
+        self._reader = reader
+        # Peers read the arena with it: the engine fills slots as for TCP.
+        self._of_arena = reader if reader and not reader.for_sender else None
         self._trace = trace
         self._export: wire.Export | None = None
         self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
-        if nixl and nixl.for_sender:
+        if reader and reader.for_sender:
             self._why_tcp = "the sender's engine has not opened the memory yet"
-            channel.post(local.RingOut(nixl.for_sender))
-        elif nixl:
-            self._set_export(nixl.export, "")
+            channel.post(local.RingOut(reader.for_sender))
+        elif reader:
+            self._set_export(reader.export, "")
         self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
         # By number over all ranks: slots with a slice, the session that reads it, and since when.
         self._exported: dict[int, tuple[int, local.SliceOut, float]] = {}
@@ -109,8 +110,8 @@ class PrefillSide:
 
     def _set_export(self, export: wire.Export | None, why: str) -> None:
         """`why` there is none."""
-        if self._nixl and export:  # the engine, if any of its devices has the slots, has opened it
-            export, why = self._nixl.export, self._nixl.why_not_exported
+        if self._reader and export:  # the engine, if any of its devices has the slots, has opened it
+            export, why = self._reader.export, self._reader.why_not_exported
             if why:
                 export = None
                 log.warning("KV goes over TCP: %s", why)
@@ -129,15 +130,19 @@ class PrefillSide:
                 continue
             self._note_last(s.header.piece, held, now)
             payload = self._arena.slot(s.slot)[: s.header.length]
-            if self._transports.get(held.session) == nixl_memory.KIND:
+            if self._of_arena and self._reaches(held.session):
                 # The peer reads it while the next checksum is computed.
-                self._announce(transfer_id, [(s, nixl_memory.checksum(payload))], now)
+                self._announce(transfer_id, [(s, self._of_arena.checksum(payload))], now)
             elif s.generation:
                 marked.setdefault(transfer_id, []).append((s, s.generation))
             else:
                 self._sessions[held.session].send_frame(OutgoingFrame(s.header, payload, s.slot))
         for transfer_id, found in marked.items():
             self._announce(transfer_id, found, now)
+
+    def _reaches(self, session: int) -> bool:
+        """Whether the peer reads slots."""
+        return not self._transports.get(session, "tcp").startswith("tcp")
 
     def _note_last(self, piece: Slice, held: Held, now: float) -> None:
         last_layer = self._config.layout.num_layers - 1
@@ -211,7 +216,7 @@ class PrefillSide:
                 if self._export is None or session.number not in self._transports:
                     raise wire.ProtocolError("order", "REACH without EXPORT")
                 self._transports[session.number] = self._export.kind if reached else f"tcp: {why}"
-                if self._export.kind != nixl_memory.KIND:  # the engine fills slots as for TCP
+                if self._of_arena is None:
                     self._channel.post(local.Reached(session.number, reached))
             case wire.Taken(slots):
                 for slot in slots:
@@ -286,8 +291,7 @@ class PrefillSide:
             match effect:
                 case StartTransfer(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
-                    transport = self._transports.get(number, "tcp")
-                    exported = not transport.startswith("tcp")
+                    exported = self._reaches(number)
                     slots = window(session.lane_count, self._config.num_slots, exported=exported)
                     self._channel.post(
                         local.StartOut(

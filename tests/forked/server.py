@@ -25,7 +25,7 @@ from typing import Any
 
 import setproctitle
 
-from baton.kv_transfer.config import NIXL_WHEELS
+from baton.kv_transfer.nixl import WHEELS
 from baton.machine.system import die_with_parent
 from tests.forked import clock, popen
 
@@ -58,7 +58,7 @@ _PRELOADED = {
     ),
     "transfers": (
         "baton.kv_transfer.process.__main__",
-        "baton.kv_transfer.process.nixl_memory",
+        "baton.kv_transfer.nixl.memory",
         "baton.kv_transfer.protocol.encryption",
         "psutil",
     ),
@@ -122,7 +122,7 @@ def main() -> None:
 def _load_nixl() -> None:
     """NIXL and NumPy, which it imports, take 0.3 s to load. They start no thread then, so a fork is safe."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start threads
-    if wheel := next(filter(find_spec, NIXL_WHEELS), None):
+    if wheel := next(filter(find_spec, WHEELS), None):
         importlib.import_module(f"{wheel}._bindings")
 
 

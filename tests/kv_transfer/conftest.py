@@ -46,7 +46,7 @@ class Worker(TransferProcess):
         super().__init__(layout, **settings)
         self.block_size = block_size
         self.exports = exports
-        self.adopts = "nixl_device" in config
+        self.adopts = "reader_device" in config
         rows = layout.arrays[0].rows
         shape = (rows, blocks, block_size, layout.arrays[0].heads, layout.arrays[0].head_dim)
         dtype, each = getattr(torch, layout.dtype), layout.layers[0]

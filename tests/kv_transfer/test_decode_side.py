@@ -13,10 +13,10 @@ import pytest
 import baton.kv_transfer as kv
 from baton.kv_transfer import channel as ch
 from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.nixl.memory import NixlMemory
 from baton.kv_transfer.process import arrivals, decode_side, peer_exports
 from baton.kv_transfer.process.decode_side import DecodeSide
 from baton.kv_transfer.process.frames import SlotPipe
-from baton.kv_transfer.process.nixl_memory import NixlMemory
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as lm

@@ -13,8 +13,9 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.cuda_memory import CudaError
-from baton.kv_transfer.process import nixl_slots
-from baton.kv_transfer.process.nixl_memory import NixlMemory, SliceToRead, checksum, listen_on
+from baton.kv_transfer.memory_reader import SliceToRead
+from baton.kv_transfer.nixl import slots as nixl_slots
+from baton.kv_transfer.nixl.memory import NixlMemory, listen_on
 from baton.kv_transfer.protocol.encryption import Seal
 
 from .conftest import until
@@ -52,10 +53,10 @@ def test_slots_are_read_and_verified(pair: tuple[NixlMemory, kv.Arena, NixlMemor
     assert opened(reader) == [(1, "")]
     payload = os.urandom(1000)
     there.slot(2)[:1000] = payload
-    reader.read(1, [SliceToRead(2, 3, 1000, checksum(memoryview(payload)))])
+    reader.read(1, [SliceToRead(2, 3, 1000, reader.checksum(memoryview(payload)))])
     assert ended(reader, 3)
     assert here.slot(3)[:1000] == payload
-    reader.read(1, [SliceToRead(2, 0, 1000, checksum(memoryview(b"what was there before")))])
+    reader.read(1, [SliceToRead(2, 0, 1000, reader.checksum(memoryview(b"what was there before")))])
     reader.close(1)  # the session ends, the read goes on
     assert not ended(reader, 0)
     assert not reader.busy

@@ -14,8 +14,8 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.nixl.memory import NixlMemory
 from baton.kv_transfer.process import prefill_side
-from baton.kv_transfer.process.nixl_memory import NixlMemory
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header

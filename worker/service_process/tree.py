@@ -63,7 +63,7 @@ class WorkerTree:
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
-        self._adopted = config.nixl_device() is not None
+        self._adopted = config.reader_device() is not None
         self._exported = self._adopted or config.kv_connector == "auto"
         other = 0
         if self._exported:
@@ -194,8 +194,8 @@ class WorkerTree:
             lanes=config.kv_lanes,
             bind=config.kv_bind,
             encrypt=config.kv_encrypt,
-            nixl=config.kv_connector == "nixl",
-            nixl_device=config.nixl_device(),
+            reader=config.kv_connector if config.reader else "",
+            reader_device=config.reader_device(),
             deadlines=config.deadlines,
             trace_path=config.trace_path("transfer"),
             logging=config.logging(self._incarnation, "transfer"),

@@ -101,11 +101,11 @@ TCP_WITH_MOVERS = Kind("tcp with movers", _bent_on_a_lane, {"movers": 3})
 ENCRYPTED = Kind("tcp+aes", _bent_on_a_lane, {"encrypt": True}, found=("tag", "lost"))
 KIND = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"
 EXPORTED = Kind(KIND, _bent_in_memory, {"exports": True}, KIND)
-NIXL = Kind("nixl", _bent_after_its_checksum, {"nixl": True}, "nixl")
+NIXL = Kind("nixl", _bent_after_its_checksum, {"reader": "nixl"}, "nixl")
 NIXL_DEVICE = "cuda:0" if DEVICE == "cuda" else "cpu"
 NIXL_KIND = "nixl_cuda" if DEVICE == "cuda" else "nixl_host"
 NIXL_WITH_MARKS = Kind(
-    NIXL_KIND, _bent_in_memory, {"nixl": True, "nixl_device": NIXL_DEVICE, "exports": True}, NIXL_KIND
+    NIXL_KIND, _bent_in_memory, {"reader": "nixl", "reader_device": NIXL_DEVICE, "exports": True}, NIXL_KIND
 )
 EVERY_KIND = [TCP, ENCRYPTED, EXPORTED, NIXL, NIXL_WITH_MARKS]
 # On a CPU the last is NIXL's reads and the marks of exported memory: what only both together do has tests.

@@ -77,7 +77,7 @@ NixlSlots = ArenaSlots | GpuSlots
 
 
 def make_slots(arena: Arena, device: str | None, slot_bytes: int) -> NixlSlots:
-    """`device` and `slot_bytes` as `nixl_device` and `exported_slot_bytes` in `TransferConfig`. Raises
+    """`device` and `slot_bytes` as `reader_device` and `exported_slot_bytes` in `TransferConfig`. Raises
     CudaError; OSError if there is no driver."""
     if device is None:
         arena.marks[:TOKEN] = arena.token

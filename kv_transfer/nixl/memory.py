@@ -5,7 +5,7 @@
 
 NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX, with connections of its own, which are
 neither authenticated nor encrypted. So the metadata, by which a peer connects and reads, is sealed with the
-cluster secret. With slots on a GPU the engines compute checksums (`nixl_slots`).
+cluster secret. With slots on a GPU the engines compute checksums (`slots`).
 
 NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process start reads.
 Shared memory is copied by the thread that starts the read, and the bytes are in its cache when it computes
@@ -26,21 +26,21 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
 from baton.kv_transfer.arena import MARK, TOKEN, Arena
-from baton.kv_transfer.config import EXPORTED_SLOT_BYTES, NIXL_WHEELS, PAGE
+from baton.kv_transfer.config import EXPORTED_SLOT_BYTES, PAGE
 from baton.kv_transfer.cuda_memory import CudaError
-from baton.kv_transfer.process.nixl_slots import NixlSlots, make_slots
+from baton.kv_transfer.memory_reader import MemoryReader, SliceToRead
+from baton.kv_transfer.nixl import WHEELS
+from baton.kv_transfer.nixl.slots import NixlSlots, make_slots
 from baton.kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
 from baton.machine import usable_cpus
 
 log = logging.getLogger("baton.kv")
 
-KIND = "nixl"
-"""Of memory without marks: the generation of a slice is its checksum."""
 _ADDRESS = struct.Struct("<Q")
 _PLACE = struct.Struct("<QI")  # of slots with marks: address, device
 _END = 1 << 64  # of all addresses
@@ -48,11 +48,6 @@ _PATIENCE, _RARELY = 1.0, 0.01  # seconds: after so long without an end, looks a
 _MOST_THREADS = 4  # one copies and verifies 3 to 4 GB/s of shared memory
 _SMALL = 64 << 10  # bytes that are read sooner than a thread is woken
 _SLEEP = 100_000  # microseconds that NIXL's thread waits for an event; 0 would keep a core busy
-
-
-def checksum(slice_: memoryview) -> int:
-    """Stands in SLICES as the generation, which has 63 bits."""
-    return xxhash.xxh3_64_intdigest(slice_) >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +58,6 @@ class _Peer:
     address: int
     device: int
     export: Export
-
-
-class SliceToRead(NamedTuple):
-    peer_slot: int  # slot of the peer
-    slot: int  # of ours
-    length: int
-    checksum: int  # of slots without marks
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +92,8 @@ def rdma_devices() -> list[str]:
     return [f"{port.parent.parent.name}:{port.name}" for port in ports]
 
 
-class NixlMemory:
-    """Owns the agent of NIXL. Not safe for threads; no method blocks."""
+class NixlMemory(MemoryReader):
+    """Owns the agent of NIXL."""
 
     def __init__(
         self,
@@ -118,12 +106,12 @@ class NixlMemory:
         slot_bytes: int = EXPORTED_SLOT_BYTES,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """`device` and `slot_bytes`: `nixl_device` and `exported_slot_bytes` of `TransferConfig`. The arenas
-        are registered if memory of the device cannot be. Any thread calls `wake` when `opened` or `finished`
-        has something."""
+        """`device` and `slot_bytes`: `reader_device` and `exported_slot_bytes` of `TransferConfig`. If memory
+        of the device cannot be registered, the arenas are. Any thread calls `wake` when `opened` or
+        `finished` has something."""
         from baton.kv_transfer.protocol.encryption import Seal  # takes 50 ms
 
-        wheel = next(name for name in NIXL_WHEELS if find_spec(name))
+        wheel = next(name for name in WHEELS if find_spec(name))
         self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
         found = vars(self._nixl).values()
         self._errors = tuple(x for x in found if isinstance(x, type) and issubclass(x, Exception))
@@ -155,7 +143,6 @@ class NixlMemory:
         handle = self._seal.seal(place + metadata, _name(incarnation))
         self.export = Export(out.kind, "", (handle,), out.num_slots, out.slot_bytes, sending.token)
         self.for_sender, self.for_receiver = out.export, here.export
-        """Slots with marks, which the engine opens."""
         self._open: dict[int, _Peer] = {}  # by session
         self._users: Counter[bytes] = Counter()  # sessions and reads of each peer
         self._reads = 0  # that are not over
@@ -170,21 +157,22 @@ class NixlMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Of the slots that it reads into."""
         return self._local.slot_bytes
 
     @property
     def why_not_exported(self) -> str:
-        """Why no peer can be told of the memory; empty: peers can. UCX describes each network device."""
+        """UCX describes each network device."""
         size = len(self.export.handles[0])
         if size <= MAX_HANDLE_BYTES:
             return ""
         return f"NIXL's metadata has {size} of at most {MAX_HANDLE_BYTES} bytes: name few UCX_NET_DEVICES"
 
+    def checksum(self, payload: memoryview) -> int:
+        return xxhash.xxh3_64_intdigest(payload) >> 1
+
     # ------------------------------------------------------------ sessions
 
     def open(self, session: int, incarnation: int, export: Export) -> str:
-        """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
         try:
             form = _PLACE if self._local.mark_bytes else _ADDRESS
             handle = self._seal.open(export.handles[0], _name(incarnation))
@@ -209,7 +197,6 @@ class NixlMemory:
         return ""
 
     def opened(self) -> Iterator[tuple[int, str]]:
-        """Sessions of which the token was read, and why their memory cannot be read; empty: it can."""
         self._take()
         tokens, self._tokens_over = self._tokens_over, []
         for session, intact in tokens:
@@ -217,20 +204,18 @@ class NixlMemory:
                 yield session, "" if intact else "NIXL did not read the token"
 
     def close(self, session: int) -> None:
-        """Its reads go on: their slots are used until `finished` names them."""
         if session in self._open:
             self._release(self._open.pop(session).name)
 
     # ------------------------------------------------------------ slices
 
     def read(self, session: int, slices: Sequence[SliceToRead]) -> None:
-        """Starts to read slices of the peer. `finished` tells how each ends."""
         peer, here = self._open[session], self._local
         export = peer.export
         if not here.mark_bytes:  # each is verified and free again as soon as it is there
             for x in slices:
                 piece = here.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length
-                is_right = partial(_is_right, here.arena.slot(x.slot)[: x.length], x.checksum)
+                is_right = partial(self._is_right, here.arena.slot(x.slot)[: x.length], x.checksum)
                 self._start(peer, [piece], is_right, slots=[x.slot])
             return
         pieces: list[tuple[int, int, int]] = []
@@ -242,18 +227,16 @@ class NixlMemory:
             self._start(peer, pieces, None, slots=[x.slot for x in slices])
 
     def finished(self) -> dict[int, bool]:
-        """The slots whose read is over, and whether they are as SLICES said."""
         self._take()
         slots, self._slots_over = self._slots_over, {}
         return slots
 
     @property
     def busy(self) -> bool:
-        """`opened` or `finished` will have something."""
         return bool(self._reads or self._tokens_over or self._slots_over)
 
     def look_within(self) -> float | None:
-        """Seconds until a read may be over: NIXL has no descriptor that tells. None: `wake` tells."""
+        """NIXL has no descriptor that tells."""
         if not self._under_way:
             return None
         return 0.0 if time.monotonic() < self._moved + _PATIENCE else _RARELY
@@ -355,6 +338,9 @@ class NixlMemory:
                 self._agent.releaseXferReq(read.handle)
         return came and (read.is_right is None or read.is_right())
 
+    def _is_right(self, payload: memoryview, expected: int) -> bool:
+        return self.checksum(payload) == expected
+
     def _release(self, peer: bytes) -> None:
         self._users[peer] -= 1
         if not self._users[peer]:
@@ -366,7 +352,3 @@ class NixlMemory:
 def _name(incarnation: int) -> bytes:
     """Of the agent of a worker."""
     return f"{incarnation:x}".encode()
-
-
-def _is_right(slice_: memoryview, expected: int) -> bool:
-    return checksum(slice_) == expected
