@@ -2,7 +2,7 @@
 
 A *cell* is a block of KV, or a slot of states. A tier of the engine decides what is copied, loaded and
 dropped. A store here copies the cells of one kind: `host_store` to memory of the host (`cuda_store` from a
-GPU), `ranked_store` on all ranks of an engine, `disk_store` to a file.
+GPU), `disk_store` to a file, `endpoint.ranked_store` on all ranks of an engine.
 
 A *place* has all layers of one cell, as this rank holds them. A cell gets a checksum when it is saved. When
 it is loaded, the checksum must match. If it does not, the bytes of the cell are undefined.
