@@ -14,7 +14,7 @@ The life of a prefill:
 6. Its blocks are released when its last lease ends: no transfer reads them.
 
 A prompt may be shared: several workers compute ranges of it at the same time. Each then has a prefill of the
-prompt up to its last range, which is its part (`worker.engine_process.parts`).
+prompt up to its last range, which is its part (`prefill_worker.parts`).
 
 A decode on the same worker can take a held prefill: the engine resumes it, and no KV moves. A prefill without
 handover is released without a COMMIT. So is a prefill if its first token ends the request.

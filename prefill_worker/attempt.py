@@ -1,19 +1,15 @@
-"""One prefill: what it does when the engine, the KV sender, the KV receiver or a decode here reports."""
+"""One prefill: what it does when the engine, the KV sender or a decode here reports."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import baton.kv_transfer as kv
 from baton.engine import EngineRequest, Output
 from baton.engine.core.live_request import LiveRequest
-from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.worker.engine_process.attempt import Attempt, handed_over
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading
-from baton.worker.engine_process.parts import LayerWaits, Part, start_part
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code, PlanRange
+from baton.worker.messages import Code
 
 log = logging.getLogger(__name__)
 
@@ -22,18 +18,15 @@ log = logging.getLogger(__name__)
 class PrefillAttempt(EngineAttempt):
     """One prefill, from its submission to the release of its blocks."""
 
-    waits: LayerWaits
     handover: bool
     awaited: bool  # it has not started, and its router waits for that
     reading: Reading | None = None  # by its decode worker
-    part: Part | None = None
-    """Of a prompt that other workers compute, too."""
     taker: Attempt | None = None  # the decode on this worker that will go on with it
 
     @property
     def gives_token(self) -> bool:
-        """Whether a decode may go on with it. A part that is not the last one has no token."""
-        return self.handover and (self.part is None or self.part.is_final)
+        """Whether a decode may go on with it."""
+        return self.handover
 
     # ------------------------------------------------------------ to the first token
 
@@ -51,16 +44,13 @@ class PrefillAttempt(EngineAttempt):
             self.attempts.prefill_started(self)
 
     def sampled(self, output: Output) -> None:
-        if self.part is None:
-            self._first_token(output)
-            self.attempts.after_tokens(partial(self.hand_over, output))
-        else:
-            self._part_sampled(self.part, output)
+        self._first_token(output, self.tokens)
+        self.attempts.after_tokens(partial(self.hand_over, output))
 
-    def _first_token(self, output: Output) -> None:
-        shared, part = self.shared, self.part
+    def _first_token(self, output: Output, tokens: int) -> None:
+        """`tokens`: of the prompt that were computed here, or cached."""
+        shared = self.shared
         shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
-        tokens = self.tokens if part is None else part.tokens + output.cached_tokens
         shared.counts.count_prompt(tokens, output.cached_tokens, self.fetched)
         self.attempts.prefilled(self, output)
         self.attempts.sampled(self, output)
@@ -84,89 +74,6 @@ class PrefillAttempt(EngineAttempt):
         else:
             self.reading.revoke("gone")
 
-    # ------------------------------------------------------------ a part of a shared prompt
-
-    def start_part(self, request: EngineRequest, plan: Sequence[PlanRange]) -> None:
-        shared = self.shared
-        if {of.prefill_id for of in plan if of.incarnation == shared.incarnation} != {request.id}:
-            self.lost(Code.INVALID, "a worker computes one part of a prompt")
-            return
-        part = start_part(self, request, plan)
-        if part is None:
-            self.lost(Code.NO_ROOM, "no room for a part of a prompt now")
-            return
-        self.part, self.reading = part, part.reading
-        self.to(State.COMPUTING)
-        shared.counts.prompt_parts += 1
-        self.advance(part)
-
-    def advance(self, part: Part) -> None:
-        """Computes the next range, if steps of other workers compute all earlier ones."""
-        positions = self.shared.engine.next_range(self.live_request)
-        if positions is not None and all(stop > positions.start for stop in part.not_begun):
-            may_wait = partial(self.waits.may_wait, part, positions.start)
-            self.shared.engine.begin_range(self.live_request, may_wait)
-            self.started()
-
-    def range_launched(self) -> None:
-        if self.part is not None and self.state is State.COMPUTING:
-            self.advance(self.part)
-
-    def written(self, event: kv.Injected | kv.FetchFailed | kv.Closed | kv.Began) -> None:
-        """KV of another part."""
-        part = self.part
-        if part is None or self.closed:
-            return
-        match event:
-            case kv.Began(_, stop):
-                part.not_begun.discard(stop)
-                self.advance(part)
-            case kv.Injected():
-                part.uncommitted.discard(event.decode_id)
-                self._finish_part(part)
-                self._end_if_unused()
-            case kv.FetchFailed(_, reason):
-                self._part_failed(f"KV of another part did not come: {reason}")
-
-    def computed(self, stop: int) -> None:
-        part = self.part
-        if part is None or self.closed:
-            return
-        if part.failed:
-            self._part_failed(part.failed)
-            return
-        for output_id in [output_id for output_id, end in part.outputs.items() if end <= stop]:
-            del part.outputs[output_id]
-            self.shared.sender.commit(output_id, NO_TOKEN)
-
-    def _part_sampled(self, part: Part, output: Output) -> None:
-        part.output = output
-        if not part.is_final:  # its token means nothing: it says that the part is computed
-            self.shared.counts.count_prompt(part.tokens, 0, 0)
-            self.attempts.token(self, output._replace(finish_reason="length"))
-        if not self.closed:
-            self.to(State.COMPUTED)
-            self._finish_part(part)
-
-    def _finish_part(self, part: Part) -> None:
-        """Goes on with a part when all of it is known to be right."""
-        output, shared = part.output, self.shared
-        if self.state is not State.COMPUTED or not part.complete or output is None:
-            return
-        self.shared.engine.verified(self.live_request)
-        shared.counts.prompt_parts_waited += part.waited
-        shared.trace.instant("part", prefill=self.id.hex(), tokens=part.tokens, waited_us=part.waited * 1e6)
-        if part.is_final:
-            self._first_token(output)
-            self.hand_over(output)
-        else:
-            self.to(State.HELD)
-            self._end_if_unused()
-
-    def _part_failed(self, why: str) -> None:
-        self.shared.counts.prompt_parts_failed += 1
-        self.lost(Code.DROPPED, why)
-
     # ------------------------------------------------------------ held
 
     def released(self, reading: Reading, reason: str) -> None:
@@ -178,12 +85,11 @@ class PrefillAttempt(EngineAttempt):
                 self.live_request.handed_over = True
             if self.taker is not None:
                 return  # the blocks stay for the decode on this worker
-        if self.part is not None:
-            if reason == "acked":
-                self._end_if_unused()
-            else:
-                self._part_failed(f"another worker has not fetched its KV: {reason}")
-        elif reason == "deadline":
+        self._unread(reason)
+
+    def _unread(self, reason: str) -> None:
+        """No worker reads it any more under one of its ids."""
+        if reason == "deadline":
             self.lost(Code.DROPPED, "not fetched before the hold deadline")
         elif reason == "reused":
             self.lost(Code.INVALID, "this id was used before: draw a new one")
@@ -191,7 +97,7 @@ class PrefillAttempt(EngineAttempt):
             self.close("finished")
 
     def _end_if_unused(self) -> None:
-        """A held part ends when no transfer and no decode of this worker will use it."""
+        """A held prefill ends when no transfer and no decode of this worker will use it."""
         if self.state is State.HELD and not self.leases and self.taker is None:
             self.close("finished")
 
@@ -201,7 +107,6 @@ class PrefillAttempt(EngineAttempt):
 
     @property
     def is_spare(self) -> bool:
-        # A part that is not the last one is held only while other workers read it.
         return self.state is State.HELD and self.taker is None and self.gives_token and not self.is_wanted
 
     def drop(self) -> None:

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import baton.kv_transfer as kv
 from baton.engine.core.live_request import LiveRequest
 from baton.prefill_worker.attempt import PrefillAttempt
+from baton.prefill_worker.parts import LayerWaits, PartAttempt
 from baton.prefill_worker.serving import ServedPrefixes
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Resources
-from baton.worker.engine_process.parts import LayerWaits, Part
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.roles import Role
 from baton.worker.engine_process.states import State
@@ -49,18 +50,18 @@ class SenderSink:
         for request_id, num_cached in self._cached:
             self.sender.ready(request_id, None, 0, num_cached)
         self._cached.clear()
-        shared: list[tuple[Part, range]] = []
+        parts: list[tuple[PartAttempt, range]] = []
         for prefill, chunk in chunks.items():
-            if (part := prefill.part) is None:
+            if not isinstance(prefill, PartAttempt):
                 self.sender.ready(prefill.id, layer, chunk.start, chunk.stop)
                 continue
-            shared.append((part, chunk))
+            parts.append((prefill, chunk))
             # Before the chunk waits for KV of other workers. Once that did not come, all else is of no use.
-            for output_id in () if part.failed else part.outputs:
+            for output_id in () if prefill.failed else prefill.outputs:
                 self.sender.ready(output_id, layer, chunk.start, chunk.stop)
         if layer == 0:
             self.waits.step_begins()
-        for part, chunk in shared:
+        for part, chunk in parts:
             # A decode worker gets all positions from the final part, which has those before the chunk now.
             if self.waits.wait(part, layer, chunk.start) and part.is_final:
                 start = part.gaps.get(chunk.start, chunk.start)
@@ -70,7 +71,7 @@ class SenderSink:
                 self._trace.instant(
                     "layer", prefill=prefill.id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
                 )
-        return len(shared) == len(chunks) and all(part.failed for part, _ in shared)
+        return len(parts) == len(chunks) and all(part.failed for part, _ in parts)
 
 
 class PrefillRole(Role):
@@ -103,20 +104,20 @@ class PrefillRole(Role):
     def handle(self, message: ToEngine) -> None:
         assert isinstance(message, messages.Prefill)
         request = message.work.request
-        prefill = PrefillAttempt(
-            shared=self._shared,
-            waits=self._waits,
-            stream=message.stream,
-            origin=message.work.origin,
-            tokens=len(request.prompt_ids) + len(request.output_ids),
-            handover=message.handover,
-            awaited=message.handover and message.report_start,
-        )
+        fields: dict[str, Any] = {
+            "shared": self._shared,
+            "stream": message.stream,
+            "origin": message.work.origin,
+            "tokens": len(request.prompt_ids) + len(request.output_ids),
+            "handover": message.handover,
+            "awaited": message.handover and message.report_start,
+        }
+        prefill = PartAttempt(waits=self._waits, **fields) if message.plan else PrefillAttempt(**fields)
         if not self._attempts.open(prefill):
             return
         self._shared.trace.instant("taken", attempt=request.id.hex())
-        if message.plan:
-            prefill.start_part(request, message.plan)
+        if isinstance(prefill, PartAttempt):
+            prefill.start(request, message.plan)
             return
         if message.handover:
             prefill.reading = Reading(prefill, request.id)

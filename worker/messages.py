@@ -68,7 +68,7 @@ class ContentSource(_Message, tag=False):
 
 
 class PlanRange(_Message, tag=False):
-    """A range of a prompt that several workers compute (`engine_process.parts`), and its worker."""
+    """A range of a prompt that several workers compute (`prefill_worker.parts`), and its worker."""
 
     prefill_id: bytes  # of the worker's part
     kv_address: str

@@ -6,7 +6,7 @@ One engine may prefill for other workers and decode for them at the same time. W
     compiling ──▶ its grammar; it holds nothing and is not in the queue
     waiting   ──▶ a seat, blocks and a state slot, which running, held and reserved requests have
     held      ──▶ a transfer to a reservation on another worker, or a seat here (`resume`)
-    part      ──▶ running requests, here and on other workers, and transfers (`worker.engine_process.parts`)
+    part      ──▶ running requests, here and on other workers, and transfers (`prefill_worker.parts`)
     reserved  ──▶ a prefill on another worker, which may be waiting there
     running   ──▶ nothing
     pinned, importing (`prefix_exchange`) ──▶ a transfer into blocks that are reserved

@@ -30,12 +30,12 @@ from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
 from baton.prefill_worker.attempt import PrefillAttempt
+from baton.prefill_worker.parts import LayerWaits
 from baton.prefill_worker.role import SenderSink
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Resources
 from baton.worker.engine_process.paged_kv import kv_layout as layout_of
 from baton.worker.engine_process.paged_kv import paged_kv
-from baton.worker.engine_process.parts import LayerWaits
 from baton.worker.messages import Origin
 from tests.device import DEVICE
 from tests.engine.checkpoints import load
@@ -101,7 +101,6 @@ class NotingSink(SenderSink):
         self.cached[request_id] = live.num_cached
         prefill = self.prefills[request_id] = PrefillAttempt(
             shared=stand_in(Resources, engine=self.engine, sender=self.sender),
-            waits=stand_in(LayerWaits),
             stream=None,
             origin=Origin(request_id, "", "", 0.0),
             tokens=len(live.token_ids),

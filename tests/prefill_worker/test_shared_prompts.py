@@ -10,10 +10,10 @@ import pytest
 
 from baton.kv_transfer import Began, FetchFailed, Injected
 from baton.kv_transfer.protocol import local_messages as local
+from baton.prefill_worker import parts
+from baton.prefill_worker.parts import pair_id
 from baton.worker import messages
-from baton.worker.engine_process import parts
 from baton.worker.engine_process.paged_kv import kv_layout
-from baton.worker.engine_process.parts import pair_id
 from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json

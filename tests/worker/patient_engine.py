@@ -4,7 +4,7 @@ It runs by `python -m tests.worker.patient_engine`.
 """
 
 from baton.cluster.engine_process import run
-from baton.worker.engine_process import parts
+from baton.prefill_worker import parts
 from baton.worker.engine_process.start import EngineProcessConfig, start
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import pytest
 
 from baton.kv_transfer import Receiver, Sender, TraceWriter
 from baton.prefill_worker.attempt import PrefillAttempt
+from baton.prefill_worker.parts import LayerWaits, PartAttempt
 from baton.prefill_worker.role import SenderSink
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
-from baton.worker.engine_process.parts import LayerWaits, Part
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.states import State
 from baton.worker.messages import Origin
@@ -426,20 +426,19 @@ def share_with(
         each.sock.close()
 
 
-def prefill_of(sender: Sender, name: bytes, part: Part | None) -> PrefillAttempt:
-    origin, waits = Origin(name, "", "", 0.0), stand_in(LayerWaits)
-    shared = stand_in(Resources, sender=sender)
-    return PrefillAttempt(
-        shared=shared, waits=waits, stream=None, origin=origin, tokens=24, handover=True,
-        awaited=False, part=part,
-    )  # fmt: skip
+def prefill_of(sender: Sender, name: bytes, **part: Any) -> PrefillAttempt:
+    """`part`: fields of a `PartAttempt`. None: it computes the whole prompt."""
+    fields: dict[str, Any] = {
+        "shared": stand_in(Resources, sender=sender), "stream": None, "origin": Origin(name, "", "", 0.0),
+        "tokens": 24, "handover": True, "awaited": False,
+    }  # fmt: skip
+    return PartAttempt(waits=stand_in(LayerWaits), **fields, **part) if part else PrefillAttempt(**fields)
 
 
 def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
     """Not even before the step is over: KV and states of the layers after it."""
     sink, sent = SenderSink(TraceWriter(None, "")), list[tuple[Any, ...]]()
-    part = Part(b"p", is_final=False, tokens=8, gaps={}, outputs={b"out": 24})
-    prefill = prefill_of(stand_in(Sender), b"p", part)
+    prefill = prefill_of(stand_in(Sender), b"p", outputs={b"out": 24})
     arriving = stand_in(Receiver, wait_for_layer=lambda ids, layer, *_: layer < 1)
     sink.sender = stand_in(Sender, ready=lambda *of: sent.append(of))
     sink.waits = LayerWaits(arriving, lambda: None)
@@ -451,14 +450,14 @@ def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
 def test_a_part_that_other_workers_read_is_not_spare() -> None:
     """Once they have read it, it is forgotten."""
     parts = {
-        b"whole": None,
-        b"last": Part(b"last", is_final=True, tokens=1, gaps={}),
-        b"first": Part(b"first", is_final=False, tokens=1, gaps={}),
+        b"whole": {},
+        b"last": {"is_final": True},
+        b"first": {"is_final": False},
     }
     attempts = AttemptTable[EngineAttempt](lambda _: None)
     sender = stand_in(Sender, has_fetch=lambda _: False)
     for name, part in parts.items():
-        prefill = prefill_of(sender, name, part)
+        prefill = prefill_of(sender, name, **part)
         assert attempts.open(prefill)
         prefill.to(State.COMPUTING)
         prefill.to(State.HELD)

@@ -1,0 +1,261 @@
+"""Parts of a prompt that several workers compute at the same time.
+
+A *plan* names ranges of positions, in order, and the worker of each. The ranges of a worker are its *part*.
+It is a prefill of the prompt up to its last range, and the KV of the other positions comes from the workers
+that compute them. The *final* part has the last range: it samples, and hands over like any prefill.
+
+1. The part gets all its blocks at once, or is refused. It is computed after earlier prompts of its worker.
+2. For each other worker with an earlier range it fetches that KV. For each one with a later range it offers
+   its own KV, under an id for this pair of workers. So a transfer of one receiver never ends that of another.
+3. A range is computed when KV of the end of each earlier range has come: the steps that compute them have
+   then started. If the first layer has states, those after the range before must have come, too.
+4. Each layer of that step writes its own KV, which leaves at once. Before its attention it waits until the
+   layer has the KV of all earlier ranges, and the next layer its states. These leave after a range, for the
+   worker of the next one. The slot that they leave from is written again when that worker, and those of all
+   ranges until then, have passed the layer.
+5. When the step is over, COMMIT tells the receivers that its inputs were complete. COMMIT waits for no other
+   COMMIT.
+6. When COMMIT of each earlier part has come, the prefix cache may have the KV, and the first token leaves.
+7. The blocks are free when no transfer reads or writes them.
+
+Why nothing waits in a circle ("──▶": waits for):
+
+    layer of a step   ──▶ transfer of that layer ──▶ steps that started before this one
+                          └─▶ arena slots here, which the waiting thread itself empties
+    the same, rank 1… ──▶ the layer on rank 0 ──▶ copies of KV by other threads of all ranks
+    start of a range  ──▶ start of each earlier range, and prompts of its worker that have their blocks;
+                          while requests decode here, all KV of each earlier range
+    COMMIT            ──▶ the end of the steps of its own part
+    token, cache      ──▶ COMMIT of each earlier part
+    end of the blocks ──▶ ACK of each later part ──▶ COMMIT
+
+A step waits only for steps that started before it, and for the workers of one plan: another plan has other
+workers, which may be well. No request that decodes waits with it (`Scheduler`): beside decodes, a range comes
+when all KV before it is there. If a worker is lost or slow, `STEP_WAIT` bounds the waits of a step together.
+The step then computes garbage in the rows of this part only. If it has no other rows, and the engine has one
+rank, it ends with that layer. The part fails, and so do the parts that rest on it.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import baton.kv_transfer as kv
+from baton.engine import EngineRequest, Output
+from baton.kv_transfer.endpoint.pump import NO_TOKEN
+from baton.prefill_worker.attempt import PrefillAttempt
+from baton.worker.engine_process.engine_attempt import Reading, Writing
+from baton.worker.engine_process.states import State
+from baton.worker.messages import Code, PlanRange
+
+STEP_WAIT = 2.0
+"""Seconds that a step waits at most for KV from other workers, all its layers together."""
+
+
+def pair_id(sender: bytes, receiver: bytes) -> bytes:
+    """The id under which one part of a plan offers its KV to another. Both know it without a message."""
+    return hashlib.blake2b(sender + receiver, digest_size=16).digest()
+
+
+class LayerWaits:
+    """The waits of one step at a time, inside the engine's hook of its layers."""
+
+    def __init__(self, receiver: kv.Receiver, tick: Callable[[], None]) -> None:
+        """`tick`: a sign of life."""
+        self._receiver = receiver
+        self._tick = tick
+        self._left = STEP_WAIT
+
+    def step_begins(self) -> None:
+        self._left = STEP_WAIT
+
+    def may_wait(self, part: "PartAttempt", start: int) -> bool:
+        """Whether a step that computes the part from `start` on may have to wait."""
+        return not part.failed and self._receiver.may_wait(part.uncommitted, start)
+
+    def wait(self, part: "PartAttempt", layer: int, start: int) -> bool:
+        """Waits until the layer has all KV of the part below `start`. False: it will not have it."""
+        if part.failed:
+            return False
+        began = time.monotonic()
+        if not self._receiver.wait_for_layer(part.uncommitted, layer, start, began + self._left, self._tick):
+            part.failed = (
+                f"KV of layer {layer} below position {start} did not come from another worker in time"
+            )
+        seconds = time.monotonic() - began
+        self._left -= seconds
+        part.waited += seconds
+        return not part.failed
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PartAttempt(PrefillAttempt):
+    """The prefill of the ranges of a prompt that this worker computes."""
+
+    waits: LayerWaits
+    is_final: bool = False
+    part_tokens: int = 0
+    """That are computed here."""
+    gaps: dict[int, int] = field(default_factory=dict)
+    """By the start of a range of its own, the end of what is here before the KV of other workers."""
+    uncommitted: set[bytes] = field(default_factory=set)
+    """Fetches of KV of other workers, until COMMIT."""
+    outputs: dict[bytes, int] = field(default_factory=dict)
+    """By id, the end of what another worker fetches. Until COMMIT."""
+    not_begun: set[int] = field(default_factory=set)
+    """Ends of ranges of other workers that no step computes yet, as far as known."""
+    waited: float = 0.0
+    """Seconds that its steps waited for KV."""
+    failed: str = ""
+    """Why its result is of no use."""
+    output: Output | None = None
+    """What its last step has sampled."""
+
+    @property
+    def gives_token(self) -> bool:
+        """A part that is not the last one has no token, and is held only while other workers read it."""
+        return self.is_final
+
+    def start(self, request: EngineRequest, plan: Sequence[PlanRange]) -> None:
+        """Reserves the blocks of the part, fetches what it lacks, and opens what it offers. These transfers
+        have leases on the attempt."""
+        engine, sender = self.shared.engine, self.shared.sender
+        if {of.prefill_id for of in plan if of.incarnation == self.shared.incarnation} != {request.id}:
+            self.lost(Code.INVALID, "a worker computes one part of a prompt")
+            return
+        own = [range(of.start, of.stop) for of in plan if of.prefill_id == request.id]
+        others = {of.prefill_id: of for of in plan if of.prefill_id != request.id}
+        live = self.live = engine.start_part(request, own, owner=self)
+        if live is None:
+            for other in others:
+                sender.close(pair_id(request.id, other), "gone")
+            self.lost(Code.NO_ROOM, "no room for a part of a prompt now")
+            return
+        cached = live.num_cached
+        uncached = [range(max(of.start, cached), of.stop) for of in own if of.stop > cached]
+        self.is_final = plan[-1].prefill_id == request.id
+        self.part_tokens = sum(map(len, uncached))
+        self.gaps = dict(_gaps(uncached, cached))
+        starts, ends = {of.start for of in own}, {of.stop for of in own}
+        for other, worker in others.items():
+            theirs = [range(of.start, of.stop) for of in plan if of.prefill_id == other]
+            if earlier := _before(theirs, own[-1]):
+                self._fetch(worker, earlier, starts)
+            if offered := _before(own, theirs[-1]):
+                opened_id = pair_id(request.id, other)
+                self.outputs[opened_id] = offered[-1].stop
+                states_at = sorted(ends & {of.start for of in theirs})
+                Reading(self, opened_id).open(offered[-1].stop, states_at)
+                sender.ready(opened_id, None, 0, min(cached, offered[-1].stop))
+        if self.is_final:
+            self.reading = Reading(self, request.id)
+            self.reading.open(own[-1].stop)
+            sender.ready(request.id, None, 0, cached)
+        self.to(State.COMPUTING)
+        self.shared.counts.prompt_parts += 1
+        self._advance()
+
+    def _fetch(self, worker: PlanRange, ranges: Sequence[range], starts: set[int]) -> None:
+        """Fetches ranges of another worker. `starts`: of the ranges of this one."""
+        live, cached = self.live_request, self.live_request.num_cached
+        # What is cached here is not fetched. If this is all, the ACK still lets the other worker go on.
+        wanted = [(max(found.start, cached), found.stop) for found in ranges if found.stop > cached]
+        fetch_id = pair_id(worker.prefill_id, self.id)
+        self.uncommitted.update([fetch_id] if wanted else ())
+        self.not_begun.update(stop for _, stop in wanted)
+        self.shared.receiver.fetch_ranges(
+            fetch_id,
+            prefill_id=fetch_id,
+            kv_address=worker.kv_address,
+            incarnation=worker.incarnation,
+            block_ids=tuple(live.blocks),
+            ranges=wanted,
+            states_at=[stop for _, stop in wanted if stop in starts],
+            state_slot=live.state_slot,
+            owner=Writing(self, fetch_id),
+        )
+
+    def _advance(self) -> None:
+        """Computes the next range, if steps of other workers compute all earlier ones."""
+        positions = self.shared.engine.next_range(self.live_request)
+        if positions is not None and all(stop > positions.start for stop in self.not_begun):
+            may_wait = partial(self.waits.may_wait, self, positions.start)
+            self.shared.engine.begin_range(self.live_request, may_wait)
+            self.started()
+
+    def range_launched(self) -> None:
+        if self.state is State.COMPUTING:
+            self._advance()
+
+    def written(self, event: kv.Injected | kv.FetchFailed | kv.Closed | kv.Began) -> None:
+        """KV of another part."""
+        if self.closed:
+            return
+        match event:
+            case kv.Began(_, stop):
+                self.not_begun.discard(stop)
+                self._advance()
+            case kv.Injected():
+                self.uncommitted.discard(event.decode_id)
+                self._finish()
+                self._end_if_unused()
+            case kv.FetchFailed(_, reason):
+                self._fail(f"KV of another part did not come: {reason}")
+
+    def computed(self, stop: int) -> None:
+        if self.closed:
+            return
+        if self.failed:
+            self._fail(self.failed)
+            return
+        for output_id in [output_id for output_id, end in self.outputs.items() if end <= stop]:
+            del self.outputs[output_id]
+            self.shared.sender.commit(output_id, NO_TOKEN)
+
+    def sampled(self, output: Output) -> None:
+        self.output = output
+        if not self.is_final:  # its token means nothing: it says that the part is computed
+            self.shared.counts.count_prompt(self.part_tokens, 0, 0)
+            self.attempts.token(self, output._replace(finish_reason="length"))
+        if not self.closed:
+            self.to(State.COMPUTED)
+            self._finish()
+
+    def _finish(self) -> None:
+        """Goes on when all KV of the part is known to be right."""
+        output, shared = self.output, self.shared
+        if self.state is not State.COMPUTED or output is None or self.uncommitted or self.failed:
+            return
+        shared.engine.verified(self.live_request)
+        shared.counts.prompt_parts_waited += self.waited
+        shared.trace.instant(
+            "part", prefill=self.id.hex(), tokens=self.part_tokens, waited_us=self.waited * 1e6
+        )
+        if self.is_final:
+            self._first_token(output, self.part_tokens + output.cached_tokens)
+            self.hand_over(output)
+        else:
+            self.to(State.HELD)
+            self._end_if_unused()
+
+    def _fail(self, why: str) -> None:
+        self.shared.counts.prompt_parts_failed += 1
+        self.lost(Code.DROPPED, why)
+
+    def _unread(self, reason: str) -> None:
+        if reason == "acked":
+            self._end_if_unused()
+        else:
+            self._fail(f"another worker has not fetched its KV: {reason}")
+
+
+def _before(ranges: Sequence[range], other: range) -> list[range]:
+    return [found for found in ranges if found.start < other.start]
+
+
+def _gaps(ranges: Sequence[range], stop: int) -> Iterator[tuple[int, int]]:
+    for found in ranges:
+        yield found.start, stop
+        stop = found.stop
