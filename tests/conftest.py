@@ -8,6 +8,8 @@ clusters often wait, so with two processes two cores would be idle for a part of
 import gc
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ import trustme
 from hypothesis import HealthCheck, settings
 
 from tests.device import DEVICE
+from tests.forked.popen import GATEWAY, ForkedPopen
 from tests.interpreter import interpret_faster
 from tests.loop_clock import Clock
 from tests.shallow import shallow
@@ -108,6 +111,16 @@ start."""
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {scope: order for order, scope in enumerate(SCOPES)}
     items.sort(key=lambda item: first.get(_scope(item.nodeid), len(SCOPES)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """The processes of pytest-xdist are forks of one that has imported what tests import. In turn, their fork
+    servers for roles are forks of them."""
+    from execnet import gateway_io
+
+    gateway_io.popen_args = lambda spec: [sys.executable, "-m", GATEWAY]
+    setattr(subprocess, "Popen", ForkedPopen)  # noqa: B010  this process starts nothing else
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,6 +20,7 @@ from typing import Any, AnyStr
 
 from baton.machine.system import process_end
 
+GATEWAY = "tests.forked.gateway"
 KINDS = {
     "baton.bench.load.traffic.client_process": "loads",
     "baton.cluster.cli": "roles",
@@ -29,6 +30,7 @@ KINDS = {
     "baton.router.preparation.child": "roles",
     "baton.vllm_worker.engine_process": "roles",
     "tests.bench.mock_server": "loads",
+    GATEWAY: "tests",
     "tests.decode_worker.engine_process": "roles",
     "tests.worker.patient_engine": "roles",
     "tests.worker_process": "roles",
@@ -123,12 +125,17 @@ def _server_of(command: Sequence[str], env: Mapping[str, str]) -> ForkServer | N
     return server if server is not None and server.fits(env) else None
 
 
-def use_only(servers: Mapping[str, ForkServer]) -> None:
-    """Gives this process these fork servers. It starts no other."""
-    global _may_start
-    _may_start = False
+def use(servers: Mapping[str, ForkServer]) -> None:
+    """Gives this process these fork servers, in place of those that it has."""
     _servers.clear()
     _servers.update(servers)
+
+
+def use_only(servers: Mapping[str, ForkServer]) -> None:
+    """The same. It starts no other."""
+    global _may_start
+    _may_start = False
+    use(servers)
 
 
 def close() -> None:

@@ -92,6 +92,23 @@ _PRELOADED = {
         "tests.bench.mock_server",
     ),
 }
+_PRELOADED["tests"] = (
+    *_PRELOADED["roles"],
+    "_pytest.assertion.rewrite",
+    "aiohttp",
+    "baton.bench.chaos.__main__",
+    "baton.bench.load.cli",
+    "baton.cluster.tools.doctor",
+    "execnet.gateway_base",
+    "hypothesis.stateful",
+    "jsonschema",
+    "openai.resources.chat",
+    "pytest",
+    "tests.forked.gateway",
+    "torch.testing",
+    "triton.language",
+    "trustme",
+)
 _PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process", "bench")
 """These start other processes that are forked: `baton` commands, and modules."""
 
@@ -235,7 +252,9 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     sys.argv = [*request["command"]]
     tempfile.tempdir = None  # TMPDIR may differ
     command = [*request["command"], ""]
-    if command[0] in _PARENTS or (command[0] == "baton.cluster.cli" and command[1] in _PARENTS):
+    if command[0] == popen.GATEWAY:
+        popen.use({"roles": _fork_of_this()})
+    elif command[0] in _PARENTS or (command[0] == "baton.cluster.cli" and command[1] in _PARENTS):
         kind = popen.kind_of(command)
         assert kind is not None
         _start_server(kind)
@@ -244,6 +263,13 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
 
 
 def _start_server(kind: str) -> None:
+    kinds = ("roles", "transfers") if kind == "roles" else (kind,)
+    popen.use_only(dict.fromkeys(kinds, _fork_of_this()))
+    setattr(subprocess, "Popen", popen.ForkedPopen)  # noqa: B010  a type checker refuses the assignment
+
+
+def _fork_of_this() -> popen.ForkServer:
+    """Starts a server that has imported what this process has."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     pid = os.fork()
@@ -251,15 +277,14 @@ def _start_server(kind: str) -> None:
         ours.close()
         die_with_parent(parent)
         os.setsid()  # the role's signals do not reach it
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.dup2(0, 1)  # no pipe of the role stays open
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, _OPEN_FILES)
         _serve(theirs)
         os._exit(0)
     theirs.close()
-    server = popen.ForkServer(ours, pid)
-    kinds = ("roles", "transfers") if kind == "roles" else (kind,)
-    popen.use_only(dict.fromkeys(kinds, server))
-    setattr(subprocess, "Popen", popen.ForkedPopen)  # noqa: B010  a type checker refuses the assignment
+    return popen.ForkServer(ours, pid)
 
 
 if __name__ == "__main__":
