@@ -220,7 +220,12 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
     assert (num_copies == 6) != bool(cache.copies._free), "few slots have a copy each"
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "damaged"])
+@pytest.fixture(scope="module")
+def answered(path: Path, tiny_engine: MakeEngine) -> list[Any]:
+    """What the first of `TURNS` are answered without a cache."""
+    return answers(tiny_engine(model=str(path), num_blocks=200), TURNS[:12])
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_states_live_on_below_the_device(
     path: Path,
@@ -228,10 +233,13 @@ def test_states_live_on_below_the_device(
     caching: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    answered: list[Any],
     tier: str,
-    breaks: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Requests begin with states that the device has evicted, and give the tokens that they give alone."""
+    """Requests begin with states that the device has evicted, and give the tokens that they give alone. What
+    one tier has of one kind is damaged, and so is what the other tier has of the other kind."""
+    breaks = (tier == "host") == (request.node.callspec.params["path"] == KINDS[0])
     loads = list[tuple[bool, int]]()
     load = OffloadTier.load
 
@@ -239,13 +247,11 @@ def test_states_live_on_below_the_device(
         loads.append((self.of_states, len(wanted)))
         load(self, wanted, then)
 
-    turns = TURNS[:12]
-    expected = answers(tiny_engine(model=str(path), num_blocks=200), turns)
     monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
     monkeypatch.setattr(OffloadTier, "load", noted)
     sizes = {"num_blocks": 40, "max_num_seqs": 3, f"{tier}_cache_size": 1 << 25}
     engine = tiny_engine(model=str(path), **caching(4, **sizes), disk_cache_dir=str(tmp_path))
-    assert answers(engine, turns, tmp_path, corrupt if breaks else lambda _: None) == expected
+    assert answers(engine, TURNS[:12], tmp_path, corrupt if breaks else lambda _: None) == answered
     assert (True, 1) in loads
     blocks, states = engine.offload
     assert blocks.stats.saved
@@ -263,6 +269,7 @@ def test_blocks_on_the_device_stay_while_their_states_are_loaded(
     tiny_engine: MakeEngine,
     caching: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
+    answered: list[Any],
     pays: bool,
 ) -> None:
     """The device has few copies and many blocks. If a load does not pay, a request gives such blocks back."""
@@ -273,12 +280,10 @@ def test_blocks_on_the_device_stay_while_their_states_are_loaded(
         given_back.append(live.num_published - begin)
         begin_at(self, live, names, begin)
 
-    turns = TURNS[:12]
-    expected = answers(tiny_engine(model=str(path), num_blocks=200), turns)
     monkeypatch.setattr(OffloadTier, "pays", lambda self, *_: pays)
     monkeypatch.setattr(RequestMemory, "_begin_at", noted)
     engine = tiny_engine(model=str(path), **caching(4, num_blocks=200, host_cache_size=1 << 25))
-    assert answers(engine, turns) == expected
+    assert answers(engine, TURNS[:12]) == answered
     [stats] = engine.stats().offload
     assert stats.loaded_tokens == 0, "no block was evicted"
     assert (engine.stats().prefix_cache_hits > 0) or not pays

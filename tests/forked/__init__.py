@@ -11,6 +11,9 @@ A fresh interpreter needs two seconds of CPU time to import torch, and a test ru
 Transfer processes of the tests of `kv_transfer` are forks of another server, which has no torch. So are load
 tests (`baton bench`), their clients and the server that they measure, of a third one.
 
+Processes of pytest-xdist are forks of one that has imported what tests and roles import. Each has a fork
+server for roles and load tests, again a fork.
+
 All that runs in the environment with vLLM is a fork of a fourth one, which has vLLM.
 
 All else starts fresh: other programs, and a role whose environment changes what an import does. These tests

@@ -94,10 +94,10 @@ _PRELOADED = {
 }
 _PRELOADED["tests"] = (
     *_PRELOADED["roles"],
+    *_PRELOADED["loads"],
     "_pytest.assertion.rewrite",
     "aiohttp",
     "baton.bench.chaos.__main__",
-    "baton.bench.load.cli",
     "baton.cluster.tools.doctor",
     "execnet.gateway_base",
     "hypothesis.stateful",
@@ -253,7 +253,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     tempfile.tempdir = None  # TMPDIR may differ
     command = [*request["command"], ""]
     if command[0] == popen.GATEWAY:
-        popen.use({"roles": _fork_of_this()})
+        popen.use(dict.fromkeys(("roles", "loads"), _fork_of_this()))
     elif command[0] in _PARENTS or (command[0] == "baton.cluster.cli" and command[1] in _PARENTS):
         kind = popen.kind_of(command)
         assert kind is not None
