@@ -32,7 +32,7 @@ from tests.forked import clock, popen
 _MESSAGE = 1 << 18  # bytes, at most: the arguments and the environment
 _MAX_FDS = 64
 _OPEN_FILES = 1 << 20  # of one process, at most, where /proc/sys/fs/nr_open is as Linux sets it
-_PRELOADED = {
+_PRELOADED: dict[str, tuple[str, ...]] = {
     "roles": (
         "torch",
         "baton.cluster.cli",
