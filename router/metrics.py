@@ -11,7 +11,6 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
@@ -28,9 +27,9 @@ from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import WorkerState
 from baton.rpc import worker_pb2 as pb
 
-M = TypeVar("M", Counter, Gauge, Histogram)
+M = TypeVar("M", Counter, Gauge)
 
-disable_created_metrics()  # each counter and histogram would have one more series
+disable_created_metrics()  # each counter would have one more series
 
 _LATENCY = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640
@@ -48,9 +47,9 @@ RETRY_CAUSES = (
 DEADLINES = ("request", "worker_wait")
 
 
-class TokenHistogram(Collector):
-    """A histogram that is observed with each token. That of the library takes ten times as long, since it has
-    locks and passes the buckets one by one. Used on the event loop alone."""
+class Histogram(Collector):
+    """A histogram that is observed on the event loop alone, some with each token. That of the library takes
+    ten times as long, since it has locks and passes the buckets one by one."""
 
     def __init__(self, name: str, text: str, labels: dict[str, str], buckets: tuple[float, ...]) -> None:
         self._name, self._text, self._labels, self._buckets = name, text, labels, buckets
@@ -99,10 +98,9 @@ class Metrics:
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", _LATENCY
         )
-        self.inter_token = TokenHistogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a request.", self._labels, _INTERVAL
+        self.inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a request.", _INTERVAL
         )
-        self.registry.register(self.inter_token)
         self.e2e = self._histogram(
             "vllm:e2e_request_latency_seconds", "From the request to its end.", _LATENCY
         )
@@ -208,11 +206,13 @@ class Metrics:
 
     # ------------------------------------------------------------ families
 
-    def _family(self, kind: type[M], name: str, text: str, *labels: str, **more: Any) -> M:
-        return kind(name, text, [*self._labels, *labels], registry=self.registry, **more)
+    def _family(self, kind: type[M], name: str, text: str, *labels: str) -> M:
+        return kind(name, text, [*self._labels, *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._family(Histogram, name, text, buckets=buckets).labels(**self._labels)
+        histogram = Histogram(name, text, self._labels, buckets)
+        self.registry.register(histogram)
+        return histogram
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return self._family(Gauge, name, text).labels(**self._labels)

@@ -99,9 +99,9 @@ class ChoicesBuilder:
     def events(self, index: int, delta: Delta) -> bytes:
         said = self._said(index, delta)
         if self._uniform and not delta.first and delta.finish_reason is None and len(said) == 1:
-            kind, text, *_ = said[0]
-            if kind != "call":
-                return encode(text).join(self._template(index, kind, delta))
+            part = said[0]
+            if part.kind != "call":
+                return encode(part.text).join(self._template(index, part.kind, delta))
         chunk = self._chunk([self._choice(index, self._part(index, delta, said), whole=False)])
         if delta.first:
             chunk |= self._extra()
