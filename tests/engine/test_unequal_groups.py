@@ -25,7 +25,8 @@ from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, bu
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
-from baton.engine.kernels import KV, Fp8KV, LayerState, parts
+from baton.engine.kernels import KV, Fp8KV, parts
+from baton.engine.models.cache_spec import AttentionCache
 from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
@@ -168,7 +169,8 @@ class Side:
         self.receiver = transport.receiver(paged_kv(self.engine))
         self.sink.waits = LayerWaits(self.receiver, lambda: None)
         ranks_of = self.engine, *(followers[rank] for rank in sorted(followers))
-        self.caches = [[x for x in of.caches if not isinstance(x, LayerState)] for of in ranks_of]
+        attend = [isinstance(spec, AttentionCache) for spec in self.engine.cache_spec]
+        self.caches = [list(itertools.compress(of.caches, attend)) for of in ranks_of]
         """Of each rank, the layers with KV."""
         self._heads = [layout.arrays[0].heads_of(rank, ranks) for rank in range(ranks)]
 

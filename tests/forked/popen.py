@@ -32,6 +32,7 @@ KINDS = {
     "tests.bench.mock_server": "loads",
     GATEWAY: "tests",
     "tests.decode_worker.engine_process": "roles",
+    "tests.ledger_engine": "roles",
     "tests.worker.patient_engine": "roles",
     "tests.worker_process": "roles",
     "tests.vllm_worker.vllm_server": "roles",

@@ -47,6 +47,8 @@ _PRELOADED: dict[str, tuple[str, ...]] = {
         "baton.router.preparation.child",
         "baton.router.server",
         "tests.decode_worker.engine_process",
+        "tests.ledger",
+        "tests.ledger_engine",
         "tests.worker.patient_engine",
         "tests.worker_process",
         "baton.worker.engine_process.offload",

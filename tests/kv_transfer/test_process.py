@@ -154,7 +154,7 @@ def test_a_lane_is_bound_to_its_interface() -> None:
 def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
     """A parent that is killed cannot tell its children; the kernel does. SIGTERM goes to the child itself."""
     code = (
-        "import kv_transfer as kv, resource, sys, time\n"
+        "import resource, sys, time\nimport baton.kv_transfer as kv\nfrom tests.layouts import kv_layout\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (500, 2000))\n"
         "(a, b), (e, f) = kv.ArenaEnd.pair(4, 4096), kv.ArenaEnd.pair(4, 4096)\n"
         "c, d = kv.channel_pair()\n"

@@ -31,7 +31,7 @@ def test_a_fetch_is_not_answered_with_have(fetching: Any, until: Any) -> None:
     [
         ({"checksum": 1}, "payload"),
         ({"layer": 3}, "frame_fields"),
-        ({"kind": 1}, "state"),
+        ({"kind": 1}, "frame_fields"),
         ({"token_count": 9}, "frame_length"),
         ({"token_start": 1}, "frame_range"),
         ({"head_start": 1}, "frame_range"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from baton.rpc import worker_pb2 as pb
+from tests import ledger
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import (
     Pair,
@@ -23,7 +24,7 @@ from tests.engine.checkpoints import edit_json
 from tests.engine.conftest import TINY_LATENT
 
 KV, STATE = 0, 1
-"""Kinds of a frame."""
+"""Arrays of a frame."""
 HYBRID = {
     "architectures": ["BambaForCausalLM"],
     "mamba_n_heads": 8,
@@ -39,22 +40,32 @@ LATENTS = {
 }
 
 
+LEDGER = {"architectures": [ledger.NAME], "num_hidden_layers": 3}
+WITH_LEDGER = {"engine_module": "tests.ledger_engine"}
+
+
 def network_to(worker: WorkerProcess, kind: int) -> Any:
     return closing(BadNetwork(int(worker.ready["kv_address"].rpartition(":")[2]), kind=kind))
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind"), [pytest.param(HYBRID, STATE, id="states"), pytest.param(LATENTS, KV, id="latents")]
+    ("changes", "array", "more"),
+    [
+        pytest.param(HYBRID, STATE, {}, id="states"),
+        pytest.param(LATENTS, KV, {}, id="latents"),
+        pytest.param(LEDGER, 2, WITH_LEDGER, id="a token's array of tests"),
+        pytest.param(LEDGER, 3, WITH_LEDGER, id="a request's array of tests"),
+    ],
 )
 async def test_a_request_survives_damage_and_the_death_of_a_prefill_worker(
-    changes: dict[str, Any], kind: int, tmp_path: Path
+    changes: dict[str, Any], array: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
     """A worker has one slot for states, so a slot that is not freed fails the next request."""
     model = tiny_model(tmp_path / "kind")
     edit_json(model / "config.json", **changes)
     engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 1, "max_num_batched_tokens": 32}
     engine |= {"enable_prefix_caching": True}
-    settings = {"model": model, "engine": engine, "kv_connector": "tcp"}
+    settings = {"model": model, "engine": engine, "kv_connector": "tcp", **more}
     roles = {"prefill": "prefill", "other prefill": "prefill", "decode": "decode"}
     prompt, params = range(100, 170), sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
     asked = request(prompt, params)
@@ -65,7 +76,7 @@ async def test_a_request_survives_damage_and_the_death_of_a_prefill_worker(
         async with attached(prefill) as p, attached(other) as q, attached(decode) as d:
             expected = [token.token_id for token, _ in await d.tokens(await d.reserve(asked))]
             assert len(set(expected)) > 2
-            with network_to(prefill, kind) as network:
+            with network_to(prefill, array) as network:
                 pair = Pair(p, d, network.address, prefill.ready["incarnation"])
                 network.fault, network.hits = "corrupt", 1
                 assert (await pair.generate(prompt, params)).tokens == expected
