@@ -4,15 +4,12 @@ It puts the engine and the two roles together. The package `worker` knows no rol
 each other.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.worker.engine_process.start import EngineProcessConfig, start
 
 if TYPE_CHECKING:
-    from baton.engine import Engine
     from baton.worker.engine_process.context import Context
-    from baton.worker.engine_process.roles import Role
 
 
 def run(config: EngineProcessConfig) -> int:
@@ -21,19 +18,20 @@ def run(config: EngineProcessConfig) -> int:
     from baton.prefill_worker.role import PrefillRole, SenderSink
     from baton.worker.engine_process import process
     from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
+    from baton.worker.engine_process.roles import Roles
     from baton.worker.engine_process.shared_store import StoreSource
 
-    def build(context: "Context") -> "tuple[Engine, Sequence[Role]]":
+    def build(context: "Context") -> Roles:
         sink = SenderSink(context.trace)
         engine = context.start_engine(sink.prefill_started, sink.layer_done)
-        attempts, shared = context.attempts, context.resources(engine, lambda: sink.layers_ready)
-        fetches = PrefixFetches(engine, shared.counts, shared.trace)
+        shared = context.resources(engine, lambda: sink.layers_ready)
+        fetches = PrefixFetches(engine, context.attempts.counts, context.trace)
         fetches.sources.append(Workers(engine, shared.receiver, shared.incarnation, context.links))
         if (fds := context.config.store) is not None:
             context.store = StoreSource.open(engine, fds, context.transport.ranks, context.cached_chunks)
             fetches.sources.append(context.store)
-        prefill = PrefillRole(attempts, shared, sink, fetches)
-        return engine, (prefill, DecodeRole(attempts, shared, fetches))
+        roles = PrefillRole(shared, sink, fetches), DecodeRole(shared, fetches)
+        return Roles(context, shared, roles)
 
     return process.run(config, build)
 

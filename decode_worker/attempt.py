@@ -188,7 +188,7 @@ class DecodeAttempt(EngineAttempt):
         self.to(State.DECODING)
         self.shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
         self.joined_at = time.monotonic()
-        self.shared.counts.count_prompt(self.tokens, output.cached_tokens, self.fetched)
+        self.attempts.counts.count_prompt(self.tokens, output.cached_tokens, self.fetched)
         self.attempts.prefilled(self, output)
 
     def _repeat(self, output: Output) -> None:

@@ -5,8 +5,7 @@ from functools import partial
 
 from baton.decode_worker.attempt import DecodeAttempt
 from baton.worker import messages
-from baton.worker.engine_process.attempt import AttemptTable
-from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
+from baton.worker.engine_process.engine_attempt import Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.roles import Role
 from baton.worker.engine_process.states import State
@@ -24,12 +23,10 @@ class DecodeRole(Role):
 
     handles = (messages.Decode, messages.Retarget)
 
-    def __init__(
-        self, attempts: AttemptTable[EngineAttempt], shared: Resources, prefix_fetches: PrefixFetches
-    ) -> None:
-        self._attempts = attempts
+    def __init__(self, shared: Resources, prefix_fetches: PrefixFetches) -> None:
         self._shared = shared
-        self.kv = self._receiver = shared.receiver
+        self._attempts = shared.attempts
+        self._receiver = shared.receiver
         self._prefix_fetches = prefix_fetches
 
     def handle(self, message: ToEngine) -> None:

@@ -49,9 +49,8 @@ class PrefillAttempt(EngineAttempt):
 
     def _first_token(self, output: Output, tokens: int) -> None:
         """`tokens`: of the prompt that were computed here, or cached."""
-        shared = self.shared
-        shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
-        shared.counts.count_prompt(tokens, output.cached_tokens, self.fetched)
+        self.shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
+        self.attempts.counts.count_prompt(tokens, output.cached_tokens, self.fetched)
         self.attempts.prefilled(self, output)
         self.attempts.sampled(self, output)
 

@@ -154,7 +154,7 @@ class PartAttempt(PrefillAttempt):
             self.reading.open(own[-1].stop)
             sender.ready(request.id, None, 0, cached)
         self.to(State.COMPUTING)
-        self.shared.counts.prompt_parts += 1
+        self.attempts.counts.prompt_parts += 1
         self._advance()
 
     def _fetch(self, worker: PlanRange, ranges: Sequence[range], starts: set[int]) -> None:
@@ -217,7 +217,7 @@ class PartAttempt(PrefillAttempt):
     def sampled(self, output: Output) -> None:
         self.output = output
         if not self.is_final:  # its token means nothing: it says that the part is computed
-            self.shared.counts.count_prompt(self.part_tokens, 0, 0)
+            self.attempts.counts.count_prompt(self.part_tokens, 0, 0)
             self.attempts.token(self, output._replace(finish_reason="length"))
         if not self.closed:
             self.to(State.COMPUTED)
@@ -229,7 +229,7 @@ class PartAttempt(PrefillAttempt):
         if self.state is not State.COMPUTED or output is None or self.uncommitted or self.failed:
             return
         shared.engine.verified(self.live_request)
-        shared.counts.prompt_parts_waited += self.waited
+        self.attempts.counts.prompt_parts_waited += self.waited
         shared.trace.instant(
             "part", prefill=self.id.hex(), tokens=self.part_tokens, waited_us=self.waited * 1e6
         )
@@ -241,7 +241,7 @@ class PartAttempt(PrefillAttempt):
             self._end_if_unused()
 
     def _fail(self, why: str) -> None:
-        self.shared.counts.prompt_parts_failed += 1
+        self.attempts.counts.prompt_parts_failed += 1
         self.lost(Code.DROPPED, why)
 
     def _unread(self, reason: str) -> None:

@@ -10,8 +10,7 @@ from baton.prefill_worker.attempt import PrefillAttempt
 from baton.prefill_worker.parts import LayerWaits, PartAttempt
 from baton.prefill_worker.serving import ServedPrefixes
 from baton.worker import messages
-from baton.worker.engine_process.attempt import AttemptTable
-from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Resources
+from baton.worker.engine_process.engine_attempt import Reading, Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.roles import Role
 from baton.worker.engine_process.states import State
@@ -82,24 +81,18 @@ class PrefillRole(Role):
 
     handles = (messages.Prefill,)
 
-    def __init__(
-        self,
-        attempts: AttemptTable[EngineAttempt],
-        shared: Resources,
-        sink: SenderSink,
-        prefix_fetches: PrefixFetches,
-    ) -> None:
+    def __init__(self, shared: Resources, sink: SenderSink, prefix_fetches: PrefixFetches) -> None:
         """`sink` is the engine's. It gets its sender here. The decode role polls the receiver."""
-        self._attempts = attempts
         self._shared = shared
-        self.kv = self._sender = sink.sender = shared.sender
+        self._attempts = shared.attempts
+        self._sender = sink.sender = shared.sender
         self._waits = sink.waits = LayerWaits(shared.receiver, shared.tick)
         self._prefix_fetches = prefix_fetches
         self._served = ServedPrefixes(shared.engine.prefix_exchange, self._sender, shared.trace)
 
     @property
-    def empty(self) -> bool:
-        return self._served.idle and self._sender.idle
+    def idle(self) -> bool:
+        return self._served.idle
 
     def handle(self, message: ToEngine) -> None:
         assert isinstance(message, messages.Prefill)

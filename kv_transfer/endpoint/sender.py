@@ -28,7 +28,6 @@ class Sender:
     The engine thread makes all calls, and none waits for the other thread but `shutdown`.
 
     Attributes:
-        poll_within: as in `Receiver`.
         error: what ended the thread. None: it runs.
     """
 
@@ -37,7 +36,6 @@ class Sender:
         ranks: OtherRanks = NO_RANKS,
     ) -> None:  # fmt: skip
         """`exports` and the next as in `Transport`."""
-        self.poll_within: float | None = None
         self.error: Exception | None = None
         self._pump = Pump(end, kv, trace, self._report, exports=exports, adopts=adopts, ranks=ranks)
         self._events: deque[Released | ContentWanted] = deque()

@@ -87,8 +87,8 @@ class Worker:
         self.fetches = PrefixFetches(self.engine, attempts.counts, trace)
         links = self.context.links
         self.fetches.sources.append(Workers(self.engine, self.receiver, incarnation, links))
-        self.role = PrefillRole(attempts, self.shared, sink, self.fetches)
-        self.roles = Roles(self.engine, [self.role], self.context)
+        self.role = PrefillRole(self.shared, sink, self.fetches)
+        self.roles = Roles(self.context, self.shared, [self.role])
 
     # Of the service process
 
@@ -153,7 +153,7 @@ class Worker:
 
     def move(self) -> None:
         """Waits for a report of the sender."""
-        assert wait([self.role.kv.fileno()], 10.0), "the sender reports nothing"
+        assert wait([self.shared.sender.fileno()], 10.0), "the sender reports nothing"
         self.roles.move_kv(math.inf)
 
     def move_if_due(self) -> None:
@@ -172,7 +172,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        return self.engine.idle and not self.context.attempts and self.role.empty and self.receiver.idle
+        return self.roles.idle
 
     # Of the transfer process
 
@@ -259,7 +259,7 @@ class Worker:
         )
 
     def close(self) -> None:
-        self.role.kv.shutdown()
+        self.shared.sender.shutdown()
         self.receiver.shutdown()
         self.engine.close()
         for channel in (self.outgoing, self.incoming):

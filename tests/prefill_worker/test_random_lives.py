@@ -60,8 +60,8 @@ class Both(Worker):
 
     def __init__(self, model: Path, **options: Any) -> None:
         super().__init__(model, **options)
-        decode = DecodeRole(self.context.attempts, self.shared, self.fetches)
-        self.roles = Roles(self.engine, [self.role, decode], self.context)
+        decode = DecodeRole(self.shared, self.fetches)
+        self.roles = Roles(self.context, self.shared, [self.role, decode])
         self.fetches_open: dict[bytes, local.FetchIn] = {}
         self.brought: dict[bytes, tuple[int, int]] = {}  # of these: frames and bytes
         self.asked_store: dict[bytes, Any] = {}

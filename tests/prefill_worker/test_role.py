@@ -195,11 +195,11 @@ def test_a_pin_lasts_until_it_is_released(model: Path) -> None:
             worker.move()
         assert worker.told(local.Pinned) == local.Pinned(Q, 2)
         assert worker.told(local.CloseOut) == local.CloseOut(D, "gone")
-        assert not worker.role.empty
+        assert not worker.idle
         worker.fetched(Q, T, (0, 128))
         assert worker.told(local.CommitOut).frames == len(worker.slices(2))
         worker.released(Q, "acked")
-        assert worker.role.empty
+        assert worker.idle
 
 
 def test_a_worker_without_a_cache_has_nothing_to_pin(worker: Worker) -> None:

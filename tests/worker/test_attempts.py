@@ -1,7 +1,5 @@
 """The table of attempts in the engine process."""
 
-from typing import Any
-
 import pytest
 
 from baton.decode_worker.role import DecodeRole
@@ -90,9 +88,8 @@ def test_an_attempt_goes_on_when_its_kv_failed(of: Table) -> None:
 def test_an_id_in_use_is_refused(of: Table) -> None:
     """The engine does not know a prefill that waits for a prefix of another worker. It would get two requests
     with one id."""
-    shared = stand_in(Resources, receiver=None, trace=TraceWriter(None, ""), incarnation=1)
-    table: Any = of.table
-    role = DecodeRole(table, shared, stand_in(PrefixFetches))
+    shared = stand_in(Resources, receiver=None, attempts=of.table, trace=TraceWriter(None, ""), incarnation=1)
+    role = DecodeRole(shared, stand_in(PrefixFetches))
     again = attempt(b"a", 2).origin
     work = messages.Work(EngineRequest(again.attempt_id, [1]), timeout=1.0, origin=again)
     role.handle(messages.Decode(2, work, None))

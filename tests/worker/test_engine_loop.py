@@ -53,13 +53,14 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
     """While all attempts decode, a turn of the loop costs nothing for KV."""
     table, within = AttemptTable[EngineAttempt](lambda _: None), list[float]()
     poll_within = property(lambda _: min(within, default=None))
-    role = stand_in(
-        DecodeRole,
-        kv=stand_in(Receiver, fileno=lambda: 7, poll_within=poll_within),
-        move_kv=lambda _: None,
+    shared = stand_in(
+        Resources,
+        engine=stand_in(Engine, to_drop=lambda *_: []),
+        sender=stand_in(Sender, fileno=lambda: 6, close=lambda *_: None),
+        receiver=stand_in(Receiver, fileno=lambda: 7, poll_within=poll_within),
     )
-    roles = Roles(stand_in(Engine, to_drop=lambda *_: []), [role], stand_in(Context, attempts=table))
-    shared = stand_in(Resources, sender=stand_in(Sender, close=lambda *_: None))
+    role = stand_in(DecodeRole, move_kv=lambda _: None)
+    roles = Roles(stand_in(Context, attempts=table), shared, [role])
     attempt = EngineAttempt(stream=1, origin=Origin(b"a", "", "", 0.0), tokens=1, shared=shared)
 
     def moves() -> bool:

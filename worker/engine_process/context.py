@@ -38,8 +38,8 @@ class Context:
         `PagedKV`, for the sender."""
         cache = paged_kv(engine, layers_ready)
         ends = self.transport.sender(cache), self.transport.receiver(cache)
-        counts, incarnation = self.attempts.counts, self.config.incarnation
-        return Resources(engine, *ends, counts, self.trace, incarnation, self.heartbeat.tick)
+        incarnation, tick = self.config.incarnation, self.heartbeat.tick
+        return Resources(engine, *ends, self.attempts, self.trace, incarnation, tick)
 
     def _kept(self, salt: bytes, name: bytes, chunk: int, *, states: bool) -> None:
         if self.store is not None:

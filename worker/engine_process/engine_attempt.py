@@ -19,8 +19,7 @@ from baton.kv_transfer import (
     TraceWriter,
 )
 from baton.kv_transfer.protocol.messages import Reason
-from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.messages import RequestCounts
+from baton.worker.engine_process.attempt import Attempt, AttemptTable, Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Resources:
     engine: Engine
     sender: Sender
     receiver: Receiver
-    counts: RequestCounts
+    attempts: "AttemptTable[EngineAttempt]"
     trace: TraceWriter
     incarnation: int
     """Of this worker."""
@@ -39,7 +38,7 @@ class Resources:
 
     def no_room(self) -> str:
         """Counts a refusal, and says why."""
-        self.counts.no_room += 1
+        self.attempts.counts.no_room += 1
         return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
 
 

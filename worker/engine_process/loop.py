@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from baton.engine import Engine, StepResult
+from baton.engine import StepResult
 from baton.engine.step_loop import StepLoop
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.wait import spins, wait
@@ -56,8 +56,8 @@ class FreedMemory:
             trim()
 
 
-def loop(engine: Engine, roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreSource]) -> None:
-    link, steps = context.link, engine.loop
+def loop(roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreSource]) -> None:
+    link, steps = context.link, roles.engine.loop
     fds = [link.fileno(), steps.landings_fd, *roles.kv_fds]
     fds += [] if context.store is None else [context.store.store.fileno()]
     freed = FreedMemory()

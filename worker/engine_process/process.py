@@ -1,7 +1,7 @@
 """The life of an engine process of a worker, from its start to its exit code."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from baton.content import vocabulary_fingerprint
 from baton.engine import Engine
@@ -14,13 +14,13 @@ from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.loop import loop
 from baton.worker.engine_process.offload import OffloadPump, offload_pumps
 from baton.worker.engine_process.paged_kv import kv_layout
-from baton.worker.engine_process.roles import Role, Roles
+from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
 from baton.worker.ipc import ServiceLink
 
 
-def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Sequence[Role]]]) -> int:
+def run(config: EngineProcessConfig, build: Callable[[Context], Roles]) -> int:
     """Runs the engine process. Returns its exit code.
 
     `build` makes the engine and the roles. An exception of a step ends the process, and the supervisor starts
@@ -34,7 +34,8 @@ def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Se
     context = Context(config, link, heartbeat, transport, trace, AttemptTable(link.send))
     heartbeat.tick()
     try:
-        engine, roles = build(context)
+        roles = build(context)
+        engine = roles.engine
         pumps: list[OffloadPump | StoreSource] = [*offload_pumps(engine, config.engine, transport.ranks)]
         if context.store is not None:
             pumps.append(context.store)
@@ -48,7 +49,7 @@ def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Se
     gc.freeze()  # these objects live as long as the process; scanning them would delay a step
     link.send(ready)
     try:
-        loop(engine, Roles(engine, roles, context), context, pumps)
+        loop(roles, context, pumps)
     except ChannelClosed:
         return EXIT_TRANSFER_GONE
     for pump in pumps:

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import ClassVar, Protocol
 
-from baton.engine import Engine
-from baton.kv_transfer import Receiver, Sender
 from baton.worker import messages
 from baton.worker.engine_process.context import Context
-from baton.worker.engine_process.engine_attempt import EngineAttempt
+from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.states import State
 from baton.worker.messages import ToEngine
 
@@ -21,13 +19,10 @@ class Role(Protocol):
     handles: ClassVar[tuple[type, ...]]
     """Types of the messages that `handle` takes."""
 
-    kv: Sender | Receiver
-    """Its end of KV transfer. `move_kv` takes what it reports."""
-
     @property
-    def empty(self) -> bool:
-        """Whether no transfer reads or writes the KV pool."""
-        return self.kv.idle
+    def idle(self) -> bool:
+        """Whether it has nothing that is neither an attempt nor a transfer."""
+        return True
 
     def handle(self, message: ToEngine) -> None:
         """Handles a message of one of the types `handles`."""
@@ -46,31 +41,37 @@ class Roles:
         polls: whether something may have begun or ended that no descriptor shows. Then `move_kv` is due.
     """
 
-    def __init__(self, engine: Engine, roles: Sequence[Role], context: Context) -> None:
-        self._engine = engine
-        self._roles = roles
+    def __init__(self, context: Context, shared: Resources, roles: Sequence[Role]) -> None:
         self._context = context
         self._attempts = context.attempts
-        self.kv_fds = [role.kv.fileno() for role in roles]
+        self.engine = shared.engine
+        self._sender, self._receiver = shared.sender, shared.receiver
+        self._roles = roles
+        self.kv_fds = [self._sender.fileno(), self._receiver.fileno()]
         self.polls = True
 
     @property
     def poll_within(self) -> float:
         """Seconds after which `move_kv` must be called in any case. Infinite: no limit."""
-        return min(math.inf if (limit := role.kv.poll_within) is None else limit for role in self._roles)
+        return math.inf if (within := self._receiver.poll_within) is None else within
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no attempt, no request, and no transfer from or to the KV pool."""
+        parts = self.engine, self._sender, self._receiver, *self._roles
+        return not self._attempts and all(part.idle for part in parts)
 
     def handle(self, message: ToEngine) -> None:
         """Handles a message of the service process that does not end the loop."""
         self.polls = True
         match message:
             case messages.AskStatus():
-                idle = self._engine.idle and not self._attempts and all(role.empty for role in self._roles)
                 store = self._context.store
                 status = messages.EngineStatus(
                     message.question,
-                    self._engine.stats(),
+                    self.engine.stats(),
                     self._attempts.counts,
-                    idle and (store is None or store.idle),
+                    self.idle and (store is None or store.idle),
                     self._context.links.recent(time.monotonic()),
                     None if store is None else store.stats,
                 )
@@ -79,7 +80,7 @@ class Roles:
                 self._attempts.cancel(stream, attempt_id)
             case messages.OnlyCopies(chunks):
                 names = None if chunks is None else self._context.cached_chunks.names(chunks)
-                self._engine.only_here(names)
+                self.engine.only_here(names)
             case _:
                 next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
 
@@ -97,7 +98,7 @@ class Roles:
         of prefills that no worker fetches. Then it takes those of reservations without any KV yet.
         """
         spare = (attempt.live_request for attempt in self.spare())
-        for live in self._engine.to_drop(attrgetter("is_wanted"), spare):
+        for live in self.engine.to_drop(attrgetter("is_wanted"), spare):
             live.owner.drop()
 
     def spare(self) -> Iterator[EngineAttempt]:
@@ -110,5 +111,5 @@ class Roles:
 
     def shutdown(self) -> None:
         """Closes the KV sender and receiver. The transfer process has closed its lanes."""
-        for role in self._roles:
-            role.kv.shutdown()
+        self._sender.shutdown()
+        self._receiver.shutdown()
