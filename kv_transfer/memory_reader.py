@@ -1,19 +1,18 @@
 """What reads memory of peers in a transfer process, where the engine does not: `MemoryReader`.
 
-To add a kind, write a module with a class `Kind`, a `ReaderKind`, and name it in `READERS`.
+To add one, write its class and name it in `READERS`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.protocol.messages import Export
 
-READERS = {"nixl": "baton.kv_transfer.nixl"}
-"""By the value of `--kv-connector`: the module of its kind."""
+READERS = {"nixl": "baton.kv_transfer.nixl.memory:NixlMemory"}
+"""By the value of `--kv-connector`: module and class."""
 
 
 class SliceToRead(NamedTuple):
@@ -29,11 +28,28 @@ class MemoryReader(Protocol):
     It has slots with marks, which the engines fill and verify. Or it has the arenas: then the transfer
     processes compute checksums, and engines see no difference to TCP."""
 
+    transports: ClassVar[Sequence[str]]
+    """The kinds of its memory, in metrics."""
     export: Export
     """What peers are told."""
     for_sender: Export | None
     """Slots with marks, which the engine opens. None: it has the arena."""
     for_receiver: Export | None
+
+    @staticmethod
+    def check(*, encrypt: bool) -> None:
+        """Raises ValueError if it cannot be used here, or not with `--kv-encrypt`."""
+
+    @staticmethod
+    def device_of(engine_device: str) -> str | None:
+        """The device on which it has slots of its own. None: it uses the arenas."""
+
+    def __init__(
+        self, config: TransferConfig, secret: bytes, sending: Arena, receiving: Arena,
+        wake: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """In the transfer process. Any thread calls `wake` when `opened` or `finished` has something. Raises
+        RuntimeError with a text for the user."""
 
     @property
     def slot_bytes(self) -> int:
@@ -69,27 +85,7 @@ class MemoryReader(Protocol):
         """Seconds until a read may be over, if nothing else tells. None: `wake` tells."""
 
 
-class ReaderKind(ABC):
-    transports: Sequence[str]
-    """The kinds of its memory, in metrics and messages."""
-
-    @abstractmethod
-    def check(self, *, encrypt: bool) -> None:
-        """Raises ValueError if it cannot be used here, or not with `--kv-encrypt`."""
-
-    @abstractmethod
-    def device_of(self, engine_device: str) -> str | None:
-        """The device on which it has slots of its own. None: it uses the arenas."""
-
-    @abstractmethod
-    def open(
-        self, config: TransferConfig, secret: bytes, sending: Arena, receiving: Arena,
-        wake: Callable[[], None],
-    ) -> MemoryReader:  # fmt: skip
-        """In the transfer process. Any thread calls `wake` when `opened` or `finished` has something. Raises
-        RuntimeError with a text for the user."""
-
-
-def reader_kind(connector: str) -> ReaderKind | None:
+def reader_of(connector: str) -> type[MemoryReader] | None:
     """None: the engines read, or nothing but TCP is used."""
-    return import_module(READERS[connector]).Kind() if connector in READERS else None
+    module, _, name = READERS.get(connector, "").partition(":")
+    return getattr(import_module(module), name) if module else None

@@ -17,7 +17,7 @@ import psutil
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.heartbeat import MAX_STEP_IDS
-from baton.kv_transfer.memory_reader import ReaderKind, reader_kind
+from baton.kv_transfer.memory_reader import MemoryReader, reader_of
 from baton.machine import logs
 from baton.machine.system import family
 
@@ -155,9 +155,9 @@ class WorkerConfig:
         self.kv_address()  # a wrong --kv-host must fail before the weights are loaded
 
     @property
-    def reader(self) -> ReaderKind | None:
+    def reader(self) -> type[MemoryReader] | None:
         """What reads memory of peers in the transfer process. None: nothing does."""
-        return reader_kind(self.kv_connector)
+        return reader_of(self.kv_connector)
 
     def reader_device(self) -> str | None:
         """As in `TransferConfig`."""

@@ -31,7 +31,7 @@ from baton.bench.contract import Report, Row, interleaved, parser
 from baton.bench.kv import exported
 from baton.bench.kv.pair import BLOCK, Pair, Settings
 from baton.bench.kv.raw_sockets import MIB, RawPair
-from baton.kv_transfer import nixl
+from baton.kv_transfer.nixl import memory as nixl
 
 PARTS = ("tcp", "encrypted", "nixl", "exported")
 SIZES = (64, 256)  # MiB

@@ -31,16 +31,16 @@ from typing import Any
 import xxhash
 
 from baton.kv_transfer.arena import MARK, TOKEN, Arena
-from baton.kv_transfer.config import EXPORTED_SLOT_BYTES, PAGE
+from baton.kv_transfer.config import PAGE, TransferConfig
 from baton.kv_transfer.cuda_memory import CudaError
 from baton.kv_transfer.memory_reader import MemoryReader, SliceToRead
-from baton.kv_transfer.nixl import WHEELS
 from baton.kv_transfer.nixl.slots import NixlSlots, make_slots
 from baton.kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
 from baton.machine import usable_cpus
 
 log = logging.getLogger("baton.kv")
 
+WHEELS = ("nixl_cu13", "nixl_cu12")  # the package `nixl` would import torch to choose one of them
 _ADDRESS = struct.Struct("<Q")
 _PLACE = struct.Struct("<QI")  # of slots with marks: address, device
 _END = 1 << 64  # of all addresses
@@ -72,6 +72,20 @@ class _Read:
     handle: int = 0
 
 
+def installed() -> bool:
+    return any(find_spec(name) for name in WHEELS)
+
+
+def nics_read_gpus() -> bool:
+    """RDMA devices here can read memory of GPUs: with nvidia_peermem, or by dma-buf, which NVIDIA's open
+    kernel modules have."""
+    driver = Path("/proc/driver/nvidia/version")
+    is_open = driver.exists() and "Open Kernel Module" in driver.read_text()
+    return any(Path("/sys/class/infiniband").glob("*")) and (
+        is_open or Path("/sys/module/nvidia_peermem").exists()
+    )
+
+
 def listen_on(host: str) -> None:
     """UCX listens on the interface with this address alone, and not on all. Call it before an agent is made.
 
@@ -93,33 +107,42 @@ def rdma_devices() -> list[str]:
 
 
 class NixlMemory(MemoryReader):
-    """Owns the agent of NIXL."""
+    """Owns the agent of NIXL. If memory of its device cannot be registered, the arenas are."""
+
+    transports = ("nixl", "nixl_cuda")
+
+    @staticmethod
+    def check(*, encrypt: bool) -> None:
+        if encrypt:
+            raise ValueError("--kv-encrypt: NIXL does not encrypt; use another --kv-connector")
+        if not installed():
+            raise ValueError(
+                "--kv-connector: NIXL is not installed; run `pip install -e '.[nixl]'` in Baton's source "
+                "directory"
+            )
+
+    @staticmethod
+    def device_of(engine_device: str) -> str | None:
+        """From GPU to GPU where NICs read their memory."""
+        kind, _, number = engine_device.partition(":")
+        return f"cuda:{number or 0}" if kind == "cuda" and nics_read_gpus() else None
 
     def __init__(
-        self,
-        secret: bytes,
-        incarnation: int,
-        sending: Arena,
-        receiving: Arena,
-        *,
-        device: str | None = None,
-        slot_bytes: int = EXPORTED_SLOT_BYTES,
-        wake: Callable[[], None] | None = None,
-    ) -> None:
-        """`device` and `slot_bytes`: `reader_device` and `exported_slot_bytes` of `TransferConfig`. If memory
-        of the device cannot be registered, the arenas are. Any thread calls `wake` when `opened` or
-        `finished` has something."""
+        self, config: TransferConfig, secret: bytes, sending: Arena, receiving: Arena,
+        wake: Callable[[], None],
+    ) -> None:  # fmt: skip
         from baton.kv_transfer.protocol.encryption import Seal  # takes 50 ms
 
         wheel = next(name for name in WHEELS if find_spec(name))
         self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
         found = vars(self._nixl).values()
         self._errors = tuple(x for x in found if isinstance(x, type) and issubclass(x, Exception))
-        config = self._nixl.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, _SLEEP
-        config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
+        settings = self._nixl.nixlAgentConfig()
+        settings.useProgThread, settings.pthrDelay = True, _SLEEP
+        settings.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
         threads = min(_MOST_THREADS, max(2, usable_cpus() // 2))
-        self._agent = self._nixl.nixlAgent(_name(incarnation).decode(), config)
+        listen_on(config.host)
+        self._agent = self._nixl.nixlAgent(_name(config.incarnation).decode(), settings)
         try:
             self._backend = [self._agent.createBackend("UCX", {"num_workers": str(threads)})]
         except self._errors as e:
@@ -128,6 +151,7 @@ class NixlMemory(MemoryReader):
                 f"--kv-connector nixl: UCX does not start ({', '.join(found)}: {e}): name transports and "
                 "devices that this machine has, or use another --kv-connector"
             ) from None
+        device, slot_bytes = config.reader_device, config.exported_slot_bytes
         try:
             out, here = self._registered(sending, receiving, device, slot_bytes)
         except (CudaError, OSError, *self._errors) as e:
@@ -140,7 +164,7 @@ class NixlMemory(MemoryReader):
         shown = self._nixl.nixlRegDList(self._segment, [(out.address, out.size, out.device or 0, b"")])
         metadata = self._agent.getLocalPartialMD(shown, True, self._backend)
         self._seal = Seal(secret, b"baton nixl metadata")
-        handle = self._seal.seal(place + metadata, _name(incarnation))
+        handle = self._seal.seal(place + metadata, _name(config.incarnation))
         self.export = Export(out.kind, "", (handle,), out.num_slots, out.slot_bytes, sending.token)
         self.for_sender, self.for_receiver = out.export, here.export
         self._open: dict[int, _Peer] = {}  # by session
@@ -279,8 +303,7 @@ class NixlMemory(MemoryReader):
 
         def done(future: Future[bool | None]) -> None:
             self._steps.append((read, future))
-            if wake := self._wake:
-                wake()
+            self._wake()
 
         self._threads.submit(step).add_done_callback(done)
 

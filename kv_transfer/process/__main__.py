@@ -27,7 +27,7 @@ from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
-from baton.kv_transfer.memory_reader import reader_kind
+from baton.kv_transfer.memory_reader import reader_of
 from baton.kv_transfer.process import movers
 from baton.kv_transfer.process.decode_side import DecodeSide, ReceivingSession
 from baton.kv_transfer.process.frames import SlotPipe
@@ -68,9 +68,9 @@ class TransferProcess:
         inherited = [sending.channel, receiving.channel, service]
         self._movers = movers.fork(config, sending.arena, slots, inherited)
         self._loop = Loop(self._flush)
-        kind, reader = reader_kind(config.reader), None
+        kind, reader = reader_of(config.reader), None
         if kind is not None:
-            reader = kind.open(config, secret, sending.arena, receiving.arena, self._loop.interrupt)
+            reader = kind(config, secret, sending.arena, receiving.arena, self._loop.interrupt)
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._to_sender = Channel(sending.channel, FromSender, self._blocked)

@@ -25,7 +25,7 @@ from typing import Any
 
 import setproctitle
 
-from baton.kv_transfer.nixl import WHEELS
+from baton.kv_transfer.nixl.memory import WHEELS
 from baton.machine.system import die_with_parent
 from tests.forked import clock, popen
 

@@ -12,11 +12,13 @@ import psutil
 import pytest
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.config import EXPORTED_SLOT_BYTES, TransferConfig
 from baton.kv_transfer.cuda_memory import CudaError
 from baton.kv_transfer.memory_reader import SliceToRead
 from baton.kv_transfer.nixl import slots as nixl_slots
 from baton.kv_transfer.nixl.memory import NixlMemory, listen_on
 from baton.kv_transfer.protocol.encryption import Seal
+from tests.stand_in import stand_in
 
 from .conftest import until
 
@@ -31,11 +33,18 @@ def pair() -> tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]:
     """The owner with its arena, the reader with its own."""
     arenas = [kv.Arena.create(4, 4096) for _ in range(4)]
     with patch.dict(os.environ):
-        listen_on("127.0.0.1")
-        return (
-            NixlMemory(SECRET, OWNER, *arenas[:2]), arenas[0],
-            NixlMemory(SECRET, READER, *arenas[2:]), arenas[3],
-        )  # fmt: skip
+        owner = opened_by(OWNER, arenas[0], arenas[1])
+        return owner, arenas[0], opened_by(READER, arenas[2], arenas[3]), arenas[3]
+
+
+def opened_by(
+    incarnation: int, sending: kv.Arena, receiving: kv.Arena, device: str | None = None
+) -> NixlMemory:
+    config = stand_in(
+        TransferConfig, incarnation=incarnation, host="127.0.0.1", reader_device=device,
+        exported_slot_bytes=EXPORTED_SLOT_BYTES,
+    )  # fmt: skip
+    return NixlMemory(config, SECRET, sending, receiving, lambda: None)
 
 
 def opened(reader: NixlMemory) -> list[tuple[int, str]]:
@@ -70,7 +79,7 @@ def test_arenas_are_registered_where_memory_of_the_gpu_cannot_be(
 
     monkeypatch.setattr(nixl_slots, "enter_device", fail)
     arenas = [kv.Arena.create(4, 4096) for _ in range(2)]
-    memory = NixlMemory(SECRET, OWNER, arenas[0], arenas[1], device="cuda:0")
+    memory = opened_by(OWNER, arenas[0], arenas[1], "cuda:0")
     assert (memory.export.kind, memory.for_sender, memory.for_receiver) == ("nixl", None, None)
     assert "no GPU" in caplog.text
 
@@ -79,7 +88,7 @@ def test_devices_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx9_0:1")
     arenas = [kv.Arena.create(4, 4096) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"UCX does not start .*UCX_NET_DEVICES=mlx9_0:1"):
-        NixlMemory(SECRET, OWNER, arenas[0], arenas[1])
+        opened_by(OWNER, arenas[0], arenas[1])
 
 
 @pytest.mark.parametrize(

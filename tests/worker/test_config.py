@@ -47,7 +47,7 @@ def config(**fields: Any) -> WorkerConfig:
 def test_an_error_names_the_flag_and_the_value(
     fields: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kv_transfer.nixl.WHEELS", ())  # as if it were not installed
+    monkeypatch.setattr("baton.kv_transfer.nixl.memory.WHEELS", ())  # as if it were not installed
     monkeypatch.setitem(shared_store.BACKENDS, "missing", ("module", "no_such_package"))
     with pytest.raises(ValueError, match=flag):
         config(**fields)
@@ -66,7 +66,7 @@ def test_an_error_names_the_flag_and_the_value(
 def test_nixl_reads_memory_of_gpus_where_nics_can(
     connector: Any, device: str, nics: bool, slots: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kv_transfer.nixl.nics_read_gpus", lambda: nics)
+    monkeypatch.setattr("baton.kv_transfer.nixl.memory.nics_read_gpus", lambda: nics)
     engine = EngineConfig("model", device=device)
     assert config(kv_connector=connector, engine=engine).reader_device() == slots
 

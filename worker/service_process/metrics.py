@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from baton.content import Tier
 from baton.engine import ExpertStats, OffloadStats
 from baton.kv_transfer import InjectStats, TransferStats
-from baton.kv_transfer.memory_reader import READERS, reader_kind
+from baton.kv_transfer.memory_reader import READERS, reader_of
 from baton.machine.connections import Connections
 from baton.machine.system import family
 from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled, StoreStats
@@ -43,7 +43,7 @@ REFUSED = (
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
 _TRANSFERS = ("acked", "busy", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")
 _TIERS = tuple(tier.name.lower() for tier in Tier)
-_READERS = (kind for kind in map(reader_kind, READERS) if kind)
+_READERS = (kind for kind in map(reader_of, READERS) if kind)
 _TRANSPORTS = sorted({"cuda_ipc", "shared_memory", "tcp"}.union(*(kind.transports for kind in _READERS)))
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
