@@ -14,7 +14,7 @@ import torch
 import baton.kv_transfer as kv
 from baton.kv_transfer.wait import wait
 from tests.device import DEVICE
-from tests.layouts import kv_layout
+from tests.layouts import kv_layout, other_arrays
 from tests.within import WITHIN
 
 from .ranks import Ranks, as_bytes, positions
@@ -55,18 +55,15 @@ class Worker(TransferProcess):
         if layout.dtype == "float8_e4m3fn":
             shape = (2, blocks, layout.arrays[0].heads, block_size)
             scales = [self.filled(torch.zeros(shape, device=device)).abs() for _ in each]
+        self.others = other_arrays(
+            layout, blocks, block_size, 4, lambda shape: self.filled(torch.zeros(shape, device=device))
+        )
         self.states = [
-            [
-                self.filled(torch.zeros(4, x.rows, x.heads, x.head_dim, device=device)).to(
-                    getattr(torch, x.dtype)
-                )
-                for _ in (layout.layers[-1] if layout.has_states else ())
-            ]
-            for x in layout.arrays[1:]
+            x for array, x in zip(layout.arrays[1:], self.others, strict=True) if not array.per_token
         ]
-        """Of each state and layer, four slots."""
+        """Of each array of requests and each layer, four slots."""
         self.ranks = Ranks(
-            layers, scales, block_size, layout, ranks, self.sending, self.receiving, self.states,
+            layers, scales, block_size, layout, ranks, self.sending, self.receiving, self.others,
             exports=exports, adopts=self.adopts,
         )  # fmt: skip
         self.free = list(range(blocks))
@@ -127,8 +124,8 @@ class Prefill(Worker):
     ) -> bytes:
         """A finished prefill."""
         prefill_id = self.open(num_tokens, prefill_id, state_slot)
-        self.sender.ready(prefill_id, None, 0, num_tokens)
-        for layer in self.layout.layers[-1] if self.layout.has_states else ():
+        with_kv = self.layout.token_layers
+        for layer in sorted(range(self.layout.num_layers), key=lambda layer: layer not in with_kv):
             self.sender.ready(prefill_id, layer, 0, num_tokens)
         self.sender.commit(prefill_id, kv.FirstToken(token))
         return prefill_id
@@ -235,8 +232,8 @@ class Pair:
         return self.until(lambda: self.decode.events.get(decode_id), "the fetch to end")
 
     def assert_same(self, prefill_blocks: list[int], decode_id: bytes, start: int, stop: int) -> None:
-        """Bit for bit the same KV at both sides."""
-        for layer in range(self.prefill.layout.num_layers):
+        """Bit for bit the same values of the first array at both sides."""
+        for layer in range(len(self.prefill.layout.layers[0])):
             there = self.prefill.rows(prefill_blocks, layer, start, stop)
             here = self.decode.rows(self.decode.reserved[decode_id], layer, start, stop)
             assert torch.equal(as_bytes(there), as_bytes(here)), f"layer {layer} differs"

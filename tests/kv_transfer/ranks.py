@@ -27,13 +27,13 @@ class Ranks:
         size: int,
         sending: ArenaEnd,
         receiving: ArenaEnd,
-        states: Sequence[Sequence[torch.Tensor]] = (),
+        others: Sequence[Sequence[torch.Tensor]] = (),
         *,
         exports: bool = False,
         adopts: bool = False,
     ) -> None:
         """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each. `scales`: in FP8
-        of each layer [2, blocks, heads, block_size]. `states`: of one rank, as in `PagedKV`."""
+        of each layer [2, blocks, heads, block_size]. `others`: of one rank, as in `paged`."""
         device = str(layers[0].device)
         self._layers_ready = 0
         self.heads: list[Range] = [layout.arrays[0].heads_of(rank, size) for rank in range(size)]
@@ -42,7 +42,7 @@ class Ranks:
         if device.startswith("cuda"):
             torch.cuda.synchronize()  # copies run on streams of their own
         kv = [
-            paged(cache, block_size, layout, device, rank, size, lambda: self._layers_ready, scales, states)
+            paged(cache, block_size, layout, device, rank, size, lambda: self._layers_ready, scales, others)
             for rank, (cache, scales) in enumerate(zip(self.caches, self.scales, strict=True))
         ]
         self.kv = kv[0]

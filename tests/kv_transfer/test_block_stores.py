@@ -67,7 +67,7 @@ def with_states(device: str) -> CacheCells:
         ]
         for each in arrays
     ]
-    return CacheCells(paged([kv], BLOCK, layout, device, states=states), of_states=True)
+    return CacheCells(paged([kv], BLOCK, layout, device, others=states), of_states=True)
 
 
 def content(cells: CacheCells, number: int) -> list[torch.Tensor]:

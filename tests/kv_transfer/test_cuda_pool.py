@@ -60,7 +60,7 @@ def cache(dtype: str, block_size: int, seed: int, order: str | None = None) -> P
     ]
     if order is not None:
         layers = [in_memory(order, x) for x in layers]
-    return paged(layers, block_size, layout, "cpu", scales=scales, states=states)
+    return paged(layers, block_size, layout, "cpu", scales=scales, others=states)
 
 
 def rank_of_two(kv: PagedKV, rank: int) -> PagedKV:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -35,7 +36,8 @@ from baton.kv_transfer.shared_store import (
 from baton.kv_transfer.shared_store.__main__ import StoreProcess
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
-from tests.layouts import kv_layout, paged
+from tests.layouts import kv_layout, other_arrays, paged
+from tests.ledger import LedgerCache
 
 from .conftest import until
 
@@ -46,6 +48,7 @@ HYBRID = kv_layout(
     num_layers=4, num_kv_heads=2, head_dim=20, dtype="bfloat16", state_layers=(1, 2),
     states=(CacheArray(STATE, "c", 3, 4, 200, "bfloat16"), CacheArray(STATE, "s", 2, 6, 900, "float32")),
 )  # fmt: skip
+LEDGER = kv.KVLayout.of([HYBRID.arrays[:1], LedgerCache(4).arrays, (*HYBRID.arrays, *LedgerCache(4).arrays)])
 SECRET = b"s" * 32
 STATE_SLOTS = 3
 NAMES = [bytes([i]) * 16 for i in range(40)]
@@ -132,13 +135,11 @@ class Worker:
         self.scales: list[torch.Tensor] = []
         if layout is FP8:
             self.scales = [torch.rand(rows, blocks, heads, block_size) for _ in layout.layers[0]]
-        self.states = [
-            [
-                torch.randn(STATE_SLOTS, part.rows, part.heads, part.head_dim).to(getattr(torch, part.dtype))
-                for _ in (layout.layers[-1] if layout.has_states else ())
-            ]
-            for part in layout.arrays[1:]
-        ]
+        self.others = other_arrays(layout, blocks, block_size, STATE_SLOTS, torch.randn)
+        tokens = sum(array.per_token for array in layout.arrays) - 1
+        self.states = self.others[tokens:]
+        self.pools = [*self.layers, *itertools.chain.from_iterable(self.others[:tokens])]
+        """What each token has."""
         self._arena_fd = memory_file()
         ours, self._theirs = channel_pair()
         self.pinned: list[bytes] = []
@@ -169,7 +170,10 @@ class Worker:
         return paged(
             [x[..., held[0], :] for x in self.layers], self.block_size, self.layout, "cpu", rank, ranks,
             scales=[x[:, :, held[0]] for x in self.scales],
-            states=[[x[:, :, heads] for x in xs] for xs, heads in zip(self.states, held[1:], strict=True)],
+            others=[
+                [x[:, :, :, heads] if array.per_token else x[:, :, heads] for x in xs]
+                for array, xs, heads in zip(self.layout.arrays[1:], self.others, held[1:], strict=True)
+            ],
         )  # fmt: skip
 
     def start_process(self, store: DictStore) -> None:
@@ -238,7 +242,7 @@ class Worker:
     def chunk(self, name: bytes) -> torch.Tensor:
         first = NAMES.index(name) * CHUNK_TOKENS
         scales = [x.transpose(2, 3).unsqueeze(4) for x in self.scales]
-        flat = [x.float().flatten(1, 2)[:, first : first + CHUNK_TOKENS] for x in (*self.layers, *scales)]
+        flat = [x.float().flatten(1, 2)[:, first : first + CHUNK_TOKENS] for x in (*self.pools, *scales)]
         return torch.cat([x.flatten() for x in flat])
 
     def close(self) -> None:
@@ -295,19 +299,21 @@ def test_what_one_worker_wrote_another_one_reads(two: tuple[DictStore, Worker, W
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("layout", [LAYOUT, FP8, LATENT, HYBRID], ids=["plain", "fp8", "latent", "hybrid"])
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, FP8, LATENT, HYBRID, LEDGER], ids=["plain", "fp8", "latent", "hybrid", "ledger"]
+)
 def test_every_kind_of_cache_and_number_of_ranks_fits(layout: kv.KVLayout, ranks: tuple[int, int]) -> None:
     store = DictStore()
     writer, reader = (
         Worker(store, size, layout=layout, ranks=count) for size, count in zip((16, 128), ranks, strict=True)
     )
     writer.offer(NAMES)
-    if layout is HYBRID:
+    if layout.has_states:
         assert reader.fetched(NAMES) == 0, "KV is of no use without states"
         writer.store.offer(b"", NAMES[28], 28, states=True)  # within a block of the reader
         writer.store.offer(b"", NAMES[33], 33, states=True)
         writer.until(lambda: not writer.store.offers.writes, "all writes")
-    stop = 34 if layout is HYBRID else len(NAMES)
+    stop = 34 if layout.has_states else len(NAMES)
     assert reader.fetched(NAMES) == stop
     for name in NAMES[:stop]:
         assert torch.equal(reader.chunk(name), writer.chunk(name))

@@ -9,7 +9,9 @@ import torch
 import baton.kv_transfer as kv
 from baton.content.cache_kinds import STATE, CacheArray
 from tests.kv_transfer.conftest import Pair
+from tests.kv_transfer.ranks import positions
 from tests.layouts import kv_layout
+from tests.ledger import LedgerCache
 
 from .conftest import Kind
 
@@ -50,6 +52,31 @@ def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any) 
     assert not any(layer[[1, 3]].any() for layers in decode.states for layer in layers)
     error = decode.exact_rows(decode.reserved[decode_id], 0, 0, n) - prefill.rows(blocks, 0, 0, n)
     assert error.abs().max() < 0.3
+    pair.assert_whole()
+
+
+LAYOUT = SIDES[0]["layout"]
+LEDGER = kv.KVLayout.of([LAYOUT.arrays[:1], LedgerCache(4).arrays, (*LAYOUT.arrays, *LedgerCache(4).arrays)])
+"""Some layers keep arrays of tokens and of requests, of kinds that only tests know."""
+
+
+def test_each_array_of_a_layer_travels(make_pair: Any) -> None:
+    pair = make_pair({"layout": LEDGER, "block_size": 32}, {"layout": LEDGER})
+    n, start = 50, 20
+    prefill_id = pair.prefill.hold(n, state_slot=1)
+    blocks = pair.prefill.held[prefill_id]
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, n, start=start, state_slot=3)
+    event = pair.event(decode_id)
+    states = [(x, of) for x, of in zip(LEDGER.arrays, LEDGER.layers, strict=True) if not x.per_token]
+    size = (n - start) * LEDGER.bytes_per_token + sum(x.bytes * len(of) for x, of in states)
+    assert (event.stats.bytes, event.stats.tokens) == (size, n - start)
+    pair.assert_same(blocks, decode_id, start, n)
+    there = positions(blocks, 32, start, n)
+    here = positions(pair.decode.reserved[decode_id], 16, start, n)
+    for array, sent, received in zip(LEDGER.arrays[1:], pair.prefill.others, pair.decode.others, strict=True):
+        for layer, other in zip(sent, received, strict=True) if array.per_token else ():
+            assert torch.equal(layer.flatten(1, 2)[:, there].cpu(), other.flatten(1, 2)[:, here].cpu())
+    assert_states(pair, 1, 3)
     pair.assert_whole()
 
 
