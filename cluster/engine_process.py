@@ -27,7 +27,7 @@ def run(config: EngineProcessConfig) -> int:
         shared = context.resources(engine, lambda: sink.layers_ready)
         fetches = PrefixFetches(engine, context.attempts.counts, context.trace)
         fetches.sources.append(Workers(engine, shared.receiver, shared.incarnation, context.links))
-        if (fds := context.config.store) is not None:
+        if fds := context.config.store_fds:
             context.store = StoreSource.open(engine, fds, context.transport.ranks, context.cached_chunks)
             fetches.sources.append(context.store)
         roles = PrefillRole(shared, sink, fetches), DecodeRole(shared, fetches)

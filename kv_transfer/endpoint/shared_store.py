@@ -24,7 +24,7 @@ from baton.kv_transfer.endpoint.store_offers import Lent, StoreOffers
 from baton.kv_transfer.endpoint.store_orders import StoreOrders
 from baton.kv_transfer.protocol.local_messages import StoreLayout
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.kv_transfer.shared_store import READERS, StoreFds, Units
+from baton.kv_transfer.shared_store import READERS, Units
 from baton.kv_transfer.shared_store.chunk_object import label, name_of, part_of
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
@@ -57,23 +57,24 @@ class SharedStore:
     """
 
     def __init__(
-        self, kv: PagedKV, fds: StoreFds, ranks: OtherRanks, identity: str, *,
+        self, kv: PagedKV, fds: Sequence[int], ranks: OtherRanks, identity: str, *,
         lend: Callable[[bytes, int, int], Lent | None], known: Callable[[bytes, bool], None],
         answered: Callable[[float], None], probed: Callable[[float, float], None],
     ) -> None:  # fmt: skip
-        """`identity`: as in `ObjectSeal`. `lend`: keeps the chunk of this name in place, or the states after
-        it, if the second argument is not 0. The third is the position of the chunk in its prompt. None: they
-        are gone. `known` is
-        called when this worker learns that the store has a chunk or lacks it.
-        `answered` gets the seconds after which the store said what it has of a fetch. `probed` gets the same
-        of a probe, and the seconds that it needed to read an object."""
+        """`fds`: memory for the units, and the channel to the store process. `identity`: as in `ObjectSeal`.
+        `lend`: keeps the chunk of this name in place, or the states after it, if the second argument is not
+        0. The third is the position of the chunk in its prompt. None: they are gone. `known` is called when
+        this worker learns that the store has a chunk or lacks it. `answered` gets the seconds after which the
+        store said what it has of a fetch. `probed` gets the same of a probe, and the seconds that it needed
+        to read an object."""
         self._layout = kv.layout
         self._block_size = kv.block_size
         self._units = units = Units(kv.layout, kv.ranks)
         self._batch = max(1, units.count // READERS)  # objects that are read by one call
-        pool = open_ranks(kv, fds.map(units), ranks, STORE)
+        memory, channel = fds
+        pool = open_ranks(kv, units.map(memory), ranks, STORE)
         describes = StoreLayout(identity, kv.layout, kv.ranks)
-        self._orders = StoreOrders(socket.socket(fileno=fds.channel), units, pool, describes)
+        self._orders = StoreOrders(socket.socket(fileno=channel), units, pool, describes)
         self._on_known, self._on_answer, self._on_probe = known, answered, probed
         self.offers = StoreOffers(self._orders, lend, lambda name: self._knows(name, True))
         self._fetches: dict[bytes, _Fetch] = {}

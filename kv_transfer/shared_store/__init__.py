@@ -209,20 +209,9 @@ class Units(msgspec.Struct, frozen=True, dict=True):
         at = unit * self.slots * self.slot_bytes
         return arena[at : at + self.object_bytes(part)]
 
-
-class StoreFds(msgspec.Struct, frozen=True):
-    """What a rank inherits for the shared store."""
-
-    memory: int  # empty memory of `memory_file`, for its units
-    channel: int | None  # of rank 0: to the store process
-
-    @property
-    def all(self) -> Sequence[int]:
-        return (self.memory,) if self.channel is None else (self.memory, self.channel)
-
-    def map(self, units: Units) -> Arena:
-        """All processes give the memory the same size."""
-        return Arena.create(units.count * units.slots, units.slot_bytes, os.dup(self.memory))
+    def map(self, memory_fd: int) -> Arena:
+        """The units in memory of `memory_file`. All processes give it the same size."""
+        return Arena.create(self.count * self.slots, self.slot_bytes, os.dup(memory_fd))
 
 
 class StoreStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,6 @@ from baton.kv_transfer.shared_store import (
     MEMORY,
     READERS,
     StoreBackend,
-    StoreFds,
     StoreStart,
     Units,
     __main__,
@@ -146,7 +145,7 @@ class Worker:
         self.known: set[bytes] = set()
         self.lacking: set[bytes] = set()
         pairs = [channel_pair() for _ in range(ranks - 1)]
-        fds, self.ranks = StoreFds(self._arena_fd, ours.detach()), OtherRanks([mine for mine, _ in pairs])
+        fds, self.ranks = (self._arena_fd, ours.detach()), OtherRanks([mine for mine, _ in pairs])
         self.units = Units(layout, ranks)
         self.waited: list[float] = []
         self.probed: list[float] = []
@@ -155,7 +154,7 @@ class Worker:
             answered=self.waited.append, probed=lambda *seconds: self.probed.append(seconds[1]),
         )  # fmt: skip
         for rank, (_, theirs) in enumerate(pairs, start=1):
-            unused, units = Arena.create(1, 4096), fds.map(self.units)
+            unused, units = Arena.create(1, 4096), self.units.map(self._arena_fd)
             RankCopier(self._of_rank(rank, ranks), theirs, unused, unused, store=units)
         self._start = StoreStart(
             url=f"mooncake://h:1?max_age={max_age}", name="", title="", parent_pid=0,

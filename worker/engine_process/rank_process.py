@@ -30,12 +30,12 @@ def run(config: RankProcessConfig) -> int:
     except ValueError as error:
         config.files.fail(str(error))
         return EXIT_START_FAILED
-    layer_done, kv, store = _nothing, paged_kv(follower), config.store
+    layer_done, kv = _nothing, paged_kv(follower)
     if (arenas := config.arenas) is not None:
-        [rank0] = arenas.ranks()
+        [rank0], units = arenas.ranks(), Units(kv.layout, kv.ranks)
         copier = RankCopier(
             kv, rank0, *arenas.map(), exports=arenas.exports, adopts=arenas.adopts,
-            store=None if store is None else store.map(Units(kv.layout, kv.ranks)),
+            store=units.map(config.store_fds[0]) if config.store_fds else None,
             tiers=tiers_of_rank(config.engine, follower),
         )  # fmt: skip
         layer_done = copier.layer_done

@@ -3,7 +3,7 @@ fetched."""
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
@@ -12,7 +12,6 @@ from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
-from baton.kv_transfer.shared_store import StoreFds
 from baton.machine.link import Link
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
@@ -45,7 +44,7 @@ class StoreSource:
 
     @classmethod
     def open(
-        cls, engine: Engine, fds: StoreFds, ranks: OtherRanks, cached_chunks: CachedChunks
+        cls, engine: Engine, fds: Sequence[int], ranks: OtherRanks, cached_chunks: CachedChunks
     ) -> "StoreSource":
         """Raises `ValueError` without a prefix cache."""
         if engine.store_exchange is None:

@@ -21,7 +21,6 @@ import setproctitle
 from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas
-from baton.kv_transfer.shared_store import StoreFds
 from baton.kv_transfer.wait import end_waits_on_time
 from baton.machine.system import die_with_parent
 
@@ -44,16 +43,16 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     logging: dict[str, Any]  # for logging.config.dictConfig
     engine: EngineConfig
     arenas: Arenas | None  # None: the engine hands over no KV, and has no tiers
-    store: StoreFds | None = None
-    """Of the shared store. None: there is none."""
+    store_fds: Sequence[int] = ()
+    """Of the shared store: memory for its units and, of rank 0, the channel to the store process."""
 
     @property
     def fds(self) -> Sequence[int]:
-        arenas, files, store = self.arenas, self.files, self.store
+        arenas, files = self.arenas, self.files
         return (
             *(() if arenas is None else arenas.fds),
             *(() if files is None else files.fds),
-            *(() if store is None else store.all),
+            *self.store_fds,
         )
 
 

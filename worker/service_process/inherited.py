@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from baton.kv_transfer import ArenaEnd, Arenas, channel_pair
 from baton.kv_transfer.arena import memory_file
-from baton.kv_transfer.shared_store import StoreFds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class StoreEnds:
     def create(cls) -> "StoreEnds":
         return cls(memory_file(), *channel_pair())
 
-    def of_rank(self, rank: int) -> StoreFds:
-        return StoreFds(self.memory, None if rank else self.engine.fileno())
+    def of_rank(self, rank: int) -> Sequence[int]:
+        return [self.memory] if rank else [self.memory, self.engine.fileno()]
 
     def close(self) -> None:
         self.engine.close()

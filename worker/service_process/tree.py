@@ -150,7 +150,7 @@ class WorkerTree:
             "logging": config.logging(self._incarnation, process),
             "engine": self._engine_config,
             "arenas": self._arenas(rank),
-            "store": None if self._store_ends is None else self._store_ends.of_rank(rank),
+            "store_fds": () if self._store_ends is None else self._store_ends.of_rank(rank),
         }
 
     def _arenas(self, rank: int) -> Arenas:
