@@ -44,17 +44,19 @@ class _Parsed(dict[str, Any]):
         return text + str(self)
 
 
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call as an object: an empty one, as in vLLM, if the text is none, is cut off
+    or is too deep."""
+    try:
+        parsed = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        parsed = None
+    return _Parsed(parsed if isinstance(parsed, dict) else {})
+
+
 class CalledFunction(Part):
     name: str
     arguments: Arguments = "{}"
-
-    def parsed_arguments(self) -> dict[str, Any]:
-        """Returns the arguments as an object: an empty one, as in vLLM, if their text is none."""
-        try:
-            parsed = json.loads(self.arguments, strict=False)
-        except (ValueError, RecursionError):
-            parsed = None
-        return _Parsed(parsed if isinstance(parsed, dict) else {})
 
 
 class ToolCall(Part):
@@ -116,7 +118,7 @@ class Message(Part):
         if not self.tool_calls:
             message.pop("tool_calls", None)
         for call, shown in zip(self.tool_calls or (), message.get("tool_calls", ()), strict=True):
-            shown["function"]["arguments"] = call.function.parsed_arguments()
+            shown["function"]["arguments"] = parsed_arguments(call.function.arguments)
         return message
 
 

@@ -121,15 +121,6 @@ class PrefillSnapshot(NamedTuple):
     load: Callable[[int], float]
     """Seconds in which the worker of a row copies to its device what it has cached below."""
 
-    def tokens_ahead(self, row: int) -> float:
-        """Estimated prompt tokens that this worker computes before the request."""
-        return float(self.wait[row] * self.speed[row])
-
-    def seconds(self, request: PrefillRequest, row: int) -> float:
-        """Estimated time until this worker samples the request's first token."""
-        computing = (request.tokens - self.cached.of(row)) / self.speed[row]
-        return float(self.wait[row] + self.load(row) + computing)
-
     def compared(self, chosen: int, suits: Callable[[int], bool], rng: random.Random) -> list[int]:
         """The rows to compare in detail: `chosen`, and others that suit; of many, some at random."""
         others = [row for row in self.rows.tolist() if row != chosen and suits(row)]

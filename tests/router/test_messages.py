@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from baton.router.admission.keys import api_keys
 from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage
-from baton.router.endpoints.builders.anthropic import _arguments
+from baton.router.api.messages import parsed_arguments
 from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
@@ -229,4 +229,4 @@ async def test_a_failed_stream_ends_with_an_error(cluster: Cluster):
 @pytest.mark.parametrize("text", ['{"a": 1', '{"a": ' + "[" * 99_999])
 def test_arguments_that_are_not_json_are_left_out(text: str):
     """Those of a call that was cut off, and those nested too deep."""
-    assert _arguments(text) == {}
+    assert parsed_arguments(text) == {}

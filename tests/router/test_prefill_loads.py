@@ -94,7 +94,7 @@ def test_the_estimate_covers_the_wait_and_the_uncached_tokens():
     request = PrefillRequest(key=1, tokens=228, chunks=[7, 8, 9])
     snapshot = loads.snapshot(request, 0)
     assert snapshot is not None
-    assert snapshot.seconds(request, row) == pytest.approx(1 + 0.1)
+    assert (snapshot.wait[row], snapshot.cached.of(row)) == (pytest.approx(1), 128)
 
 
 def test_an_unknown_speed_is_the_mean_of_the_others():

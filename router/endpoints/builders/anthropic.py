@@ -1,11 +1,11 @@
 """Builds Anthropic's messages (POST /v1/messages)."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from baton.router.active_request import ActiveRequest
 from baton.router.api.anthropic.reply import error_body
+from baton.router.api.messages import parsed_arguments
 from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, written
 from baton.router.errors import ApiError
 
@@ -84,14 +84,4 @@ def _content(block: Block) -> dict[str, Any]:
             return {"type": "text", "text": block.text}
         case "call":
             head = {"type": "tool_use", "id": block.head.call_id, "name": block.head.name}
-            return {**head, "input": _arguments(block.text)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call. Those of a call that was cut off are left out, those too deep, and
-    those that are no object."""
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {}
+            return {**head, "input": parsed_arguments(block.text)}
