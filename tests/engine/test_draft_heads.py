@@ -208,10 +208,17 @@ def test_guesses_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("mode", "count_of_wrong"), [("", 1), ("overlap", 3), pytest.param("overlap, graphs", 1, marks=ON_CPU)]
+    ("method", "wrong", "mode", "count"),
+    [
+        ("mtp", False, "", 3),
+        ("mtp", True, "overlap", 3),
+        ("eagle3", True, "", 1),
+        ("eagle3", False, "overlap", 1),
+        pytest.param("mtp", False, "overlap, graphs", 1, marks=ON_CPU),
+        pytest.param("mtp", True, "overlap, graphs", 3, marks=ON_CPU),
+        pytest.param("eagle3", False, "overlap, graphs", 3, marks=ON_CPU),
+    ],
 )
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
 def test_a_head_that_knows_the_model_is_always_right(
     tiny_engine: MakeEngine,
     late_engine: MakeEngine,
@@ -219,11 +226,10 @@ def test_a_head_that_knows_the_model_is_always_right(
     method: str,
     wrong: bool,
     mode: str,
-    count_of_wrong: int,
+    count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one draft and with three: a mode has one number with wrong drafts, the other with right ones."""
-    count = count_of_wrong if wrong else 4 - count_of_wrong
+    """With one draft and with three."""
     path, settings = sure_head(directory, method, wrong=wrong)
     requests = [request_of(n, [3 + n, 9, 4], max_tokens=22, ignore_eos=True) for n in range(3)]
     expected = run(tiny_engine(model=str(path)), requests)
@@ -244,9 +250,14 @@ def test_a_head_that_knows_the_model_is_always_right(
     assert sum(output.rejected_drafts for output in outputs) == stats.drafts - stats.accepted
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
 @pytest.mark.parametrize(
-    "ranks", [(1, 1), pytest.param((2, 1), marks=ON_CPU), pytest.param((1, 2), marks=ON_CPU)]
+    ("method", "ranks"),
+    [
+        ("mtp", (1, 1)),
+        pytest.param("eagle3", (2, 1), marks=ON_CPU),
+        pytest.param("mtp", (1, 2), marks=ON_CPU),
+        pytest.param("eagle3", (1, 2), marks=ON_CPU),
+    ],
 )
 def test_the_cache_of_a_head_is_handed_over(directory: Path, method: str, ranks: tuple[int, int]) -> None:
     """Bit for bit (`Pair`). The decode engine goes on with drafts, which are right."""
@@ -256,7 +267,7 @@ def test_the_cache_of_a_head_is_handed_over(directory: Path, method: str, ranks:
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 60) for _ in range(n)] for n in (1, 17, 64, 150)]
     prompts += [[*prompts[-1][:130], *prompts[1]]]
-    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
     expected = tokens_of(load(path, device=DEVICE, num_blocks=60), requests)
     common: dict[str, Any] = {

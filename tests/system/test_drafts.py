@@ -62,7 +62,7 @@ async def test_kills_while_a_head_drafts(
     """The KV of the head is handed over, and computed again after a kill. No client reads another token."""
     for name in ("plain", "drafting"):
         (tmp_path / name).mkdir()
-    random_eagle(tmp_path / "head", shallow_model_path, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+    random_eagle(tmp_path / "head", shallow_model_path, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     wanted = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
     flags, asked = list(FLAGS), cases(8, 150, repeat=4)
     at = flags.index("--speculative-config")

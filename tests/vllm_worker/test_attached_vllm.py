@@ -144,7 +144,7 @@ async def pair(
         await asyncio.gather(prefill.close(), decode.close())
 
 
-TOKENS = 40
+TOKENS = 30
 WHOLE: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
 """Prompts in one step each. By default they are computed in chunks, and scheduling is asynchronous."""
 V2 = {"v2": True}

@@ -138,8 +138,8 @@ def test_a_stream_goes_on_when_a_process_is_killed(
     role = title[: title.index("0") + 1]
     restarts = cluster.output().count(f"{role}: ready after")
     [prompt], tokens = prompts_of([60], 6), []
-    right = reference.tokens(prompt, 600)
-    for some in cluster.stream(prompt=prompt, max_tokens=600):
+    right = reference.tokens(prompt, 200)
+    for some in cluster.stream(prompt=prompt, max_tokens=200):
         if len(tokens) < 20 <= len(tokens) + len(some):
             cluster.process_of(title).kill()
         tokens += some
