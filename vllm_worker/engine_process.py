@@ -108,14 +108,9 @@ class EngineProcess:
             self._computing,
             self._soon,
             lambda: self._end(_EXIT_VLLM_GONE),
-            blocks=ready.num_blocks - 1,
-            max_num_seqs=self._config.engine.max_num_seqs,
-            block_size=ready.block_size,
-            prefix_caching=self._config.engine.enable_prefix_caching,
-            cached=cached.chunks,
-            content_root=ready.content_root,
-            max_model_len=ready.max_model_len,
-            incarnation=self._config.incarnation,
+            cached.chunks,
+            self._config,
+            ready,
         )
         self._send(ready)
         loop.set_exception_handler(self._broken)

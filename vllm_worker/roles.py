@@ -23,7 +23,7 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.content import CHUNK_TOKENS, extend_names, salted
-from baton.engine import EngineRequest, EngineStats, Output
+from baton.engine import EngineRequest, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.vllm_worker.attachment import Commit, Computed, Costs, FromConnector, Started, ToConnector
 from baton.vllm_worker.attempt import Computing, NeededBlocks, Sending, VLLMAttempt, waits
@@ -33,6 +33,7 @@ from baton.vllm_worker.stats import Load
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable, handed_over, logprobs_of
 from baton.worker.engine_process.cached_chunks import CachedChunks
+from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.engine_process.states import State
 from baton.worker.messages import Code, ToEngine, Work
 
@@ -59,10 +60,10 @@ class Roles:
     """Not for several threads: all methods are for the event loop.
 
     Args:
-        blocks: of vLLM's pool, without the one that it never uses.
         computing: gets the ids of all requests in vLLM when they change.
         soon: flushes `attempts` soon.
         gone: vLLM's process has ended. `computing` should keep what it has.
+        cached: what vLLM's prefix cache has.
     """
 
     def __init__(
@@ -73,15 +74,9 @@ class Roles:
         computing: Callable[[Collection[bytes]], None],
         soon: Callable[[], None],
         gone: Callable[[], None],
-        *,
-        blocks: int,
-        max_num_seqs: int,
-        block_size: int,
-        prefix_caching: bool,
         cached: CachedChunks,
-        content_root: bytes,
-        max_model_len: int,
-        incarnation: int,
+        config: EngineProcessConfig,
+        ready: messages.EngineReady,
     ) -> None:
         self.load = Load()
         self._attempts = attempts
@@ -90,14 +85,11 @@ class Roles:
         self._computing = computing
         self._soon = soon
         self._gone = gone
-        self._blocks, self._needed = blocks, NeededBlocks(block_size)
-        self._max_num_seqs = max_num_seqs
-        self._block_size = block_size
-        self._prefix_caching = prefix_caching
         self._cached = cached
-        self._content_root = content_root
-        self._max_model_len = max_model_len
-        self._incarnation = incarnation
+        self._config = config
+        self._ready = ready
+        self._blocks = ready.num_blocks - 1  # one of vLLM's pool is never used
+        self._needed = NeededBlocks(ready.block_size)
         self._moved = asyncio.Event()  # an attempt has a token, or has ended
 
     @property
@@ -105,14 +97,7 @@ class Roles:
         return any(attempt.computing is not None for attempt in self._attempts)
 
     def status(self, question: int) -> messages.EngineStatus:
-        found = self._attempts
-        stats: EngineStats = self.load.stats(
-            blocks=self._blocks,
-            decoding=sum(attempt.decodes for attempt in found),
-            tokens_waiting=sum(attempt.uncached for attempt in found if attempt.computes_prompt),
-            held=sum(attempt.computing is None for attempt in found),
-            reservations=sum(attempt.source is not None and not attempt.answered for attempt in found),
-        )
+        stats = self.load.stats(self._blocks, [*self._attempts])
         return messages.EngineStatus(question, stats, self._attempts.counts, not self._attempts, [])
 
     # ------------------------------------------------------------ of routers
@@ -155,7 +140,7 @@ class Roles:
             return
         params: dict[str, Any] = {}
         if (source := message.source) is not None:
-            if source.incarnation != self._incarnation:
+            if source.incarnation != self._config.incarnation:
                 held = Source(source.kv_address, source.incarnation, source.prefill_id)
                 params = {**held.params, "decode_id": attempt.id.hex(), "attempt": source.attempt}
             elif (prefill := self._attempts.find(source.prefill_id)) is None or not prefill.answered:
@@ -167,9 +152,10 @@ class Roles:
                 params = {"first_token": prefill.first_token.result().token_id}
         needed = self._needed.of(self._attempts)
         seated = sum(other.decode and other.computing is not None for other in self._attempts)
-        if needed > self._blocks or seated >= self._max_num_seqs:
+        seats = self._config.engine.max_num_seqs
+        if needed > self._blocks or seated >= seats:
             self._attempts.counts.no_room += 1
-            text = f"needs {needed} of {self._blocks} blocks, and seat {seated + 1} of {self._max_num_seqs}"
+            text = f"needs {needed} of {self._blocks} blocks, and seat {seated + 1} of {seats}"
             attempt.lost(Code.NO_ROOM, text)
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)
@@ -177,9 +163,10 @@ class Roles:
     def _attempt(self, stream: int, work: Work, **more: Any) -> VLLMAttempt:
         request, chunks = work.request, list[bytes]()
         tokens = len(request.prompt_ids) + len(request.output_ids)
-        if self._prefix_caching:
-            whole = len(request.prompt_ids) // self._block_size * self._block_size
-            extend_names(chunks, request.prompt_ids, whole, salted(self._content_root, request.cache_salt))
+        if self._config.engine.enable_prefix_caching:
+            whole = len(request.prompt_ids) // self._ready.block_size * self._ready.block_size
+            root = salted(self._ready.content_root, request.cache_salt)
+            extend_names(chunks, request.prompt_ids, whole, root)
         uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
         return VLLMAttempt(
             stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks,
@@ -264,7 +251,7 @@ class Roles:
             return
         if attempt.handover and reason == "length":
             request = attempt.request
-            most = min(self._max_model_len, len(request.prompt_ids) + request.sampling.max_tokens)
+            most = min(self._ready.max_model_len, len(request.prompt_ids) + request.sampling.max_tokens)
             reason = "" if attempt.tokens + 1 < most else reason  # it goes on elsewhere
         if output.prompt_logprobs:
             for piece in prompt_logprobs(attempt.request, output.prompt_logprobs):

@@ -1,9 +1,11 @@
 """The load and the speed of a vLLM engine, from what vLLM says after each step. Without vLLM itself."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.engine import EngineStats
+from baton.vllm_worker.attempt import VLLMAttempt
 from baton.vllm_worker.mixed_steps import StepCosts
 
 
@@ -33,19 +35,18 @@ class Load:
             self.queries += scheduler.prefix_cache_stats.queries
             self.hits += scheduler.prefix_cache_stats.hits
 
-    def stats(
-        self, *, blocks: int, decoding: int, tokens_waiting: int, held: int, reservations: int
-    ) -> EngineStats:
+    def stats(self, blocks: int, attempts: Collection[VLLMAttempt]) -> EngineStats:
+        """`blocks`: of vLLM's pool. `attempts`: all of the worker."""
         return EngineStats(
             requests_running=self.running,
-            requests_decoding=decoding,
+            requests_decoding=sum(attempt.decodes for attempt in attempts),
             requests_waiting=self.waiting,
-            tokens_waiting=tokens_waiting,
+            tokens_waiting=sum(attempt.uncached for attempt in attempts if attempt.computes_prompt),
             blocks_free=round(blocks * (1 - self.usage)),
             blocks_total=blocks,
             blocks_cached=0,
-            held_prefills=held,
-            reservations=reservations,
+            held_prefills=sum(attempt.computing is None for attempt in attempts),
+            reservations=sum(x.source is not None and not x.answered for x in attempts),
             preemptions=self.preemptions,
             prefix_cache_queries=self.queries,
             prefix_cache_hits=self.hits,

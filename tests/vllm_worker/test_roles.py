@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.content import extend_names, salted
-from baton.engine import EngineRequest, Logprobs, SamplingParams
+from baton.engine import EngineConfig, EngineRequest, Logprobs, SamplingParams
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker.attachment import Close, Commit, Computed, Started
@@ -21,7 +21,9 @@ from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
+from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
+from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
 
 OURS, THEIRS = 1, 2  # incarnations
@@ -57,8 +59,14 @@ class Worker:
         self.cached = CachedChunks()
         self.roles = Roles(
             self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush, self._gone,
-            blocks=10, max_num_seqs=3, block_size=16, prefix_caching=True, max_model_len=200,
-            cached=self.cached, content_root=b"root", incarnation=OURS,
+            self.cached,
+            stand_in(
+                EngineProcessConfig, incarnation=OURS,
+                engine=stand_in(EngineConfig, max_num_seqs=3, enable_prefix_caching=True),
+            ),
+            stand_in(
+                messages.EngineReady, num_blocks=11, block_size=16, max_model_len=200, content_root=b"root"
+            ),
         )  # fmt: skip
 
     def _computes(self, ids: Iterable[bytes]) -> None:

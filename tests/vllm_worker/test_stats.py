@@ -26,7 +26,7 @@ def scheduler(running: int, usage: float = 0.0, waiting: int = 0) -> Any:
 
 
 def stats(load: Load) -> EngineStats:
-    return load.stats(blocks=100, decoding=1, tokens_waiting=2, held=3, reservations=4)
+    return load.stats(100, [])
 
 
 def test_load_is_that_of_the_last_step() -> None:
