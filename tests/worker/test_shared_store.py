@@ -52,9 +52,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]
 def worker(model: Path, directory: Path, store: Mooncake | None, **settings: Any) -> Iterator[WorkerProcess]:
     engine = ENGINE | settings.pop("engine", {})
     url = None if store is None else store.url
-    patient = {
-        "engine_dead": WITHIN
-    }  # on a busy machine a costly prompt takes long
+    patient = {"engine_dead": WITHIN}  # on a busy machine a costly prompt takes long
     started = start_worker(
         "prefill", model, directory, engine=engine, kv_store=url, deadlines=patient, **settings
     )
