@@ -339,6 +339,7 @@ class Engine:
             requests_waiting=len(lives.waiting) + len(lives.compiling) + len(lives.loading),
             tokens_waiting=sum(tokens for tokens, _ in waiting),
             blocks_free=lives.pool.free,
+            blocks_spare=lives.pool.spare,
             blocks_total=lives.pool.num_blocks,
             blocks_cached=lives.pool.cached,
             held_prefills=len(lives.held),
@@ -358,5 +359,6 @@ class Engine:
             step_table=self._steps.table,
             step_factors=self._steps.factors,
             decode_context=int(batch.context),
+            gap_cost=batch.gap_cost,
             queue_seconds=meters.queue_seconds(waiting, batch),
         )

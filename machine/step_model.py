@@ -46,6 +46,32 @@ Step = Callable[[int, float, int, float], float]
 """Seconds of a step with (rows, context, tokens, position), as in `StepModel.step`."""
 
 
+def long_seconds(decode: float, fastest: float, gap: float, gap_cost: float, prompts: float = 1.0) -> float:
+    """Seconds that a step with decodes may take while prompts are late.
+
+    A step of L seconds that decodes for D has L - D for prompts. So they take L / (L - D) times as long as
+    alone. A gap counts as L² / (2 · D) in place of L, since users see one that stands out. The sum of both
+    costs is least with
+
+        L = D · (1 + √(1 + 2 · prompts / gap_cost))
+
+    The result is at least the target of a gap. Beyond that, it is at most as many times D as the target is
+    times the fastest step.
+
+    Args:
+        decode: of the step without prompts, D.
+        fastest: of a step that only decodes. 0: not known.
+        gap: the target. A gap counts as L² / (2 · gap) if D is longer.
+        gap_cost: what a second more in one gap of each request costs, in seconds of a first token. May be 0.
+        prompts: how many wait for each token of a prompt, on average.
+    """
+    longest = decode * max(1.0, gap / fastest) if fastest > 0 else decode
+    if gap_cost > 0:
+        square = decode * (decode + 2 * min(decode, gap) * prompts / gap_cost)
+        longest = min(longest, decode + math.sqrt(square))
+    return max(gap, longest)
+
+
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """What steps of one worker cost. Seconds; immutable."""

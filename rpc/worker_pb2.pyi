@@ -86,7 +86,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[bytes] = ..., report_seconds: _Optional[float] = ..., describe: _Optional[bool] = ..., cache: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "waited", "tenant", "traceparent", "name")
+    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "waited", "gap_cost", "tenant", "traceparent", "name")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class Request(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_WITHIN_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
+    GAP_COST_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -112,10 +113,11 @@ class Request(_message.Message):
     cache_salt: bytes
     first_token_within: float
     waited: float
+    gap_cost: float
     tenant: bytes
     traceparent: str
     name: str
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., waited: _Optional[float] = ..., tenant: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., waited: _Optional[float] = ..., gap_cost: _Optional[float] = ..., tenant: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "regex", "grammar")
@@ -507,7 +509,7 @@ class StepModel(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., decode_seconds: _Optional[_Iterable[float]] = ..., context_seconds: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_seconds: _Optional[_Iterable[float]] = ..., pair_seconds: _Optional[float] = ..., overlap: _Optional[float] = ..., decode_factor: _Optional[float] = ..., prompt_factor: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "pool", "long_chunk_tokens", "long_chunk_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds", "gap_target_seconds")
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "pool", "long_chunk_tokens", "long_chunk_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds", "gap_target_seconds", "gap_cost", "blocks_spare")
     class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
@@ -567,6 +569,8 @@ class WorkerStatus(_message.Message):
     DECODE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GAP_TARGET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GAP_COST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SPARE_FIELD_NUMBER: _ClassVar[int]
     health: WorkerStatus.Health
     requests_running: int
     requests_waiting: int
@@ -611,4 +615,6 @@ class WorkerStatus(_message.Message):
     decode_context: int
     queue_seconds: float
     gap_target_seconds: float
-    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., gap_target_seconds: _Optional[float] = ...) -> None: ...
+    gap_cost: float
+    blocks_spare: int
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., gap_target_seconds: _Optional[float] = ..., gap_cost: _Optional[float] = ..., blocks_spare: _Optional[int] = ...) -> None: ...

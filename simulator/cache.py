@@ -56,6 +56,11 @@ class KvMemory:
         """Chunks that no request uses."""
         return self.capacity - self._private - len(self._used)
 
+    @property
+    def spare(self) -> int:
+        """The part of these that has nothing which only this worker has cached."""
+        return self.free - len(self._unused)
+
     def __contains__(self, name: int) -> bool:
         return name in self._used or name in self._unused or name in self._unused_copies
 

@@ -68,6 +68,7 @@ class Request:
     computed: int = 0
     in_window: int = 0
     due: float = 0.0
+    gap_cost: float = 0.0
     token_at: float = 0.0
     started: Event = _nothing
     ends: Callable[[float], None] = lambda _: None

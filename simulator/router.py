@@ -150,7 +150,7 @@ class Router:
             if isinstance(found, Lack):
                 return
             request = self._queue.popleft()
-            request.due = request.arrived + found.within
+            request.due, request.gap_cost = request.arrived + found.within, found.gap_cost
             self.outcome.places[found.place] += 1
             assert found.decode is not None
             if found.place == "split":
@@ -195,6 +195,7 @@ class Router:
                 first=request.first,
                 cached=found.cached,
                 due=request.due,
+                gap_cost=request.gap_cost,
                 then=request.then,
                 prompt_of=shared,
                 own=deque(number for number, other in enumerate(found.ranges) if other.worker == row),

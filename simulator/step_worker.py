@@ -96,6 +96,7 @@ class Worker:
         self._under_way = 0  # prompt tokens of the step
         self._scheduled: Chunks | None = None
         self._context = 0  # positions of all decodes
+        self._gap_cost = 0.0  # of all decodes
         self._tokens = 0  # that a request would have got in all steps up to now
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._computed = 0  # prompt tokens
@@ -174,7 +175,9 @@ class Worker:
     def status(self) -> pb.WorkerStatus:
         limit = self._limit
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
-        batch = Batch(decoding, self._context, self._meters.prefill_position)
+        joining = [*self._joining, *self._arrived]
+        gap_cost = self._gap_cost + sum(request.gap_cost for request in joining)
+        batch = Batch(decoding, self._context, self._meters.prefill_position, gap_cost)
         long = limit.long_step(batch)
         started = sum(request.number in self._leases for request in self._prompts)
         left = sum(request.left for request in self._prompts)
@@ -182,10 +185,12 @@ class Worker:
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
-            decode_context=self._context + sum(r.prompt + 1 for r in (*self._joining, *self._arrived)),
+            decode_context=self._context + sum(request.prompt + 1 for request in joining),
+            gap_cost=gap_cost,
             reservations=self.reserved,
             tokens_waiting=left + scheduled + self._under_way,  # all that are not computed
             blocks_free=self.kv.free * CHUNK_TOKENS // BLOCK,
+            blocks_spare=self.kv.spare * CHUNK_TOKENS // BLOCK,
             blocks_total=BLOCKS,
             requests_waiting=len(self._prompts) - started,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
@@ -222,6 +227,7 @@ class Worker:
             # No step decodes the first token.
             heapq.heappush(self._decodes, (self._tokens + request.answer - 1, request.number, request))
             self._context += request.prompt + 1
+            self._gap_cost += request.gap_cost
         self._stepping = bool(self._decodes or chunks)
         if not self._stepping:
             return
@@ -264,7 +270,8 @@ class Worker:
         joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
         left = [request for request in self._prompts if request.left]
         context = self._context + sum(request.prompt + 1 for request in self._joining)
-        batch = Batch(decodes, context, left[0].computed if left else 0)
+        gap_cost = self._gap_cost + sum(request.gap_cost for request in self._joining)
+        batch = Batch(decodes, context, left[0].computed if left else 0, gap_cost)
         prompts = [(request.left, request.due) for request in left]
         tokens = self._limit.tokens(batch, prompts, begins, joins_at)
         return min(BUDGET - decodes, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
@@ -306,6 +313,7 @@ class Worker:
         while self._decodes and self._decodes[0][0] <= self._tokens:
             end, _, request = heapq.heappop(self._decodes)
             self._context -= request.prompt + request.answer + self._tokens - end
+            self._gap_cost = self._gap_cost - request.gap_cost if self._decodes else 0.0
             self._publish(request, request.prompt + request.answer - 1)
             self.release(request)
             if request.measured:

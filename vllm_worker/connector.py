@@ -140,7 +140,8 @@ class BatonConnector(KVConnectorBase_V1):
                 self._beginning[request.request_id] = request
             now, tokens = time.monotonic(), 0 if "decode_id" in params else request.num_prompt_tokens
             due = now + params.get("first_token_within", math.inf)
-            self._steps.expect(request.request_id, tokens, due, decodes=request.max_tokens > 1)
+            gap_cost = params.get("gap_cost", 0.0) if request.max_tokens > 1 else None
+            self._steps.expect(request.request_id, tokens, due, gap_cost)
             self._bound_prompts(now)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -43,6 +43,7 @@ class StepCosts:
     step_table: StepModel | None = None
     step_factors: tuple[float, float] = (1.0, 1.0)
     decode_context: int = 0
+    gap_cost: float = 0.0
     queue_seconds: float = 0.0
     gap_target_seconds: float = 0.0
 
@@ -51,7 +52,7 @@ class StepCosts:
 class _Prompt:
     tokens: int
     due: float
-    decodes: bool
+    gap_cost: float | None
     left: int
 
 
@@ -81,7 +82,8 @@ class MixedSteps:
         self._usual = usual
         self._graph = graph or math.inf
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
-        self._decoding: set[str] = set()  # requests that decode, or will as soon as their KV comes
+        # The gap costs of requests that decode, or will as soon as their KV comes.
+        self._decoding: dict[str, float] = {}
         self._handed_over: set[str] = set()  # requests whose prompts another worker computes
         self._step = _Step()  # that is scheduled now
         self._under_way: deque[_Step] = deque()
@@ -94,13 +96,14 @@ class MixedSteps:
         self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
         self._told = ""
 
-    def expect(self, request_id: str, tokens: int, due: float, *, decodes: bool) -> None:
+    def expect(self, request_id: str, tokens: int, due: float, gap_cost: float | None) -> None:
         """vLLM has a new request, and computes so many tokens of its prompt. 0: another worker does.
-        `due`: when its first token should come. `decodes`: vLLM samples more than one token."""
+        `due`: when its first token should come. `gap_cost`: as in `EngineRequest`. None: vLLM samples
+        one token only."""
         if tokens:
-            self._prompts[request_id] = _Prompt(tokens, due, decodes, tokens)
+            self._prompts[request_id] = _Prompt(tokens, due, gap_cost, tokens)
         else:
-            self._decoding.add(request_id)
+            self._decoding[request_id] = gap_cost or 0.0
             self._handed_over.add(request_id)
 
     def joined(self) -> None:
@@ -109,7 +112,7 @@ class MixedSteps:
 
     def finished(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
-        self._decoding.discard(request_id)
+        self._decoding.pop(request_id, None)
         self._handed_over.discard(request_id)
 
     def scheduled(self, request_id: str, computed: int, count: int) -> None:
@@ -125,8 +128,8 @@ class MixedSteps:
         prompt.left = prompt.tokens - computed - count
         if prompt.left <= 0:
             del self._prompts[request_id]
-            if prompt.decodes:
-                self._decoding.add(request_id)
+            if prompt.gap_cost is not None:
+                self._decoding[request_id] = prompt.gap_cost
 
     def begins(self, now: float) -> int:
         """All requests of the step are scheduled. Returns its number."""
@@ -185,7 +188,8 @@ class MixedSteps:
     def _batch(self) -> Batch:
         """What the next step computes."""
         first = next(iter(self._prompts.values()), None)
-        return Batch(len(self._decoding), self._context, first.tokens - first.left if first else 0)
+        position, gap_cost = first.tokens - first.left if first else 0, sum(self._decoding.values())
+        return Batch(len(self._decoding), self._context, position, gap_cost)
 
     @property
     def _alone(self) -> float:
@@ -204,7 +208,7 @@ class MixedSteps:
         rest = meters.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
         steps, prompts = self._costs, self._prompts.values()
         parts = [(prompt.left, prompt.tokens - prompt.left) for prompt in prompts]
-        load = self._context, meters.queue_seconds(parts, batch)
+        load = self._context, batch.gap_cost, meters.queue_seconds(parts, batch)
         model = (*steps.table.decode_seconds, *steps.table.prompt_seconds) if steps.table else ()
         values = *rest, *long, *load, limit.gap_target, *model, *steps.factors
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in values)

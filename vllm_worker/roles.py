@@ -181,7 +181,11 @@ class Roles:
         except ValueError as error:
             attempt.lost(Code.INVALID, str(error))
             return False
-        params = {**kv_transfer_params, "first_token_within": request.first_token_within}
+        params = {
+            **kv_transfer_params,
+            "first_token_within": request.first_token_within,
+            "gap_cost": request.gap_cost,
+        }
         fields["extra_args"] = {"kv_transfer_params": params}
         # Decodes first, then by priority; of these, requests that have waited elsewhere.
         priority = 2 * request.priority + (not request.retried) - (attempt.source is not None) * (1 << 40)

@@ -42,7 +42,8 @@ class Load:
             requests_decoding=sum(attempt.decodes for attempt in attempts),
             requests_waiting=self.waiting,
             tokens_waiting=sum(attempt.uncached for attempt in attempts if attempt.computes_prompt),
-            blocks_free=round(blocks * (1 - self.usage)),
+            blocks_free=(free := round(blocks * (1 - self.usage))),
+            blocks_spare=free,  # vLLM does not tell what it has cached
             blocks_total=blocks,
             blocks_cached=0,
             held_prefills=sum(attempt.computing is None for attempt in attempts),

@@ -117,8 +117,8 @@ class EngineOptions:
     )
     ttit_target: float | None = opt(
         None,
-        "Target time between tokens. It limits prompt tokens in a decode step, and the decode pool grows to "
-        "meet it.",
+        "Target time between tokens. It limits prompt tokens in a decode step, but gives way "
+        "where decodes alone take most of it and prompts are late. The decode pool grows to meet it.",
         "MS",
         shown="3.5 times the fastest step without a prompt, with --optimize latency 1.75, with throughput 6; "
         "100 to grow the pool",

@@ -134,8 +134,8 @@ class EngineConfig:
     """The same on a local disk, in a file in `disk_cache_dir`. 0: none."""
     disk_cache_dir: str | None = None
     ttit_target: float | None = None
-    """Seconds that a step may take if it both decodes and prefills. None: `ttit_target_steps` decides.
-    Steps use this time only if a prompt would otherwise be late."""
+    """Seconds of a gap. None: `ttit_target_steps` decides. Steps that also compute prompts take this time
+    only if a prompt would otherwise be late, and more only if decodes alone take most of it."""
     ttit_target_steps: float = 3.5
     """As `ttit_target`, in times of the fastest step that only decodes."""
     seed: int = 0

@@ -37,6 +37,9 @@ class EngineRequest:
     """Seconds from its arrival in which its prompt should be computed. Steps that also decode take more
     prompt tokens if the prompt would otherwise be late. Infinite: the prompt is in no hurry. Below 0: it is
     late already."""
+    gap_cost: float = 0.0
+    """What a second more in one of its gaps costs, in seconds of a first token. The more it is, the shorter
+    are the steps that also compute prompts. 0: not known, it does not count."""
     arrived: float = field(default_factory=time.monotonic)
     """When it came to the worker (time.monotonic()). It may wait for a prefix before it comes to the
     engine."""

@@ -80,6 +80,8 @@ class EngineStats:
     does not have now."""
     blocks_free: int
     """Blocks that a request can get now: free ones, and cached ones that no request holds."""
+    blocks_spare: int
+    """The part of these that has nothing which only this worker has cached."""
     blocks_total: int
     blocks_cached: int
     """Blocks in the prefix cache, held by a request or not."""
@@ -116,8 +118,9 @@ class EngineStats:
     """How many times as long decodes and prompts take now as in the table."""
     decode_context: int = 0
     """Positions that the requests which decode read in a step."""
+    gap_cost: float = 0.0
+    """Of the requests that decode, as in `EngineRequest`."""
     queue_seconds: float = 0.0
     """Until all `tokens_waiting` are computed, as expected. 0: none, or not known."""
     gap_target_seconds: float = 0.0
-    """How long a step with decodes and prompts may take. 0 before the first step that only decoded, if the
-    target is given in such steps."""
+    """0 before the first step that only decoded, if the target is given in such steps."""

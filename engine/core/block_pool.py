@@ -53,6 +53,11 @@ class BlockPool:
         return len(self._free) + len(self._remnants) + unreferenced
 
     @property
+    def spare(self) -> int:
+        """The part of `free` that has nothing which is cached here only."""
+        return self.free - len(self._unreferenced)
+
+    @property
     def cached(self) -> int:
         """Number of cached blocks, referenced or not."""
         return len(self._name_of)

@@ -62,6 +62,8 @@ class Asked(NamedTuple):
     """Positions [0, scores_to) predict a token of the prompt whose log probability is asked for."""
     due: float
     """When the prompt should be computed; infinite if it is in no hurry."""
+    gap_cost: float
+    """As in `EngineRequest`."""
 
 
 def asked_of(request: EngineRequest, max_model_len: int) -> Asked:
@@ -76,6 +78,7 @@ def asked_of(request: EngineRequest, max_model_len: int) -> Asked:
         repetitions=packed(list({*request.prompt_ids}) if p.repetition_penalty != 1 else []),
         scores_to=0 if p.prompt_logprobs is None else prompt - 1,
         due=request.arrived + request.first_token_within,
+        gap_cost=request.gap_cost,
     )
 
 

@@ -3,7 +3,8 @@
 The chunk limit is stall-free batching (Sarathi-Serve, Agrawal 2024), but the budget is measured and follows
 need. There are two bounds for the time of a step that both decodes and prefills:
 
-    long    the gap target; allowed only so far as a waiting prompt would otherwise miss its due time
+    long    the gap target, or more if decodes take most of it (`long_seconds`); allowed only so far as a
+            waiting prompt would otherwise miss its due time
     short   the geometric mean of the gap target and of a step that only decodes; always allowed
 
 So two targets and measured speeds say how long steps are: how long a gap may be, and when a prompt is due. A
@@ -16,13 +17,14 @@ lets a step only decode now and then, also if prompts are waiting: it teaches wh
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
 from baton.engine.model_config import FULL_STEP
 from baton.machine import Average
-from baton.machine.step_model import LARGE, LearnedSteps, StepModel
+from baton.machine.step_model import LARGE, LearnedSteps, StepModel, long_seconds
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
@@ -71,6 +73,8 @@ class Batch(NamedTuple):
     """Positions that they read, in all."""
     position: float
     """Of the first prompt token."""
+    gap_cost: float = 0.0
+    """What a second more in one gap of each of these requests costs, in seconds of a first token."""
 
 
 class ChunkLimit:
@@ -84,8 +88,8 @@ class ChunkLimit:
     def __init__(
         self, steps: LearnedSteps, target: float | None, most: int, target_steps: float = LONG
     ) -> None:
-        """`target`: seconds that a step with decodes may take. None: `target_steps` times the fastest step
-        that only decodes. `most`: token budget of any step."""
+        """`target`: seconds of a gap. None: `target_steps` times the fastest step that only decodes. `most`:
+        token budget of any step."""
         self.steps = steps
         self._target = target
         self._target_steps = target_steps
@@ -114,15 +118,13 @@ class ChunkLimit:
 
     def long_step(self, batch: Batch) -> MixedStep:
         """The step with as many prompt tokens as a long one has room for."""
-        return self._mixed_step(batch, self._long_seconds(self.decode_seconds(batch)))
+        return self._mixed_step(batch, self._long_seconds(batch, self.decode_seconds(batch)))
 
     def _short_seconds(self, decode_seconds: float) -> float:
         return min(self.gap_target, max(decode_seconds, self.fastest_seconds + self._spare_seconds))
 
-    def _long_seconds(self, decode_seconds: float) -> float:
-        if self._target is not None:
-            return self._target
-        return max(self.gap_target, math.sqrt(self._target_steps) * decode_seconds)
+    def _long_seconds(self, batch: Batch, decode_seconds: float, prompts: float = 1.0) -> float:
+        return long_seconds(decode_seconds, self.fastest_seconds, self.gap_target, batch.gap_cost, prompts)
 
     @property
     def _spare_seconds(self) -> float:
@@ -130,14 +132,14 @@ class ChunkLimit:
         return max(0.0, math.sqrt(self.fastest_seconds * self.gap_target) - self.fastest_seconds)
 
     def _mixed_step(self, batch: Batch, seconds: float) -> MixedStep:
-        rows, context, position = batch
+        rows, context, position, _ = batch
         tokens, model = self._fitting(batch, seconds), self.steps.model
         return MixedStep(tokens, model.step(max(1, rows), context, tokens, position) if model else 0.0)
 
     def _fitting(self, batch: Batch, seconds: float) -> int:
         """Prompt tokens that fit into a step of `seconds`. 0: fewer than `LEAST`, or no step was seen that
         only decodes."""
-        rows, context, position = batch
+        rows, context, position, _ = batch
         if (model := self.steps.model) is None or not self.fastest_seconds:
             return 0
         # What much larger prompts cost than those that were seen is a guess.
@@ -162,8 +164,10 @@ class ChunkLimit:
         long step, and by one that ends a short step after a request joins. So a request that joins waits for
         a short step at most, and for its own, which is short, too.
         """
-        decode = self.decode_seconds(batch)
-        short, long = self._short_seconds(decode), self._long_seconds(decode)
+        decode, prompts = self.decode_seconds(batch), list(prompts)
+        behind = list(accumulate(left for left, _ in prompts))
+        waiting = sum(behind) / behind[-1] if behind and behind[-1] else 1.0
+        short, long = self._short_seconds(decode), self._long_seconds(batch, decode, waiting)
         full = self._mixed_step(batch, long)
         until_join = max(0.0, joins_at - begins) + short
         most = max(LEAST, full.tokens if until_join >= long else self._fitting(batch, until_join))

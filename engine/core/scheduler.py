@@ -96,7 +96,8 @@ class Scheduler:
         if not decodes and not self._some_may_join:
             return self.max_num_batched_tokens
         position = next((position for _, position in self.parts_waiting()), 0)
-        tokens = chunk_limit(Batch(decodes, schedule.decode_context, position))
+        gap_cost = sum(live.asked.gap_cost for live in schedule.chunks)
+        tokens = chunk_limit(Batch(decodes, schedule.decode_context, position, gap_cost))
         return prompt_limit(tokens, decodes, self._mixed_steps, self._mixed_rows)
 
     def _admit(
@@ -217,8 +218,9 @@ class Scheduler:
     def batch(self, position: float) -> Batch:
         """All requests that decode here, beside a prompt at `position`. A prompt whose last tokens are
         computed now does not decode if it is handed over, or ends, after them."""
-        contexts = [x.num_computed for x in self._running if x.decodes and not x.ends_with_pending]
-        return Batch(len(contexts), sum(contexts), position)
+        decoding = [x for x in self._running if x.decodes and not x.ends_with_pending]
+        context, gap_cost = sum(x.num_computed for x in decoding), sum(x.asked.gap_cost for x in decoding)
+        return Batch(len(decoding), context, position, gap_cost)
 
     @property
     def next_prompt(self) -> int:

@@ -236,7 +236,7 @@ class AttemptPair:
         self.pool.prompts += 1
         for row, attempt in attempts.items():
             last = attempt is prefill
-            request = self._request(self.output_ids, plan.within, last=not last or plan.decode is None)
+            request = self._request(plan, self.output_ids, plan.within, last=not last or plan.decode is None)
             if not last:
                 del request.prompt_ids[max(part.stop for part in plan.ranges if part.worker == row) :]
                 # What it samples means nothing.
@@ -265,7 +265,7 @@ class AttemptPair:
             tokens=len(self.job.prompt_ids) + len(output_ids) + 1,
             work=plan.work(plan.decode, self.job.chunks) if prefill is None else None,
         )
-        request = self._request(output_ids, plan.within if prefill is None else 0.0)
+        request = self._request(plan, output_ids, plan.within if prefill is None else 0.0)
         submit = pb.SubmitDecode(decode_id=decode.id, request=request)
         if prefill is not None:
             prefill.fetches += 1
@@ -283,7 +283,7 @@ class AttemptPair:
         self._promise(prefill, 0)
         return pb.PrefillSource(attempt=self._source_count, **_named(prefill))
 
-    def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
+    def _request(self, plan: Plan, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
         """Builds the message to a worker. `output_ids` were emitted before.
 
         `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
@@ -300,6 +300,7 @@ class AttemptPair:
             alone=self.failures.alone,
             retried=self.retried,
             first_token_within=within,
+            gap_cost=plan.gap_cost,
             waited=0.0 if output_ids else self.waits.waited,
             cache_salt=job.cache_salt,
             tenant=job.tenant,

@@ -7,29 +7,28 @@ One worker computes the prompt, and the same or another one decodes:
     prefill    a prefill worker computes the prompt, and goes on with the decode itself
 
 Users have two targets: F seconds for a first token, and G seconds for a gap. A user who waits for F until an
-answer of N tokens begins is ready to wait for G · N from then on. So a second of a gap costs F / (G · N)
-seconds of a first token, and all costs are in these:
+answer of N tokens begins is ready to wait for G · N from then on. So a second of one gap costs
+c = F / (G · N) seconds of a first token, and all costs are in these:
 
-    prompt = first + behind + F / (G · N) · n · longer
-    decode = F / G · (d' + n · (d' - d)) + slower
+    prompt = first + behind + C · longer + forgotten
+    decode = N · (c · d' + C · (d' - d)) + slower + forgotten
 
-    first    until the first token: the prompts ahead and this one, beside the decodes there
-    behind   added to the first tokens of prompts that come before its worker has none left
-    longer   added to the gaps of each of the n requests that decode where the prompt is computed
-    d, d'    mean cost of a gap where the request decodes, without and with it, in seconds. Its own gaps and
-             those of n others become d'
-    slower   added to the first tokens of prompts that come there while it decodes
+    C          the sum of c of all requests that decode there
+    first      until the first token: the prompts ahead and this one, beside the decodes there
+    behind     added to the first tokens of prompts that come before its worker has none left
+    longer     added to the gaps of each request that decodes where the prompt is computed
+    d, d'      how much a gap is longer than a short step where the request decodes, without and with it
+    slower     added to the first tokens of prompts that come there while it decodes
+    forgotten  what the cache loses that no other worker has, if the request needs more memory than is spare.
+               As large a share of that as is cached of prompts will be computed there again
 
-A gap costs what it is longer than a short step: the geometric mean of G and of the fastest step, as in the
-engine's `ChunkLimit`. With as many tokens of prompts as may be, a step takes
-
-    L = max(G, √(G / fastest step) · step)
-
-So a worker that decodes computes prompts for L less what its decodes add to such a step, and they take that
-much longer than alone. A prompt beside decodes also waits for the step under way, and its last step is not
-full. A request that is handed over waits for the end of a step. One that decodes alone may wait for a step of
-another prompt. While two workers could not compute all prompts beside their decodes, these count as if all
-came to the prefill worker, so that it gets no decodes.
+A short step takes the geometric mean of G and of the fastest step, as in the engine's `ChunkLimit`. With as
+many tokens of prompts as may be, a step takes `step_model.long_seconds`. So a worker that decodes computes
+prompts for that time less what its decodes add to such a step, and they take that much longer than alone. A
+prompt beside decodes also waits for the step under way, and its last step is not full. A request that is
+handed over waits for the end of a step. One that decodes alone may wait for a step of another prompt. While
+two workers could not compute all prompts beside their decodes, these count as if all came to the prefill
+worker, so that it gets no decodes.
 
 So prompts go where they come first and disturb least. Decodes spread over all workers when their steps are
 long, unless prompts there would wait for them. Under a load that gains from it, two workers act as a prefill
@@ -43,7 +42,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from baton.machine.step_model import LARGE, StepModel, interpolated
+from baton.machine.step_model import LARGE, StepModel, interpolated, long_seconds
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.plan import Place, Plan, Range, Reason
 from baton.router.policy.prefill import PrefillRequest
@@ -79,6 +78,7 @@ class Offer:
         gap: target of a gap in seconds. 0: unknown, since no worker has decoded; prompts are handed over.
         decodes: requests that it decodes, or will.
         context: positions of these.
+        gap_cost: of these, in all, as in `EngineRequest`.
         cached: tokens of the prompt that it has, or fetches.
         load: seconds until these are on its device.
         ahead: prompt tokens that it computes before this request.
@@ -86,6 +86,9 @@ class Offer:
         position: mean position of these.
         mean_prompt: tokens of a prompt that may come meanwhile.
         room: it has room to decode the request.
+        here: tokens of the prompt that it has now.
+        spare: positions for which its cache forgets nothing that only this worker has.
+        reuse: share of prompts that is cached.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
@@ -100,12 +103,16 @@ class Offer:
     gap: float = 0.0
     decodes: int = 0
     context: float = 0.0
+    gap_cost: float = 0.0
     cached: int = 0
     load: float = 0.0
     ahead: float = 0.0
     rate: float = 0.0
     position: float = 0.0
     mean_prompt: float = 0.0
+    here: int = 0
+    spare: float = math.inf
+    reuse: float = 0.0
     room: bool = True
     queues: bool = False
     first: float = field(init=False)
@@ -123,7 +130,7 @@ class Offer:
         alone, wait = model.prefill(self.tokens, self.cached), self.ahead * self._token
         self.busy = min(MOST_BUSY, self.rate * self._token)
         self._short = math.sqrt(self.gap * min(self.gap, model.decode_seconds[0]))
-        self._now = now = self._steps(self.decodes, self.context)
+        self._now = now = self._steps(self.decodes, self.context, self.gap_cost)
         busy = min(MOST_BUSY, self.busy * now.stretch)
         behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
         self.within = self.load + now.stretch * alone + JOIN_STEPS * now.step
@@ -135,13 +142,13 @@ class Offer:
         """Prompt tokens that it would compute."""
         return self.request.tokens - self.cached
 
-    def _steps(self, decodes: int, context: float) -> "_Steps":
-        """Those of the worker if it decodes so many requests with so many positions."""
+    def _steps(self, decodes: int, context: float, gap_cost: float) -> "_Steps":
+        """Those of the worker if it decodes so many requests with so many positions and these costs."""
         model, gap = self.model, self.gap
         if not decodes or not gap:
             return _Steps(0.0, 0.0, 1.0, 1.0)
         step = model.decode(decodes, context)
-        long = max(gap, step, step * gap / self._short if self._short > 0 else 0.0)
+        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost)
         # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
         shared = model.overlap * (step - context * model.context_seconds)
         spare = long - step + shared
@@ -172,17 +179,28 @@ class Offer:
         if not self.gap:
             return 0.0
         model, answer, busy = self.model, self.request.answer, min(MOST_BUSY, self.busy + others)
-        now, then = self._now, self._steps(self.decodes + 1, self.context + self.request.tokens)
+        now, own = self._now, self._gap_weight / answer
+        then = self._steps(self.decodes + 1, self.context + self.request.tokens, self.gap_cost + own)
         gap, cost = self._gap_of(then, busy)
         prompt = model.prefill(round(self.mean_prompt), self.position)
         later = then.stretch - now.stretch
         if prompt > 0:
             later += JOIN_STEPS * (then.step - now.step) / prompt
-        gaps = cost + self.decodes * (cost - self._gap_of(now, busy)[1])
+        gaps = own * cost + self.gap_cost * (cost - self._gap_of(now, busy)[1])
         if not self.decodes:  # its first step may compute prompts only
-            gaps += busy * min(prompt, model.prompt_seconds[-1]) / answer
+            gaps += own * busy * min(prompt, model.prompt_seconds[-1]) / answer
         slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))
-        return self._gap_weight * gaps + slower
+        return answer * gaps + slower
+
+    def memory_cost(self, answer: int = 0) -> float:
+        """Of what its cache forgets for the prompt, and for so many tokens of the answer."""
+        needed = self.request.tokens - self.here + answer
+        forgotten = min(needed, needed - self.spare)
+        if forgotten <= 0:
+            return 0.0
+        alone, stretch = forgotten * self._token, self._now.stretch
+        slower = stretch / (1 - min(MOST_BUSY, self.busy * stretch))
+        return self.reuse * (slower * alone + self._added(alone))
 
     @property
     def join_cost(self) -> float:
@@ -233,6 +251,13 @@ class _Steps:
         return self.long / self.prompts
 
 
+def gap_cost(fleet: Fleet, status: pb.WorkerStatus, answer: int) -> float:
+    """What a second more in one gap of an answer with so many tokens costs at a worker, in seconds of a first
+    token. 0: not known."""
+    gap = status.gap_target_seconds
+    return (TTFT_GAPS if fleet.ttft_target is None else fleet.ttft_target / gap) / answer if gap else 0.0
+
+
 def offer(
     fleet: Fleet,
     request: PrefillRequest,
@@ -249,26 +274,35 @@ def offer(
     worker, loads = fleet.workers[row], fleet.loads
     status, sent, described = worker.status, worker.load, worker.description
     budget, speed = described.max_num_batched_tokens, status.prefill_tokens_per_s or loads.speed(row)
+    here = cached
     if source is not None and (seconds := source.seconds(worker)) < source.tokens / speed:
         cached, load = cached + source.tokens, load + seconds
     gap = status.gap_target_seconds or gap
     # Prompts of other routers count as running, too.
     prompts = max(0, status.requests_running - status.requests_decoding)
     decodes, waiting = max(sent.own, sent.running - prompts), loads.tokens_waiting(row, fleet.now)
+    decoding = status.requests_decoding
+    target = TTFT_GAPS * gap if fleet.ttft_target is None else fleet.ttft_target
+    each = status.gap_cost / decoding if decoding else gap_cost(fleet, status, request.answer)
+    reserved = max(0, status.blocks_free - sent.blocks_free)  # since the report
     return Offer(
         row,
         request,
-        TTFT_GAPS * gap if fleet.ttft_target is None else fleet.ttft_target,
+        target,
         worker.step_model or reported_model(status, budget, speed),
         gap,
         decodes,
-        status.decode_context * decodes / max(1, status.requests_decoding),
+        status.decode_context * decodes / max(1, decoding),
+        each * decodes,
         cached,
         load,
         waiting,
         loads.prompt_rate(row),
         status.prefill_position,
         loads.mean_prompt,
+        here,
+        max(0, status.blocks_spare - reserved) * sent.block_size,
+        loads.reuse,
         sent.fits(request.tokens + 1),
         max(waiting, loads.own_tokens(row)) > budget,
     )
@@ -303,7 +337,8 @@ def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
 
     `prefill`: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
     `decodes`: decode workers with room."""
-    decoding = [found.decode_cost() for found in decodes]
+    answer = decodes[0].request.answer
+    decoding = [found.decode_cost() + found.memory_cost(answer) for found in decodes]
     inline = [
         found.prompt_cost + cost if found.gap else math.inf
         for found, cost in zip(decodes, decoding, strict=True)
@@ -314,11 +349,12 @@ def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
         return _inline("decode", decodes[best], "no_prefill", costs, alone)
     handovers = [found.join_cost + cost for found, cost in zip(decodes, decoding, strict=True)]
     to = min(range(len(decodes)), key=handovers.__getitem__)
-    costs = {"handover": prefill.prompt_cost + handovers[to]} | costs
+    costs = {"handover": prefill.prompt_cost + prefill.memory_cost() + handovers[to]} | costs
     if prefill.room and prefill.gap:
         # If prompts take more time beside decodes than both have, one worker must be free of decodes.
         needs_all = prefill.prompt_share + decodes[0].prompt_share > 2
-        costs["prefill"] = prefill.prompt_cost + prefill.decode_cost(decodes[0].busy if needs_all else 0.0)
+        decode = prefill.decode_cost(decodes[0].busy if needs_all else 0.0)
+        costs["prefill"] = prefill.prompt_cost + decode + prefill.memory_cost(answer)
     match min(costs, key=costs.__getitem__):
         case "prefill":
             return _inline("prefill", prefill, "no_handover", costs, alone)

@@ -37,6 +37,7 @@ class Plan(NamedTuple):
         decode: the worker that decodes. None: no decode worker is needed.
         cached: tokens of the first range that its worker has in its prefix cache.
         within: seconds in which the prompt should be computed. 0: it is in no hurry.
+        gap_cost: of the request, as in `EngineRequest`. 0: not known.
         source: another worker that has more of the prompt cached.
         reason: why there is no handover. None: there is one, or none is needed.
         costs: the estimates, in seconds of a first token, with the harm to others. Infinite: not possible.
@@ -48,6 +49,7 @@ class Plan(NamedTuple):
     decode: int | None = None
     cached: int = 0
     within: float = 0.0
+    gap_cost: float = 0.0
     order: Order = "together"
     source: PrefixSource | None = None
     reason: Reason | None = None
@@ -62,8 +64,9 @@ class Plan(NamedTuple):
     def work(self, worker: int, chunks: Sequence[int]) -> PrefillWork:
         """What this worker computes. `chunks`: of the prompt."""
         own = [part for part in self.ranges if part.worker == worker]
-        tokens = sum(part.stop - part.start for part in own) - (0 if own[0].start else self.cached)
-        return PrefillWork(tokens, chunks[: own[-1].stop // CHUNK_TOKENS])
+        cached = 0 if own[0].start else self.cached
+        tokens = sum(part.stop - part.start for part in own) - cached
+        return PrefillWork(tokens, chunks[: own[-1].stop // CHUNK_TOKENS], cached)
 
     def attributes(self) -> dict[str, str | float]:
         """The plan and its reasons, for a trace."""

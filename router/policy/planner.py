@@ -68,10 +68,13 @@ NOTHING = Held()
 def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
     prefixes = Prefixes(fleet, request)
     found = _plan(request, held, fleet, prefixes)
-    if isinstance(found, Plan) and len(found.ranges) == 1:
-        source = prefixes.source(found.ranges[0].worker)
-        return found if source is None else found._replace(source=source)
-    return found
+    if isinstance(found, Lack):
+        return found
+    gap_cost = 0.0
+    if found.decode is not None:
+        gap_cost = placement.gap_cost(fleet, fleet.workers[found.decode].status, request.answer)
+    source = prefixes.source(found.ranges[0].worker) if len(found.ranges) == 1 else None
+    return found._replace(source=source, gap_cost=gap_cost)
 
 
 def _plan(request: PrefillRequest, held: Held, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:

@@ -52,6 +52,8 @@ class PrefillWork:
     tokens: int
     """Uncached tokens, as estimated at the time of the choice."""
     chunks: Sequence[int] = ()
+    cached: int = 0
+    """Other tokens of the prompt."""
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class PrefillLoads:
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
         self._prompts = Average(PROMPTS_DECAY)
+        self._reused = Average(PROMPTS_DECAY)
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which the waiting tokens will be computed
         self._own_seconds = np.zeros(0)  # time to compute `own`; infinite if it does not serve
@@ -229,6 +232,7 @@ class PrefillLoads:
         worker.own += work.tokens
         worker.sent.append(work)
         self._prompts.add(work.tokens)
+        self._reused.add(work.cached, work.cached + work.tokens)
         self._changed(row)
         self.index.expect(row, work.chunks)
 
@@ -275,6 +279,11 @@ class PrefillLoads:
     def mean_prompt(self) -> float:
         """Tokens that a prompt of this router needed to compute lately. 0: none was sent."""
         return self._prompts.value
+
+    @property
+    def reuse(self) -> float:
+        """Share of the tokens of recent prompts of this router that were cached."""
+        return self._reused.value
 
     def tokens_per_s(self) -> float:
         """Measured speed of all workers that may be chosen; 0 if none is known."""

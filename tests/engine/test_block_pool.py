@@ -151,6 +151,7 @@ def test_copies_are_evicted_first_until_no_other_worker_has_them() -> None:
     pool.only_here(blocks[b"e"] + blocks[b"a"])
     order = [b"c", b"f", b"a", b"b", b"d", b"e"]
     assert [name for _, name in pool.next_evicted(8)] == order
+    assert (pool.free, pool.spare) == (8, 2 + 2), "two blocks were never used, and two are copies"
     pool.allocate(8)
     assert evicted == order
     pool.assert_consistent()

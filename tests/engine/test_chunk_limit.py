@@ -11,7 +11,9 @@ from baton.machine.step_model import LearnedSteps, StepModel, row_sizes, token_s
 from tests.engine.conftest import MakeEngine
 
 STEP, TOKEN = 0.010, 0.0001
-ONE = Batch(1, 0, 0)
+COSTLY = 1e9
+"""Gaps that cost so much leave prompts as much time as decodes take, or the gap target."""
+ONE = Batch(1, 0, 0, COSTLY)
 Prompts = list[tuple[int, float]]
 LATE: Prompts = [(500, 0.0)]
 """A prompt that is late already: it takes as many tokens as a long step has room for."""
@@ -87,11 +89,12 @@ def test_steps_stay_within_their_bounds(target: float | None, short: int, long: 
 
 def test_the_decodes_and_the_position_of_a_prompt_take_their_time() -> None:
     """16 decodes that read 300,000 positions leave less time, and a token at 20,000 costs more."""
+    batches = (1, 1, 0, COSTLY), (16, 3e5, 0, COSTLY), (16, 3e5, 2e4, COSTLY)
     model = StepModel((1, 16), (0.005, 0.007), 2e-8, (16, 8192), (0.006, 0.006 + 8192 * 2.4e-5), 1e-9, 0.8)
     limit = measured(0.030, 8192, model=model)
-    chunks = [limit.tokens(Batch(*batch), LATE, 0.0) for batch in ((1, 1, 0), (16, 3e5, 0), (16, 3e5, 2e4))]
+    chunks = [limit.tokens(Batch(*batch), LATE, 0.0) for batch in batches]
     assert chunks[0] > 1.2 * chunks[1] > 1.5 * chunks[2] > 0
-    for batch in ((1, 1, 0), (16, 3e5, 0), (16, 3e5, 2e4)):
+    for batch in batches:
         tokens = limit.tokens(Batch(*batch), LATE, 0.0)
         assert model.step(*batch[:2], tokens, batch[2]) == pytest.approx(0.030, rel=0.01)
     assert limit.tokens(Batch(0, 0, 0), LATE, 0.0) == pytest.approx(chunks[0], abs=1), "one may join"
@@ -183,9 +186,9 @@ def test_the_limit_stays_within_the_token_budget() -> None:
 
 def test_the_limit_adapts_to_changed_costs() -> None:
     for limit in (measured(0.030), fed(learning(0.030))):
-        assert fed(limit, 99, step=0.020).tokens(ONE, LATE, 0.0) == pytest.approx(100, rel=0.1)
-        fed(limit, 199, step=0.020, token=0.0004)
-        assert limit.tokens(ONE, LATE, 0.0) == pytest.approx(25, rel=0.2)
+        assert fed(limit, 99, step=0.014).tokens(ONE, LATE, 0.0) == pytest.approx(160, rel=0.1)
+        fed(limit, 199, step=0.014, token=0.0004)
+        assert limit.tokens(ONE, LATE, 0.0) == pytest.approx(40, rel=0.2)
 
 
 @pytest.mark.parametrize("limit", [measured(None), fed(learning(None))])
@@ -203,20 +206,36 @@ def test_a_pause_of_the_process_makes_no_longer_steps(limit: ChunkLimit) -> None
     assert limit.decode_seconds(ONE) == pytest.approx(4 * STEP, rel=0.1), "no pause: decoding costs more now"
 
 
-def test_if_decodes_alone_exceed_the_target_prefills_get_the_least_chunk() -> None:
+def test_if_even_the_fastest_step_exceeds_the_target_prefills_get_the_least_chunk() -> None:
     for limit in (measured(0.009), fed(learning(0.009))):
         assert limit.long_step(ONE).tokens == 0
         assert limit.tokens(ONE, LATE, 0.0) == limit.tokens(ONE, [], 0.0) == LEAST
 
 
+def test_steps_are_the_longer_the_more_prompts_wait_and_the_less_gaps_cost() -> None:
+    """But at most so many times as long as their decodes alone as the target is times the fastest step."""
+    sizes = (1, 8192)
+    prompts = tuple(STEP + size * TOKEN for size in sizes)
+    slow = StepModel((1, 64), (STEP, 4 * STEP), 0.0, sizes, prompts, 0.0, 1.0)
+    limit, four = measured(0.030, model=slow), [(500, 0.0)] * 4
+    batches = [Batch(60, 0, 0, gap_cost) for gap_cost in (COSTLY, 20.0, 2.0, 1e-9, 0.0)]
+    seconds = [slow.step(60, 0, limit.tokens(batch, four, 0.0)) for batch in batches]
+    decode = limit.decode_seconds(batches[0])
+    assert decode > limit.gap_target
+    assert seconds == sorted(seconds)
+    assert seconds[1] > slow.step(60, 0, limit.tokens(batches[1], LATE, 0.0))
+    assert seconds[0] == pytest.approx(2 * decode, rel=0.02)
+    assert seconds[3] == seconds[4] == pytest.approx(3 * decode, rel=0.02)
+
+
 def test_many_decodes_make_long_steps_longer_than_a_few() -> None:
     """Else prompts would have only the least chunk while they are late."""
-    sizes, batch = (1, 8192), Batch(60, 0, 0)
+    sizes, batch = (1, 8192), Batch(60, 0, 0, COSTLY)
     prompts = tuple(STEP + size * TOKEN for size in sizes)
     limit = measured(None, model=StepModel((1, 64), (STEP, 4 * STEP), 0.0, sizes, prompts, 0.0, 1.0))
     decode = limit.decode_seconds(batch)
     assert decode > limit.gap_target
-    assert limit.long_step(batch).seconds == pytest.approx(decode * math.sqrt(LONG), rel=0.01)
+    assert limit.long_step(batch).seconds == pytest.approx(2 * decode, rel=0.01)
 
 
 def test_the_limit_uses_the_whole_target_though_the_first_tokens_are_cheap() -> None:

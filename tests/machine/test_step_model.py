@@ -17,6 +17,7 @@ from baton.machine.step_model import (
     ObservedSteps,
     Step,
     StepModel,
+    long_seconds,
     measure,
     row_sizes,
     token_sizes,
@@ -319,3 +320,27 @@ def test_sizes_end_with_the_most() -> None:
     assert row_sizes(100) == (1, 2, 4, 8, 16, 32, 64, 100)
     assert token_sizes(8192) == (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     assert token_sizes(9) == (9,)
+
+
+@pytest.mark.parametrize("decode", [0.005, 0.014, 0.040])
+@pytest.mark.parametrize("gap_cost", [0.5, 4.0, 30.0])
+@pytest.mark.parametrize("prompts", [1.0, 3.0])
+def test_a_long_step_has_the_least_cost_within_its_bounds(
+    decode: float, gap_cost: float, prompts: float
+) -> None:
+    """A prompt of a second: all steps that it takes, and what they cost those that decode."""
+    gap, fastest = 0.015, 0.004
+
+    def cost(long: float) -> float:
+        steps = 1 / (long - decode)
+        return prompts * steps * long + gap_cost * steps * long**2 / (2 * min(decode, gap))
+
+    best = min((decode * (1 + number / 1000) for number in range(1, 10_000)), key=cost)
+    expected = max(gap, min(best, decode * gap / fastest))
+    assert long_seconds(decode, fastest, gap, gap_cost, prompts) == pytest.approx(expected, rel=0.002)
+
+
+def test_gaps_that_cost_nothing_are_bounded_all_the_same() -> None:
+    assert long_seconds(0.020, 0.005, 0.015, 0.0) == pytest.approx(0.060)
+    assert long_seconds(0.004, 0.005, 0.015, 0.0) == 0.015
+    assert long_seconds(0.020, 0.0, 0.015, 0.0) == 0.020, "the fastest step is not known"

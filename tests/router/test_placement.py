@@ -36,6 +36,8 @@ def offer(tokens: int = 2000, row: int = 0, **given: Any) -> Offer:
     cached, answer, target = given.pop("cached", 0), given.pop("answer", 150), given.pop("target", 1.0)
     request = PrefillRequest(key=1, tokens=cached + tokens, answer=answer)
     settings: dict[str, Any] = {"model": H200, "gap": GAP, "mean_prompt": 1000.0} | given
+    gap, decodes = settings["gap"], settings.get("decodes", 0)
+    settings.setdefault("gap_cost", decodes * target / gap / answer if gap else 0.0)
     return Offer(row, request, target, cached=cached, **settings)
 
 
@@ -48,7 +50,7 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert (beside.first, beside.within) == pytest.approx((own + 0.05 * 16 / 6, own))
     gaps = 2 * 0.1 / 0.006 * (GAP - SHORT) / (100 * GAP)
     assert beside.prompt_cost == pytest.approx(beside.first + gaps)
-    hasty = replace(beside, target=0.5)
+    hasty = replace(beside, target=0.5, gap_cost=beside.gap_cost / 2)
     assert hasty.prompt_cost == pytest.approx(beside.first + 0.5 * gaps)
     long = offer(1000, model=FIXED, decodes=2, answer=10**6)
     assert long.prompt_cost == pytest.approx(long.first, abs=1e-3), "long answers wait for it"
@@ -68,12 +70,13 @@ def test_decoding_costs_gaps_beyond_a_short_step_and_prompts_that_become_slower(
     assert offer(model=slow).decode_cost() == 0, "a short step costs nothing"
     ten = offer(model=slow, decodes=10)  # 19 ms, and 20 with this request
     assert ten.decode_cost() == pytest.approx((0.020 - SHORT + 10 * 0.001) / GAP)
-    assert replace(ten, target=0.5).decode_cost() == pytest.approx(0.5 * ten.decode_cost())
+    hasty = replace(ten, target=0.5, gap_cost=ten.gap_cost / 2)
+    assert hasty.decode_cost() == pytest.approx(0.5 * ten.decode_cost())
     assert ten.join_cost == pytest.approx(0.019 / 150 / GAP), "it waits for the step under way"
     busy = offer(model=FIXED, rate=2000.0, decodes=1)  # prompts take a fifth of its time
     gap = 0.010 / (1 - 0.2)
     assert busy.decode_cost() == pytest.approx(0.2 / 0.006 * gap * (GAP - SHORT) / GAP)
-    first = replace(busy, decodes=0)
+    first = replace(busy, decodes=0, gap_cost=0.0)
     later = (16 / 6 - 1) + 2 * 0.010 / 0.1
     slower = 0.2 * 150 * gap * later / (1 - 0.2 * 16 / 6)
     assert first.decode_cost() == pytest.approx(busy.decode_cost() + slower + 0.2 * 0.1 / 150 / GAP)
@@ -123,13 +126,46 @@ def test_the_best_decode_worker_decodes() -> None:
 
 
 def test_prompts_that_decodes_leave_no_time_for_need_a_worker_without_decodes() -> None:
-    """Steps of 8 ms leave no worker time for the prompts of both."""
-    tight = {"gap": 0.0075, "decodes": 14, "context": 14 * 2000.0}
+    """Steps of 7 ms leave no worker time for the prompts of both."""
+    tight = {"gap": 0.0060, "decodes": 14, "context": 14 * 2000.0}
     prefill, decode = offer(row=1, rate=20_000.0, **tight), offer(rate=20_000.0, **tight)
     assert prefill.prompt_share > 1, "they queue"
     found = place(prefill, [decode])
     assert found.costs["prefill"] > prefill.prompt_cost + prefill.decode_cost()
     assert found.costs["prefill"] == prefill.prompt_cost + prefill.decode_cost(decode.busy)
+
+
+def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> None:
+    """A request for 1,150 positions, 200 of which are here."""
+    settings: dict[str, Any] = {"model": FIXED, "here": 200, "reuse": 0.8}
+    for spare, forgotten in ((950, 0), (750, 200), (0, 950)):
+        found = offer(1000, **settings, spare=spare)
+        assert found.memory_cost(150) == pytest.approx(0.8 * forgotten * 0.0001)
+    beside = offer(1000, **settings, spare=0, decodes=2)
+    gaps = 2 / 150 / GAP * 0.8 / 0.006 * (GAP - SHORT)
+    assert beside.memory_cost() == pytest.approx(0.8 * (0.8 * 0.1 * 16 / 6) + 0.8 * 0.1 * gaps)
+    full = {"spare": 0.0, "reuse": 1.0}
+    assert place(offer(row=1), [offer()]).place == "handover"
+    assert place(offer(row=1, **full, here=0), [offer(**full, here=2000)]).place == "decode"
+
+
+def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> None:
+    """What this router sent since counts, too."""
+    loads = PrefillLoads()
+    row, load = loads.join("a", block_size=16, now=0.0), DecodeLoad("a", 16, 100, max_running=8)
+    seen = SeenWorker(row, load)
+    seen.status = pb.WorkerStatus(
+        requests_running=2, requests_decoding=2, gap_cost=0.4, gap_target_seconds=GAP,
+        blocks_free=100, blocks_spare=40,
+    )  # fmt: skip
+    seen.load.reported(blocks_free=100, running=2)
+    fleet = fleet_of(loads, [seen])
+    request = PrefillRequest(key=1, tokens=100, answer=150)
+    before = placed(fleet, request, row, 64)
+    assert (before.gap_cost, before.spare, before.here) == (0.4, 40 * 16, 64)
+    seen.load.sent(160)
+    after = placed(fleet, request, row, 64)
+    assert (after.gap_cost, after.spare) == (pytest.approx(0.6), 30 * 16)
 
 
 COSTS = 0.0, 1e-300, 1.0, 1e300

@@ -12,6 +12,9 @@ from baton.vllm_worker.mixed_steps import ALIKE, TRIED_AGAIN, MixedSteps, StepCo
 STEP, TOKEN = 0.010, 0.0001
 MOST = 2048
 
+COSTLY = 1e9
+"""Gaps that cost so much leave prompts as much time as decodes take, or the gap target."""
+
 
 class VLLM:
     """Computes prompts in chunks, each as large as the bound allows, beside one request that decodes."""
@@ -24,7 +27,7 @@ class VLLM:
         self.total: dict[str, int] = {}
 
     def ask(self, request_id: str, tokens: int, within: float = math.inf, *, decodes: bool = True) -> None:
-        self.steps.expect(request_id, tokens, self.now + within, decodes=decodes)
+        self.steps.expect(request_id, tokens, self.now + within, COSTLY if decodes else None)
         self.left[request_id] = self.total[request_id] = tokens
 
     def step(self, *, decodes: bool = True) -> dict[str, int]:
@@ -86,7 +89,7 @@ def test_a_target_in_seconds_is_kept() -> None:
 
 def test_requests_whose_kv_comes_count_as_decodes() -> None:
     vllm = VLLM()
-    vllm.steps.expect("d", 0, math.inf, decodes=True)
+    vllm.steps.expect("d", 0, math.inf, COSTLY)
     assert vllm.steps.bound(0.0) == LEAST
 
 
@@ -112,7 +115,7 @@ def test_a_prompt_of_few_tokens_alone_shows_no_speed() -> None:
     """vLLM may have compiled functions for it, for seconds."""
     steps = MixedSteps(0, MOST, None)
     for tokens, seconds in ((2, 5.0), (MOST, MOST * TOKEN)):
-        steps.expect("a", tokens, 0.0, decodes=False)
+        steps.expect("a", tokens, 0.0, None)
         steps.scheduled("a", 0, tokens)
         steps.over(steps.begins(10.0 * tokens), 10.0 * tokens + seconds)
     [costs] = steps.news(0.0)
@@ -152,7 +155,7 @@ def test_the_model_of_steps_is_learned_from_mixed_steps_too() -> None:
 def test_without_chunks_no_prompt_fits_beside_decodes() -> None:
     steps = MixedSteps(0, 0, None)
     for tokens in (0, 1, 1):
-        steps.expect("d", tokens, 0.0, decodes=True)
+        steps.expect("d", tokens, 0.0, COSTLY)
         steps.scheduled("d", 0, max(1, 1000 * tokens))
         steps.over(steps.begins(0.0), 1.0)
     assert steps.bound(2.0) == 0
@@ -188,7 +191,7 @@ def test_steps_are_short_while_requests_come_from_other_workers() -> None:
     vllm.ask("a", 1000, within=0.0)
     vllm.step()
     [alone] = vllm.steps.news(0.0)
-    vllm.steps.expect("e", 0, math.inf, decodes=True)
+    vllm.steps.expect("e", 0, math.inf, COSTLY)
     [costs] = vllm.steps.news(0.0)
     assert costs.long.seconds == pytest.approx(STEP * math.sqrt(3.5), rel=0.02)
     assert costs.long.tokens < alone.long.tokens
@@ -203,7 +206,7 @@ def test_the_first_step_of_a_request_from_another_worker_only_decodes() -> None:
     """Unless the step before did, too, while prompts waited: they go on if requests join all the time."""
     vllm = VLLM().learned()
     vllm.ask("a", 1000)
-    vllm.steps.expect("e", 0, math.inf, decodes=True)
+    vllm.steps.expect("e", 0, math.inf, COSTLY)
     counts = []
     for joins in (True, False, True, False, True, True, True):
         if joins:
@@ -218,7 +221,7 @@ def test_steps_with_decodes_fit_into_the_largest_graph() -> None:
     vllm.ask("a", 1000, within=0.0)
     assert vllm.step() == {"a": 59}
     vllm.ask("b", 1000)
-    vllm.steps.expect("e", 0, math.inf, decodes=True)
+    vllm.steps.expect("e", 0, math.inf, COSTLY)
     assert vllm.step() == {"a": 29, "b": 29}
     for request_id in "de":
         vllm.steps.finished(request_id)

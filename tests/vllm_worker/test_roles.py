@@ -166,6 +166,7 @@ async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None
         "report_start": True,
         "logprobs": False,
         "first_token_within": math.inf,
+        "gap_cost": 0.0,
     }
     assert worker.computing == [P]
     assert worker.roles.status(0).stats.tokens_waiting == 20
@@ -271,7 +272,10 @@ async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> N
 async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> None:
     worker.roles.handle(messages.Decode(7, work(D, output_ids=[4, 4]), None))
     await worker.says(D, output([5]), output([6], "length"))
-    assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {"first_token_within": math.inf}
+    assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
+        "first_token_within": math.inf,
+        "gap_cost": 0.0,
+    }
     assert worker.tokens() == [(2, 5, ""), (3, 6, "length")]
     assert worker.of(messages.Prefilled)
     assert worker.attempts.counts.prompt_tokens == 22
@@ -402,6 +406,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
         "first_token": 5,
         "first_token_within": math.inf,
+        "gap_cost": 0.0,
     }
     assert worker.told == [Close(P)]
     worker.roles.heard(Released(P, "cancelled"))

@@ -84,6 +84,8 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         raise _invalid(f"first_token_within is {asked.first_token_within}: give seconds, or 0")
     if not 0 <= asked.waited < math.inf:
         raise _invalid(f"waited is {asked.waited}: give seconds, or 0")
+    if not 0 <= asked.gap_cost < math.inf:
+        raise _invalid(f"gap_cost is {asked.gap_cost}: give seconds of a first token, or 0")
     _check_labels(asked)
     sampling, emitted = asked.sampling, len(asked.output_ids)
     length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
@@ -136,6 +138,7 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
         alone=asked.alone,
         retried=asked.retried,
         first_token_within=(asked.first_token_within or math.inf) - asked.waited,
+        gap_cost=asked.gap_cost,
         cache_salt=asked.cache_salt,
         tenant=asked.tenant,
     )
