@@ -18,7 +18,8 @@ DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
 BAMBA, GRANITE = "bamba-9b", "granite-4.0-h-tiny"
 LATENT = "glm-4.7-flash"
 
-HYBRIDS = BAMBA, GRANITE
+GATED_DELTA, KIMI_DELTA = "qwen3.5-35b-a3b", "kimi-linear-48b-a3b"
+HYBRIDS = BAMBA, GRANITE, GATED_DELTA, KIMI_DELTA
 """Models with state layers."""
 
 SHAPES: dict[str, dict[str, Any]] = MODELS | {

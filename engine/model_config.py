@@ -164,8 +164,8 @@ class NoPEConfig:
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
-    """The state layers of a model: Mamba-2 (`engine.kernels.state.mamba2`), or the gated delta rule
-    (`engine.kernels.state.gated_delta`), which keeps the same states."""
+    """The state layers of a model: Mamba-2 (`engine.kernels.state.mamba2`), or the gated delta rule or KDA
+    (`engine.kernels.state.gated_delta`), which keep the same states."""
 
     layers: tuple[int, ...]
     """The others have attention."""
@@ -179,6 +179,9 @@ class StateConfig:
     """Whether the two products have biases."""
     dt_limits: tuple[float, float]
     norm_eps: float
+    low_rank: int = 0
+    """Numbers from which the gates of all heads are made, and what each dimension of a key decays by. 0: they
+    are made from the hidden state."""
 
     def of_rank(self, ranks: int) -> "StateConfig":
         """The heads and groups of one of `ranks` ranks."""
@@ -265,7 +268,7 @@ class ModelConfig:
     covers all fields that are in the repr."""
 
     architecture: str
-    """Name of the model class in Hugging Face transformers, a key of `engine.models.MODELS`."""
+    """Name of the model class in Hugging Face transformers, a key of `engine.loader.families.FAMILIES`."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -423,6 +426,8 @@ class ModelConfig:
         states = 0
         if (state := self.state) is not None:
             with_attention -= len(state.layers)
-            projected = 2 * state.inner_size + state.channels + state.num_heads
-            states = len(state.layers) * self.hidden_size * projected
+            projected = state.inner_size + state.channels + state.num_heads
+            projected += 2 * state.low_rank if state.low_rank else state.inner_size
+            made = state.low_rank * state.num_heads * (state.head_dim + state.state_size)
+            states = len(state.layers) * (self.hidden_size * projected + made)
         return with_attention * attention + states + dense * mlp + sparse + self.embedding_parameters

@@ -19,8 +19,9 @@ from baton.engine.kernels import Kernels
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.state.mamba2 import Prompt, TorchStateTiling
 from baton.engine.layers.weights import Weights
+from baton.engine.loader.families import FAMILIES
+from baton.engine.loader.families.family import Family
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import MODELS
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, Places, of_slots
 from baton.engine.models.llama import Llama, LlamaAttention
 from tests.engine.checkpoints import edit_json
@@ -128,26 +129,26 @@ class LedgerModel(Llama):
         residual, delta = self.embed(token_ids)
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
-            caller = (lambda number, of: mix(number, rows, of)) if i % 2 else attend
+            caller = (lambda number, of: mix(number, rows, (), of)) if i % 2 else attend
             delta = layer(i, residual, delta, rotary, caller)
         return self.norm(residual, delta)
 
 
 def register() -> None:
     """In this process."""
-    if NAME in MODELS:
+    if NAME in FAMILIES:
         return
-    MODELS[NAME] = LedgerModel
+    FAMILIES[NAME] = Family(model=LedgerModel)
     tile_states, mix_states = Kernels.tile_states, Kernels.mix_states
 
     def tile(self: Kernels, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
         found = tile_states(self, metadata, dtype)
         return Tiling(found.slots, found.fresh, found.prompts, metadata)
 
-    def mix(self: Kernels, projected: Tensor, layer: Any, state: Any, tiling: Any) -> Tensor:
+    def mix(self: Kernels, x: Tensor, beside: Any, layer: Any, state: Any, tiling: Any) -> Tensor:
         if isinstance(layer, Ledger):
-            return layer.mix(projected, state, tiling)
-        return mix_states(self, projected, layer, state, tiling)
+            return layer.mix(x, state, tiling)
+        return mix_states(self, x, beside, layer, state, tiling)
 
     Kernels.tile_states, Kernels.mix_states = tile, mix  # pyrefly: ignore
 

@@ -92,11 +92,12 @@ class Mamba2Cases(Cases[Mamba2Shape]):
             1, slots, slots, contexts, batch, [], state_slots=slots, state_copies=self.no_copies(batch)
         )
         projected = self.normal(batch, shape.channels + shape.heads)
+        x, dt = projected.tensor_split([shape.channels], dim=1)
         tiling = self.kernels.tile_states(metadata, shape.dtype)
         y = batch * shape.heads * shape.head_dim * projected.itemsize
         return Case(
             f"mamba2.decode.b{batch}",
             nbytes(projected) + y + 2 * sum(map(nbytes, state)),
             0,
-            lambda: self.kernels.mix_states(projected, layer, state, tiling),
+            lambda: self.kernels.mix_states(x, [dt], layer, state, tiling),
         )

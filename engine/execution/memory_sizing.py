@@ -14,8 +14,9 @@ from baton.engine.api.config import EngineConfig, TierCells, check_max_model_len
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat
+from baton.engine.loader.families import cache_spec
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import cache_bytes_per_token, cache_spec, state_bytes_per_request
+from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec
 from baton.machine import available_memory
 

@@ -25,7 +25,7 @@ from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths, largest_graph
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, StateLayer
+from baton.engine.kernels import Beside, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, StateLayer
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs
@@ -253,7 +253,12 @@ class ModelRunner:
         def attends(attention: AttentionMetadata) -> LayerDone:
             groups = self._tile_latent(attention, self._config)
             tiling = [group for group in groups if group.rows.start >= attention.num_decodes]
-            return lambda layer: apart.layers[layer](tiling)
+
+            def attend(layer: int) -> None:
+                if layer in apart.layers:  # others have states
+                    apart.layers[layer](tiling)
+
+            return attend
 
         return apart, attends
 
@@ -371,8 +376,8 @@ class ModelRunner:
         kernels = self._kernels
         states = kernels.tile_states(attention, self._dtype)
 
-        def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
-            y = kernels.mix_states(projected, parameters, self.caches[layer], states)
+        def mix(layer: int, x: Tensor, beside: Beside, parameters: StateLayer) -> Tensor:
+            y = kernels.mix_states(x, beside, parameters, self.caches[layer], states)
             layer_done(layer)
             return y
 
@@ -427,7 +432,7 @@ class ModelRunner:
 
     def _tile_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
         assert config.latent is not None, "asked of models with latents only"
-        fp8 = isinstance(self.caches[0], Fp8KV)
+        fp8 = any(isinstance(cache, Fp8KV) for cache in self.caches)
         return self._kernels.tile_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 
     def _resolve(

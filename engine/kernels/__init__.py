@@ -55,8 +55,8 @@ from baton.engine.kernels.quantized.reference import (
 from baton.engine.kernels.sampling import drafts
 from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, greedy, thresholds
 from baton.engine.kernels.state import gated_delta, mamba2
-from baton.engine.kernels.state.gated_delta import GatedDelta
-from baton.engine.kernels.state.mamba2 import LayerState, Mamba2, StateLayer
+from baton.engine.kernels.state.gated_delta import GatedDelta, KimiDelta
+from baton.engine.kernels.state.mamba2 import Beside, LayerState, Mamba2, StateLayer
 from baton.engine.model_config import LatentConfig, Span
 
 
@@ -219,9 +219,11 @@ class Kernels:
         """The tiling that `mix_states` needs, the same for all layers of a step."""
         return mamba2.tile_states(metadata)
 
-    def mix_states(self, projected: Tensor, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
+    def mix_states(
+        self, x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, tiling: Any
+    ) -> Tensor:
         mix = mamba2.mix_states_by_row if self.exact else mamba2.mix_states
-        return mix(projected, layer, state, tiling)
+        return mix(x, beside, layer, state, tiling)
 
     def tile_programs(self, num_kv_heads: int) -> int:
         """Pieces of `AttentionMetadata.tiles` that the device computes at once. 0: tiles are not cut."""
@@ -242,6 +244,9 @@ def in_form(x: Tensor, kernels: Kernels, grouped: bool | None, *, both: bool) ->
 
 class LinearMethod:
     """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
+
+    takes_both = False
+    """Whether x is `Both` where `quantizes` is not None."""
 
     def quantizes(self, rows: int) -> bool | None:
         """Whether x of so many rows is best in FP8 with a scale for each group of columns, or for each row.

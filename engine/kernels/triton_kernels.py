@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.kernels import (
     KV,
+    Beside,
     Both,
     Experts,
     Fp8Experts,
@@ -227,11 +228,9 @@ class TritonKernels(Kernels):
         return tile_states(metadata, dtype, self._multiprocessors, exact=self.exact)
 
     def mix_states(
-        self, projected: Tensor, layer: StateLayer, state: LayerState, tiling: TritonStateTiling
+        self, x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, tiling: TritonStateTiling
     ) -> Tensor:
         _, heads, head_dim, _ = state.ssm.shape
-        channels = layer.conv_weight.shape[1]
-        x, beside = projected.split((channels, projected.shape[1] - channels), dim=1)
         y = x.new_empty(len(x), heads * head_dim)
         rows = x.new_empty(x.shape)
         if len(tiling.contexts) and not tiling.exact:
@@ -243,7 +242,7 @@ class TritonKernels(Kernels):
         if tiling.exact:
             return y
         if tiling.scans is not None and isinstance(layer, Mamba2):
-            ssd.scan(rows, beside, layer, state.ssm, tiling, y)
+            ssd.scan(rows, beside[0], layer, state.ssm, tiling, y)
         elif tiling.scans is not None:
             delta_scan.scan(rows, beside, layer, state.ssm, tiling, y)
         return y

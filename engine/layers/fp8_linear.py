@@ -64,6 +64,11 @@ class Fp8Format(PlainFormat):
     read: Reader
     quantizes_activations: bool
     identity: str = "fp8"
+    scales: str | None = None
+    """What the scales of a matrix are called in the checkpoint. None: it has none."""
+
+    def alike(self, weights: Weights, names: Sequence[str]) -> bool:
+        return self.scales is None or len({weights.has(f"{name}.{self.scales}") for name in names}) == 1
 
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         return 1 + 4 / FP8_GROUP if self.quantizes_activations and not output else dtype.itemsize
@@ -155,7 +160,7 @@ def read_rows(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scale
 
 def block_reader(suffix: str) -> Reader:
     """From a checkpoint with a scale for each block of 128 × 128, `suffix`: [out / 128, in / 128], rounded
-    up."""
+    up; or [out, in / 128], where the checkpoint has the rows in another order."""
 
     def read(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scaled | None:
         if not weights.has(f"{name}.{suffix}"):
@@ -166,11 +171,14 @@ def block_reader(suffix: str) -> Reader:
                 f"a rank's columns begin at {columns.start}, no multiple of {FP8_GROUP}"
             )
         values = weights.stored(f"{name}.weight", (rows, columns), FP8)
-        blocks = rows.in_groups(FP8_GROUP), columns.in_groups(FP8_GROUP)
+        by_row = rows.size > 1 and (weights.shape(f"{name}.{suffix}") or ())[:1] == (rows.size,)
+        blocks = rows if by_row else rows.in_groups(FP8_GROUP), columns.in_groups(FP8_GROUP)
         scales = weights.stored(f"{name}.{suffix}", blocks, torch.float32, torch.bfloat16)
+        if by_row:
+            return Scaled(values, scales.float().T)
         first = rows.start % FP8_GROUP
-        by_row = scales.float().T.repeat_interleave(FP8_GROUP, dim=1)
-        return Scaled(values, by_row[:, first : first + rows.length])
+        of_rows = scales.float().T.repeat_interleave(FP8_GROUP, dim=1)
+        return Scaled(values, of_rows[:, first : first + rows.length])
 
     return read
 

@@ -36,16 +36,16 @@ class InputNorm:
     """An `RMSNorm` before a product. If the product takes FP8, the norm quantizes its result.
 
     `norm` None: the product takes the residual stream itself. Its delta is already the sum over ranks.
-    `product`: beside experts, a router takes the result, in the model's dtype."""
+    `product`: it may take the result in the model's dtype, too, as the router beside experts does."""
 
     def __init__(self, weights: Weights, norm: RMSNorm | None, product: LinearMethod | Experts) -> None:
         self.norm = norm
         self.kernels = weights.kernels
         self.product = product
-        self.both = isinstance(product, Experts)
+        self.both = product.takes_both
 
     def __call__(self, residual: Tensor, delta: Tensor | Terms | None = None) -> Any:
-        """As `RMSNorm`. Returns what the product takes: a tensor, `Quantized`, or `Both` for experts."""
+        """As `RMSNorm`. Returns what the product takes: a tensor, `Quantized` or `Both`."""
         norm, grouped = self.norm, self.product.quantizes(len(residual))
         if norm is not None and norm.ranks.size == 1:
             return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, grouped, both=self.both)

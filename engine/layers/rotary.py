@@ -13,7 +13,8 @@ from baton.engine.model_config import LongRopeScaling, ModelConfig, YarnScaling
 class Rotary:
     """Rotary position embedding (Su 2021), in the half-split order of Hugging Face checkpoints.
 
-    If only a part of a head is rotated, the pairs of dimensions that are not come last."""
+    If only a part of a head is rotated, the pairs of dimensions that are not come last. Without positions the
+    table has one row for all of them."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         head_dim = config.latent.rope_dim if config.latent else config.head_dim
@@ -22,7 +23,9 @@ class Rotary:
         frequencies = 1.0 / config.rope_theta**exponents
         frequencies = self._scaled(frequencies, config, weights)
         frequencies = F.pad(frequencies, (0, (head_dim - size) // 2))
-        angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * frequencies
+        self.has_positions = size > 0
+        count = config.max_model_len if self.has_positions else 1
+        angles = torch.arange(count, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if isinstance(config.rope_scaling, YarnScaling | LongRopeScaling):
             cos *= config.rope_scaling.attention_factor
@@ -31,7 +34,7 @@ class Rotary:
         table = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
         # The kernels of a CPU compute in the model's dtype, those of a GPU in float32.
         dtype = weights.dtype if weights.device.type == "cpu" else torch.float32
-        self.table = table.to(weights.device, dtype)  # [positions, 2, head_dim]
+        self.table = table.to(weights.device, dtype)  # [positions or 1, 2, head_dim]
 
     @staticmethod
     def _scaled(frequencies: Tensor, config: ModelConfig, weights: Weights) -> Tensor:
@@ -54,6 +57,8 @@ class Rotary:
     def at(self, positions: Tensor) -> Tensor:
         """[tokens, 2, head_dim] for positions [tokens]: (cos θ, cos θ), then (−sin θ, sin θ). So x
         rotated by θ is x · first + (x with its halves exchanged) · second."""
+        if not self.has_positions:
+            positions = torch.zeros_like(positions)
         return self.table.index_select(0, positions)
 
 

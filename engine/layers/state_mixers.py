@@ -1,18 +1,19 @@
-"""What takes the place of attention in a state layer: Mamba-2 (Dao & Gu 2024) or the gated delta rule (Yang
-2024)."""
+"""What takes the place of attention in a state layer: Mamba-2 (Dao & Gu 2024), the gated delta rule (Yang
+2024), or KDA (Kimi Linear, 2025)."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import GatedDelta, Mamba2, StateLayer
+from baton.engine.kernels import Beside, Both, GatedDelta, KimiDelta, LinearMethod, Mamba2, StateLayer
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig, StateConfig
 
-Mix = Callable[[int, Tensor, StateLayer], Tensor]
-"""(layer, projected, parameters) → y [tokens, heads · head_dim]. Takes the states of the layer past the
+Mix = Callable[[int, Tensor, Beside, StateLayer], Tensor]
+"""(layer, x, beside, parameters) → y [tokens, heads · head_dim]. Takes the states of the layer past the
 tokens of the step, as `Kernels.mix_states`."""
 
 
@@ -22,34 +23,55 @@ class StateMixer:
     A rank has some heads, with their gates and their columns of x, and B and C (keys and queries) of the
     groups of these heads."""
 
+    convolved: ClassVar[Sequence[str]] = ("conv1d",) * 3
+    """The convolutions of x, of B and of C. Equal names are one weight, with the channels in this order."""
+    output: ClassVar[str] = "out_proj"
+
     def __init__(
-        self, config: ModelConfig, state: StateConfig, weights: Weights, name: str, inputs: Sequence[str]
+        self,
+        config: ModelConfig,
+        state: StateConfig,
+        weights: Weights,
+        name: str,
+        wide: Sequence[str],
+        narrow: Sequence[tuple[str, Shard]],
     ) -> None:
-        """`inputs`: the weights of the parts of the input product. Equal names are one weight."""
+        """The weights of the parts of the input product, where equal names are one weight. `wide`: of the
+        gate, if x has one here, and of the channels. `narrow`: what a head needs, with its rows."""
         hidden = unsharded(config.hidden_size)
         self.heads = weights.ranks.shard(state.num_heads)
         self.inner = self.heads.of(state.head_dim)
-        self.gate_size = self.inner.length
         self.groups = weights.ranks.shard_with_copies(state.groups)
         of_groups = self.groups.of(state.state_size)
-        rows = [self.inner, self.inner, of_groups, of_groups, *[self.heads] * (len(inputs) - 4)]
-        rows = side_by_side(*rows) if len(set(inputs)) == 1 else rows
-        names = [f"{name}.{part}" for part in inputs]
-        self.input = weights.linear(names, rows, hidden, bias=state.proj_bias)
-        self.out = weights.linear([f"{name}.out_proj"], [hidden], self.inner, bias=state.proj_bias)
-        channels = side_by_side(self.inner, of_groups, of_groups)
-        kernel = take(weights, f"{name}.conv1d.weight", channels, unsharded(1), unsharded(state.conv_width))
-        self.of_both = (
-            kernel[:, 0].T.contiguous(),
-            take(weights, f"{name}.conv1d.bias", channels) if state.conv_bias else None,
-            take(weights, f"{name}.dt_bias", [self.heads]).float(),
-            -take(weights, f"{name}.A_log", [self.heads]).float().exp(),
-            self.groups.length,
+        channels = [self.inner, of_groups, of_groups]
+        rows = [*[self.inner] * (len(wide) - 3), *channels]
+        self.sizes = [sum(part.length for part in parts) for parts in (rows[:-3], channels)]
+        self.sizes += [part.length for _, part in narrow]
+        self.input = product(
+            weights, name, [*zip(wide, rows, strict=True)], narrow, hidden, bias=state.proj_bias
         )
-        """The fields of `StateLayer`."""
+        self.out = weights.linear([f"{name}.{self.output}"], [hidden], self.inner, bias=state.proj_bias)
+        kernels = [f"{name}.{part}.weight" for part in self.convolved]
+        parts = side_by_side(*channels) if len({*kernels}) == 1 else channels
+        width = (unsharded(1), unsharded(state.conv_width))
+        kernel = weights.stack(kernels, [(part, *width) for part in parts])
+        biases = [f"{name}.{part}.bias" for part in self.convolved]
+        self.convolution = (
+            kernel[:, 0].T.contiguous(),
+            weights.stack(biases, [(part,) for part in parts]) if state.conv_bias else None,
+        )
+        self.rate = -take(weights, f"{name}.A_log", [self.heads]).float().exp()
         self.norm_eps = state.norm_eps
         self.kernels = weights.kernels
         self.ranks = weights.ranks
+
+    def project(self, x: Tensor | Both) -> Sequence[Tensor]:
+        """The gate, the channels, and each narrow part."""
+        made = self.input(x)
+        if isinstance(made, Tensor):
+            return made.split(self.sizes, dim=1)
+        wide, narrow = made
+        return *wide.split(self.sizes[:2], dim=1), *narrow.split(self.sizes[2:], dim=1)
 
 
 class Mamba2Mixer(StateMixer):
@@ -57,17 +79,18 @@ class Mamba2Mixer(StateMixer):
     needs the columns of all of them: they sum its squares first."""
 
     def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
-        super().__init__(config, state, weights, name, ["in_proj"] * 5)
-        d = take(weights, f"{name}.D", [self.heads]).float()
-        self.parameters = Mamba2(*self.of_both, d, state.dt_limits)
+        heads = weights.ranks.shard(state.num_heads)
+        super().__init__(config, state, weights, name, ["in_proj"] * 4, [("in_proj", heads)])
+        dt_bias, d = (take(weights, f"{name}.{part}", [heads]).float() for part in ("dt_bias", "D"))
+        groups = self.groups.length
+        self.parameters = Mamba2(*self.convolution, dt_bias, self.rate, groups, d, state.dt_limits)
         self.norm = take(weights, f"{name}.norm.weight", [self.inner])
         self.group_size = state.inner_size // state.groups
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
-        projected = self.input(x)
-        y = mix(layer, projected[:, self.gate_size :], self.parameters)
-        gate, groups = projected[:, : self.gate_size], self.parameters.groups
-        squares = self._squares(y, gate) if self.gate_size < groups * self.group_size else None
+        gate, x, dt = self.project(x)
+        y, groups = mix(layer, x, [dt], self.parameters), self.parameters.groups
+        squares = self._squares(y, gate) if gate.shape[1] < groups * self.group_size else None
         return self.out(self.kernels.gated_rms_norm(y, gate, self.norm, self.norm_eps, groups, squares))
 
     def _squares(self, y: Tensor, gate: Tensor) -> Tensor:
@@ -81,14 +104,85 @@ class GatedDeltaMixer(StateMixer):
     """A head needs Δ and β."""
 
     def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
-        super().__init__(config, state, weights, name, [f"in_proj_{part}" for part in "zvkqab"])
-        self.parameters = GatedDelta(*self.of_both)
+        heads = weights.ranks.shard(state.num_heads)
+        wide = [f"in_proj_{part}" for part in "zvkq"]
+        super().__init__(config, state, weights, name, wide, [("in_proj_a", heads), ("in_proj_b", heads)])
+        dt_bias = take(weights, f"{name}.dt_bias", [heads]).float()
+        self.parameters = GatedDelta(*self.convolution, dt_bias, self.rate, self.groups.length)
         self.norm = weights.take(f"{name}.norm.weight", (state.head_dim,))
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
-        projected = self.input(x)
-        y = mix(layer, projected[:, self.gate_size :], self.parameters)
-        return self.out(self.kernels.norm_gate(y, projected[:, : self.gate_size], self.norm, self.norm_eps))
+        gate, x, dt, beta = self.project(x)
+        y = mix(layer, x, [dt, beta], self.parameters)
+        return self.out(self.kernels.norm_gate(y, gate, self.norm, self.norm_eps))
+
+
+class KimiDeltaMixer(StateMixer):
+    """A head needs β, and Δ of each dimension of its key. That and the gate are made in two products, whose
+    inner columns all ranks hold."""
+
+    convolved = ("v_conv1d", "k_conv1d", "q_conv1d")
+    output = "o_proj"
+
+    def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
+        heads, low = weights.ranks.shard(state.num_heads), unsharded(state.head_dim)
+        narrow = [("b_proj", heads), ("f_a_proj", low), ("g_a_proj", low)]
+        super().__init__(config, state, weights, name, ["v_proj", "k_proj", "q_proj"], narrow)
+        self.sizes = [*self.sizes[:3], 2 * low.length]
+        of_keys = heads.of(state.state_size)
+        self.decay = weights.linear([f"{name}.f_b_proj"], [of_keys], low)
+        self.gate = weights.linear([f"{name}.g_b_proj"], [self.inner], low)
+        dt_bias = take(weights, f"{name}.dt_bias", [of_keys]).float()
+        self.parameters = KimiDelta(*self.convolution, dt_bias, self.rate, heads.length)
+        self.norm = weights.take(f"{name}.o_norm.weight", (state.head_dim,))
+
+    def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
+        _, x, beta, low = self.project(x)
+        decay, gate = low.unflatten(1, (2, -1)).transpose(0, 1).contiguous()  # kernels take dense rows
+        y = mix(layer, x, [self.decay(decay), beta], self.parameters)
+        gate = self.gate(gate)
+        return self.out(self.kernels.norm_gate(y, gate, self.norm, self.norm_eps, sigmoid=True))
+
+
+class PartlyQuantized(LinearMethod):
+    """Two products of one input, of which a checkpoint has the second plain. Gives both results."""
+
+    takes_both = True
+
+    def __init__(self, wide: LinearMethod, narrow: LinearMethod) -> None:
+        self.wide = wide
+        self.narrow = narrow
+
+    def quantizes(self, rows: int) -> bool | None:
+        return self.wide.quantizes(rows)
+
+    def __call__(self, x: Tensor | Both) -> Any:
+        plain, inputs = x if isinstance(x, Both) else (x, x)
+        return self.wide(inputs), self.narrow(plain)
+
+
+def product(
+    weights: Weights,
+    name: str,
+    wide: Sequence[tuple[str, Shard]],
+    narrow: Sequence[tuple[str, Shard]],
+    columns: Shard,
+    *,
+    bias: bool,
+) -> LinearMethod:
+    """The product of all parts, with their rows; equal names are one weight. It is `PartlyQuantized` if only
+    some are quantized."""
+    parts = [[(f"{name}.{part}", rows) for part, rows in of] for of in (wide, narrow)]
+    names = [part for of in parts for part, _ in of]
+    if len({*names}) == 1:
+        rows = side_by_side(*(rows for of in parts for _, rows in of))
+        return weights.linear(names, rows, columns, bias=bias)
+    if weights.format.alike(weights, names):
+        return weights.linear(names, [rows for of in parts for _, rows in of], columns, bias=bias)
+    both = [
+        weights.linear([part for part, _ in of], [rows for _, rows in of], columns, bias=bias) for of in parts
+    ]
+    return PartlyQuantized(*both)
 
 
 def take(weights: Weights, name: str, parts: list[Shard], *others: Shard) -> Tensor:

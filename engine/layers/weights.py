@@ -149,6 +149,10 @@ class PlainFormat:
         weight = weights.stack(*stack.weights, scratch=packs_plain(weights.dtype, weights.device))
         return PlainLinear(weight, weights.bias(stack), exact=weights.kernels.exact)
 
+    def alike(self, weights: "Weights", names: Sequence[str]) -> bool:
+        """Whether `linear` can take these matrices together: all are quantized, or none is."""
+        return True
+
     def experts(self, weights: "Weights", experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
         """Loads a product of each expert. Experts without rows are not on this rank. Returns [experts, out,
         in]. Raises `ValueError` as `linear` does, also if the format has no kernel for experts."""

@@ -14,39 +14,14 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights
 from baton.engine.loader.draft_heads import FoundHead, find_head
-from baton.engine.loader.families import (
-    Gemma3Checkpoint,
-    Glm4Checkpoint,
-    HybridCheckpoint,
-    Llama4Checkpoint,
-    Phi3Checkpoint,
-    Qwen3NextCheckpoint,
-)
+from baton.engine.loader.families import FAMILIES, model_class
 from baton.engine.loader.formats import choose_format
 from baton.engine.loader.gguf_file import GGUFCheckpoint
-from baton.engine.loader.gpt_oss import GptOssCheckpoint
-from baton.engine.loader.hf import OTHER_FORMATS, DummyCheckpoint, HFCheckpoint, read_config
-from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
-from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.hf import OTHER_FORMATS, DummyCheckpoint, HFCheckpoint
+from baton.engine.loader.hf_config import read_config
 from baton.engine.model_config import LongRopeScaling, ModelConfig
-from baton.engine.models import model_class
 from baton.engine.models.draft_heads import DraftHead
 from baton.engine.models.llama import Llama
-
-REARRANGED: dict[str, type[Rearranged]] = {
-    "Phi3ForCausalLM": Phi3Checkpoint,
-    "Glm4ForCausalLM": Glm4Checkpoint,
-    "Gemma3ForCausalLM": Gemma3Checkpoint,
-    "Gemma3ForConditionalGeneration": Gemma3Checkpoint,
-    "Llama4ForCausalLM": Llama4Checkpoint,
-    "Llama4ForConditionalGeneration": Llama4Checkpoint,
-    "GptOssForCausalLM": GptOssCheckpoint,
-    "BambaForCausalLM": HybridCheckpoint,
-    GRANITE: HybridCheckpoint,
-    QWEN3_NEXT: Qwen3NextCheckpoint,
-}
-"""The architectures whose Hugging Face checkpoints store tensors in another form than most families, and what
-shows them in the form of those."""
 
 
 def checkpoint_path(config: EngineConfig) -> Path:
@@ -66,10 +41,14 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
             return checkpoint
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
     if config.load_format == "auto":
-        files = HFCheckpoint(path)
-        rearranged = REARRANGED.get(files.config.architecture)
-        return rearranged(files) if rearranged else files
+        return in_one_form(HFCheckpoint(path))
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
+
+
+def in_one_form(files: HFCheckpoint) -> Checkpoint:
+    """Tensors in the form of most families."""
+    rearranged = FAMILIES[files.config.architecture].checkpoint
+    return rearranged(files) if rearranged else files
 
 
 def check_model(engine: EngineConfig) -> None:
@@ -118,7 +97,7 @@ def _declared(
     weight_format = choose_format(engine, checkpoint.config, torch.device(engine.device))
     weights = DeclaredWeights(checkpoint, weight_format, sampled=sampled)
     config = replace(checkpoint.config, max_model_len=1)  # tables grow with the context
-    model = model_class(config.architecture, checkpoint.source)(config, weights)
+    model = model_class(config, checkpoint.source)(config, weights)
     weights.check_all_taken()
     return model, weights, weight_format
 
@@ -142,7 +121,7 @@ def load_model(
     ends of a transfer, or are checked elsewhere."""
     weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks, exact=exact)
     config = replace(checkpoint.config, max_model_len=max_model_len)
-    model = model_class(config.architecture, checkpoint.source)(config, weights)
+    model = model_class(config, checkpoint.source)(config, weights)
     weights.finish()
     fingerprint = _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
     if head is None:

@@ -52,16 +52,16 @@ def compressed_float(settings: Mapping[str, Any], source: str, device: torch.dev
 
 def _stored(block_scales: str | None, block: Any, source: str, device: torch.device) -> Fp8Format:
     if block_scales is None:
-        return _format("fp8 by row or tensor", read_rows, device)
+        return _format("fp8 by row or tensor", read_rows, device, "weight_scale")
     if block != [FP8_GROUP, FP8_GROUP]:
         raise ValueError(
             f"{source}: quantization_config: blocks of {block} are not supported ([{FP8_GROUP}, {FP8_GROUP}] "
             "are)"
         )
-    return _format("fp8 in blocks of 128 × 128", block_reader(block_scales), device)
+    return _format("fp8 in blocks of 128 × 128", block_reader(block_scales), device, block_scales)
 
 
-def _format(stored: str, read: Reader, device: torch.device) -> Fp8Format:
+def _format(stored: str, read: Reader, device: torch.device, scales: str | None = None) -> Fp8Format:
     native = from_hopper_on(device)
     name = stored if native else f"{stored}, dequantized at load on this device"
-    return Fp8Format(name=name, read=read, quantizes_activations=native)
+    return Fp8Format(name=name, read=read, quantizes_activations=native, scales=scales)

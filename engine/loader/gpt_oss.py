@@ -22,8 +22,7 @@ from baton.engine.kernels import FLOATS
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Groups
-from baton.engine.loader.families import projections
-from baton.engine.loader.rearranged import Piece, Rearranged, span
+from baton.engine.loader.rearranged import Piece, Rearranged, projections, span
 
 FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales|)$")
 BLOCKS = "_blocks"

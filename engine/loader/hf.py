@@ -13,7 +13,8 @@ from torch import Tensor
 
 from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.loader.hf_config import read_config
+from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import read_json
 from baton.engine.model_config import ModelConfig
 
@@ -22,18 +23,7 @@ OTHER_FORMATS = ["*/*", "consolidated*"]
 """Files in which a repository has the same weights once more, as those of Meta, Mistral and OpenAI."""
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """Reads a model's configuration. Raises `ValueError` naming the file and the key that is wrong."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
-    generation = directory / "generation_config.json"
-    return model_config_from_hf(
-        read_json(path), read_json(generation) if generation.is_file() else {}, str(path)
-    )
-
-
-class HFCheckpoint(Checkpoint):
+class HFCheckpoint(Files):
     """A checkpoint in a directory. Its files are mapped, so `read` returns tensors in the page cache."""
 
     def __init__(self, directory: Path, config: ModelConfig | None = None) -> None:

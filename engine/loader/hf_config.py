@@ -1,59 +1,24 @@
 """Reads `config.json` of Hugging Face transformers, versions 4 and 5."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT, gated_delta_config, mamba2_config
-from baton.engine.loader.latent_config import FIRST_DENSE, latent_config, latent_experts, not_supported
-from baton.engine.loader.rope_config import (
-    PARTLY_ROTATED,
-    local_rope,
-    rope_scaling,
-    rope_theta,
-    ropes,
-    rotary_dim,
-)
-from baton.engine.loader.settings import Settings
-from baton.engine.model_config import (
-    ClampedSwiGLU,
-    ExpertsConfig,
-    ModelConfig,
-    Multipliers,
-    NoPEConfig,
-    Scoring,
-    Span,
-    YarnScaling,
-    known_ids,
-)
-from baton.engine.models import model_class
+from baton.engine.loader.families import family_of
+from baton.engine.loader.families.family import Family
+from baton.engine.loader.rope_config import local_rope, rope_scaling, rope_theta, ropes, rotary_dim
+from baton.engine.loader.settings import Settings, read_json
+from baton.engine.model_config import ModelConfig, Multipliers, NoPEConfig, Span, YarnScaling, known_ids
 
 LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+GRANITE = "GraniteMoeHybridForCausalLM"
 
 INTERMEDIATE_SIZE = {**dict.fromkeys(LLAMA4, "intermediate_size_mlp"), GRANITE: "shared_intermediate_size"}
 """The key with the inner size of a dense layer, where it has another name."""
 
 GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-"""Of settings that published checkpoints leave out."""
 
 GPT_OSS = "GptOssForCausalLM"
-
-STATES = {"BambaForCausalLM": mamba2_config, GRANITE: mamba2_config, QWEN3_NEXT: gated_delta_config}
-"""What reads the state layers of these architectures."""
-
-LATENT = tuple(FIRST_DENSE)
-"""Architectures with multi-head latent attention."""
 
 FURTHER = "num_nextn_predict_layers"
 
@@ -67,24 +32,29 @@ def model_config_from_hf(
 ) -> ModelConfig:
     """The configuration from parsed `config.json` and `generation_config.json`. Raises `ValueError` naming
     `source` and the key that is wrong or not supported."""
-    architecture, settings = _settings_of_text(config, source)
+    architecture, settings = Settings(config, source).architecture, _settings_of_text(config, source)
+    family = family_of(architecture, source)
     rotation, local = ropes(settings)
-    for what in _not_supported(settings, rotation, architecture):
+    for what in _not_supported(settings, rotation, architecture, family):
         raise ValueError(f"{source}: {what} is not supported")
     rope = Settings(rotation, source)
 
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
-    latent = latent_config(settings, rope) if architecture in LATENT else None
+    latent = family.latent(settings, rope) if family.latent else None
     head_dim = settings.integer("head_dim", hidden_size // num_heads) if latent is None else latent.size
     context = settings.integer("max_position_embeddings", 2048)
-    rotated = rotary_dim(settings, rope, architecture, head_dim)
+    rotated = None
+    if family.without_positions(settings):
+        rotated = 0
+    elif family.rotated is not None:
+        rotated = rotary_dim(settings, rope, family.rotated, head_dim)
     turned = latent.rope_dim if latent else head_dim if rotated is None else rotated
     scaling = rope_scaling(rope, context, turned // 2)
     if isinstance(scaling, YarnScaling):  # the context before scaling may be the one that is named
         context = max(context, round(scaling.factor * scaling.original_context))
     norm_eps = settings.number("rms_norm_eps", 1e-6)
     nope = _nope(settings) if architecture in LLAMA4 else None
-    types = [] if architecture in STATES else _layer_types(settings, architecture, nope)
+    types = [] if family.state else _layer_types(settings, architecture, nope)
     shape = ModelConfig(
         architecture=architecture,
         num_layers=settings.integer("num_hidden_layers"),
@@ -103,9 +73,9 @@ def model_config_from_hf(
         eos_ids=_eos_ids(settings, generation),
         dtype=settings.get("dtype") or settings.get("torch_dtype"),
         spans=_spans(settings, types, context) if types else (),
-        experts=EXPERTS[architecture](settings) if architecture in EXPERTS else None,
+        experts=family.experts(settings) if family.experts else None,
         nope=nope,
-        state=STATES[architecture](settings, norm_eps) if architecture in STATES else None,
+        state=family.state(settings, norm_eps) if family.state else None,
         rotary_dim=rotated,
         multipliers=_multipliers(settings, architecture, hidden_size),
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
@@ -117,15 +87,23 @@ def model_config_from_hf(
     return shape
 
 
-def _settings_of_text(config: Mapping[str, Any], source: str) -> tuple[str, Settings]:
-    """The architecture, and the settings of the text model, also if the model sees images, too."""
-    named = config.get("architectures") or ["(none named)"]
-    architecture = str(named[0] if isinstance(named, list) else named)
-    model_class(architecture, source)
-    config = {**GEMMA3_DEFAULTS, **config} if architecture in GEMMA3 else config
+def read_config(directory: Path) -> ModelConfig:
+    """Reads a model's configuration. Raises `ValueError` naming the file and the key that is wrong."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
+    generation = directory / "generation_config.json"
+    return model_config_from_hf(
+        read_json(path), read_json(generation) if generation.is_file() else {}, str(path)
+    )
+
+
+def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:
+    """The settings of the text model, also if the model sees images, too."""
+    family = family_of(Settings(config, source).architecture, source)
     if isinstance(text := config.get("text_config"), Mapping):
         config = {**config, **{key: value for key, value in text.items() if value is not None}}
-    return architecture, Settings(config, source)
+    return Settings(family.settings(config), source)
 
 
 def _eos_ids(settings: Settings, generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -184,65 +162,6 @@ def _multipliers(settings: Settings, architecture: str, hidden_size: int) -> Mul
     )
 
 
-def _qwen3_experts(settings: Settings) -> ExpertsConfig:
-    # transformers 5 writes another name for the number of experts than older versions.
-    count = "num_local_experts" if "num_local_experts" in settings.values else "num_experts"
-    dense = settings.integers("mlp_only_layers")
-    step = settings.integer("decoder_sparse_step", 1)
-    layers = [i for i in range(step - 1, settings.integer("num_hidden_layers"), step) if i not in dense]
-    scoring = Scoring.NORMALIZED_SOFTMAX if settings.get("norm_topk_prob") else Scoring.SOFTMAX
-    return _experts(settings, layers, scoring, count=count, size="moe_intermediate_size")
-
-
-def _qwen3_next_experts(settings: Settings) -> ExpertsConfig:
-    size = settings.integer("shared_expert_intermediate_size")
-    experts = _qwen3_experts(settings)
-    return replace(experts, shared_intermediate_size=size, shared_gate=True)
-
-
-def _llama4_experts(settings: Settings) -> ExpertsConfig:
-    step = settings.integer("interleave_moe_layer_step", 1)
-    layers: Sequence[int] = range(step - 1, settings.integer("num_hidden_layers"), step)
-    if settings.get("moe_layers") is not None:
-        layers = settings.integers("moe_layers")
-    shared = settings.integer("intermediate_size")
-    return _experts(settings, layers, Scoring.SIGMOID_ON_INPUT, shared_intermediate_size=shared)
-
-
-def _gpt_oss_experts(settings: Settings) -> ExpertsConfig:
-    activation = ClampedSwiGLU(settings.number("swiglu_alpha", 1.702), settings.number("swiglu_limit", 7.0))
-    return _experts(settings, range(settings.integer("num_hidden_layers")), activation=activation, bias=True)
-
-
-def _granite_experts(settings: Settings) -> ExpertsConfig | None:
-    if settings.get("num_local_experts") == 0:
-        return None
-    shared = settings.integer("shared_intermediate_size")
-    return _experts(settings, range(settings.integer("num_hidden_layers")), shared_intermediate_size=shared)
-
-
-EXPERTS: dict[str, Callable[[Settings], ExpertsConfig | None]] = {
-    "Qwen3MoeForCausalLM": _qwen3_experts,
-    QWEN3_NEXT: _qwen3_next_experts,
-    **dict.fromkeys(LLAMA4, _llama4_experts),
-    GPT_OSS: _gpt_oss_experts,
-    GRANITE: _granite_experts,
-    **{name: partial(latent_experts, architecture=name) for name in LATENT},
-}
-"""Reads the mixtures of experts of these architectures."""
-
-
-def _experts(
-    settings: Settings, layers: Sequence[int], scoring: Scoring = Scoring.NORMALIZED_SOFTMAX,
-    *, count: str = "num_local_experts", size: str = "intermediate_size", **more: Any,
-) -> ExpertsConfig:  # fmt: skip
-    """`count` and `size`: the names of these settings."""
-    num_experts, num_chosen = settings.integer(count), settings.integer("num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise ValueError(f"{settings.source}: num_experts_per_tok {num_chosen} of {num_experts} experts")
-    return ExpertsConfig(num_experts, num_chosen, settings.integer(size), scoring, tuple(layers), **more)
-
-
 def _nope(settings: Settings) -> NoPEConfig:
     integer, number = settings.integer, settings.number
     num_layers = integer("num_hidden_layers")
@@ -261,7 +180,7 @@ def _nope(settings: Settings) -> NoPEConfig:
     )
 
 
-def _not_supported(settings: Settings, rope: Any, architecture: str) -> Iterator[str]:
+def _not_supported(settings: Settings, rope: Any, architecture: str, family: Family) -> Iterator[str]:
     """`rope`: the settings of rotation, if they are a mapping."""
     if not isinstance(settings.get("quantization_config", {}), Mapping | None):
         yield f"quantization_config {settings.get('quantization_config')!r}"
@@ -273,13 +192,12 @@ def _not_supported(settings: Settings, rope: Any, architecture: str) -> Iterator
                 yield name
     if settings.get(key, activation) != activation:
         yield f"{key} {settings.get(key)!r}"
-    if architecture in LATENT:
-        yield from not_supported(settings, architecture)
+    yield from family.not_supported(settings)
     if settings.get("mlp_bias"):
         yield "mlp_bias"
     if not isinstance(rope, Mapping):
         yield f"rope scaling {rope!r}"
-    elif architecture not in PARTLY_ROTATED and any(
+    elif family.rotated is None and any(
         values.get("partial_rotary_factor") not in (None, 1.0) for values in (settings, rope)
     ):
         yield "partial_rotary_factor"

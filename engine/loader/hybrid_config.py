@@ -7,8 +7,6 @@ from typing import Any
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import StateConfig
 
-GRANITE = "GraniteMoeHybridForCausalLM"
-QWEN3_NEXT = "Qwen3NextForCausalLM"
 KINDS = {
     "mamba": True,
     "linear_attention": True,
@@ -21,7 +19,7 @@ KINDS = {
 def mamba2_config(settings: Settings, norm_eps: float) -> StateConfig:
     """Raises `ValueError` naming the key that is wrong or not supported."""
     integer, source = settings.integer, settings.source
-    layers = _state_layers(settings, integer("num_hidden_layers"))
+    layers = state_layers(settings, integer("num_hidden_layers"))
     heads, inner = integer("mamba_n_heads", 128), integer("mamba_expand", 2) * integer("hidden_size")
     head_dim = inner // heads if settings.get("mamba_d_head") in (None, "auto") else integer("mamba_d_head")
     groups = integer("mamba_n_groups", 1)
@@ -56,7 +54,7 @@ def gated_delta_config(settings: Settings, norm_eps: float) -> StateConfig:
     if heads % groups:
         raise ValueError(f"{settings.source}: {heads} value heads on {groups} key heads is not supported")
     return StateConfig(
-        _state_layers(settings, count),
+        state_layers(settings, count),
         heads,
         integer("linear_value_head_dim", 128),
         integer("linear_key_head_dim", 128),
@@ -69,7 +67,7 @@ def gated_delta_config(settings: Settings, norm_eps: float) -> StateConfig:
     )
 
 
-def _state_layers(settings: Settings, count: int) -> tuple[int, ...]:
+def state_layers(settings: Settings, count: int) -> tuple[int, ...]:
     source = settings.source
     kinds = settings.get("layer_types") or settings.get("layers_block_type")
     if kinds is None:

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import ExpertsConfig, LatentConfig, Scoring
 
-DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
-FIRST_DENSE = {DEEPSEEK_V2: 0, "DeepseekV3ForCausalLM": 3, "Glm4MoeLiteForCausalLM": 1}
-"""How many layers come before those with experts, where the configuration does not say."""
 KINDS = ("dense", "sparse")
 """Of layers, in the words of transformers."""
 
@@ -29,13 +26,14 @@ def latent_config(settings: Settings, rope: Settings) -> LatentConfig:
     return LatentConfig(query_rank, integer("kv_lora_rank"), nope, rotated, value, scale)
 
 
-def latent_experts(settings: Settings, architecture: str) -> ExpertsConfig:
-    """As `latent_config`."""
+def latent_experts(settings: Settings, first_dense: int, *, v2: bool = False) -> ExpertsConfig:
+    """As `latent_config`. `first_dense`: how many layers come before those with experts, where the
+    configuration does not say. `v2`: of DeepSeek-V2."""
     integer, size = settings.integer, settings.integer("moe_intermediate_size")
     count, chosen = integer("n_routed_experts"), integer("num_experts_per_tok")
     groups, groups_chosen = integer("n_group", 1), integer("topk_group", 1)
     scoring = Scoring.NORMALIZED_SIGMOID if settings.get("norm_topk_prob", True) else Scoring.SIGMOID
-    if architecture == DEEPSEEK_V2:
+    if v2:
         scoring = Scoring.SOFTMAX
         if settings.get("topk_method", "greedy") == "greedy":
             groups = groups_chosen = 1
@@ -53,7 +51,7 @@ def latent_experts(settings: Settings, architecture: str) -> ExpertsConfig:
         chosen,
         size,
         scoring,
-        _layers(settings, architecture),
+        _layers(settings, first_dense),
         shared_intermediate_size=size * integer("n_shared_experts", 1),
         groups=groups,
         groups_chosen=groups_chosen,
@@ -61,12 +59,12 @@ def latent_experts(settings: Settings, architecture: str) -> ExpertsConfig:
     )
 
 
-def _layers(settings: Settings, architecture: str) -> tuple[int, ...]:
+def _layers(settings: Settings, first_dense: int) -> tuple[int, ...]:
     """Those with experts."""
     count, kinds = settings.integer("num_hidden_layers"), settings.get("mlp_layer_types")
     if kinds is None:
         dense = settings.get("first_k_dense_replace")
-        dense = FIRST_DENSE[architecture] if dense is None else dense
+        dense = first_dense if dense is None else dense
         kinds = [KINDS[i >= dense] for i in range(count)] if type(dense) is int else dense
     if not isinstance(kinds, list) or len(kinds) != count or any(x not in KINDS for x in kinds):
         raise ValueError(
@@ -76,9 +74,8 @@ def _layers(settings: Settings, architecture: str) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
 
 
-def not_supported(settings: Settings, architecture: str) -> Iterator[str]:
-    """What a model with latents has, and no model class can do."""
-    v2 = architecture == DEEPSEEK_V2
+def not_supported(settings: Settings, *, v2: bool = False) -> Iterator[str]:
+    """What a model with latents has, and no model class can do. `v2`: of DeepSeek-V2."""
     methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
     supported = {
         "attention_bias": (False,),
@@ -92,4 +89,4 @@ def not_supported(settings: Settings, architecture: str) -> Iterator[str]:
     }
     for name, values in supported.items():
         if settings.get(name) not in (None, *values):
-            yield f"{name} {settings.get(name)!r} of {architecture}"
+            yield f"{name} {settings.get(name)!r} of {settings.architecture}"

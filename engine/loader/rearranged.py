@@ -3,12 +3,14 @@
     one tensor for several     has their rows, one after the other or in turns
     rows in another order      those of a head, where the checkpoint or the model rotates it in another way
     one tensor for all experts [experts, rows, columns], or transposed [experts, columns, rows]
+    scales of FP8              those of blocks become those of rows, where rows of several blocks mix
     other names
     other norms                they multiply by 1 + weight: here the weight has the 1 already
 
 A text model that sees images, too, has its tensors under a prefix. The rest of them is left out.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,12 +19,23 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from baton.engine.kernels import FP8, FP8_GROUP
 from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.hf import HFCheckpoint
 
 TEXT = "language_model."
+FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+FP8_FORMS = ("fp8", "float-quantized")
+"""Checkpoints in FP8, as `Rearranged.quantized` names them."""
+SCALES = ("weight_scale", "weight_scale_inv", "input_scale")
 NORM = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")
+
+
+class Files(Checkpoint):
+    """A checkpoint in files, whose tensors have shapes."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise NotImplementedError
 
 
 class Piece(NamedTuple):
@@ -40,22 +53,25 @@ class Rearranged(Checkpoint):
     the rows of query and key heads our order."""
 
     quantized: ClassVar[Collection[str]] = ()
-    """The formats of quantized checkpoints that it reads."""
+    """The formats of quantized checkpoints that it reads, by their `quant_method`; those of
+    compressed-tensors by their `format`."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Shard of a name in the files → the same part in other families."""
-    left_out: ClassVar[str] = " "
-    """The prefix of tensors that are left out."""
+    left_out: ClassVar[str | tuple[str, ...]] = " "
+    """The prefix of tensors that are left out, or several."""
     interleaved: ClassVar[bool] = False
     """Whether the halves of what is rotated in a head are stored in turns."""
     adds_one: ClassVar[bool] = False
     """Whether norms multiply by 1 + weight."""
 
-    def __init__(self, files: HFCheckpoint) -> None:
+    def __init__(self, files: Files) -> None:
         self.config = config = files.config
         self.source = files.source
-        if config.quantization is not None and config.quantization.get("quant_method") not in self.quantized:
-            family = config.architecture
-            raise ValueError(f"{self.source}: quantized checkpoints of {family} are not supported")
+        if (settings := config.quantization) is not None:
+            method, form = settings.get("quant_method"), settings.get("format")
+            if (form if method == "compressed-tensors" else method) not in self.quantized:
+                family = config.architecture
+                raise ValueError(f"{self.source}: quantized checkpoints of {family} are not supported")
         rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim
         self._order = rotated_first(config.head_dim, rotated, interleaved=self.interleaved)
         self._files = files
@@ -101,16 +117,21 @@ class Rearranged(Checkpoint):
         return {kind: in_heads(torch.arange(heads[kind] * self.config.head_dim), self._order)}
 
     def _by_rows(self, stored: str, rows: Mapping[str, Tensor]) -> Iterator[tuple[str, Piece]]:
-        """Tensors with these rows of a stored one, which has no others."""
-        shape = self._files.shape(stored)
-        if shape[:1] != (sum(map(len, rows.values())),):
+        """Tensors with these rows of a stored one, which has no others. Scales may be those of blocks, or one
+        of all rows."""
+        shape, count = self._files.shape(stored), sum(map(len, rows.values()))
+        read, scales = partial(self._files.read, stored), stored.endswith(SCALES)
+        if scales and math.prod(shape) == 1:
+            yield from ((name, Piece(stored, shape, read)) for name in rows)
+            return
+        block = 1
+        if scales and shape[:1] == (-(-count // FP8_GROUP),):
+            block = FP8_GROUP
+        elif shape[:1] != (count,):
             raise self._unfit(stored)
-
-        def read(parts: Sequence[Shard]) -> Tensor:
-            return self._files.read(stored, parts)
-
         for name, own in rows.items():
-            yield name, Piece(stored, (len(own), *shape[1:]), partial(read_rows, read, own, shape[0]))
+            of_own = partial(read_rows, read, own // block, shape[0])
+            yield name, Piece(stored, (len(own), *shape[1:]), of_own)
 
     def _by_expert(
         self,
@@ -181,4 +202,19 @@ def read_rows(
     rows = rows[parts[0].indices]
     first, last = int(rows.min()), int(rows.max())
     found = read([Shard(first, last + 1, size), *parts[1:]])
-    return found if rows.equal(torch.arange(first, last + 1)) else found[rows - first]
+    if rows.equal(torch.arange(first, last + 1)):
+        return found
+    if found.dtype is FP8:
+        return found.view(torch.uint8)[rows - first].view(FP8)
+    return found[rows - first]
+
+
+def rows_in_turns(count: int, sizes: Sequence[int]) -> list[Tensor]:
+    """The rows of each of several parts, of which each of `count` heads or groups has all in a row."""
+    rows = torch.arange(count * sum(sizes)).view(count, -1)
+    return [part.flatten() for part in rows.split(list(sizes), dim=1)]
+
+
+def projections(kind: str) -> Sequence[str]:
+    """The projections in a tensor of experts, by how its name begins."""
+    return ("gate", "up") if kind in ("gate_up", "in") else ("down",)

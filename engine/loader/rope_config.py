@@ -4,12 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import LocalRope, LongRopeScaling, RopeScaling, YarnScaling
-
-PARTLY_ROTATED = {"BambaForCausalLM": 0.5, QWEN3_NEXT: 0.25, "Glm4ForCausalLM": 0.5, "Phi3ForCausalLM": 1.0}
-"""The part of each head that is rotated, where the configuration does not say."""
 
 
 def ropes(settings: Settings) -> tuple[Any, Any]:
@@ -105,15 +101,11 @@ def _yarn_attention_factor(rope: Settings, factor: float) -> float:
     return scale(1.0)
 
 
-def rotary_dim(settings: Settings, rope: Settings, architecture: str, head_dim: int) -> int | None:
-    """`ModelConfig.rotary_dim`."""
+def rotary_dim(settings: Settings, rope: Settings, default: float, head_dim: int) -> int:
+    """`ModelConfig.rotary_dim`. `default`: the part of a head that is rotated, if no setting says it."""
     source = settings.source
-    if architecture not in (*PARTLY_ROTATED, GRANITE):
-        return None
-    if architecture == GRANITE:
-        return None if settings.get("position_embedding_type") == "rope" else 0
     factor = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
-    factor = PARTLY_ROTATED[architecture] if factor is None else factor
+    factor = default if factor is None else factor
     if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"{source}: partial_rotary_factor must be above 0 and at most 1, not {factor!r}")
     rotated = int(head_dim * factor)

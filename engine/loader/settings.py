@@ -36,6 +36,11 @@ class Settings:
         self.values = values
         self.source = source
 
+    @property
+    def architecture(self) -> str:
+        named = self.values.get("architectures") or ["(none named)"]
+        return str(named[0] if isinstance(named, list) else named)
+
     def get(self, name: str, default: Any = None) -> Any:
         """The value of any kind, also null."""
         return self.values.get(name, default)

@@ -1,5 +1,6 @@
 """Models with state layers, which take the place of attention in most layers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -7,28 +8,30 @@ import torch
 from torch import Tensor
 
 from baton.engine.layers.ranks import unsharded
-from baton.engine.layers.state_mixers import GatedDeltaMixer, Mamba2Mixer, Mix
+from baton.engine.layers.state_mixers import GatedDeltaMixer, Mamba2Mixer, Mix, StateMixer
 from baton.engine.layers.weights import Weights
-from baton.engine.model_config import ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
-from baton.engine.models.llama import Attend, Llama, LlamaAttention, Qwen3Attention
+from baton.engine.model_config import ModelConfig, StateConfig
+from baton.engine.models.cache_spec import CacheSpec, StateCache
+from baton.engine.models.llama import Attend, Llama, Qwen3Attention
 
 
 class Bamba(Llama):
-    """Llama with Mamba-2."""
+    """Llama with Mamba-2. A base beside another model gives the layers without states its attention."""
 
-    state_mixer: ClassVar[type[Mamba2Mixer | GatedDeltaMixer]] = Mamba2Mixer
+    state_mixer: ClassVar[Callable[[ModelConfig, StateConfig, Weights, str], StateMixer]] = Mamba2Mixer
     state_name: ClassVar[str] = "mamba"
 
-    @staticmethod
-    def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+    @classmethod
+    def cache_spec(
+        cls, config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> tuple[CacheSpec, ...]:
         shape = config.state
         assert shape is not None, "the loader sets it for this architecture"
-        attention = AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype)
+        attention = super().cache_spec(config, dtype, kv_dtype)
         state = StateCache(
             shape.conv_width - 1, shape.channels, shape.num_heads, shape.head_dim, shape.state_size, dtype
         )
-        return tuple(state if layer in shape.layers else attention for layer in range(config.num_layers))
+        return tuple(state if layer in shape.layers else cache for layer, cache in enumerate(attention))
 
     @classmethod
     def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> Any:
@@ -41,7 +44,7 @@ class Bamba(Llama):
         residual, delta = self.embed(token_ids)
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
-            caller = attend if isinstance(layer.mixer, LlamaAttention) else mix
+            caller = mix if isinstance(layer.mixer, StateMixer) else attend
             delta = layer(i, residual, delta, rotary, caller)
         return self.norm(residual, delta)
 

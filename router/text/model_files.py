@@ -74,7 +74,8 @@ def context_length(model: str, revision: str | None) -> int:
     config = _read_json(path / "config.json")
     if isinstance(text := config.get("text_config"), dict):  # of a model that also sees images
         config = config | {key: value for key, value in text.items() if value is not None}
-    length = config.get("max_position_embeddings", CONTEXTS.get(config.get("model_type", "")))
+    named = config.get("model_max_length", CONTEXTS.get(config.get("model_type", "")))  # of Kimi-Linear
+    length = config.get("max_position_embeddings", named)
     if not isinstance(length, int) or length < 1:
         raise ValueError(f"{path / 'config.json'} has no max_position_embeddings")
     rope = config.get("rope_parameters") or config.get("rope_scaling")

@@ -55,6 +55,7 @@ def main() -> None:
         Fp8KV,
         GatedDelta,
         HeadNorm,
+        KimiDelta,
         LatentHeads,
         LatentNorm,
         LayerState,
@@ -257,7 +258,10 @@ def main() -> None:
             ):
                 kernels.latent_attention(q, kv, tiling, LatentHeads.of(up, shape))
 
-    print("-- Mamba-2")
+    print("-- states")
+    ones = torch.ones(3, dtype=torch.int32)
+    copies = torch.zeros(80, dtype=torch.int32)
+    metadata = AttentionMetadata(16, ones, ones, ones, 2, [(0, 78)], state_slots=ones, state_copies=copies)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for heads, groups, width, size in (
             (128, 1, 64, 128),
@@ -273,21 +277,26 @@ def main() -> None:
             state = LayerState(torch.zeros(4, 3, channels, dtype=dtype), torch.zeros(4, heads, width, size))
             projected = torch.zeros(80, heads * width + channels + heads, dtype=dtype)
             gate, inputs = projected.split((heads * width, channels + heads), dim=1)
-            ones = torch.ones(3, dtype=torch.int32)
-            copies = torch.zeros(80, dtype=torch.int32)
-            metadata = AttentionMetadata(
-                16, ones, ones, ones, 2, [(0, 78)], state_slots=ones, state_copies=copies
-            )
-            y = kernels.mix_states(inputs, layer, state, kernels.tile_states(metadata, dtype))
+            x, dt = inputs.split((channels, heads), dim=1)
+            y = kernels.mix_states(x, [dt], layer, state, kernels.tile_states(metadata, dtype))
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, 1, kernels.gated_squares(y, gate))
             tiling = kernels.tile_states(metadata, dtype)
             delta = GatedDelta(weight, None, per_head, per_head, groups)
-            beside = torch.cat((inputs, inputs[:, :heads]), dim=1)
-            kernels.norm_gate(kernels.mix_states(beside, delta, state, tiling), gate, y[0, :width], 1e-5)
+            kernels.norm_gate(kernels.mix_states(x, [dt, dt], delta, state, tiling), gate, y[0, :width], 1e-5)
             exact = TritonKernels(torch.device("cpu"), 128, exact=True)
-            for x, parameters in ((inputs, layer), (beside, delta)):
-                exact.mix_states(x, parameters, state, exact.tile_states(metadata, dtype))
+            for beside, parameters in (([dt], layer), ([dt, dt], delta)):
+                exact.mix_states(x, beside, parameters, state, exact.tile_states(metadata, dtype))
+        heads, width, size = 32, 128, 128  # of Kimi-Linear
+        weight, per_head = torch.zeros(4, 3 * heads * width, dtype=dtype), torch.zeros(heads)
+        kimi = KimiDelta(weight, None, torch.zeros(heads * size), per_head, heads)
+        state = LayerState(torch.zeros(4, *weight[1:].shape, dtype=dtype), torch.zeros(4, heads, width, size))
+        x, dt = torch.zeros(80, 3 * heads * width, dtype=dtype), torch.zeros(80, heads * size, dtype=dtype)
+        for exact in (True, False):
+            kernels = TritonKernels(torch.device("cpu"), 128, exact=exact)
+            tiling = kernels.tile_states(metadata, dtype)
+            y = kernels.mix_states(x, [dt, dt[:, :heads]], kimi, state, tiling)
+            kernels.norm_gate(y, dt, y[0, :width], 1e-5, sigmoid=True)
 
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)

@@ -92,7 +92,7 @@ def triton_kernels(kernel_device: str) -> Iterator[Kernels]:
 @pytest.fixture
 def one_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """All checkpoints store tensors in the form of most families, as those of `save_random` do."""
-    monkeypatch.setattr("baton.engine.loader.REARRANGED", {})
+    monkeypatch.setattr("baton.engine.loader.in_one_form", lambda files: files)
 
 
 @pytest.fixture
@@ -263,6 +263,47 @@ TINY_QWEN3_NEXT: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
     "initializer_range": 0.1,
 }
+TINY_QWEN3_5: dict[str, Any] = {
+    **{name: value for name, value in TINY_QWEN3_NEXT.items() if "expert" not in name and "moe" not in name},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+    "tie_word_embeddings": False,
+}
+TINY_QWEN3_5_MOE = TINY_QWEN3_NEXT | TINY_QWEN3_5
+TINY_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+
+
+def tiny_qwen3_5(kind: str, changes: dict[str, Any]) -> Any:
+    """As `tiny_llama4`, dense or with experts."""
+    import transformers
+
+    name, tiny = kind.removesuffix("Text"), tiny_of_kind(kind)
+    config = {key: value for key, value in {**TINY, **tiny, **changes}.items() if key != "intermediate_size"}
+    if name == "Qwen3_5":
+        config["intermediate_size"] = TINY["intermediate_size"]
+    text = getattr(transformers, f"{name}TextConfig")(**config)
+    if kind != name:
+        return getattr(transformers, f"{name}ForCausalLM")(text)
+    both = getattr(transformers, f"{name}Config")(
+        text_config=text.to_dict(),
+        vision_config=TINY_QWEN_VISION,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
+    return getattr(transformers, f"{name}ForConditionalGeneration")(both)
+
+
 TINY_LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -279,6 +320,19 @@ TINY_LATENT: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 1.8,
 }
+TINY_KIMI: dict[str, Any] = {
+    **{
+        name: value
+        for name, value in TINY_LATENT.items()
+        if not name.startswith(("first_k", "q_lora", "n_rou"))
+    },
+    "num_local_experts": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "pad_token_id": 0,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "initializer_range": 0.1,
+}
 TINY_OF_KIND = {
     "DeepseekV2": TINY_LATENT | {"q_lora_rank": None},
     "DeepseekV3": TINY_LATENT,
@@ -289,6 +343,9 @@ TINY_OF_KIND = {
     "Bamba": TINY_MAMBA,
     "GraniteMoeHybrid": TINY_GRANITE,
     "Qwen3Next": TINY_QWEN3_NEXT,
+    "Qwen3_5": TINY_QWEN3_5,
+    "Qwen3_5Moe": TINY_QWEN3_5_MOE,
+    "KimiLinear": TINY_KIMI,
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,
 }
@@ -296,7 +353,12 @@ TINY_OF_KIND = {
 
 def tiny_of_kind(kind: str) -> dict[str, Any]:
     """Settings of a tiny model of this kind, beside `TINY`."""
-    return TINY_EXPERTS if kind.endswith("Moe") else TINY_OF_KIND.get(kind.removesuffix("Text"), {})
+    kind = kind.removesuffix("Text")
+    return TINY_EXPERTS if kind == "Qwen3Moe" else TINY_OF_KIND.get(kind, {})
+
+
+SEES = {"Llama4": tiny_llama4, "Gemma3": tiny_gemma3, "Qwen3_5": tiny_qwen3_5}
+"""What makes a model of a kind that also sees images."""
 
 
 def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
@@ -304,9 +366,10 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    if kind.startswith(("Llama4", "Gemma3")):
-        tiny = tiny_llama4 if kind.startswith("Llama4") else tiny_gemma3
-        model = tiny(kind, changes).eval()
+    for name, tiny in SEES.items():
+        if kind.startswith(name):
+            model = tiny(kind, changes).eval()
+            break
     else:
         config = getattr(transformers, f"{kind}Config")(**{**TINY, **tiny_of_kind(kind), **changes})
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -314,6 +377,8 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
         # transformers initialises these with zeros and ones, which would prove nothing.
         if name.endswith((".bias", "_bias", "norm.weight", ".D")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith(".A_log"):  # states that outlive some tokens
+            torch.nn.init.uniform_(parameter, -3.0, 0.0)
     model.save_pretrained(directory)
     return model
 

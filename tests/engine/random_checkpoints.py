@@ -11,8 +11,9 @@ from torch import Tensor
 
 from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import DeclaredWeights, PlainFormat
-from baton.engine.loader.hf import DummyCheckpoint, read_config
-from baton.engine.models import model_class
+from baton.engine.loader.families import model_class
+from baton.engine.loader.hf import DummyCheckpoint
+from baton.engine.loader.hf_config import read_config
 from tests.engine.conftest import TINY, tiny_of_kind
 
 
@@ -37,7 +38,7 @@ def save_random(directory: Path, kind: str, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     declared = _Declared(directory)
     weights = DeclaredWeights(declared, PlainFormat(), sampled=True)
-    model_class(architecture, declared.source)(declared.config, weights)
+    model_class(declared.config, declared.source)(declared.config, weights)
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for name, shape in declared.shapes.items():

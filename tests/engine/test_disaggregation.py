@@ -276,6 +276,8 @@ def test_structured_output(tiny_engine: MakeEngine, spelled_path: Path, blocks: 
         ("Bamba", {}),
         ("GraniteMoeHybrid", {}),
         ("Qwen3Next", {}),
+        ("KimiLinear", {}),
+        ("KimiLinear", {"kv_cache_dtype": "fp8"}),
         ("Llama with a draft head", {}),
     ],
 )

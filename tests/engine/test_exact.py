@@ -51,7 +51,7 @@ from tests.engine.random_checkpoints import save_random
 from tests.engine.test_fp8_kv import quantized
 from tests.engine.test_groups import random_groups
 from tests.engine.test_latents import FAMILIES
-from tests.engine.test_mamba2 import HEADS, DeltaStep, Step, layer_of
+from tests.engine.test_mamba2 import HEADS, DeltaStep, KimiStep, Step, layer_of
 
 ON_GPU = DEVICE == "cuda"
 HALVES = [BF16, F16] if ON_GPU else [F32]
@@ -456,15 +456,15 @@ def check_experts(
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("on_cpu", [False, True])
-@pytest.mark.parametrize("kind", [Step, DeltaStep])
+@pytest.mark.parametrize("kind", [Step, DeltaStep, KimiStep])
 def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: torch.dtype) -> None:
     """Of a request: in one chunk, in several ones, as decodes, and in a copy of its state."""
     kernels, device = (Kernels(exact=True), "cpu") if on_cpu else (exact_kernels, DEVICE)
     dtype = BF16 if on_cpu else dtype
-    layer, length = layer_of(2, dtype), 110
-    parameters, channels = kind([(0, 1)], layer, dtype).parameters(device), layer.conv_weight.shape[1]
-    width = channels + HEADS * (2 if kind is DeltaStep else 1)
-    inputs = normal(3, length, width, seed=6).to(dtype).to(device)
+    layer, length = layer_of(HEADS if kind is KimiStep else 2, dtype), 110
+    step, channels = kind([(0, 1)], layer, dtype), layer.conv_weight.shape[1]
+    parameters, parts = step.parameters(device), [part.shape[1] for part in step.inputs()]
+    inputs = normal(3, length, sum(parts), seed=6).to(dtype).to(device)
 
     def ran(state: LayerState, *spans: tuple[int, int, int], copied: int = 0) -> Sequence[Tensor]:
         """y of spans (request, start, stop), decodes first. A copy of the state after so many tokens goes to
@@ -483,7 +483,8 @@ def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: t
             state_slots=torch.tensor([request for request, *_ in spans], dtype=torch.int32, device=device),
             state_copies=copies if copied else None,
         )
-        y = kernels.mix_states(x, parameters, state, kernels.tile_states(metadata, dtype))
+        x, *beside = x.split(parts, dim=1)
+        y = kernels.mix_states(x, beside, parameters, state, kernels.tile_states(metadata, dtype))
         return y.split([stop - start for _, start, stop in spans])
 
     def states() -> LayerState:
@@ -610,6 +611,7 @@ def test_an_engine_with_int4_weights(model_path: Path) -> None:
         ("Bamba", "fp8"),
         ("GraniteMoeHybrid", "auto"),
         ("Qwen3Next", "auto"),
+        ("KimiLinear", "fp8"),
     ],
 )
 @pytest.mark.usefixtures("one_form")
@@ -617,7 +619,7 @@ def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) ->
     save_random(tmp_path, kind, vocab_size=1000)
     engine = built(tmp_path, kv_cache_dtype=kv, block_size=64, num_blocks=32, enable_prefix_caching=True)
     assert different_tokens(engine) == 0
-    assert ("block=64" in engine.numerics.split("; ")) == (kind in FAMILIES)
+    assert ("block=64" in engine.numerics.split("; ")) == (kind in (*FAMILIES, "KimiLinear"))
 
 
 @pytest.mark.skipif(ON_GPU, reason="its kernels are for 16 bits, and another test has engines with them")
@@ -627,6 +629,7 @@ def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) ->
         ("DeepseekV3", {}),
         ("Bamba", {}),
         ("Qwen3Next", {"layer_types": ["full_attention", "linear_attention"]}),
+        ("KimiLinear", {"layer_types": ["full_attention", "linear_attention"]}),
     ],
 )
 @pytest.mark.usefixtures("exact_kernels")

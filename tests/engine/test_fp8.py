@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.engine import Engine, EngineConfig
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Shard, unsharded
+from baton.engine.layers.state_mixers import PartlyQuantized
 from baton.engine.layers.weights import DeclaredWeights
 from baton.engine.loader import check_model, choose_format, open_checkpoint
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
@@ -30,7 +31,16 @@ LATENT = {
     "qk_rope_head_dim": 16, "v_head_dim": 64, "moe_intermediate_size": 256, "n_shared_experts": 1,
 }  # fmt: skip
 """Of DeepSeek-V3. The rows of the product that makes the latents are no multiple of 128."""
-PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")
+HYBRID = {
+    **RANKED, "head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+"""Of Qwen3-Next and Qwen3.5. A block has rows of a query and of its gate."""
+KIMI = LATENT | {"layer_types": HYBRID["layer_types"], "linear_num_heads": 16, "linear_head_dim": 32}
+IN_PROJECTIONS = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+"""What is plain beside these: the projections of two numbers of each head."""
+PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight", *IN_PROJECTIONS)
 Scales = Callable[[Tensor], Tensor]
 
 
@@ -177,6 +187,32 @@ def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
     nope = exact.shape[1] - value_dim
     torch.testing.assert_close(heads.keys[:, :nope, :rank], exact[:, :nope])
     torch.testing.assert_close(heads.values, exact[:, nope:])
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("Qwen3Next", "blocks"),
+        ("Qwen3_5MoeText", "blocks"),
+        ("Qwen3_5Text", "compressed-channel"),
+        ("Qwen3_5Text", "static"),
+        ("KimiLinear", "blocks"),
+    ],
+)
+def test_tokens_of_hybrids_are_those_of_the_dequantized_model(
+    model: str, kind: str, tmp_path: Path, ranks: Callable[..., Engine], prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On one rank and on two. On a GPU the matrices that are plain are products of their own."""
+    sizes = KIMI if model == "KimiLinear" else HYBRID
+    reference = save_quantized(tmp_path, kind, model, **sizes)
+    check_model(EngineConfig(str(tmp_path)))
+    for size in (1, 2):
+        assert_greedy(reference, prompts, tokens(ranks(tmp_path, size), prompts))
+    monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
+    engine = engine_of(tmp_path)
+    assert isinstance(engine._runner.model.layers[0].mixer.input, PartlyQuantized) == (model != "KimiLinear")
+    assert all(len(answer) == 10 for answer in tokens(engine, prompts))
 
 
 def test_quantizing_on_load(tmp_path: Path, prompts: list[list[int]]) -> None:

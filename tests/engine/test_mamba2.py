@@ -5,7 +5,9 @@ The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import AttentionMetadata, GatedDelta, Kernels, LayerState, Mamba2, StateLayer
+from baton.engine.kernels import (
+    AttentionMetadata,
+    GatedDelta,
+    Kernels,
+    KimiDelta,
+    LayerState,
+    Mamba2,
+    StateLayer,
+)
 from tests.device import DEVICE
 from tests.engine.kernel_checks import CLOSE, DTYPES, F32, close, normal
 
@@ -80,11 +90,13 @@ class Step:
         """y, and the states after the step."""
         state = LayerState(*(part.to(device, copy=True) for part in self.state))
         tiling = kernels.tile_states(self.metadata(device), self.dtype)
-        y = kernels.mix_states(self.inputs().to(device), self.parameters(device), state, tiling)
+        x, *beside = (part.to(device) for part in self.inputs())
+        y = kernels.mix_states(x, beside, self.parameters(device), state, tiling)
         return y, LayerState(*(part.cpu() for part in state))
 
-    def inputs(self) -> Tensor:
-        return self.projected
+    def inputs(self) -> list[Tensor]:
+        """The channels, and what a token has beside them."""
+        return [*self.projected.tensor_split([self.layer.conv_weight.shape[1]], dim=1)]
 
     def parameters(self, device: str) -> StateLayer:
         return on(self.layer, device)
@@ -190,10 +202,9 @@ def test_heads_and_states_of_any_size(triton_kernels: Kernels, monkeypatch: pyte
 class DeltaStep(Step):
     """As `Step`, with the gated delta rule in place of Mamba-2."""
 
-    def inputs(self) -> Tensor:
+    def inputs(self) -> list[Tensor]:
         """With β of each head."""
-        beta = normal(len(self.projected), HEADS, seed=10).to(self.dtype)
-        return torch.cat((self.projected, beta), dim=1)
+        return [*super().inputs(), normal(len(self.projected), HEADS, seed=10).to(self.dtype)]
 
     def parameters(self, device: str) -> StateLayer:
         """Its states decay so slowly that all tokens of a chunk count."""
@@ -203,21 +214,20 @@ class DeltaStep(Step):
     def token_by_token(self) -> tuple[Tensor, LayerState]:
         layer, rows, groups = self.parameters("cpu"), [], self.layer.groups
         conv, ssm = (part.double() for part in self.state)
-        channels = conv.shape[2]
-        row = 0
+        inputs, row = self.inputs(), 0
         for slot, (start, stop) in zip(self.slots.tolist(), self.spans, strict=True):
             for position in range(start, stop):
                 if position == 0:
                     conv[slot], ssm[slot] = 0, 0
-                x, dt, beta = self.inputs()[row].double().split((channels, HEADS, HEADS))
+                x, dt, beta = (part[row].double() for part in inputs)
                 window = torch.cat((conv[slot], x[None]))
                 conv[slot] = window[1:]
                 mixed = F.silu((window * layer.conv_weight.double()).sum(0))
                 v, k, q = mixed.split((HEADS * HEAD_DIM, groups * SIZE, groups * SIZE))
                 k, q = (of.view(groups, SIZE).repeat_interleave(HEADS // groups, 0) for of in (k, q))
                 k, q = (of / (of.square().sum(1, keepdim=True) + 1e-6).sqrt() for of in (k, q))
-                step = F.softplus(dt + layer.dt_bias.double()) * layer.a.double()
-                ssm[slot] *= step.exp()[:, None, None]
+                step = F.softplus(dt + layer.dt_bias.double()).view(HEADS, -1) * layer.a.double()[:, None]
+                ssm[slot] *= step.exp()[:, None]
                 written = v.view(HEADS, HEAD_DIM) - (ssm[slot] @ k[:, :, None])[..., 0]
                 ssm[slot] += (beta.sigmoid()[:, None] * written)[:, :, None] * k[:, None]
                 rows.append((ssm[slot] @ q[:, :, None]).flatten() / SIZE**0.5)
@@ -227,30 +237,68 @@ class DeltaStep(Step):
         return torch.stack(rows), LayerState(conv, ssm)
 
 
+@dataclass
+class KimiStep(DeltaStep):
+    """As `DeltaStep`, with a factor for each dimension of a key. `rate`: of the decay."""
+
+    rate: float = 1 / 64
+
+    def inputs(self) -> list[Tensor]:
+        x, _, beta = super().inputs()
+        return [x, normal(len(x), HEADS * SIZE, seed=11).to(self.dtype), beta]
+
+    def parameters(self, device: str) -> StateLayer:
+        layer, bias = on(self.layer, device), normal(HEADS * SIZE, seed=12).to(device)
+        return KimiDelta(layer.conv_weight, None, bias, layer.a * self.rate, HEADS)
+
+
 @pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize(("groups", "exact"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("kind", "groups", "exact"),
+    [
+        (DeltaStep, 1, False),
+        (DeltaStep, 2, False),
+        (DeltaStep, 2, True),
+        (KimiStep, 4, False),
+        (KimiStep, 4, True),
+    ],
+)
 def test_the_gated_delta_rule_equals_the_recurrence(
-    spans: list[tuple[int, int]], groups: int, exact: bool
+    spans: list[tuple[int, int]], kind: type[DeltaStep], groups: int, exact: bool
 ) -> None:
-    step = DeltaStep(spans, layer_of(groups, F32))
+    step = kind(spans, layer_of(groups, F32))
     step.compare(step.run(Kernels(exact=exact)), step.token_by_token())
+
+
+def test_states_that_decay_at_once() -> None:
+    """A token may decay by more than a float can have, in either direction."""
+    step = KimiStep(BATCHES["ragged"], layer_of(4, F32), rate=200.0)
+    step.compare(step.run(Kernels()), step.token_by_token())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("spans", "head_dim", "size"), [(BATCHES["decodes"], 16, 32), ([(9, 10), (0, 3), (4, 71)], 24, 20)]
+    ("kind", "spans", "head_dim", "size"),
+    [
+        (DeltaStep, BATCHES["decodes"], 16, 32),
+        (DeltaStep, [(9, 10), (0, 3), (4, 71)], 24, 20),
+        (KimiStep, BATCHES["decodes"], 16, 32),
+        (KimiStep, [(9, 10), (0, 3), (4, 71), (0, 40)], 24, 40),
+        (partial(KimiStep, rate=200.0), [(0, 40), (8, 48)], 16, 16),
+    ],
 )
 def test_triton_equals_torch_for_the_gated_delta_rule(
     default_and_exact: Kernels,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
+    kind: Callable[..., DeltaStep],
     spans: list[tuple[int, int]],
     head_dim: int,
     size: int,
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", head_dim)
     monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
-    step = DeltaStep(spans, layer_of(2, dtype), dtype)
+    step = kind(spans, layer_of(2 if kind is DeltaStep else HEADS, dtype), dtype)
     step.compare(step.run(default_and_exact, DEVICE), step.run(Kernels()))
 
 

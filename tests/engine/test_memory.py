@@ -28,9 +28,9 @@ from baton.engine.kernels import FP8
 from baton.engine.kernels.blocks_of_rows import size_for
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Ranks
-from baton.engine.loader.hf import read_config
+from baton.engine.loader.families import cache_spec
+from baton.engine.loader.hf_config import read_config
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import cache_spec
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
 from baton.machine.step_model import row_sizes, token_sizes

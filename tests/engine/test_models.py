@@ -1,6 +1,7 @@
 """Every architecture against transformers: logits, and greedy tokens through the paged, chunked engine."""
 
 import inspect
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.weights import PlainFormat, Weights
-from baton.engine.loader.hf import HFCheckpoint, read_config
-from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.loader.hf import HFCheckpoint
+from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import Span
 from baton.router.text.model_files import context_length
 from tests.device import DEVICE
@@ -88,6 +90,10 @@ KINDS = [
     pytest.param("Bamba", {}, id="bamba"),
     pytest.param("GraniteMoeHybrid", {}, id="granite-moe-hybrid"),
     pytest.param("Qwen3Next", {}, id="qwen3-next"),
+    pytest.param("Qwen3_5", {}, id="qwen3.5"),
+    pytest.param("Qwen3_5Text", {"tie_word_embeddings": True}, id="qwen3.5-text-tied"),
+    pytest.param("Qwen3_5Moe", {}, id="qwen3.5-moe"),
+    pytest.param("KimiLinear", {}, id="kimi-linear"),
     pytest.param("DeepseekV2", {}, id="deepseek-v2-lite"),
     pytest.param(
         "DeepseekV2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}, id="deepseek-v2-with-groups"
@@ -184,8 +190,69 @@ def test_kimi_k2_as_it_is_published(tmp_path: Path) -> None:
         moe_layer_freq=1,
         num_nextn_predict_layers=0,
     )
+    assert_tokens_of(reference, tmp_path)
+
+
+def test_qwen3_5_as_it_is_published(tmp_path: Path) -> None:
+    """One tensor has all experts of a layer, and a layer predicts further tokens."""
+    reference = save_tiny(tmp_path, "Qwen3_5Moe")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for experts in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}.experts.{i}.{part}_proj.weight") for i in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{experts}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        tensors[f"{experts}.experts.down_proj"] = down
+    tensors |= {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.gate.weight": torch.ones(2, 2)}
+    save_file(tensors, path)
+    assert_tokens_of(reference, tmp_path)
+
+
+def test_kimi_linear_as_it_is_published(tmp_path: Path) -> None:
+    """Settings in words of their own, and layers from 1 on. A router reads the same context."""
+    reference = save_tiny(tmp_path, "KimiLinear")
+    config = config_of(tmp_path)
+    published: dict[str, Any] = {
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1, 3],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "first_k_dense_replace": 1,
+        "head_dim": 72,
+        "mla_use_nope": True,
+        "model_max_length": 200,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "use_grouped_topk": True,
+        **{name: config.get(name, config.get(other)) for name, other in {
+            "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts", "num_expert_group": "n_group",
+            "moe_renormalize": "norm_topk_prob",
+        }.items()},
+    }  # fmt: skip
+    assert None not in [published[name] for name in ("num_experts", "num_shared_experts", "num_expert_group")]
+    left_out = {
+        "layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim",
+        "num_local_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "norm_topk_prob",
+        "max_position_embeddings",
+    }  # fmt: skip
+    kept = {name: value for name, value in config.items() if name not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(kept | published))
+    assert read_config(tmp_path).max_model_len == context_length(str(tmp_path), None) == 200
+    assert_tokens_of(reference, tmp_path)
+
+
+def assert_tokens_of(reference: Any, path: Path) -> None:
     prompt = random.Random(5).choices(range(3, 199), k=70)
-    engine = load(tmp_path, device=DEVICE, num_blocks=64, max_num_batched_tokens=24, max_num_seqs=6)
+    engine = load(path, device=DEVICE, num_blocks=64, max_num_batched_tokens=24, max_num_seqs=6)
     [tokens] = tokens_of(engine, [request_of(1, prompt, max_tokens=12, ignore_eos=True)])
     assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist()
 

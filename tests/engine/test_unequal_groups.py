@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import STATE, CacheArray
+from baton.content.cache_kinds import LATENT, STATE, CacheArray
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
@@ -401,24 +401,31 @@ def test_kv_in_fp8(
         assert [len(found) for found in tokens] == [len(found) for found in expected]
 
 
-def states(heads: int, head_dim: int) -> tuple[CacheArray, ...]:
+def states(heads: int, head_dim: int, groups: int = 2) -> tuple[CacheArray, ...]:
     return (
         CacheArray(STATE, "x", 3, heads, head_dim, "float32"),
-        CacheArray(STATE, "B", 3, 2, 16, "float32"),
-        CacheArray(STATE, "C", 3, 2, 16, "float32"),
+        CacheArray(STATE, "B", 3, groups, 16, "float32"),
+        CacheArray(STATE, "C", 3, groups, 16, "float32"),
         CacheArray(STATE, "ssm", 1, heads, head_dim * 16, "float32"),
     )
 
 
 MAMBA = kv_layout(3, 2, 16, "float32", states(8, 16), (0, 2))
-LAYOUTS = {"Qwen3Next": kv_layout(3, 2, 32, "float32", states(4, 32), (0, 2))}
+LAYOUTS = {
+    "Qwen3Next": kv_layout(3, 2, 32, "float32", states(4, 32), (0, 2)),
+    "Qwen3_5Moe": kv_layout(3, 2, 32, "float32", states(4, 32), (0, 2)),
+    "KimiLinear": kv_layout(3, 3, 16, "float32", states(4, 16, 4), (0, 2), kind=LATENT),
+}
 
 
 @ON_CPU
 @pytest.mark.parametrize(
     ("kind", "prefill_ranks", "decode_ranks"),
-    [("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Qwen3Next", 2, 4)],
-)
+    [
+        ("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Qwen3Next", 2, 4),
+        ("Qwen3_5Moe", 1, 2), ("KimiLinear", 1, 1), ("KimiLinear", 2, 1),
+    ],
+)  # fmt: skip
 def test_states_are_handed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, prefill_ranks: int, decode_ranks: int
 ) -> None:

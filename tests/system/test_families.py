@@ -19,8 +19,8 @@ from .recovery import FLAGS, Broken, each_has, wait_exit
 pytestmark = pytest.mark.long
 
 TOKENS = 12
-FAMILIES = "Qwen3Moe", "Llama4", "GptOss", "Bamba", "GraniteMoeHybrid", "Qwen3Next"
-LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite"
+FAMILIES = "Qwen3Moe", "Llama4", "GptOss", "Bamba", "GraniteMoeHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"
+LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear"
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *LATENTS])
@@ -56,11 +56,13 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Pa
         assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
 
 
-async def test_streams_outlive_each_process_of_workers_with_latents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["DeepseekV3", "KimiLinear", "Qwen3_5Text"])
+async def test_streams_outlive_each_process_of_workers(kind: str, tmp_path: Path) -> None:
+    """Of models with latents and with states."""
     model = tmp_path / "model"
-    save_tiny(model, "DeepseekV3", max_position_embeddings=4096)
+    save_tiny(model, kind, max_position_embeddings=4096)
     save_spelled_tokenizer(model)
-    named = ["--model", str(model), "--served-model-name", "latents"]
+    named = ["--model", str(model), "--served-model-name", kind]
     with LocalCluster(
         tmp_path, worker_flags=[*FLAGS, *named], router_flags=["--no-overflow", *named]
     ) as cluster:

@@ -11,7 +11,8 @@ from baton.cluster.tools.tables import console, table
 from baton.engine.api.config import EngineConfig
 from baton.engine.kernels import FP8
 from baton.engine.loader import choose_format
-from baton.engine.models import cache_bytes_per_token, cache_spec
+from baton.engine.loader.families import cache_spec
+from baton.engine.models import cache_bytes_per_token
 
 
 def run(sizing: SizingOptions) -> int:

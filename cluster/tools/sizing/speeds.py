@@ -24,10 +24,10 @@ import torch
 
 from baton.cluster.model import reach_hub, resolve
 from baton.cluster.tools.sizing import MODELS
-from baton.engine.loader.hf import read_config
-from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.loader.families import cache_spec
+from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import attention_caches, cache_bytes_per_token, cache_spec
+from baton.engine.models import attention_caches, cache_bytes_per_token
 from baton.machine.step_model import StepModel, interpolated, row_sizes, token_sizes
 from baton.router.text.model_files import locate
 

@@ -7,7 +7,7 @@ mix:   sort the tokens by expert ─▶ the products of each expert that has tok
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,9 @@ class Experts:
     down_bias: Tensor | None = None  # [held, size]
     activation: ClampedSwiGLU | None = None
     """In place of silu(gate) * up."""
+
+    takes_both: ClassVar[bool] = True
+    """The router takes the plain form."""
 
     def quantizes(self, rows: int) -> bool | None:
         """As in `LinearMethod`."""

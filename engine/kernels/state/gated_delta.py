@@ -1,4 +1,5 @@
-"""The gated delta rule (Yang 2024): parameters of a layer, and plain torch that defines it.
+"""The gated delta rule (Yang 2024) and Kimi's (KDA, 2025): parameters of a layer, and plain torch that
+defines them.
 
 The layer keeps what Mamba-2 keeps (`mamba2`): values take the place of x, keys that of B, and queries that of
 C. A token has Δ and β of each head beside them. A new value replaces what the state has for its key:
@@ -14,30 +15,38 @@ values that a chunk writes solve a triangular system, since each depends on thos
     w_i   = β_i (v_i − exp(s_i) state · k_i − Σ_{j < i} exp(s_i − s_j) (k_i · k_j) w_j)
     y_i   = exp(s_i) state · q_i + Σ_{j ≤ i} exp(s_i − s_j) (q_i · k_j) w_j
     state = exp(s_last) state + Σ_j exp(s_last − s_j) w_j ⊗ k_j
+
+In *KDA* each dimension c of a key decays by itself: Δ, s and exp are vectors [state_size], and
+
+    exp(s_i) state · k_i            is    state · (exp(s_i) k_i)
+    exp(s_i − s_j) (k_i · k_j)      is    Σ_c k_ic k_jc exp(s_ic − s_jc)
+    exp(s_last − s_j) w_j ⊗ k_j     is    w_j ⊗ (exp(s_last − s_j) k_j)
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.state.mamba2 import CHUNK, Prompt, StateLayer, TorchStateTiling, in_float32
+from baton.engine.kernels.state.mamba2 import CHUNK, Beside, Prompt, StateLayer, TorchStateTiling, in_float32
 
 EPS = 1e-6
 """Of the norm of keys and queries."""
+SMALL_CHUNK = 16
+"""Tokens of a chunk on a CPU where the products of keys have no form of a product of matrices."""
 
 
 class GatedDelta(StateLayer):
-    def update(self, rows: Tensor, beside: Tensor, state: Tensor, tiling: TorchStateTiling) -> Tensor:
+    def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         v, k, q = self._parts(rows, state)
         decay, beta = self._decay_and_share(beside)
         kept = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None, None], 0)
-        kept *= decay.exp()[:, :, None, None]
+        kept *= decay.exp().view(len(rows), state.shape[1], 1, -1)
         written = (v - (kept @ k[..., None])[..., 0]) * beta[:, :, None]
         kept += written[..., None] * k[:, :, None]
         state[tiling.slots] = kept
         return (kept @ q[..., None])[..., 0]
 
-    def scan(self, rows: Tensor, beside: Tensor, state: Tensor, prompt: Prompt) -> Tensor:
+    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
         v, k, q = (part.transpose(0, 1) for part in self._parts(rows, state))  # [heads, tokens, …]
         decay, beta = (part.T for part in self._decay_and_share(beside))
         before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
@@ -60,10 +69,11 @@ class GatedDelta(StateLayer):
         state[prompt.slot] = before
         return y.transpose(0, 1)
 
-    def _decay_and_share(self, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithm of the factor of a state, and sigmoid(β): [rows, heads] each."""
-        dt, beta = beside.chunk(2, dim=1)
-        return F.softplus(dt.float() + self.dt_bias) * self.a, beta.float().sigmoid()
+    def _decay_and_share(self, beside: Beside) -> tuple[Tensor, Tensor]:
+        """The logarithm of the factor of a state [rows, heads · k], and sigmoid(β) [rows, heads]."""
+        dt, beta = beside
+        steps = F.softplus(dt.float() + self.dt_bias).unflatten(1, (len(self.a), -1))
+        return (steps * self.a[:, None]).flatten(1), beta.float().sigmoid()
 
     def _parts(self, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values [rows, heads, head_dim], keys and queries [rows, heads, state_size], in float32."""
@@ -73,13 +83,44 @@ class GatedDelta(StateLayer):
         return v.flatten(1, 2), k, q * state.shape[3] ** -0.5
 
 
+class KimiDelta(GatedDelta):
+    """`dt_bias` is [heads · state_size]. Each head is a group."""
+
+    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
+        v, k, q = (part.transpose(0, 1) for part in self._parts(rows, state))  # [heads, tokens, …]
+        decay, beta = self._decay_and_share(beside)
+        decay, beta = decay.unflatten(1, (len(self.a), -1)).transpose(0, 1), beta.T
+        before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
+        y = torch.empty_like(v)
+        for at, copy in prompt.pieces(SMALL_CHUNK):
+            keys, queries, share = k[:, at], q[:, at], beta[:, at, None]
+            total = decay[:, at].cumsum(dim=1)
+            later = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool).triu_(1)[..., None]
+            between = (total[:, :, None] - total[:, None]).masked_fill_(later, float("-inf")).exp_()
+            between *= keys[:, None]  # [heads, tokens, tokens, state_size]
+            grown = total.exp()
+            system = (between * keys[:, :, None]).sum(3).mul_(share)  # its diagonal counts as 1
+            expected = (keys * grown) @ before.mT
+            written = torch.linalg.solve_triangular(
+                system, (v[:, at] - expected).mul_(share), upper=False, unitriangular=True
+            )
+            y[:, at] = (queries * grown) @ before.mT + (between * queries[:, :, None]).sum(3) @ written
+            left = (total[:, -1:] - total).exp_()
+            before = before * grown[:, -1:] + written.mT @ (keys * left)
+            if copy is not None:
+                state[copy] = before
+        state[prompt.slot] = before
+        return y.transpose(0, 1)
+
+
 def _normalized(x: Tensor) -> Tensor:
     return x * (x.square().sum(dim=2, keepdim=True) + EPS).rsqrt()
 
 
-def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMSNorm of each head of x [rows, size], times weight [head_dim], times silu(gate). gate [rows,
-    size], with rows at any stride."""
+def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, sigmoid: bool = False) -> Tensor:
+    """The RMSNorm of each head of x [rows, size], times weight [head_dim], times silu(gate), or `sigmoid` of
+    it. gate [rows, size], with rows at any stride."""
     heads = x.float().unflatten(1, (-1, len(weight)))
     normed = F.rms_norm(heads, weight.shape, weight.float(), eps).flatten(1)
-    return (normed * F.silu(gate.float())).to(x.dtype)
+    gate = gate.float()
+    return (normed * (gate.sigmoid() if sigmoid else F.silu(gate))).to(x.dtype)

@@ -1,7 +1,7 @@
 """The norms of state layers before their output product, in one pass.
 
     out = RMSNorm(x · silu(gate)) · weight          Mamba-2
-    out = RMSNorm(head of x) · weight · silu(gate)  the gated delta rule
+    out = RMSNorm(head of x) · weight · silu(gate)  the gated delta rule; KDA has sigmoid(gate)
 
 Each group of columns has its own norm. Computed in float32 and rounded once. Ranks may have parts of a group:
 then `gated_squares` gives their terms of the sum of squares, and the norm gets the mean.
@@ -33,8 +33,9 @@ def gated_squares(x: Tensor, gate: Tensor) -> Tensor:
     return squares
 
 
-def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _launch(x, gate, weight, eps, x.shape[1] // len(weight), None, gated_first=False)
+def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, sigmoid: bool = False) -> Tensor:
+    groups = x.shape[1] // len(weight)
+    return _launch(x, gate, weight, eps, groups, None, gated_first=False, sigmoid=sigmoid)
 
 
 def _launch(
@@ -46,6 +47,7 @@ def _launch(
     squares: Tensor | None,
     *,
     gated_first: bool,
+    sigmoid: bool = False,
 ) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // groups
     out = x.new_empty(x.shape)
@@ -60,6 +62,7 @@ def _launch(
         size,
         eps,
         GATED_FIRST=gated_first,
+        SIGMOID=sigmoid,
         **_options(size),
     )
     return out
@@ -84,6 +87,7 @@ def _norm(
     eps,
     BLOCK: tl.constexpr,
     GATED_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     inputs_ready()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -101,7 +105,7 @@ def _norm(
     y *= tl.load(weight + of_weight, mask=inside, other=0.0).to(tl.float32)
     if not GATED_FIRST:
         gates = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
-        y = y * gates * tl.sigmoid(gates)
+        y = y * tl.sigmoid(gates) if SIGMOID else y * gates * tl.sigmoid(gates)
     tl.store(out + to, y.to(out.dtype.element_ty), mask=inside)
 
 

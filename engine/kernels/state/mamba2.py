@@ -67,9 +67,14 @@ class TorchStateTiling:
     prompts: list[Prompt]
 
 
+Beside = Sequence[Tensor]
+"""What a token has beside the channels, [tokens, heads] each: Δ, and β with a delta rule. `KimiDelta` has Δ
+of each dimension of a key: [tokens, heads · state_size]. Rows are dense, at any stride."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateLayer:
-    """The parameters of one layer between its two products: `Mamba2`, or `GatedDelta`."""
+    """The parameters of one layer between its two products: `Mamba2`, `GatedDelta` or `KimiDelta`."""
 
     conv_weight: Tensor  # [width, channels]
     conv_bias: Tensor | None  # [channels]
@@ -78,12 +83,12 @@ class StateLayer:
     groups: int
     """Each has one B and one C, or one key and one query."""
 
-    def update(self, rows: Tensor, beside: Tensor, state: Tensor, tiling: TorchStateTiling) -> Tensor:
-        """The step of each request that decodes. rows [requests, channels] after the convolution; beside: the
-        other columns of `projected`. Returns y [requests, heads, head_dim] float32."""
+    def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
+        """The step of each request that decodes. rows [requests, channels] after the convolution. Returns y
+        [requests, heads, head_dim] float32."""
         raise NotImplementedError
 
-    def scan(self, rows: Tensor, beside: Tensor, state: Tensor, prompt: Prompt) -> Tensor:
+    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
         """As `update`, for the tokens of a prompt, chunk by chunk. Returns y [tokens, heads, head_dim]."""
         raise NotImplementedError
 
@@ -124,36 +129,36 @@ def nonzero(values: Tensor) -> dict[int, int]:
     return {index: int(values[index]) for index in values.nonzero()[:, 0].tolist()}
 
 
-def mix_states(projected: Tensor, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
+def mix_states(x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
     """Convolution and scan of a state layer: takes the state of each request in the tiling past the tokens of
     this step, in place.
 
-    projected [tokens, …], dense rows at any stride: the channels, then Δ of each head, and with the gated
-    delta rule β of each head. Returns y [tokens, heads · head_dim]."""
-    channels = layer.conv_weight.shape[1]
+    x [tokens, channels], dense rows at any stride. Returns y [tokens, heads · head_dim]."""
     decodes = len(tiling.slots)
-    y = projected.new_empty(len(projected), state.ssm.shape[1] * state.ssm.shape[2])
+    y = x.new_empty(len(x), state.ssm.shape[1] * state.ssm.shape[2])
     if decodes:
-        rows = convolve_next(projected[:decodes, :channels], layer, state.conv, tiling)
-        y[:decodes] = layer.update(rows, projected[:decodes, channels:], state.ssm, tiling).flatten(1)
+        rows = convolve_next(x[:decodes], layer, state.conv, tiling)
+        of_rows = [part[:decodes] for part in beside]
+        y[:decodes] = layer.update(rows, of_rows, state.ssm, tiling).flatten(1)
     for prompt in tiling.prompts:
-        rows, beside = projected[prompt.rows].split((channels, projected.shape[1] - channels), dim=1)
-        rows = convolve(rows, layer, state.conv, prompt)
-        y[prompt.rows] = layer.scan(rows, beside, state.ssm, prompt).flatten(1)
+        rows = convolve(x[prompt.rows], layer, state.conv, prompt)
+        of_rows = [part[prompt.rows] for part in beside]
+        y[prompt.rows] = layer.scan(rows, of_rows, state.ssm, prompt).flatten(1)
     return y
 
 
-def mix_states_by_row(projected: Tensor, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
+def mix_states_by_row(x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
     """As `mix_states`, with the same bits for a row whatever the other rows: each row is a decode by itself,
     also those of prompts."""
     decodes = zip(tiling.slots.tolist(), tiling.fresh.tolist(), strict=True)
     spans = [Prompt(slot, fresh, slice(i, i + 1)) for i, (slot, fresh) in enumerate(decodes)]
-    y = projected.new_empty(len(projected), state.ssm.shape[1] * state.ssm.shape[2])
+    y = x.new_empty(len(x), state.ssm.shape[1] * state.ssm.shape[2])
     for prompt in (*spans, *tiling.prompts):
         slot, copies = torch.tensor([prompt.slot]), dict(prompt.copies)
         for count, row in enumerate(range(prompt.rows.start, prompt.rows.stop), 1):
             alone = TorchStateTiling(slot, torch.tensor([prompt.fresh and count == 1]), [])
-            y[row] = mix_states(projected[row : row + 1], layer, state, alone)[0]
+            at = slice(row, row + 1)
+            y[row] = mix_states(x[at], [part[at] for part in beside], layer, state, alone)[0]
             if count in copies:
                 for part in state:
                     part[copies[count]] = part[prompt.slot]
@@ -201,7 +206,7 @@ class Mamba2(StateLayer):
     d: Tensor  # [heads] float32
     dt_limits: tuple[float, float]
 
-    def update(self, rows: Tensor, beside: Tensor, state: Tensor, tiling: TorchStateTiling) -> Tensor:
+    def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         x, b, c = in_float32(rows, self.groups, state)
         x = x.flatten(1, 2)
         shared = state.shape[1] // self.groups
@@ -213,7 +218,7 @@ class Mamba2(StateLayer):
         state[tiling.slots] = after
         return (after @ c[..., None])[..., 0].addcmul_(x, self.d[:, None])
 
-    def scan(self, rows: Tensor, beside: Tensor, state: Tensor, prompt: Prompt) -> Tensor:
+    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
         x, b, c = (
             part.transpose(0, 1) for part in in_float32(rows, self.groups, state)
         )  # [groups, tokens, …]
@@ -243,7 +248,8 @@ class Mamba2(StateLayer):
         kept.copy_(before)
         return y.addcmul_(x, self.d.view(self.groups, 1, -1, 1)).transpose(0, 1).flatten(1, 2)
 
-    def _time_steps(self, dt: Tensor) -> Tensor:
+    def _time_steps(self, beside: Beside) -> Tensor:
+        (dt,) = beside
         return F.softplus(dt.float() + self.dt_bias).clamp_(*self.dt_limits)
 
 

@@ -1,5 +1,5 @@
-"""The step of Mamba-2 and of the gated delta rule for requests that decode. `mamba2` and `gated_delta` define
-them.
+"""The step of Mamba-2, of the gated delta rule and of KDA for requests that decode. `mamba2` and
+`gated_delta` define them.
 
 A program takes some dims of a head of a request: a row of the state needs no other row. It reads and writes
 the state once, in float32, and so takes the time of this. Programs that run at the same time have neighboring
@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
-from baton.engine.kernels.state.gated_delta import EPS
-from baton.engine.kernels.state.mamba2 import Mamba2, StateLayer
+from baton.engine.kernels.state.gated_delta import EPS, KimiDelta
+from baton.engine.kernels.state.mamba2 import Beside, Mamba2, StateLayer
 from baton.engine.kernels.state.tiling import TritonStateTiling
 
 DIMS, WARPS = 32, 4
@@ -24,11 +24,12 @@ DELTA_DIMS, DELTA_WARPS = 16, 2
 
 
 def update(
-    rows: Tensor, beside: Tensor, layer: StateLayer, state: Tensor, tiling: TritonStateTiling, y: Tensor
+    rows: Tensor, beside: Beside, layer: StateLayer, state: Tensor, tiling: TritonStateTiling, y: Tensor
 ) -> None:
-    """rows [requests, channels] after the convolution, beside [requests, heads or 2 · heads], y [requests,
-    heads · head_dim]: dense rows at any stride. If the tiling is exact, they have a row for each token."""
+    """rows [requests, channels] after the convolution, y [requests, heads · head_dim]: dense rows at any
+    stride. If the tiling is exact, they have a row for each token."""
     _, heads, head_dim, size = state.shape
+    dt, share = (*beside, None)[:2]
     if isinstance(layer, Mamba2):
         d, limits, factors = layer.d, layer.dt_limits, (None, None)
         dims, warps = min(DIMS, triton.next_power_of_2(head_dim)), WARPS
@@ -38,7 +39,8 @@ def update(
     requests = len(tiling.contexts) + (tiling.prompts if tiling.exact else 0)
     _update[(triton.cdiv(head_dim, dims), heads, requests)](
         rows,
-        beside,
+        dt,
+        share,
         layer.dt_bias,
         layer.a,
         d,
@@ -49,7 +51,8 @@ def update(
         tiling.copies if tiling.exact else None,
         y,
         rows.stride(0),
-        beside.stride(0),
+        dt.stride(0),
+        None if share is None else share.stride(0),
         y.stride(0),
         *limits,
         *factors,
@@ -59,6 +62,7 @@ def update(
         SIZE=size,
         DIMS=dims,
         COLUMNS=triton.next_power_of_2(size),
+        OF_KEYS=isinstance(layer, KimiDelta),
         num_warps=warps,
         # Where the compiler fuses a product and a sum may differ from one copy of the loop to another.
         enable_fp_fusion=not tiling.exact,
@@ -69,7 +73,8 @@ def update(
 @triton.jit
 def _update(
     rows,
-    beside,
+    dt,
+    share,  # None: Mamba-2
     dt_bias,
     a,
     d,  # None: the gated delta rule
@@ -80,7 +85,8 @@ def _update(
     copies,
     y,
     row_stride,
-    beside_stride,
+    dt_stride,
+    share_stride,
     y_stride,
     dt_min,
     dt_max,
@@ -92,6 +98,7 @@ def _update(
     SIZE: tl.constexpr,
     DIMS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OF_KEYS: tl.constexpr,
 ):
     inputs_ready()
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -120,19 +127,23 @@ def _update(
         of_group = channels + HEADS * HEAD_DIM + head // GROUP * SIZE + columns
         b = tl.load(of_group, mask=in_state, other=0.0).to(tl.float32)
         c = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0).to(tl.float32)
-        of_head = beside + row * beside_stride + head
-        dt = tl.load(of_head).to(tl.float32) + tl.load(dt_bias + head)
+        if OF_KEYS:
+            of_key = head * SIZE + columns
+            steps = tl.load(dt + row * dt_stride + of_key, mask=in_state, other=0.0).to(tl.float32)
+            steps += tl.load(dt_bias + of_key, mask=in_state, other=0.0)
+        else:
+            steps = tl.load(dt + row * dt_stride + head).to(tl.float32) + tl.load(dt_bias + head)
         if d is None:
             b *= tl.rsqrt(tl.sum(b * b, axis=0) + eps)
             c *= tl.rsqrt(tl.sum(c * c, axis=0) + eps) * scale
-            step = time_step(dt, 0.0, float("inf"))
-            share = tl.sigmoid(tl.load(of_head + HEADS).to(tl.float32))
-            now *= tl.exp(step * tl.load(a + head))
-            written = (x - tl.sum(now * b[None, :], axis=1)) * share
+            decay = tl.exp(time_step(steps, 0.0, float("inf")) * tl.load(a + head))
+            now *= decay[None, :] if OF_KEYS else decay
+            written = x - tl.sum(now * b[None, :], axis=1)
+            written *= tl.sigmoid(tl.load(share + row * share_stride + head).to(tl.float32))
             now += written[:, None] * b[None, :]
             out = tl.sum(now * c[None, :], axis=1)
         else:
-            step = time_step(dt, dt_min, dt_max)
+            step = time_step(steps, dt_min, dt_max)
             now = now * tl.exp(step * tl.load(a + head)) + (x * step)[:, None] * b[None, :]
             out = tl.sum(now * c[None, :], axis=1) + x * tl.load(d + head)
         tl.store(y + row * y_stride + head * HEAD_DIM + dims, out.to(y.dtype.element_ty), mask=in_head)

@@ -1,16 +1,23 @@
 """The checkpoints of families that store some tensors in another form than most."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from baton.engine.loader.rearranged import Piece, Rearranged, in_heads
+from baton.engine.loader.rearranged import (
+    FP8_FORMS,
+    FUSED_EXPERTS,
+    Piece,
+    Rearranged,
+    in_heads,
+    projections,
+    rows_in_turns,
+)
 
-EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 LINEAR = re.compile(r"(.*)\.(block_sparse_moe|shared_mlp)\.(in|out)put_linear\.weight")
 
 
@@ -47,7 +54,7 @@ class Llama4Checkpoint(Rearranged):
     interleaved = True
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
-        fused = EXPERTS.fullmatch(name)
+        fused = FUSED_EXPERTS.fullmatch(name)
         if fused is None:
             yield from super()._split(name, stored)
             return
@@ -85,16 +92,12 @@ class HybridCheckpoint(Rearranged):
         yield from self._by_rows(stored, {f"{mlp}.{n}": own for n, own in zip(names, rows, strict=True)})
 
 
-def projections(kind: str) -> Sequence[str]:
-    """The projections in a tensor of experts, by how its name begins."""
-    return ("gate", "up") if kind in ("gate_up", "in") else ("down",)
-
-
 class Qwen3NextCheckpoint(Rearranged):
     """Qwen3-Next: each group of value heads has its queries, keys, values and gates in a row, and each query
     head has its gate. The channels of the convolution are queries, keys and values: here they come in the
     order of `gated_delta`. The layers that predict several tokens (`mtp`) are left out."""
 
+    quantized: ClassVar[Collection[str]] = FP8_FORMS
     left_out = "mtp."
     adds_one = True
 
@@ -106,21 +109,17 @@ class Qwen3NextCheckpoint(Rearranged):
             case "in_proj_qkvz":
                 sizes = [state.state_size] * 2 + [shared * state.head_dim] * 2
                 names = ("in_proj_" + part for part in "qkvz")
-                return dict(zip(names, _split(state.groups, sizes), strict=True))
+                return dict(zip(names, rows_in_turns(state.groups, sizes), strict=True))
             case "in_proj_ba":
-                return dict(zip(("in_proj_b", "in_proj_a"), _split(state.groups, [shared] * 2), strict=True))
+                return dict(
+                    zip(("in_proj_b", "in_proj_a"), rows_in_turns(state.groups, [shared] * 2), strict=True)
+                )
             case "conv1d":
                 queries, of_keys, values = torch.arange(state.channels).split((keys, keys, state.inner_size))
                 return {kind: torch.cat((values, of_keys, queries))}
             case "q_proj":
-                queries, gates = _split(config.num_heads, [config.head_dim] * 2)
+                queries, gates = rows_in_turns(config.num_heads, [config.head_dim] * 2)
                 return {kind: in_heads(queries, self._order), "gate_proj": gates}
             case "q_norm" | "k_norm":
                 return {kind: self._order}
         return super()._rows(kind)
-
-
-def _split(count: int, sizes: Sequence[int]) -> list[Tensor]:
-    """The rows of each of several parts, of which each of `count` heads or groups has all in a row."""
-    rows = torch.arange(count * sum(sizes)).view(count, -1)
-    return [part.flatten() for part in rows.split(list(sizes), dim=1)]

@@ -1,0 +1,36 @@
+"""What Baton knows of the models of one architecture."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.settings import Settings
+from baton.engine.model_config import ExpertsConfig, LatentConfig, StateConfig
+from baton.engine.models.llama import Llama
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How to read a model, and the class that computes it. All that reads settings raises `ValueError` naming
+    the key that is wrong or not supported."""
+
+    model: type[Llama]
+    checkpoint: type[Rearranged] | None = None
+    """Shows the tensors of a checkpoint in the form of most families. None: they have it."""
+    settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    """`config.json` with the names of most families, and with what published checkpoints leave out."""
+    rotated: float | None = None
+    """The part of each head that is rotated, where the configuration does not say. None: no head of such a
+    model is rotated in part."""
+    without_positions: Callable[[Settings], bool] = lambda settings: False
+    """Whether attention has no positions (NoPE)."""
+    experts: Callable[[Settings], ExpertsConfig | None] | None = None
+    """None: no such model has experts."""
+    state: Callable[[Settings, float], StateConfig] | None = None
+    """The state layers; the number is the eps of norms. None: no such model has any."""
+    latent: Callable[[Settings, Settings], LatentConfig] | None = None
+    """Multi-head latent attention, from all settings and those of the rotation. None: no such model has
+    it."""
+    not_supported: Callable[[Settings], Iterator[str]] = lambda settings: iter(())
+    """What a checkpoint of this family may have, and no class can do."""

@@ -1,0 +1,66 @@
+"""Qwen3.5, dense and with experts: the text model of checkpoints that see images, too.
+
+It is Qwen3-Next with the projections of the gated delta rule in tensors of their own. The layer that predicts
+a further token (`mtp`) and the part that sees images are left out.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from baton.engine.loader.experts_config import qwen3_next_experts
+from baton.engine.loader.families.family import Family
+from baton.engine.loader.families.rearrangements import Qwen3NextCheckpoint
+from baton.engine.loader.hybrid_config import gated_delta_config
+from baton.engine.loader.rearranged import FUSED_EXPERTS, Piece, projections
+from baton.engine.loader.settings import Settings
+from baton.engine.models.hybrids import Qwen3Next
+
+
+class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
+    """`in_proj_qkv` has queries, keys and values of all heads. The experts of a layer may have tensors of
+    their own, as in other families, or one: [experts, 2 · inner, hidden_size] and [experts, hidden_size,
+    inner]."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
+    left_out = ("mtp.", "model.visual.")
+
+    def _rows(self, kind: str) -> Mapping[str, Tensor]:
+        state = self.config.state
+        assert state is not None, "the loader sets it for this architecture"
+        if kind != "in_proj_qkv":
+            return super()._rows(kind)
+        keys = state.groups * state.state_size
+        queries, of_keys, values = torch.arange(state.channels).split((keys, keys, state.inner_size))
+        return {"in_proj_q": queries, "in_proj_k": of_keys, "in_proj_v": values}
+
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        fused = FUSED_EXPERTS.fullmatch(name)
+        if fused is None:
+            yield from super()._split(name, stored)
+            return
+        names = [f"{fused[1]}.{{}}.{part}_proj.weight" for part in projections(fused[2])]
+        yield from self._by_expert(stored, self._files.shape(stored), names, self._read_expert)
+
+
+def with_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Every layer has experts, whose weights have a sum of 1."""
+    return {**config, "intermediate_size": config.get("moe_intermediate_size"), "norm_topk_prob": True}
+
+
+def not_supported(settings: Settings) -> Iterator[str]:
+    if settings.get("attn_output_gate", True) is not True:
+        yield f"attn_output_gate {settings.get('attn_output_gate')!r} of {settings.architecture}"
+
+
+DENSE = Family(
+    model=Qwen3Next,
+    checkpoint=Qwen3_5Checkpoint,
+    rotated=0.25,
+    state=gated_delta_config,
+    not_supported=not_supported,
+)
+MOE = replace(DENSE, settings=with_experts, experts=qwen3_next_experts)
