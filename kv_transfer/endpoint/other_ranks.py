@@ -11,7 +11,7 @@ for each other.
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 
 from baton.kv_transfer.channel import Channel
@@ -31,7 +31,7 @@ class OtherRanks:
         self._channels = [Channel(sock, local.FromRank) for sock in socks]
         self._lock = threading.Lock()
         # By line: reports, with the index of the rank, that the thread of the line has not taken.
-        self._reports: defaultdict[int, deque[tuple[int, local.Copied | Answer]]] = defaultdict(deque)
+        self._reports: defaultdict[int, list[tuple[int, local.Copied | Answer]]] = defaultdict(list)
 
     def __len__(self) -> int:
         return len(self._channels)
@@ -41,7 +41,7 @@ class OtherRanks:
         with self._lock:
             self._channels[rank].send(*messages)
 
-    def receive(self, line: int) -> list[tuple[int, local.Copied | Answer]]:
+    def receive(self, line: int) -> Sequence[tuple[int, local.Copied | Answer]]:
         """The reports of one line since the last call. Raises `ChannelClosed` if a rank is gone."""
         with self._lock:
             for rank, channel in enumerate(self._channels):
@@ -49,9 +49,7 @@ class OtherRanks:
                 while messages := channel.receive():
                     for message in messages:
                         self._reports[message.line].append((rank, message.report))
-            reports = [*self._reports[line]]
-            self._reports[line].clear()
-        return reports
+            return self._reports.pop(line, ())
 
     def close(self) -> None:
         """Ends the threads of the other ranks."""

@@ -108,7 +108,7 @@ class RankCopier:
                         if answer := lines[message.line].handle(message.order):
                             channel.send(FromRank(message.line, answer))
                     for number, line in lines.items():
-                        for report in line.turn():
+                        for report in line.turn() if line.busy else ():
                             channel.send(FromRank(number, report))
                 except ChannelClosed:
                     break
@@ -118,9 +118,9 @@ class RankCopier:
         self._orders_wait = bool(self._gathers.orders)
         if self._gathers.is_ready:  # the layer was done before `_orders_wait` was set
             return 0.0
-        if any(line.looks for line in self._lines.values() if line is not self._gathers):
+        if any(line.busy for line in self._lines.values() if line is not self._gathers):
             return EVENT_POLL
-        if not self._gathers.looks:
+        if not self._gathers.under_way:
             return None
         return EVENT_POLL if self._launched else LOOK
 
@@ -135,11 +135,11 @@ class _Slices:
         self._scatter_most = scattered_at_once(arena.slot_bytes)
         self._table = lru_cache(TABLES)(self.pool.table)
         self._memories: dict[int, PeerMemory] = {}  # of peers, by number
-        self._under_way: deque[tuple[Event, Outcome]] = deque()
+        self.under_way: deque[tuple[Event, Outcome]] = deque()
 
     @property
-    def looks(self) -> bool:
-        return bool(self._under_way)
+    def busy(self) -> bool:
+        return bool(self.orders or self.under_way)
 
     @property
     def is_ready(self) -> bool:
@@ -167,10 +167,9 @@ class _Slices:
     def turn(self) -> Iterator[Copied]:
         """Starts what may start. Reports what is over."""
         while batch := self._next():
-            self._under_way.append(self._start(batch))
-        while self._under_way and ((event := self._under_way[0][0]) is None or self.pool.passed(event)):
-            rests = self._under_way.popleft()[1]()
-            yield _copied(rests)
+            self.under_way.append(self._start(batch))
+        while self.under_way and ((event := self.under_way[0][0]) is None or self.pool.passed(event)):
+            yield _copied(self.under_way.popleft()[1]())
 
     def _next(self) -> list[Copy]:
         """Takes the next orders, as far as their layers are written and their slots are in one memory."""
@@ -216,7 +215,7 @@ class _Cells:
         store.expect(0)
 
     @property
-    def looks(self) -> bool:
+    def busy(self) -> bool:
         return bool(self._orders or self._under_way)
 
     def handle(self, order: CopyCell) -> None:
