@@ -144,10 +144,8 @@ class Engine:
         """Computes the requests. The caller calls its `step` while it `has_work`."""
         self.caches = runner.caches
         self.prefix_exchange = lives.prefix_exchange
-        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache, or
-        the model has states."""
-        self.store_exchange = lives.store_exchange
-        """Moves prefixes between this prefix cache and a shared store. None: there is no cache."""
+        """Moves prefixes between this prefix cache and those of other workers or a shared store. None: there
+        is no cache."""
         self.offload = lives.offload
         """The tiers below the device, each for blocks or for states. They say what to copy there and back."""
 

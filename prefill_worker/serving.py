@@ -45,7 +45,7 @@ class ServedPrefixes:
             self._pin(exchange, wanted)
 
     def _pin(self, exchange: PrefixExchange, wanted: ContentWanted) -> None:
-        first, pin = wanted.first_chunk, exchange.pin(wanted.chunks, wanted.first_chunk)
+        first, pin = wanted.first_chunk, exchange.pin_prefix(wanted.chunks, wanted.first_chunk)
         if pin is None:
             self._sender.close(wanted.pin_id, "gone")
             return
@@ -53,4 +53,5 @@ class ServedPrefixes:
         serving = Serving(pin, self._under_way)
         self._under_way.add(serving)
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + pin.num_chunks))
-        self._sender.serve(wanted.pin_id, pin.table, start, stop, serving)
+        slot = 0 if pin.states is None else pin.states.slot
+        self._sender.serve(wanted.pin_id, pin.table, start, stop, slot, serving)

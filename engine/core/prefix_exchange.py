@@ -56,9 +56,13 @@ class Pin:
     exchange: "PrefixExchange"
     remnant: bytes | None = None
     """The name of the chunk, if it is in a block that is not full."""
+    states: CopyLease | None = None
+    """On the states after the last chunk. None: the model has none, or they are not read."""
 
     def end(self, *, copied: bool | None = None) -> None:
         """Nothing reads the blocks any more. `copied`: as in `BlockPool.release`."""
+        if self.states is not None:
+            self.states.end()
         remnant = None if self.remnant is None else (self.blocks[0], self.remnant)
         self.exchange.ended(self, self.blocks, remnant, copied=copied)
 
@@ -118,7 +122,7 @@ class PrefixExchange:
         self._cache.publish(names, ended.table, len(ended.table) - len(ended.blocks), last)
         if (slot := ended.state_slot) is not None:
             assert self._cache.copies is not None, "it gave the slot"
-            if num_tokens:
+            if num_tokens and not rest:
                 self._cache.publish_states(names, num_tokens, slot)
             else:
                 self._cache.copies.release(slot)
@@ -132,7 +136,10 @@ class PrefixExchange:
 
     def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:
         """Copies what the tiers below have of these chunks to the pool, as far as `pin` may take it, and then
-        calls `then`. False: they have nothing that the pool lacks, or there is no room."""
+        calls `then`. False: they have nothing that the pool lacks, or there is no room. Of a model with
+        states only what the pool has is served."""
+        if self._cache.copies is not None:
+            return False
         names = self._cache.blocks_of(chunks, first_chunk)[: self._may_pin]
         cached = [block for name in names for block in self._pool.lookup([name])]
         wanted = [name for name in names if not self._pool.lookup([name])]
@@ -159,18 +166,33 @@ class PrefixExchange:
             len(lease.blocks) for lease in self._open if isinstance(lease, Pin)
         )
 
-    def pin(self, chunks: Sequence[bytes], first_chunk: int) -> Pin | None:
+    def pin(self, chunks: Sequence[bytes], first_chunk: int, states: CopyLease | None = None) -> Pin | None:
         """Keeps the cached KV of these chunks in its blocks, from the first one on. None: no chunk is cached,
         or there is no room beside the queue.
 
-        `first_chunk`: the position of the first one in its prompt, in chunks."""
+        `first_chunk`: the position of the first one in its prompt, in chunks. `states` end with the pin."""
         count, blocks = self._cache.table(chunks, first_chunk, self._may_pin)
         # Otherwise pins could delay the first request of the queue forever.
         if not count or self._pool.unreferenced(blocks) > self._spare_blocks():
             return None  # without the table: `first_chunk` comes from a peer, and may be any number
         self._pool.share(blocks)
-        pin = Pin(count, [*self._before(first_chunk), *blocks], blocks, self)
+        pin = Pin(count, [*self._before(first_chunk), *blocks], blocks, self, states=states)
         self._open.add(pin)
+        return pin
+
+    def pin_prefix(self, chunks: Sequence[bytes], first_chunk: int) -> Pin | None:
+        """As `pin`, for another worker. If the model has states, up to the last chunk after which the device
+        has them, and with these."""
+        lease, copies = None, self._cache.copies
+        if copies is not None:
+            chunks = chunks[: self._cache.table(chunks, first_chunk, self._may_pin)[0]]
+            count = next((n for n in range(len(chunks), 0, -1) if chunks[n - 1] in copies), 0)
+            if not count or (lease := copies.lend(chunks[count - 1])) is None:
+                return None
+            chunks = chunks[:count]
+        pin = self.pin(chunks, first_chunk, lease)
+        if pin is None and lease is not None:
+            lease.end()
         return pin
 
     def pin_remnant(self, chunk: bytes, position: int) -> Pin | None:

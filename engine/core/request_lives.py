@@ -85,12 +85,9 @@ class RequestLives:
         """The tiers of the prefix cache below the device, the fastest first."""
         self.max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self.store_exchange: PrefixExchange | None = None
+        self.prefix_exchange: PrefixExchange | None = None
         if cache is not None:
-            self.store_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
-        # Workers fetch prefixes of each other without states, and without states a prefix is of no use. The
-        # store has states, and a handover has those of its request.
-        self.prefix_exchange = self.store_exchange if states is None else None
+            self.prefix_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
         self.memory = RequestMemory(pool, states, cache)
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]
@@ -358,7 +355,7 @@ class RequestLives:
     def assert_whole(self) -> None:
         """Asserts, when idle, that no request and no block was left behind."""
         assert not self.some, f"requests left behind: {self._of_phase}"
-        exchange = self.store_exchange
+        exchange = self.prefix_exchange
         assert exchange is None or exchange.empty, "a pin or an import was left behind"
         for tier in self.offload:
             tier.assert_whole()

@@ -216,7 +216,8 @@ class Pump:
 
     def serve(self, pin_id: bytes, table: Any, start: int, stop: int, owner: Any) -> None:
         # No event: the steps that wrote the KV are over, and it need not wait for those under way.
-        ready = [ReadyLayer(layer, start, stop, None) for layer in self._layout.token_layers]
+        layers = range(self._layout.num_layers)
+        ready = [ReadyLayer(layer, start, stop, None, states=True) for layer in layers]
         self._prefills[pin_id] = OutgoingPrefill(
             pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN, owner=owner
         )

@@ -154,19 +154,21 @@ class Receiver:
         kv_address: str,
         incarnation: int,
         block_ids: Sequence[int],
+        state_slot: int = 0,
         owner: Any = None,
     ) -> None:
-        """Fetches chunks of 64 tokens from the prefix cache of a worker, as far as it has them.
+        """Fetches chunks of 64 tokens from the prefix cache of a worker, as far as it has them. If the layout
+        has states, those after the last chunk that comes go into `state_slot`.
 
         `chunks`: at most `MAX_CHUNKS` names (`content`). `first_chunk`: the position of the first one in the
         prompt, in chunks. The events of `poll` have `fetch_id` as their `decode_id`. Injected has the bytes
         of the chunks that came, from the first on, and a first token without meaning. A fetch that fails is
         not tried again."""
-        start, stop = (chunk * CHUNK_TOKENS for chunk in (first_chunk, first_chunk + len(chunks)))
+        start, *ends = (chunk * CHUNK_TOKENS for chunk in range(first_chunk, first_chunk + len(chunks) + 1))
         request = local.FetchIn(
-            os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), chunks=tuple(chunks)
+            os.urandom(16), b"", kv_address, incarnation, 0, ((start, ends[-1]),), tuple(ends), tuple(chunks)
         )
-        self._open(fetch_id, request, block_ids, stop, 0, owner)
+        self._open(fetch_id, request, block_ids, ends[-1], state_slot, owner)
 
     def _open(
         self,

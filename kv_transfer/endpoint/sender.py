@@ -122,12 +122,20 @@ class Sender:
         self._order(self._pump.close, prefill_id, reason)
 
     def serve(
-        self, pin_id: bytes, block_ids: Sequence[int], start: int, stop: int, owner: Any = None
+        self,
+        pin_id: bytes,
+        block_ids: Sequence[int],
+        start: int,
+        stop: int,
+        state_slot: int = 0,
+        owner: Any = None,
     ) -> None:
-        """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`.
+        """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`. If the
+        layout has states, so are those after `stop`, in `state_slot`.
 
         This answers `ContentWanted`. The positions are those of its first chunks."""
-        self._order(self._pump.serve, pin_id, self._pump.pool.table(block_ids, stop), start, stop, owner)
+        table = self._pump.pool.table(block_ids, stop, state_slot)
+        self._order(self._pump.serve, pin_id, table, start, stop, owner)
 
     def has_fetch(self, prefill_id: bytes) -> bool:
         """A decode worker asks for the prefill. This may be true before `open`."""

@@ -141,7 +141,11 @@ class Fetches:
     def fetch(self, request: FetchIn, now: float) -> list[Effect]:
         source = self._source(request.incarnation)
         incoming = Incoming(
-            source.layout, request.ranges, slot_bytes=self._slot_bytes, states_at=request.states_at
+            source.layout,
+            request.ranges,
+            slot_bytes=self._slot_bytes,
+            states_at=request.states_at,
+            narrows=bool(request.chunks),
         )
         transfer = Transfer(request, source, incoming, now, now)
         self.open[transfer.id] = source.transfers[transfer.id] = transfer

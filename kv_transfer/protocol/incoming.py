@@ -31,11 +31,17 @@ class Fault(Refusal):
 
 class Incoming:
     def __init__(
-        self, layout: KVLayout, ranges: Sequence[Range], *, slot_bytes: int, states_at: Sequence[int] = ()
+        self,
+        layout: KVLayout,
+        ranges: Sequence[Range],
+        *,
+        slot_bytes: int,
+        states_at: Sequence[int] = (),
+        narrows: bool = False,
     ) -> None:
         """Positions `ranges` (ascending, disjoint). `layout` is that of the sender, as far as it is known:
         see `sent_as`. `states_at`: the positions after which arrays of a request were asked for, if
-        the layout has some."""
+        the layout has some. `narrows`: they come after one of these, and `narrow` says after which."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.frames = 0  # verified
@@ -43,6 +49,7 @@ class Incoming:
         self._commit: Commit | None = None
         self._seen: set[int] = set()  # sequence numbers
         self._states_at = states_at
+        self._narrows = narrows
         self._slot_bytes = slot_bytes
         self.sent_as(layout)
         # Of each array: heads of a frame → disjoint positions that so came, ascending, neighbours joined. An
@@ -54,7 +61,7 @@ class Incoming:
         assert self.state is TransferState.RESERVED
         self.layout = layout
         tokens = sum(stop - start for start, stop in self.ranges)
-        states = len(self._states_at)
+        states = 1 if self._narrows else len(self._states_at)
         # The heads of each array of each layer, and the bytes of one of them.
         arrays: dict[LayerArray, Range] = {
             (number, layer): ((tokens if array.per_token else states) * array.heads, array.head_bytes)
@@ -109,6 +116,8 @@ class Incoming:
             raise Fault("frame_range", f"positions {start}–{stop} were not asked for")
         if self._commit is not None and h.seq >= self._commit.frames:
             raise Fault("sequence", f"frame {h.seq} of {self._commit.frames}")
+        if self._narrows and not kept.per_token:
+            self._states_at = (start,)  # before HAVE: all others come after this position, too
         self._mark(h.seq)
         self._cover(array, (first, last), start, max(stop, start + 1))
         self.state = TransferState.RECEIVING
@@ -141,13 +150,17 @@ class Incoming:
         """The sender has only the positions of the one range below `stop`. Raises Fault if frames came that
         contradict this."""
         assert self.live
-        assert not self._states_at, "states are not fetched by content"
         [(start, asked)] = self.ranges
-        if any(parts[-1][1] > stop for heads in self._covered.values() for parts in heads.values()):
-            raise Fault("frame_range", f"a frame came of positions beyond {stop}")
-        self.ranges = ((start, stop),)
-        for key, missing in self._missing.items():
-            self._missing[key] = missing - (asked - stop) * self.layout.arrays[key[0]].bytes
+        if stop not in self._states_at and self._narrows:
+            raise Fault("frame_range", f"a frame came of states that are not those after {stop}")
+        for (number, _), heads in self._covered.items():
+            per_token = self.layout.arrays[number].per_token
+            if per_token and any(parts[-1][1] > stop for parts in heads.values()):
+                raise Fault("frame_range", f"a frame came of positions beyond {stop}")
+        self.ranges, self._states_at = ((start, stop),), (stop,)
+        for (number, layer), missing in self._missing.items():
+            if (array := self.layout.arrays[number]).per_token:
+                self._missing[number, layer] = missing - (asked - stop) * array.bytes
         self._expected_bytes -= (asked - stop) * self.layout.bytes_per_token
         self._count_missing_frames()
 

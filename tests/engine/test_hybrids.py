@@ -432,7 +432,7 @@ class Steps:
 
     def import_from(self, first: int) -> int | None:
         """The slot that an import of another prompt gets for its states."""
-        exchange = self.scheduler.lives.store_exchange
+        exchange = self.scheduler.lives.prefix_exchange
         assert exchange is not None
         missing = exchange.missing(EngineRequest(b"i", list(range(first, first + 80))), 1)
         assert missing is not None

@@ -7,6 +7,7 @@ Workers with these kinds are in `tests/worker`, transports and stores in `tests/
 import os
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from baton.engine.core import state_copies
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.execution import memory_sizing
 from baton.worker.engine_process.paged_kv import kv_layout
+from tests import ledger
 from tests.engine.checkpoints import load
 from tests.engine.conftest import MakeEngine, request_of, save_tiny, tokens_of
 from tests.engine.test_tiers import TURNS, answers
@@ -93,6 +95,17 @@ def test_preempted_in_a_small_pool(path: Path, tiny_engine: MakeEngine) -> None:
     assert engine.stats().preemptions
     assert tokens_of(engine, requests[:1]) == expected[:1]
     engine.assert_whole()
+
+
+def test_what_has_no_name_is_not_shared(
+    path: Path, tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "LEDGER", replace(ledger.LEDGER, by_name=False))
+    engine = tiny_engine(model=str(path), enable_prefix_caching=True)
+    assert engine.prefix_exchange is None
+    request = request_of(0, [*range(5, 30)], max_tokens=2)
+    assert tokens_of(engine, [request]) == tokens_of(engine, [request])
+    assert not engine.stats().prefix_cache_queries
 
 
 def test_drafts_are_taken_back(path: Path, tiny_engine: MakeEngine) -> None:

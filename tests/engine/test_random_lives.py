@@ -265,7 +265,7 @@ class Lives:
 
     def fail_to_import(self, engine: Engine, rng: random.Random) -> None:
         """What comes from other workers or a store takes blocks and slots beside the steps under way."""
-        exchange, begun = engine.store_exchange, list[Import]()
+        exchange, begun = engine.prefix_exchange, list[Import]()
         if exchange is None:
             return
         for _ in range(3):

@@ -224,7 +224,7 @@ class Operations:
 
     def start_import(self, length: int, family: int, most: int) -> None:
         """KV, and states, of another worker or a store, which are written beside the steps under way."""
-        exchange = self.scheduler.lives.store_exchange
+        exchange = self.scheduler.lives.prefix_exchange
         if exchange is None:
             return
         free = self.scheduler.lives.pool.free
@@ -360,7 +360,7 @@ class Operations:
         assert len(everyone) == len(list(scheduler.lives))
         everyone += scheduler.lives.leaving
         in_use = {block for live in everyone for block in live.blocks}
-        if (exchange := scheduler.lives.store_exchange) is not None:
+        if (exchange := scheduler.lives.prefix_exchange) is not None:
             assert exchange._open == {*self.pinned, *self.importing}
         in_use.update(*(pin.blocks for pin in self.pinned))
         for each in self.importing:

@@ -155,7 +155,7 @@ class Prefill(Worker):
         if chunks:
             stop = (first + len(chunks)) * 64
             self.held[wanted.pin_id] = []
-            self.sender.serve(wanted.pin_id, self.cached_blocks, first * 64, stop)
+            self.sender.serve(wanted.pin_id, self.cached_blocks, first * 64, stop, state_slot=1)
         else:
             self.sender.close(wanted.pin_id, "gone")
 
@@ -183,12 +183,15 @@ class Decode(Worker):
         )  # fmt: skip
         return decode_id
 
-    def fetch_content(self, source: Prefill, chunks: list[bytes], first_chunk: int = 0) -> bytes:
+    def fetch_content(
+        self, source: Prefill, chunks: list[bytes], first_chunk: int = 0, state_slot: int = 0
+    ) -> bytes:
         fetch_id = os.urandom(16)
         self.reserved[fetch_id] = self.allocate((first_chunk + len(chunks)) * 64)
         self.receiver.fetch_content(
             fetch_id, chunks=chunks, first_chunk=first_chunk, kv_address=source.address,
             incarnation=source.incarnation, block_ids=self.reserved[fetch_id],
+            state_slot=state_slot,
         )  # fmt: skip
         return fetch_id
 

@@ -192,11 +192,11 @@ def of_hybrid(piece: Slice, seq: int, length: int | None = None) -> Header:
     return header(piece, seq, layout=HYBRID, length=length)
 
 
-def hybrid_frames() -> list[Header]:
-    pieces = [*cut(HYBRID, 0, (0, 8), (0, 4), 4096)]
+def hybrid_frames(stop: int = 8) -> list[Header]:
+    pieces = [*cut(HYBRID, 0, (0, stop), (0, 4), 4096)]
     for layer in (1, 2):
         for part, heads in ((1, (0, 4)), (2, (0, 2))):
-            pieces += cut(HYBRID, layer, (0, 8), heads, 512, part)
+            pieces += cut(HYBRID, layer, (0, stop), heads, 512, part)
     return [of_hybrid(piece, seq) for seq, piece in enumerate(pieces)]
 
 
@@ -272,14 +272,28 @@ def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None
     assert fault.value.kind == kind
 
 
-def test_states_are_not_fetched_by_content() -> None:
-    it = hybrid(states_at=())
-    with pytest.raises(Fault, match="no such array"):
-        it.begin(of_hybrid(OF_STATE, 0))
+@pytest.mark.parametrize("early", [False, True])
+def test_states_come_with_content_after_its_end(early: bool) -> None:
+    """HAVE says where the end is. Frames may come before it."""
+    it = Incoming(HYBRID, ((0, 8),), slot_bytes=512, states_at=(4, 8), narrows=True)
+    frames = hybrid_frames(4)
+    for frame in frames if early else ():
+        take(it, frame)
     it.narrow(4)
-    [kv] = cut(HYBRID, 0, (0, 4), (0, 4), 4096)
-    take(it, of_hybrid(kv, 0))
-    assert it.commit(Commit(FIRST, 1, 1024))
+    for frame in () if early else frames:
+        take(it, frame)
+    assert it.missing_frames == 0
+    assert it.commit(Commit(FIRST, len(frames), sum(frame.length for frame in frames)))
+
+
+def test_states_of_content_at_two_positions_are_refused() -> None:
+    for stop, later in ((4, 8), (8, 4)):
+        it = Incoming(HYBRID, ((0, 8),), slot_bytes=512, states_at=(4, 8), narrows=True)
+        take(it, of_hybrid(Slice(1, 0, 1, stop, 0, 1), 0))
+        with pytest.raises(Fault, match="not asked for"):
+            it.begin(of_hybrid(Slice(1, 1, 1, later, 0, 1), 1))
+        with pytest.raises(Fault, match="not those after"):
+            it.narrow(later)
 
 
 def test_a_high_sequence_number_costs_no_memory() -> None:

@@ -65,7 +65,7 @@ class Both(Worker):
         self.fetches_open: dict[bytes, local.FetchIn] = {}
         self.brought: dict[bytes, tuple[int, int]] = {}  # of these: frames and bytes
         self.asked_store: dict[bytes, Any] = {}
-        if self.engine.store_exchange is not None:
+        if self.engine.prefix_exchange is not None:
             store = stand_in(
                 SharedStore,
                 fetch_content=lambda fetch_id, *, owner, **_: self.asked_store.update({fetch_id: owner}),
@@ -73,7 +73,7 @@ class Both(Worker):
                 began=lambda fetch_id: False,
                 ends=lambda fetch_id: 0.0,
             )
-            source = StoreSource(self.engine, self.engine.store_exchange, lambda _: store)
+            source = StoreSource(self.engine, self.engine.prefix_exchange, lambda _: store)
             self.fetches.sources.append(source)
 
     def store_says(self, fetch_id: bytes, event: Injected | FetchFailed | Closed) -> None:

@@ -52,7 +52,6 @@ class World:
         self.engine = stand_in(
             Engine,
             prefix_exchange=exchange,
-            store_exchange=exchange,
             prompt_seconds=lambda tokens, *_: (
                 tokens / self.prompt_tokens_per_s if self.prompt_tokens_per_s else 0.0
             ),
@@ -77,8 +76,8 @@ class World:
         return self.put_store(self.source(SharedStore, ends=lambda fetch_id: self.ends))
 
     def put_store(self, store: SharedStore) -> StoreSource:
-        assert self.engine.store_exchange is not None
-        source = StoreSource(self.engine, self.engine.store_exchange, lambda _: store)
+        assert self.engine.prefix_exchange is not None
+        source = StoreSource(self.engine, self.engine.prefix_exchange, lambda _: store)
         self.fetches.sources.append(source)
         return source
 

@@ -178,6 +178,7 @@ class Workers:
             kv_address=fetch.place.kv_address,
             incarnation=fetch.place.incarnation,
             block_ids=fetch.into.table,
+            state_slot=fetch.into.state_slot or 0,
             owner=fetch,
         )
 
@@ -247,7 +248,7 @@ class PrefixFetches:
     ) -> bool:
         """As `get`, from one place. `fetched`: a chunk that was fetched just now. If it is still missing, it
         is not asked for again."""
-        exchange = self._engine.store_exchange
+        exchange = self._engine.prefix_exchange
         missing = None if exchange is None else source.missing(request)
         if exchange is None or missing is None or missing.chunks[0] == fetched:
             return False

@@ -47,7 +47,7 @@ class StoreSource:
         cls, engine: Engine, fds: Sequence[int], ranks: OtherRanks, cached_chunks: CachedChunks
     ) -> "StoreSource":
         """Raises `ValueError` without a prefix cache."""
-        if engine.store_exchange is None:
+        if engine.prefix_exchange is None:
             raise ValueError("--kv-store: needs the prefix cache; leave out --no-enable-prefix-caching")
         kv = paged_kv(engine)
 
@@ -64,7 +64,7 @@ class StoreSource:
                 probed=lambda waited, seconds: source._link.probed(waited, seconds / CHUNK_TOKENS),
             )
 
-        return cls(engine, engine.store_exchange, open_store)
+        return cls(engine, engine.prefix_exchange, open_store)
 
     # As a source
 

@@ -66,6 +66,19 @@ def test_each_array_of_a_layer_travels(make_pair: Any) -> None:
     prefill_id = pair.prefill.hold(n, state_slot=1)
     blocks = pair.prefill.held[prefill_id]
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, n, start=start, state_slot=3)
+    assert_everything(pair, decode_id, blocks, start, n)
+
+
+def test_a_prefix_comes_with_all_arrays_at_its_end(make_pair: Any) -> None:
+    """The holder lacks the last chunk that is asked for."""
+    pair = make_pair({"layout": LEDGER, "block_size": 32}, {"layout": LEDGER})
+    names = [*pair.prefill.cache(3), bytes(16)]
+    fetch_id = pair.decode.fetch_content(pair.prefill, names, state_slot=3)
+    assert_everything(pair, fetch_id, pair.prefill.cached_blocks, 0, 3 * 64)
+
+
+def assert_everything(pair: Pair, decode_id: bytes, blocks: list[int], start: int, n: int) -> None:
+    """All arrays came: those of tokens from blocks of 32, those of requests from slot 1 to slot 3."""
     event = pair.event(decode_id)
     states = [(x, of) for x, of in zip(LEDGER.arrays, LEDGER.layers, strict=True) if not x.per_token]
     size = (n - start) * LEDGER.bytes_per_token + sum(x.bytes * len(of) for x, of in states)
