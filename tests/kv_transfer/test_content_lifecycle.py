@@ -79,7 +79,7 @@ class ContentWorld(World):
     def do_fetch(self) -> None:
         self.used += 1
         transfer_id, ranges = bytes([self.used]) * 16, ((192, 320),)
-        request = FetchIn(transfer_id, b"", "", PEER, 0, ranges, chunks=CHUNKS)
+        request = FetchIn(transfer_id, b"", "", PEER, 0, ranges, states_at=(256, 320), chunks=CHUNKS)
         self.apply_decode(self.fetches.fetch(request, self.now))
 
     def do_to_decode(self) -> None:
