@@ -172,6 +172,7 @@ class StateConfig:
     num_heads: int
     head_dim: int
     state_size: int
+    """0: a layer has a short convolution alone."""
     groups: int
     conv_width: int
     conv_bias: bool
@@ -428,6 +429,7 @@ class ModelConfig:
             with_attention -= len(state.layers)
             projected = state.inner_size + state.channels + state.num_heads
             projected += 2 * state.low_rank if state.low_rank else state.inner_size
+            projected += 0 if state.state_size else state.inner_size
             made = state.low_rank * state.num_heads * (state.head_dim + state.state_size)
             states = len(state.layers) * (self.hidden_size * projected + made)
         return with_attention * attention + states + dense * mlp + sparse + self.embedding_parameters

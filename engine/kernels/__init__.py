@@ -56,7 +56,14 @@ from baton.engine.kernels.sampling import drafts
 from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, greedy, thresholds
 from baton.engine.kernels.state import gated_delta, mamba2
 from baton.engine.kernels.state.gated_delta import GatedDelta, KimiDelta
-from baton.engine.kernels.state.mamba2 import Beside, LayerState, Mamba2, StateLayer
+from baton.engine.kernels.state.mamba2 import (
+    Beside,
+    HeadStates,
+    LayerState,
+    Mamba2,
+    ShortConvolution,
+    StateLayer,
+)
 from baton.engine.model_config import LatentConfig, Span
 
 

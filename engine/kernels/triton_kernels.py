@@ -16,6 +16,7 @@ from baton.engine.kernels import (
     Fp8Experts,
     Fp8KV,
     HeadNorm,
+    HeadStates,
     Kernels,
     LayerState,
     Mamba2,
@@ -237,6 +238,8 @@ class TritonKernels(Kernels):
             causal_conv.convolve_next(x, layer, state.conv, tiling, rows)
         if tiling.scans is not None:
             causal_conv.convolve(x, layer, state.conv, tiling, rows)
+        if not isinstance(layer, HeadStates):
+            return rows
         if len(tiling.contexts) or tiling.exact:
             state_update.update(rows, beside, layer, state.ssm, tiling, y)
         if tiling.exact:

@@ -1,5 +1,5 @@
 """What takes the place of attention in a state layer: Mamba-2 (Dao & Gu 2024), the gated delta rule (Yang
-2024), or KDA (Kimi Linear, 2025)."""
+2024), KDA (Kimi Linear, 2025), or a short convolution (LFM2, 2025)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -7,7 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Beside, Both, GatedDelta, KimiDelta, LinearMethod, Mamba2, StateLayer
+from baton.engine.kernels import (
+    Beside,
+    Both,
+    GatedDelta,
+    KimiDelta,
+    LinearMethod,
+    Mamba2,
+    ShortConvolution,
+    StateLayer,
+)
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig, StateConfig
@@ -142,6 +151,24 @@ class KimiDeltaMixer(StateMixer):
         y = mix(layer, x, [self.decay(decay), beta], self.parameters)
         gate = self.gate(gate)
         return self.out(self.kernels.norm_gate(y, gate, self.norm, self.norm_eps, sigmoid=True))
+
+
+class ShortConvMixer:
+    """Gates before and after a convolution of each column. A rank has the columns of some heads."""
+
+    def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
+        hidden = unsharded(config.hidden_size)
+        columns = weights.ranks.shard(state.num_heads).of(state.head_dim)
+        parts = side_by_side(columns, columns, columns)
+        self.input = weights.linear([f"{name}.in_proj"] * 3, parts, hidden, bias=state.proj_bias)
+        self.out = weights.linear([f"{name}.out_proj"], [hidden], columns, bias=state.proj_bias)
+        kernel = take(weights, f"{name}.conv.weight", [columns], unsharded(1), unsharded(state.conv_width))
+        bias = take(weights, f"{name}.conv.bias", [columns]) if state.conv_bias else None
+        self.parameters = ShortConvolution(kernel[:, 0].T.contiguous(), bias)
+
+    def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
+        before, after, x = self.input(x).chunk(3, dim=1)
+        return self.out(mix(layer, before * x, (), self.parameters).mul_(after))
 
 
 class PartlyQuantized(LinearMethod):

@@ -103,7 +103,7 @@ def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:
     family = family_of(Settings(config, source).architecture, source)
     if isinstance(text := config.get("text_config"), Mapping):
         config = {**config, **{key: value for key, value in text.items() if value is not None}}
-    return Settings(family.settings(config), source)
+    return Settings(family.settings(Settings(config, source)), source)
 
 
 def _eos_ids(settings: Settings, generation: Mapping[str, Any]) -> tuple[int, ...]:

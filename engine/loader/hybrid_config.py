@@ -10,6 +10,7 @@ from baton.engine.model_config import StateConfig
 KINDS = {
     "mamba": True,
     "linear_attention": True,
+    "conv": True,
     "attention": False,
     "full_attention": False,
 }

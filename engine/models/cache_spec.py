@@ -97,6 +97,7 @@ class StateCache:
     num_heads: int
     head_dim: int
     state_size: int
+    """0: a layer has the convolution alone, of x."""
     dtype: torch.dtype
     """Of the inputs of the convolution. The state of a head is float32: rounding it would add up over the
     tokens."""
@@ -105,9 +106,12 @@ class StateCache:
     def arrays(self) -> tuple[CacheArray, ...]:
         """The last inputs of the convolution, and the state of each head."""
         x, each, dtype = self.num_heads * self.head_dim, self.state_size, _name(self.dtype)
+        inputs = CacheArray(STATE, "x", self.conv_inputs, self.num_heads, self.head_dim, dtype)
+        if not each:
+            return (inputs,)
         groups = (self.channels - x) // (2 * each)
         return (
-            CacheArray(STATE, "x", self.conv_inputs, self.num_heads, self.head_dim, dtype),
+            inputs,
             CacheArray(STATE, "B", self.conv_inputs, groups, each, dtype),
             CacheArray(STATE, "C", self.conv_inputs, groups, each, dtype),
             CacheArray(STATE, "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
@@ -120,13 +124,14 @@ class StateCache:
         return LayerState(conv, torch.empty(heads, device=device))
 
     def planes(self, cache: LayerState) -> Sequence[Sequence[Tensor]]:
-        *inputs, _ = self.arrays
+        inputs = self.arrays[:3]
         conv = cache.conv.split([array.heads * array.head_dim for array in inputs], dim=2)
         found = [x.unflatten(2, (-1, array.head_dim)) for x, array in zip(conv, inputs, strict=True)]
-        return [[of_slots(x)] for x in (*found, cache.ssm.flatten(2)[:, None])]
+        heads = [cache.ssm.flatten(2)[:, None]] if self.state_size else []
+        return [[of_slots(x)] for x in (*found, *heads)]
 
     def slots(self, cache: LayerState) -> Sequence[Tensor]:
-        return cache
+        return cache if self.state_size else cache[:1]
 
 
 def of_slots(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.layers.ranks import unsharded
-from baton.engine.layers.state_mixers import GatedDeltaMixer, Mamba2Mixer, Mix, StateMixer
+from baton.engine.layers.state_mixers import GatedDeltaMixer, Mamba2Mixer, Mix
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig, StateConfig
 from baton.engine.models.cache_spec import CacheSpec, StateCache
@@ -18,8 +18,13 @@ from baton.engine.models.llama import Attend, Llama, Qwen3Attention
 class Bamba(Llama):
     """Llama with Mamba-2. A base beside another model gives the layers without states its attention."""
 
-    state_mixer: ClassVar[Callable[[ModelConfig, StateConfig, Weights, str], StateMixer]] = Mamba2Mixer
+    state_mixer: ClassVar[Callable[[ModelConfig, StateConfig, Weights, str], Any]] = Mamba2Mixer
     state_name: ClassVar[str] = "mamba"
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        assert config.state is not None, "the loader sets it for this architecture"
+        self.state_layers = frozenset(config.state.layers)
 
     @classmethod
     def cache_spec(
@@ -44,7 +49,7 @@ class Bamba(Llama):
         residual, delta = self.embed(token_ids)
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
-            caller = mix if isinstance(layer.mixer, StateMixer) else attend
+            caller = mix if i in self.state_layers else attend
             delta = layer(i, residual, delta, rotary, caller)
         return self.norm(residual, delta)
 

@@ -60,6 +60,7 @@ def main() -> None:
         LatentNorm,
         LayerState,
         Mamba2,
+        ShortConvolution,
         parts,
     )
     from baton.engine.kernels.attention import gather_kv
@@ -297,6 +298,8 @@ def main() -> None:
             tiling = kernels.tile_states(metadata, dtype)
             y = kernels.mix_states(x, [dt, dt[:, :heads]], kimi, state, tiling)
             kernels.norm_gate(y, dt, y[0, :width], 1e-5, sigmoid=True)
+            short = ShortConvolution(weight[1:], None)
+            kernels.mix_states(x, (), short, LayerState(state.conv[:, 1:], state.ssm), tiling)
 
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)

@@ -333,6 +333,13 @@ TINY_KIMI: dict[str, Any] = {
     "linear_head_dim": 16,
     "initializer_range": 0.1,
 }
+TINY_LFM2: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_multiple_of": 16,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 TINY_OF_KIND = {
     "DeepseekV2": TINY_LATENT | {"q_lora_rank": None},
     "DeepseekV3": TINY_LATENT,
@@ -346,6 +353,7 @@ TINY_OF_KIND = {
     "Qwen3_5": TINY_QWEN3_5,
     "Qwen3_5Moe": TINY_QWEN3_5_MOE,
     "KimiLinear": TINY_KIMI,
+    "Lfm2": TINY_LFM2,
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,
 }

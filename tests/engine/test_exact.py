@@ -612,6 +612,7 @@ def test_an_engine_with_int4_weights(model_path: Path) -> None:
         ("GraniteMoeHybrid", "auto"),
         ("Qwen3Next", "auto"),
         ("KimiLinear", "fp8"),
+        ("Lfm2", "auto"),
     ],
 )
 @pytest.mark.usefixtures("one_form")

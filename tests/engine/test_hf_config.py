@@ -82,6 +82,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3_5Text", {"attn_output_gate": False}, "attn_output_gate False of Qwen3_5ForCausalLM is not"),
     ("Qwen3_5Text", {"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints of Qwen3_5For"),
     ("KimiLinear", {"mla_use_nope": False}, "mla_use_nope False of KimiLinearForCausalLM is not supported"),
+    ("Lfm2", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints of Lfm2ForCausalLM"),
+    ("Lfm2", {"conv_L_cache": 4}, r"conv\.conv\.weight is \[64, 1, 3\], .* be \[64, 1, 4\]"),
     ("KimiLinear", {"linear_num_heads": 3}, r"self_attn\.\w+\.weight is \["),
     ("GraniteMoeHybrid", {"num_local_experts": 9}, r"mlp\.gate\.weight is \[8, 64\], by the model"),
     ("DeepseekV3", {"attention_bias": True}, "attention_bias True of DeepseekV3ForCausalLM is not supported"),
@@ -113,7 +115,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    "kind", ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3", "DeepseekV3", "KimiLinear"]
+    "kind", ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3", "DeepseekV3", "KimiLinear", "Lfm2"]
 )
 def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(kind: str, tiny_of: TinyOf) -> None:
     config = config_of(tiny_of(kind))

@@ -29,7 +29,7 @@ from tests.engine.scheduling import add, live_of, make, of_slots
 from tests.engine.test_overlap import land_one
 from tests.engine.test_tiers import TURNS, answers, corrupt
 
-KINDS = ("Bamba", "Qwen3Next", "KimiLinear")
+KINDS = ("Bamba", "Qwen3Next", "KimiLinear", "Lfm2")
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 70)]
 

@@ -206,7 +206,7 @@ class DeltaStep(Step):
         """With β of each head."""
         return [*super().inputs(), normal(len(self.projected), HEADS, seed=10).to(self.dtype)]
 
-    def parameters(self, device: str) -> StateLayer:
+    def parameters(self, device: str) -> GatedDelta:
         """Its states decay so slowly that all tokens of a chunk count."""
         layer = on(self.layer, device)
         return GatedDelta(layer.conv_weight, None, layer.dt_bias, layer.a / 64, layer.groups)
@@ -247,7 +247,7 @@ class KimiStep(DeltaStep):
         x, _, beta = super().inputs()
         return [x, normal(len(x), HEADS * SIZE, seed=11).to(self.dtype), beta]
 
-    def parameters(self, device: str) -> StateLayer:
+    def parameters(self, device: str) -> GatedDelta:
         layer, bias = on(self.layer, device), normal(HEADS * SIZE, seed=12).to(device)
         return KimiDelta(layer.conv_weight, None, bias, layer.a * self.rate, HEADS)
 

@@ -94,6 +94,12 @@ KINDS = [
     pytest.param("Qwen3_5Text", {"tie_word_embeddings": True}, id="qwen3.5-text-tied"),
     pytest.param("Qwen3_5Moe", {}, id="qwen3.5-moe"),
     pytest.param("KimiLinear", {}, id="kimi-linear"),
+    pytest.param("Lfm2", {}, id="lfm2"),
+    pytest.param(
+        "Lfm2",
+        {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+        id="lfm2-tied-with-biases",
+    ),
     pytest.param("DeepseekV2", {}, id="deepseek-v2-lite"),
     pytest.param(
         "DeepseekV2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}, id="deepseek-v2-with-groups"

@@ -19,7 +19,17 @@ from .recovery import FLAGS, Broken, each_has, wait_exit
 pytestmark = pytest.mark.long
 
 TOKENS = 12
-FAMILIES = "Qwen3Moe", "Llama4", "GptOss", "Bamba", "GraniteMoeHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"
+FAMILIES = (
+    "Qwen3Moe",
+    "Llama4",
+    "GptOss",
+    "Bamba",
+    "GraniteMoeHybrid",
+    "Qwen3Next",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+    "Lfm2",
+)
 LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear"
 
 

@@ -1,4 +1,5 @@
-"""The convolution of Mamba-2 over the last tokens of each channel, followed by silu. `mamba2` defines it.
+"""The convolution of state layers over the last tokens of each channel. Silu follows, unless the layer is a
+`ShortConvolution`. `mamba2` defines it.
 
 One kernel is for requests that decode, the other for chunks of prompts. Both keep the last inputs of each
 request in its slot. Of a prompt only the first programs do: they also read what the slot held.
@@ -38,6 +39,7 @@ def convolve_next(
         out.stride(0),
         channels,
         WIDTH=width,
+        ACTIVATED=layer.activated,
         BLOCK=BLOCK_DECODE,
         **launch_options(),
     )
@@ -63,6 +65,7 @@ def convolve(x: Tensor, layer: StateLayer, state: Tensor, tiling: TritonStateTil
         channels,
         WIDTH=width,
         STEPS=steps,
+        ACTIVATED=layer.activated,
         BLOCK=BLOCK_CHUNK,
         num_warps=WARPS_CHUNK,
         **launch_options(),
@@ -82,6 +85,7 @@ def _convolve_next(
     out_stride,
     channels,
     WIDTH: tl.constexpr,
+    ACTIVATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     inputs_ready()
@@ -105,8 +109,8 @@ def _convolve_next(
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
     tl.store(kept + (WIDTH - 2) * channels, value, mask=inside)
     total += value.to(tl.float32) * tl.load(weight + (WIDTH - 1) * channels + at, mask=inside, other=0.0)
-    y = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
-    tl.store(out + row * out_stride + at, y, mask=inside)
+    y = total * tl.sigmoid(total) if ACTIVATED else total
+    tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -124,6 +128,7 @@ def _convolve(
     channels,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
+    ACTIVATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     inputs_ready()
@@ -157,8 +162,8 @@ def _convolve(
         total = start
         for i in tl.static_range(WIDTH):
             total += inputs[step + i] * weights[i]
-        y = (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty)
-        tl.store(out + (row + step) * out_stride + at, y, mask=used)
+        y = total / (1.0 + tl.exp(-total)) if ACTIVATED else total
+        tl.store(out + (row + step) * out_stride + at, y.to(out.dtype.element_ty), mask=used)
     if copies is not None:
         to_slot = copy_after(copies, row, 0, tokens - first, STEPS)
         if to_slot >= 0:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.gated_delta import EPS, KimiDelta
-from baton.engine.kernels.state.mamba2 import Beside, StateLayer
+from baton.engine.kernels.state.mamba2 import Beside, HeadStates
 from baton.engine.kernels.state.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, shape_of, state_at
 from baton.engine.kernels.state.state_update import time_step
 from baton.engine.kernels.state.tiling import TritonStateTiling
@@ -46,7 +46,7 @@ PART = tl.constexpr(32)
 
 
 def scan(
-    rows: Tensor, beside: Beside, layer: StateLayer, state: Tensor, tiling: TritonStateTiling, y: Tensor
+    rows: Tensor, beside: Beside, layer: HeadStates, state: Tensor, tiling: TritonStateTiling, y: Tensor
 ) -> None:
     """rows [rows, channels] after the convolution, y [rows, heads · head_dim]: dense rows at any stride. The
     tiling has chunks."""

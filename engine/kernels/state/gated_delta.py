@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.state.mamba2 import CHUNK, Beside, Prompt, StateLayer, TorchStateTiling, in_float32
+from baton.engine.kernels.state.mamba2 import CHUNK, Beside, HeadStates, Prompt, TorchStateTiling, in_float32
 
 EPS = 1e-6
 """Of the norm of keys and queries."""
@@ -35,7 +35,7 @@ SMALL_CHUNK = 16
 """Tokens of a chunk on a CPU where the products of keys have no form of a product of matrices."""
 
 
-class GatedDelta(StateLayer):
+class GatedDelta(HeadStates):
     def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         v, k, q = self._parts(rows, state)
         decay, beta = self._decay_and_share(beside)

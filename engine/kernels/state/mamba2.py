@@ -21,7 +21,7 @@ not read, not even to multiply it by zero.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class LayerState(NamedTuple):
     """The state of one layer, for all slots."""
 
     conv: Tensor  # [slots, width − 1, channels]: the last inputs of the convolution
-    ssm: Tensor  # [slots, heads, head_dim, state_size] float32
+    ssm: Tensor  # [slots, heads, head_dim, state_size] float32; `ShortConvolution` has state_size 0
 
 
 class Prompt(NamedTuple):
@@ -74,14 +74,13 @@ of each dimension of a key: [tokens, heads · state_size]. Rows are dense, at an
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateLayer:
-    """The parameters of one layer between its two products: `Mamba2`, `GatedDelta` or `KimiDelta`."""
+    """The parameters of one layer between its two products: `HeadStates` or `ShortConvolution`."""
+
+    activated: ClassVar[bool] = True
+    """Whether silu follows the convolution."""
 
     conv_weight: Tensor  # [width, channels]
     conv_bias: Tensor | None  # [channels]
-    dt_bias: Tensor  # [heads] float32
-    a: Tensor  # [heads] float32, below 0
-    groups: int
-    """Each has one B and one C, or one key and one query."""
 
     def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         """The step of each request that decodes. rows [requests, channels] after the convolution. Returns y
@@ -91,6 +90,28 @@ class StateLayer:
     def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
         """As `update`, for the tokens of a prompt, chunk by chunk. Returns y [tokens, heads, head_dim]."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadStates(StateLayer):
+    """Each head has a state: `Mamba2`, `GatedDelta` or `KimiDelta`."""
+
+    dt_bias: Tensor  # [heads] float32
+    a: Tensor  # [heads] float32, below 0
+    groups: int
+    """Each has one B and one C, or one key and one query."""
+
+
+class ShortConvolution(StateLayer):
+    """The convolution alone, of the channels x, without silu (LFM2). Heads have no state."""
+
+    activated = False
+
+    def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
+        return rows
+
+    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
+        return rows
 
 
 def tile_states(metadata: AttentionMetadata) -> TorchStateTiling:
@@ -190,7 +211,8 @@ def convolve_next(x: Tensor, layer: StateLayer, state: Tensor, tiling: TorchStat
 
 
 def _activated(total: Tensor, layer: StateLayer) -> Tensor:
-    return F.silu(total if layer.conv_bias is None else total + layer.conv_bias.float())
+    total = total if layer.conv_bias is None else total + layer.conv_bias.float()
+    return F.silu(total) if layer.activated else total
 
 
 def in_float32(rows: Tensor, groups: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,7 +224,7 @@ def in_float32(rows: Tensor, groups: int, state: Tensor) -> tuple[Tensor, Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mamba2(StateLayer):
+class Mamba2(HeadStates):
     d: Tensor  # [heads] float32
     dt_limits: tuple[float, float]
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
-from baton.engine.kernels.state.mamba2 import Mamba2, StateLayer
+from baton.engine.kernels.state.mamba2 import HeadStates, Mamba2
 from baton.engine.kernels.state.state_update import time_step
 from baton.engine.kernels.state.tiling import TritonStateTiling
 
@@ -26,7 +26,7 @@ LARGEST_FEW = 128  # columns of a state: more do not fit into shared memory with
 LEAST = 16  # of a dimension of a product in Triton
 
 
-def shape_of(layer: StateLayer, state: Tensor, tokens: int) -> dict[str, int]:
+def shape_of(layer: HeadStates, state: Tensor, tokens: int) -> dict[str, int]:
     """What the kernels of a scan know of the state when they are compiled. `tokens`: of a chunk."""
     _, heads, head_dim, size = state.shape
     return {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.gated_delta import EPS, KimiDelta
-from baton.engine.kernels.state.mamba2 import Beside, Mamba2, StateLayer
+from baton.engine.kernels.state.mamba2 import Beside, HeadStates, Mamba2
 from baton.engine.kernels.state.tiling import TritonStateTiling
 
 DIMS, WARPS = 32, 4
@@ -24,7 +24,7 @@ DELTA_DIMS, DELTA_WARPS = 16, 2
 
 
 def update(
-    rows: Tensor, beside: Beside, layer: StateLayer, state: Tensor, tiling: TritonStateTiling, y: Tensor
+    rows: Tensor, beside: Beside, layer: HeadStates, state: Tensor, tiling: TritonStateTiling, y: Tensor
 ) -> None:
     """rows [requests, channels] after the convolution, y [requests, heads · head_dim]: dense rows at any
     stride. If the tiling is exact, they have a row for each token."""

@@ -17,7 +17,7 @@ from baton.engine.loader.experts_config import (
     qwen3_experts,
     qwen3_next_experts,
 )
-from baton.engine.loader.families import kimi_linear, qwen3_5
+from baton.engine.loader.families import kimi_linear, lfm2, qwen3_5
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.rearrangements import (
     Gemma3Checkpoint,
@@ -51,7 +51,7 @@ GEMMA3_DEFAULTS = {
 LLAMA = Family(model=Llama)
 LLAMA4 = Family(model=Llama4, checkpoint=Llama4Checkpoint, experts=llama4_experts)
 GEMMA3 = Family(
-    model=Gemma3, checkpoint=Gemma3Checkpoint, settings=lambda config: {**GEMMA3_DEFAULTS, **config}
+    model=Gemma3, checkpoint=Gemma3Checkpoint, settings=lambda given: {**GEMMA3_DEFAULTS, **given.values}
 )
 LATENT = partial(Family, model=DeepSeek, latent=latent_config)
 DEEPSEEK_V2 = LATENT(
@@ -99,6 +99,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": qwen3_5.MOE,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5.MOE,  # its text model
     "KimiLinearForCausalLM": kimi_linear.FAMILY,
+    "Lfm2ForCausalLM": lfm2.FAMILY,
 }
 
 

@@ -46,9 +46,10 @@ class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
         yield from self._by_expert(stored, self._files.shape(stored), names, self._read_expert)
 
 
-def with_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_experts(given: Settings) -> Mapping[str, Any]:
     """Every layer has experts, whose weights have a sum of 1."""
-    return {**config, "intermediate_size": config.get("moe_intermediate_size"), "norm_topk_prob": True}
+    size = given.get("moe_intermediate_size")
+    return {**given.values, "intermediate_size": size, "norm_topk_prob": True}
 
 
 def not_supported(settings: Settings) -> Iterator[str]:

@@ -1,0 +1,66 @@
+"""LFM2, dense: short convolutions in most layers, and Qwen3's attention in the others."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from baton.engine.layers.state_mixers import ShortConvMixer
+from baton.engine.loader.families.family import Family
+from baton.engine.loader.hybrid_config import state_layers
+from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.settings import Settings
+from baton.engine.model_config import StateConfig
+from baton.engine.models.hybrids import Bamba
+from baton.engine.models.llama import Norms, Qwen3Attention
+
+
+class Lfm2(Bamba):
+    attention = Qwen3Attention
+    state_mixer = ShortConvMixer
+    state_name = "conv"
+    norms = Norms(before_mixer="operator_norm", before_mlp="ffn_norm")
+
+
+class Lfm2Checkpoint(Rearranged):
+    renamed: ClassVar[Mapping[str, str]] = {
+        "model.embedding_norm.": "model.norm.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        "_layernorm.": "_norm.",
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+        ".feed_forward.w2.": ".mlp.down_proj.",
+    }
+
+
+def in_words_of_others(given: Settings) -> Mapping[str, Any]:
+    """Older checkpoints have other words than newer ones, too."""
+    found = {"tie_word_embeddings": given.get("tie_embedding", True), "rope_theta": 1e6, **given.values}
+    found["rms_norm_eps"] = given.get("norm_eps", 1e-5)
+    attention, kinds = given.get("full_attn_idxs"), ("conv", "full_attention")
+    if given.get("layer_types") is None and isinstance(attention, list):
+        count = given.integer("num_hidden_layers")
+        found["layer_types"] = [kinds[layer in attention] for layer in range(count)]
+    size = given.integer("block_ff_dim" if "block_ff_dim" in given.values else "intermediate_size")
+    if given.get("block_auto_adjust_ff_dim", True):
+        multiple = given.integer("block_multiple_of", 256)
+        adjusted = int(given.number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
+        size = -(-adjusted // multiple) * multiple
+    return found | {"intermediate_size": size}
+
+
+def short_conv_config(settings: Settings, norm_eps: float) -> StateConfig:
+    heads, bias = settings.integer("num_attention_heads"), bool(settings.get("conv_bias", False))
+    return StateConfig(
+        state_layers(settings, settings.integer("num_hidden_layers")),
+        num_heads=heads,
+        head_dim=settings.integer("hidden_size") // heads,
+        state_size=0,
+        groups=1,
+        conv_width=settings.integer("conv_L_cache", 3),
+        conv_bias=bias,
+        proj_bias=bias,
+        dt_limits=(0.0, float("inf")),
+        norm_eps=norm_eps,
+    )
+
+
+FAMILY = Family(model=Lfm2, checkpoint=Lfm2Checkpoint, settings=in_words_of_others, state=short_conv_config)
