@@ -1,0 +1,40 @@
+"""What a step of a shared prompt waits for."""
+
+from __future__ import annotations
+
+import itertools
+
+from baton.content.cache_kinds import ATTENTION, STATE, CacheArray
+from baton.kv_transfer import KVLayout
+from baton.kv_transfer.endpoint.live_fetch import LayersThere
+from baton.kv_transfer.layout import Slice, cut
+from tests.ledger import LedgerCache
+
+KV = CacheArray(ATTENTION, "kv", 2, 2, 8, "float32")
+LAYOUT = KVLayout.of([(KV,), (KV, *LedgerCache(4).arrays), (CacheArray(STATE, "s", 1, 4, 8, "float32"),)])
+
+
+def slices(layer: int, start: int, stop: int, *, per_token: bool) -> list[Slice]:
+    """Of the arrays of a layer that each token has, or each request."""
+    numbers = [n for n in LAYOUT.numbers[layer] if LAYOUT.arrays[n].per_token == per_token]
+    pieces = (cut(LAYOUT, layer, (start, stop), (0, LAYOUT.arrays[n].heads), 512, n) for n in numbers)
+    return [*itertools.chain.from_iterable(pieces)]
+
+
+def test_a_layer_waits_for_all_of_its_arrays_and_the_states_of_the_next() -> None:
+    """Two ranges come, the first one with the states after it."""
+    there = LayersThere([(0, 64), (128, 192)], LAYOUT, states_at=[64])
+    needed = {
+        -1: slices(0, 0, 64, per_token=False),
+        0: slices(0, 0, 64, per_token=True) + slices(1, 0, 64, per_token=False),
+        1: slices(1, 0, 64, per_token=True) + slices(2, 0, 64, per_token=False),
+        2: slices(2, 0, 64, per_token=True),
+    }
+    assert [bool(pieces) for pieces in needed.values()] == [False, True, True, False]
+    for layer, pieces in needed.items():
+        for piece in pieces:
+            assert not there.has(layer, 128, lambda _: True), piece
+            there.written(piece)
+        assert there.has(layer, 128, lambda _: True)
+    assert there.has_all(128, lambda _: True)
+    assert not there.has(0, 192, lambda _: True), "the other range"
