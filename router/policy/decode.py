@@ -216,12 +216,13 @@ class DecodeCaches:
             return [(chosen, 0)]
         among = self._serving | 1 << chosen
         cached = self._index.overlap(request.chunks, request.tokens, self._block_size, among)
-        found = [(chosen, cached.of(chosen))]
-        if cached.of(chosen) < cached.most:
+        own, most = cached.of(chosen), cached.most
+        found = [(chosen, own)]
+        if own < most:
             rows = {self.loads[row].worker: row for row in cached.holders()}
             loads = [self.loads[row] for name, row in rows.items() if name not in request.avoid]
             if best := two_choices([load for load in loads if load.fits(request.tokens + 1)], rng):
-                found.append((rows[best], cached.most))
+                found.append((rows[best], most))
         return found
 
     def nearest(self, chosen: int, request: PrefillRequest, rng: random.Random) -> list[tuple[int, int]]:
@@ -230,6 +231,8 @@ class DecodeCaches:
 
         The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
         found = self.candidates(chosen, request, rng)
-        row, _ = found[-1]
-        near = self.loads[row].pressure <= self.loads[chosen].pressure + CACHED_PRESSURE
-        return found[-1:] if near else found
+        if len(found) > 1:
+            row, _ = found[1]
+            if self.loads[row].pressure <= self.loads[chosen].pressure + CACHED_PRESSURE:
+                return found[1:]
+        return found

@@ -63,6 +63,10 @@ class _Worker:
     at: float
     """Time at which `tokens` were waiting."""
     reported_at: float
+    first_at: float
+    """Time at which the first of `sent` began, or can begin."""
+    first_seconds: float = 0.0
+    """Of the time to compute it, what may be over."""
     serving: bool = False
     tokens: float = 0.0
     own: int = 0
@@ -93,10 +97,8 @@ class PrefillLoads:
         self._prompts = Average(PROMPTS_DECAY)
         self._reused = Average(PROMPTS_DECAY)
         self._speed = np.ones(0)
-        self._clear_at = np.zeros(0)  # time at which the waiting tokens will be computed
-        self._own_seconds = np.zeros(0)  # time to compute `own`; infinite if it does not serve
-        self._first_seconds = np.zeros(0)  # of these, what may be over
-        self._first_at = np.zeros(0)  # time at which the first of `sent` began, or can begin
+        # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
+        self._least_wait, self._wait_until = np.zeros(0), np.zeros(0)
         self._measured = np.zeros(0, bool)
         # Of the workers that serve:
         self._ring = Ring()
@@ -112,8 +114,8 @@ class PrefillLoads:
 
         Raises ValueError if there is none left."""
         row = self._free.pop() if self._free else self._new_row()
-        self._workers[row] = _Worker(name, block_size, at=now, reported_at=now)
-        self._first_at[row], self._measured[row] = now, False
+        self._workers[row] = _Worker(name, block_size, at=now, reported_at=now, first_at=now)
+        self._measured[row] = False
         self._speed[row] = self._guessed_speed()
         self._changed(row)
         self.serve(row, serving)
@@ -158,7 +160,7 @@ class PrefillLoads:
         if len(self._workers) == MAX_ROWS:
             raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
         self._workers.append(None)
-        for array in ("_speed", "_clear_at", "_own_seconds", "_first_seconds", "_first_at", "_measured"):
+        for array in ("_speed", "_least_wait", "_wait_until", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self._measured[-1] = False
         self.index.grow(len(self._workers))
@@ -178,11 +180,11 @@ class PrefillLoads:
         return float(self._speed[self._measured].mean()) if self._measured.any() else UNKNOWN_SPEED
 
     def _changed(self, row: int) -> None:
-        worker, speed = self._worker(row), self._speed[row]
-        self._clear_at[row] = worker.at + worker.tokens / speed
-        self._own_seconds[row] = worker.own / speed if worker.serving else np.inf
-        first = worker.sent[0].tokens if worker.sent else 0
-        self._first_seconds[row] = FIRST_SHARE * first / speed
+        worker, speed = self._worker(row), self._speed.item(row)
+        worker.first_seconds = FIRST_SHARE * worker.sent[0].tokens / speed if worker.sent else 0.0
+        own = worker.own / speed if worker.serving else math.inf
+        self._least_wait[row] = own - worker.first_seconds
+        self._wait_until[row] = max(own + worker.first_at, worker.at + worker.tokens / speed)
 
     # ------------------------------------------------------------ changes
 
@@ -228,7 +230,7 @@ class PrefillLoads:
         worker = self._worker(row)
         worker.tokens, worker.at = self.tokens_waiting(row, now) + work.tokens, now
         if not worker.sent:
-            self._first_at[row] = now
+            worker.first_at = now
         worker.own += work.tokens
         worker.sent.append(work)
         self._prompts.add(work.tokens)
@@ -243,7 +245,7 @@ class PrefillLoads:
         place = next(i for i, sent in enumerate(worker.sent) if sent is work)
         del worker.sent[place]
         if computed or place == 0:  # otherwise the worker goes on with the first prompt
-            self._first_at[row] = now
+            worker.first_at = now
         if not computed:
             waiting -= work.tokens
         worker.tokens, worker.at = min(waiting, worker.own + worker.others), now
@@ -256,14 +258,14 @@ class PrefillLoads:
 
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
-        worker, speed = self._worker(row), float(self._speed[row])
+        worker, speed = self._worker(row), self._speed.item(row)
         own = worker.own - self._tokens_of_first(row, now)
         return max(own, worker.tokens - speed * (now - worker.at))
 
     def _tokens_of_first(self, row: int, now: float) -> float:
         """Tokens of this router's first prompt that should be computed."""
-        seconds = min(float(self._first_seconds[row]), now - float(self._first_at[row]))
-        return float(self._speed[row]) * seconds
+        worker = self._worker(row)
+        return self._speed.item(row) * min(worker.first_seconds, now - worker.first_at)
 
     # ------------------------------------------------------------ the current state
 
@@ -304,8 +306,7 @@ class PrefillLoads:
         rows, among = self._rows, self._among
         if not len(rows):
             return None
-        of_first = np.minimum(self._first_seconds, now - self._first_at)
-        wait = np.maximum(self._own_seconds - of_first, self._clear_at - now)
+        wait = np.maximum(self._least_wait, self._wait_until - now)
         avoided = [row for row in avoid if among >> row & 1]
         if 0 < len(avoided) < len(rows):
             rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`

@@ -64,6 +64,8 @@ class Prefixes:
         fleet, chunks = self._fleet, self._chunks
         index, worker = fleet.loads.index, fleet.workers[row]
         own = cached.of(row)
+        if cached.most < own + CHUNK_TOKENS:
+            return None
         best, most_saved = None, -math.inf
         for found, rows in cached.levels(own + CHUNK_TOKENS):
             wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
