@@ -17,7 +17,7 @@ _WAITING = (State.FETCHING, State.TAKING, State.WITHOUT_KV)
 class DecodeRole(Role):
     """Decodes requests. Their KV comes from another worker, or is computed here.
 
-    Owns the KV receiver, which also fetches prefixes and parts of prompts for the prefill role. The receiver
+    Polls the KV receiver, which also fetches prefixes and parts of prompts for the prefill role. The receiver
     may write into reserved blocks while their attempt has a lease `Writing`.
     """
 

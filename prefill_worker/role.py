@@ -74,7 +74,7 @@ class SenderSink:
 
 
 class PrefillRole(Role):
-    """Prefills prompts for a handover, or for their first token alone. Owns the KV sender.
+    """Prefills prompts for a handover, or for their first token alone. Polls the KV sender.
 
     The sender may read the blocks of a prefill while this has a lease `Reading`.
     """
@@ -82,7 +82,7 @@ class PrefillRole(Role):
     handles = (messages.Prefill,)
 
     def __init__(self, shared: Resources, sink: SenderSink, prefix_fetches: PrefixFetches) -> None:
-        """`sink` is the engine's. It gets its sender here. The decode role polls the receiver."""
+        """`sink` is the engine's. It gets its sender here."""
         self._shared = shared
         self._attempts = shared.attempts
         self._sender = sink.sender = shared.sender

@@ -37,9 +37,12 @@ class Context:
         """What the attempts of this engine share. Opens its sender and its receiver. `layers_ready`: as in
         `PagedKV`, for the sender."""
         cache = paged_kv(engine, layers_ready)
-        ends = self.transport.sender(cache), self.transport.receiver(cache)
+        receiver = self.transport.receiver(
+            cache
+        )  # first: the sender has a thread, which uses the device at once
+        sender = self.transport.sender(cache)
         incarnation, tick = self.config.incarnation, self.heartbeat.tick
-        return Resources(engine, *ends, self.attempts, self.trace, incarnation, tick)
+        return Resources(engine, sender, receiver, self.attempts, self.trace, incarnation, tick)
 
     def _kept(self, salt: bytes, name: bytes, chunk: int, *, states: bool) -> None:
         if self.store is not None:
