@@ -7,21 +7,27 @@ import torch
 from baton.bench import kernels as about
 from baton.bench.contract import Report, parser
 from baton.bench.kernels.cases import Cases, DenseCases, Shape, graph_seconds, measure
+from baton.bench.kernels.delta import DeltaCases, DeltaShape
 from baton.bench.kernels.latent import LatentCases, LatentShape
 from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
 from baton.bench.kernels.moe import MoeCases, MoeShape
 from baton.bench.kernels.quantized import Fp8Cases, Int4Cases
-from baton.bench.shapes import BAMBA, DENSE, LATENT, MOE
+from baton.bench.shapes import BAMBA, DENSE, GATED_DELTA, KIMI_DELTA, LATENT, MOE
 from baton.engine.kernels import kernels_for
 
-HEAD_DIM = {DENSE: Shape().head_dim, MOE: 128, BAMBA: Mamba2Shape().head_dim, LATENT: 256}
+DELTAS = {GATED_DELTA: DeltaShape(), KIMI_DELTA: DeltaShape(groups=32, of_keys=True)}
+HEAD_DIM = {
+    DENSE: Shape().head_dim,
+    MOE: 128,
+    BAMBA: Mamba2Shape().head_dim,
+    LATENT: 256,
+    **dict.fromkeys(DELTAS, DeltaShape().head_dim),
+}
 
 
 def main() -> int:
     arguments = parser(about.__doc__ or "", devices=("cuda",))
-    arguments.add_argument(
-        "--model-shape", choices=(DENSE, MOE, BAMBA, LATENT), default=DENSE, help="default: %(default)s"
-    )
+    arguments.add_argument("--model-shape", choices=HEAD_DIM, default=DENSE, help="default: %(default)s")
     arguments.add_argument(
         "--quantization",
         choices=("fp8", "int4"),
@@ -38,6 +44,11 @@ def main() -> int:
     elif args.model_shape == BAMBA:
         of_layer = Mamba2Shape(batches=(1, 64), prompts=((1, 2000),)) if short else Mamba2Shape()
         cases = Mamba2Cases(of_layer, kernels, device)
+    elif args.model_shape in DELTAS:
+        delta = DELTAS[args.model_shape]
+        cases = DeltaCases(
+            replace(delta, batches=(1, 64), prompts=((1, 2000),)) if short else delta, kernels, device
+        )
     else:
         shape = Shape(batches=(1, 64), prompts=(2000,)) if short else Shape()
         kind = {None: DenseCases, "fp8": Fp8Cases, "int4": Int4Cases}[args.quantization]

@@ -74,6 +74,22 @@ def test_every_case_of_state_layers_runs(cases: Cases) -> None:
     assert rows["kernels.mamba2.decode.b2"].value == pytest.approx(moved / 1e9)
 
 
+@pytest.mark.parametrize(("name", "groups"), [("gated_delta", 1), ("kda", 2)])
+def test_every_case_of_delta_rules_runs(cases: Cases, name: str, groups: int) -> None:
+    from baton.bench.kernels.delta import DeltaCases, DeltaShape
+
+    shape = DeltaShape(
+        heads=2, head_dim=16, state_size=16, groups=groups, of_keys=name == "kda", dtype=torch.float16,
+        batches=(2,), prompts=((2, 35),),
+    )  # fmt: skip
+    delta_cases = DeltaCases(shape, cases.kernels, cases.device)
+    rows = {row.name: row for make in delta_cases for row in bench.measure(make, one_second_each)}
+    assert rows[f"kernels.{name}.2x35.time"].value == 1e6
+    channels, steps = 32 + 32 * groups, 2 if name == "gated_delta" else 32
+    moved = 2 * 2 * (channels + steps + 2 + 32) + 2 * 2 * (2 * 3 * channels + 4 * 2 * 16 * 16)
+    assert rows[f"kernels.{name}.decode.b2"].value == pytest.approx(moved / 1e9)
+
+
 def test_every_case_of_latents_runs(cases: Cases) -> None:
     from baton.bench.kernels.latent import LatentCases, LatentShape
 

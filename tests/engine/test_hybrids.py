@@ -29,7 +29,11 @@ from tests.engine.scheduling import add, live_of, make, of_slots
 from tests.engine.test_overlap import land_one
 from tests.engine.test_tiers import TURNS, answers, corrupt
 
-KINDS = ("Bamba", "Qwen3Next", "KimiLinear", "Lfm2")
+KINDS = (
+    "Bamba",
+    "KimiLinear",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("Qwen3Next", "Qwen3_5Text", "Lfm2")),
+)
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 70)]
 
