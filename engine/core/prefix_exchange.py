@@ -136,20 +136,33 @@ class PrefixExchange:
 
     def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:
         """Copies what the tiers below have of these chunks to the pool, as far as `pin` may take it, and then
-        calls `then`. False: they have nothing that the pool lacks, or there is no room. Of a model with
-        states only what the pool has is served."""
-        if self._cache.copies is not None:
-            return False
+        calls `then`. If the model has states, also those at the end of what it copies. False: they have
+        nothing that the pool lacks, or there is no room."""
+        copies, states = self._cache.copies, None
+        if copies is not None:
+            chunks = self._with_states(chunks, first_chunk)
         names = self._cache.blocks_of(chunks, first_chunk)[: self._may_pin]
         cached = [block for name in names for block in self._pool.lookup([name])]
         wanted = [name for name in names if not self._pool.lookup([name])]
-        if not wanted or len(wanted) + self._pool.unreferenced(cached) > self._spare_blocks():
+        lacks_states = copies is not None and bool(chunks) and chunks[-1] not in copies
+        if not (wanted or lacks_states) or (
+            len(wanted) + self._pool.unreferenced(cached) > self._spare_blocks()
+        ):
             return False
+        if copies is not None and lacks_states:
+            if (slot := copies.allocate()) is None:
+                return False
+            states = chunks[-1], slot
         self._pool.share(cached)
         blocks = self._pool.allocate(len(wanted))
 
         def ended(whole: bool) -> None:
             self._brought -= 1
+            if copies is not None and states is not None:
+                if whole:
+                    copies.publish(*states)
+                else:
+                    copies.release(states[1])
             if whole:
                 for name, block in zip(wanted, blocks, strict=True):
                     self._cache.restore(name, block)
@@ -157,8 +170,19 @@ class PrefixExchange:
             then()
 
         self._brought += 1
-        self._cache.load(list(zip(wanted, blocks, strict=True)), ended)
+        self._cache.load(list(zip(wanted, blocks, strict=True)), ended, states)
         return True
+
+    def _with_states(self, chunks: Sequence[bytes], first_chunk: int) -> Sequence[bytes]:
+        """The longest beginning that may be pinned of which the tiers have all blocks, and the states at its
+        end. Empty: there is none."""
+        first = first_chunk * CHUNK_TOKENS // self._block_size
+        for count in range(len(chunks), 0, -1):
+            if self._cache.usable(chunks[count - 1 : count]):
+                last = -(-(first_chunk + count) * CHUNK_TOKENS // self._block_size)
+                if len(self._cache.blocks_of(chunks[:count], first_chunk)) == last - first <= self._may_pin:
+                    return chunks[:count]
+        return ()
 
     @property
     def _may_pin(self) -> int:

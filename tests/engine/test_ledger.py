@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from baton.engine import Engine, EngineRequest, SamplingParams, SpeculativeConfig
+from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig
 from baton.engine.core import state_copies
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.execution import memory_sizing
+from baton.worker.engine_process.offload import offload_pumps
 from baton.worker.engine_process.paged_kv import kv_layout
 from tests import ledger
 from tests.engine.checkpoints import load
@@ -27,6 +29,7 @@ from tests.ledger import model_of, register
 
 register()
 pytestmark = ON_CPU
+CONFIG = EngineConfig("tiny")
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
@@ -83,6 +86,52 @@ def test_evicted_and_found_again(
     [stats] = engine.stats().offload
     assert stats.loaded_tokens
     assert all(of.stats.saved for of in engine.offload)
+
+
+def test_a_prefix_is_brought_for_another_worker(
+    path: Path, tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has its blocks and the states at its end. The device has evicted both."""
+    monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 64)
+    monkeypatch.setattr(memory_sizing, "_num_copies", lambda *_: 2)
+    caching: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 64, "num_blocks": 9}
+    engine = tiny_engine(model=str(path), max_num_seqs=1, host_cache_size=1 << 25, **caching)
+    prompt, [pump_blocks, pump_states] = [3 + i % 190 for i in range(150)], offload_pumps(engine, CONFIG)
+    exchange, other = engine.prefix_exchange, tiny_engine(model=str(path), **caching).prefix_exchange
+    assert exchange is not None
+    assert other is not None
+    missing = other.missing(request_of(0, prompt), 99)
+    assert missing is not None
+
+    def pump() -> None:
+        for each in (pump_blocks, pump_states) * 20:
+            each.pump()
+
+    tokens_of(engine, [request_of(0, prompt, max_tokens=1)])
+    lease = exchange.lend_states(missing.chunks[1])
+    assert lease is not None
+    [ledgers] = planes(engine)["ledger"]
+    kept = ledgers[:, lease.slot].clone()
+    lease.end()
+    pump()
+    for i in range(1, 6):
+        engine.add(request_of(i, [i, *prompt], max_tokens=2, ignore_eos=True))
+        while engine.loop.has_work:
+            engine.loop.step()
+            pump()
+    assert exchange.pin_prefix(missing.chunks, 0) is None
+    brought: list[Any] = []
+    assert exchange.bring(missing.chunks, 0, lambda: brought.append(exchange.pin_prefix(missing.chunks, 0)))
+    pump()
+    [pin] = brought
+    assert pin is not None
+    assert pin.num_chunks == len(missing.chunks) == 2
+    assert torch.equal(ledgers[:, pin.states.slot], kept)
+    assert not exchange.bring(missing.chunks, 0, brought.clear)
+    pin.end()
+    for each in (pump_blocks, pump_states):
+        each.close()
+    engine.assert_whole()
 
 
 @pytest.mark.usefixtures("copies_every_8")
