@@ -33,6 +33,7 @@ KINDS = {
     GATEWAY: "tests",
     "tests.decode_worker.engine_process": "roles",
     "tests.ledger_engine": "roles",
+    "tests.worker.eager_engine": "roles",
     "tests.worker.patient_engine": "roles",
     "tests.worker_process": "roles",
     "tests.vllm_worker.vllm_server": "roles",

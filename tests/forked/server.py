@@ -49,6 +49,7 @@ _PRELOADED: dict[str, tuple[str, ...]] = {
         "tests.decode_worker.engine_process",
         "tests.ledger",
         "tests.ledger_engine",
+        "tests.worker.eager_engine",
         "tests.worker.patient_engine",
         "tests.worker_process",
         "baton.worker.engine_process.offload",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from baton.kv_transfer.shared_store.client import ClientProcess
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
     WorkerStream,
@@ -35,10 +36,6 @@ ENGINE = {"load_format": "dummy", "num_blocks": 80, "block_size": 16, "enable_pr
 ROOMY = {"num_blocks": 400}
 """Of an engine, so that nothing is evicted before it is written."""
 
-COSTLY = 1 << 15
-"""Intermediate size of a model whose prompts take a quarter of a second. To read one takes a tenth of that,
-so it pays on a busy machine, too."""
-
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]:
@@ -48,7 +45,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]
 
 
 @contextmanager
-def worker(model: Path, directory: Path, store: Mooncake | None, **settings: Any) -> Iterator[WorkerProcess]:
+def worker(model: Path, directory: Path, store: Mooncake | None, **given: Any) -> Iterator[WorkerProcess]:
+    settings: dict[str, Any] = {"engine_module": "tests.worker.eager_engine"} | given
     engine = ENGINE | settings.pop("engine", {})
     url = None if store is None else store.url
     started = start_worker("prefill", model, directory, engine=engine, kv_store=url, **settings)
@@ -78,13 +76,15 @@ def keys(store: Mooncake) -> list[str]:
         return found.read().decode().split()
 
 
-async def warm(stream: WorkerStream) -> None:
-    """The first prompt of a worker tells it what computing and an answer of the store take."""
-    await generate(stream, [7] * 300)
+async def measured(stream: WorkerStream) -> None:
+    """Until the worker knows how fast the store is: no prompt waits for it before."""
+    async with asyncio.timeout(WITHIN):
+        while not (await stream.stub.GetStatus(pb.StatusRequest())).store_tokens_per_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def test_a_restarted_worker_finds_its_kv_in_the_store(store: Mooncake, tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model", COSTLY)
+    model = tiny_model(tmp_path / "model")
     asked = prompts(2, 460)
     with worker(model, tmp_path / "1", store) as first:
         async with attached(first) as stream:
@@ -93,7 +93,7 @@ async def test_a_restarted_worker_finds_its_kv_in_the_store(store: Mooncake, tmp
         assert await asyncio.to_thread(first.stop) == 0, "it writes all before it ends"
     with worker(model, tmp_path / "2", store, engine={"block_size": 128}) as second:
         async with attached(second) as stream:
-            await warm(stream)
+            await measured(stream)
             for prompt, tokens in zip(asked, expected, strict=True):
                 found = await generate(stream, prompt)
                 assert found == (tokens, 448), "in its own blocks, and half of the next one"
@@ -112,7 +112,7 @@ async def answers(stream: WorkerStream, count: int) -> list[list[int]]:
 @pytest.fixture
 async def expected(tmp_path: Path, store: Mooncake) -> AsyncIterator[list[list[int]]]:
     """What a worker without a store answers."""
-    with worker(tiny_model(tmp_path / "model", COSTLY), tmp_path / "alone", None) as alone:
+    with worker(tiny_model(tmp_path / "model"), tmp_path / "alone", None) as alone:
         async with attached(alone) as stream:
             yield await answers(stream, 12)
 
@@ -137,7 +137,7 @@ async def test_a_worker_with_another_secret_finds_nothing(
             assert await generate(stream, prompts(1)[0]) == (expected[0], 0)
     with worker(model, tmp_path / "3", store) as third:
         async with attached(third) as stream:
-            await warm(stream)
+            await measured(stream)
             assert await generate(stream, prompts(1)[0]) == (expected[0], 384)
 
 
@@ -167,7 +167,7 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
             store = stack.enter_context(mooncake(tmp_path, port=store.port))
         with worker(model, tmp_path / "2", store) as second:
             async with attached(second) as stream:
-                await warm(stream)
+                await measured(stream)
                 found = [await generate(stream, prompt) for prompt in prompts(12)]
         assert [tokens for tokens, _ in found] == expected
         if victim == "store process":
@@ -183,7 +183,7 @@ async def test_other_ranks_and_models_with_states_find_their_kv(
     store: Mooncake, tmp_path: Path, kind: str, ranks: tuple[int, int]
 ) -> None:
     model = tmp_path / "model"
-    save_tiny(model, kind, max_position_embeddings=4096, intermediate_size=COSTLY // 4)
+    save_tiny(model, kind, max_position_embeddings=4096)
     kinds = {"load_format": "auto", "num_blocks": 200, "block_size": 64}
     settings: list[Any] = [{"engine": kinds | {"tensor_parallel_size": count}} for count in ranks]
     prompt = random.Random(1).choices(range(3, 199), k=700)
@@ -194,7 +194,7 @@ async def test_other_ranks_and_models_with_states_find_their_kv(
         assert await asyncio.to_thread(first.stop) == 0, "it writes all before it ends"
     with worker(model, tmp_path / "2", store, **settings[1]) as second:
         async with attached(second) as stream:
-            await warm(stream)
+            await measured(stream)
             assert await generate(stream, prompt) == (expected, 640)
         await assert_whole(second)
 
@@ -213,10 +213,11 @@ async def test_a_store_that_comes_back_is_used_again(
             with mooncake(tmp_path, port=store.port) as again:
                 opened = first.log.read_text().count(" is open")
                 until(lambda: first.log.read_text().count(" is open") > opened, "the new store")
+                await measured(stream)  # the engine knows that it is another store
                 assert await asyncio.to_thread(first.stop) == 0, "it writes again what its cache has"
                 with worker(model, tmp_path / "2", again) as second:
                     async with attached(second) as other:
-                        await warm(other)
+                        await measured(other)
                         for number in (5, 6):
                             assert await generate(other, prompts(12)[number]) == (expected[number], 384)
 
@@ -225,7 +226,8 @@ async def test_a_store_that_comes_back_is_used_again(
 async def test_a_stopped_master_holds_up_no_prompt(
     store: Mooncake, tmp_path: Path, expected: list[list[int]]
 ) -> None:
-    with worker(tmp_path / "model", tmp_path / "1", store) as first:
+    limits = {"engine_module": "baton.cluster.engine_process"}
+    with worker(tmp_path / "model", tmp_path / "1", store, **limits) as first:
         async with attached(first) as stream:
             await generate(stream, prompts(12)[0])
             store.master.send_signal(signal.SIGSTOP)
@@ -266,7 +268,7 @@ async def test_garbage_in_the_store_is_never_used_and_written_again(
     assert b"damaged 72" in done.stdout, done.stderr.decode()
     with worker(model, tmp_path / "2", store, engine=ROOMY) as second:
         async with attached(second) as stream:
-            await warm(stream)
+            await measured(stream)
             assert [await generate(stream, prompt) for prompt in prompts(12)] == [
                 (tokens, 0) for tokens in expected
             ]
@@ -275,7 +277,7 @@ async def test_garbage_in_the_store_is_never_used_and_written_again(
         assert await asyncio.to_thread(second.stop) == 0
     with worker(model, tmp_path / "3", store, engine=ROOMY) as third:
         async with attached(third) as stream:
-            await warm(stream)
+            await measured(stream)
             found = [await generate(stream, prompt) for prompt in prompts(12)]
         assert found == [(tokens, 384) for tokens in expected], "wrong objects kept the right ones out"
 
