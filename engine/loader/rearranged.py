@@ -120,7 +120,11 @@ class Rearranged(Checkpoint):
         """Tensors with these rows of a stored one, which has no others. Scales may be those of blocks, or one
         of all rows."""
         shape, count = self._files.shape(stored), sum(map(len, rows.values()))
-        read, scales = partial(self._files.read, stored), stored.endswith(SCALES)
+        scales = stored.endswith(SCALES)
+
+        def read(parts: Sequence[Shard]) -> Tensor:
+            return self._files.read(stored, parts)
+
         if scales and math.prod(shape) == 1:
             yield from ((name, Piece(stored, shape, read)) for name in rows)
             return

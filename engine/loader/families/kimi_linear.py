@@ -52,10 +52,10 @@ class KimiLinearCheckpoint(Rearranged):
     }
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
-        if not name.endswith(".A_log"):
-            yield name, Piece(stored, self._files.shape(stored), partial(self._files.read, stored))
-            return
         shape = self._files.shape(stored)
+        if not name.endswith(".A_log"):
+            yield name, Piece(stored, shape, lambda parts: self._files.read(stored, parts))
+            return
 
         def read(parts: Sequence[Shard]) -> Tensor:
             return self._files.read(stored, [unsharded(size) for size in shape]).flatten()[parts[0].indices]
