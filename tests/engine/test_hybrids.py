@@ -242,7 +242,7 @@ def test_states_live_on_below_the_device(
     request: pytest.FixtureRequest,
 ) -> None:
     """Requests begin with states that the device has evicted, and give the tokens that they give alone. What
-    one tier has of one kind is damaged, and so is what the other tier has of the other kind."""
+    one tier has of one kind is damaged, and so is what the other tier has of the other kinds."""
     breaks = (tier == "host") == (request.node.callspec.params["path"] == KINDS[0])
     loads = list[tuple[bool, int]]()
     load = OffloadTier.load

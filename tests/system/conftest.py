@@ -20,7 +20,7 @@ from tests.forked import forking
 from tests.otlp import Receiver
 
 from .machine import Machine
-from .recovery import FLAGS, LONG, SHORT, Broken
+from .recovery import FLAGS, LONG, PATIENT, SHORT, Broken
 from .serve import Serve
 
 GOLDENS = Path(__file__).with_name("goldens.json")
@@ -109,7 +109,7 @@ def broken(
     with LocalCluster(
         tmp_path_factory.mktemp("broken"),
         worker_flags=[*FLAGS, *watched, *shallow_model],
-        router_flags=["--no-overflow", "--no-split-prompts", *watched],
+        router_flags=["--no-overflow", "--no-split-prompts", *PATIENT, *watched],
     ) as cluster:
         yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))
 

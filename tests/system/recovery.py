@@ -17,6 +17,8 @@ UNHURRIED = (
 )  # fmt: skip
 """However slow the machine is, no process counts as dead. A prefill that leaks is held for longer than tests
 wait for whole pools."""
+PATIENT = ("--max-wait", "600")
+"""Of a router: on a slow machine prompts seem to wait for a minute."""
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
     "--max-num-batched-tokens", "64", "--drain-timeout", "1", *UNHURRIED,

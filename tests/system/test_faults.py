@@ -34,7 +34,7 @@ from baton.kv_transfer import TransferDeadlines
 from tests.within import WITHIN
 
 from .machine import Machine, until
-from .recovery import MIXED
+from .recovery import MIXED, PATIENT
 from .serve import Serve
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -149,6 +149,7 @@ def cluster(shallow_model_path: Path) -> Iterator[Cluster]:
         machine, "--model", str(shallow_model_path), "--decode-tensor-parallel-size", str(RANKS),
         "--num-threads", "1", "--num-blocks", "600", "--max-num-batched-tokens", "64",
         "--router-processes", "2", "--admin-port", str(admin), "--engine-timeout", "20",
+        *PATIENT,
     )  # fmt: skip
     try:
         serve.until_ready()

@@ -13,7 +13,7 @@ from baton.bench.harness.streams import Case, Stream, cases, expected, new_sessi
 from baton.bench.harness.workers import metric
 from tests.within import WITHIN
 
-from .recovery import UNHURRIED, Broken, each_has
+from .recovery import PATIENT, UNHURRIED, Broken, each_has
 
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
@@ -41,6 +41,7 @@ def cluster(
     with LocalCluster(
         tmp_path_factory.mktemp("split"), prefill=2, decode=1,
         worker_flags=[*FLAGS, *shallow_model, "--kv-connector", request.param],
+        router_flags=PATIENT,
     ) as started:  # fmt: skip
         yield started
 
