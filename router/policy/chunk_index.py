@@ -293,10 +293,10 @@ class ChunkIndex:
 
     def offloaded(self, row: int, chunks: Iterable[int]) -> Counter[Tier]:
         """How many of these chunks the worker reported in each tier below the device."""
-        found: Counter[Tier] = Counter()
-        if self.has_offloaded:
-            found.update(held.tier(row) for held in map(self._of, chunks))
-            del found[Tier.DEVICE]
+        if not self.has_offloaded:
+            return Counter()
+        found = Counter(held.tier(row) for held in map(self._of, chunks))
+        del found[Tier.DEVICE]
         return found
 
     def only_stored(self, row: int, chunks: Iterable[int]) -> int:
@@ -321,7 +321,7 @@ class ChunkIndex:
 
     def slowest_tier(self, row: int, chunks: Iterable[int]) -> Tier:
         """The slowest tier with a part of these chunks, which the worker reported."""
-        return max(self.offloaded(row, chunks), default=Tier.DEVICE)
+        return max(self.offloaded(row, chunks), default=Tier.DEVICE) if self.has_offloaded else Tier.DEVICE
 
     def _rows_with(self, chunks: Sequence[int]) -> list[tuple[int, int, bool]]:
         """Returns the workers that have or expect each chunk, and whether the store has it.

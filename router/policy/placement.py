@@ -146,7 +146,7 @@ class Offer:
         """Those of the worker if it decodes so many requests with so many positions and these costs."""
         model, gap = self.model, self.gap
         if not decodes or not gap:
-            return _Steps(0.0, 0.0, 1.0, 1.0)
+            return _Steps(0.0, 0.0, 1.0, 1.0, 1.0)
         step = model.decode(decodes, context)
         long = long_seconds(step, model.decode_seconds[0], gap, gap_cost)
         # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
@@ -157,7 +157,7 @@ class Offer:
             tokens *= spare / (spare + tokens * self.position * model.pair_seconds)
         # A long step has time for prompts, whatever a worker reports.
         prompts = max(tokens * self._token, long / 16)
-        return _Steps(step, max(step, self._short), long, prompts)
+        return _Steps(step, max(step, self._short), long, prompts, long / prompts)
 
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
@@ -238,17 +238,14 @@ class _Steps:
         base: the same, but at least a short step.
         long: one with as many prompts as may be.
         prompts: what these would take in large steps of prompts alone.
+        stretch: how many times as long prompts take as alone.
     """
 
     step: float
     base: float
     long: float
     prompts: float
-
-    @property
-    def stretch(self) -> float:
-        """How many times as long prompts take as alone."""
-        return self.long / self.prompts
+    stretch: float
 
 
 def gap_cost(fleet: Fleet, status: pb.WorkerStatus, answer: int) -> float:
