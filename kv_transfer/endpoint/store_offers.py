@@ -14,7 +14,7 @@ OFFERS = 1 << 14
 SHARE = 0.01
 """Of the time in which requests run, how long the engine's thread may gather chunks to write."""
 PAUSE = 10.0
-"""Seconds without writes after one has failed: the store is full, for example."""
+"""Seconds without writes after one has failed: the store is full, for example. Then it is tried again."""
 
 
 class Lent(NamedTuple):
@@ -57,7 +57,7 @@ class StoreOffers:
     @property
     def due(self) -> bool:
         """Whether `turn` must be called soon, also if nothing comes from the store process."""
-        return bool(self._lacking)
+        return bool(self._lacking) and time.monotonic() >= self._paused_until
 
     @property
     def writes(self) -> bool:
@@ -134,6 +134,7 @@ class StoreOffers:
             else:
                 self.refused += 1
                 self._paused_until = time.monotonic() + PAUSE
+                self.offer(name, chunk)
 
         self._orders.copy(event, gathered)
         if busy:

@@ -607,8 +607,8 @@ def test_a_store_process_that_ends_while_it_writes_causes_no_pause(
     writer.until(began.is_set, "a write")
     another = DictStore()
     writer.start_process(another)
-    writer.offer(NAMES[:4])
-    assert len(another.objects) == 4
+    writer.offer(NAMES[1:4])
+    assert len(another.objects) == 4, "also what was being written"
     may_write.set()
 
 
@@ -618,8 +618,9 @@ def test_a_full_store_is_left_alone_for_a_while(two: tuple[DictStore, Worker, Wo
     writer.offer(NAMES)
     assert 1 <= len(store.puts) <= writer.units.count // 2, "those under way"
     writer.until(lambda: not writer.store._orders._orders, "answers")
+    assert not writer.store.copies, "nothing is due"
     store.full = False
     writer.store.offers._paused_until = 0.0
     writer.until(lambda: not writer.store.offers.writes, "the rest")
-    assert reader.fetched(NAMES[-2:]) == 2
+    assert reader.fetched(NAMES) == len(NAMES), "also what was refused"
     assert writer.store.offers.refused >= 1
