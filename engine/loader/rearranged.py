@@ -137,6 +137,19 @@ class Rearranged(Checkpoint):
             of_own = partial(read_rows, read, own // block, shape[0])
             yield name, Piece(stored, (len(own), *shape[1:]), of_own)
 
+    def _fused_experts(
+        self, name: str, stored: str, *, transposed: bool = False
+    ) -> Iterator[tuple[str, Piece]] | None:
+        """The tensors of the experts in one that has them all. None: the name is that of another tensor."""
+        fused = FUSED_EXPERTS.fullmatch(name)
+        if fused is None:
+            return None
+        names = [f"{fused[1]}.{{}}.{part}_proj.weight" for part in projections(fused[2])]
+        shape = self._files.shape(stored)
+        if transposed:
+            shape = *shape[:1], *reversed(shape[1:])
+        return self._by_expert(stored, shape, names, partial(self._read_expert, transposed=transposed))
+
     def _by_expert(
         self,
         stored: str,

@@ -166,7 +166,7 @@ class Offer:
             return 0.0
         count = alone / now.prompts
         longer = now.step + (now.long - now.step) * min(1.0, count) - now.base
-        return self.decodes * max(1.0, count) * max(0.0, longer) * self._gap_weight / self.request.answer
+        return self.gap_cost * max(1.0, count) * max(0.0, longer)
 
     @property
     def prompt_share(self) -> float:
@@ -248,11 +248,15 @@ class _Steps:
     stretch: float
 
 
-def gap_cost(fleet: Fleet, status: pb.WorkerStatus, answer: int) -> float:
-    """What a second more in one gap of an answer with so many tokens costs at a worker, in seconds of a first
-    token. 0: not known."""
-    gap = status.gap_target_seconds
-    return (TTFT_GAPS if fleet.ttft_target is None else fleet.ttft_target / gap) / answer if gap else 0.0
+def _target(fleet: Fleet, gap: float) -> float:
+    """Seconds that users are ready to wait for a first token, where `gap` is the target of a gap."""
+    return TTFT_GAPS * gap if fleet.ttft_target is None else fleet.ttft_target
+
+
+def gap_cost(fleet: Fleet, gap: float, answer: int) -> float:
+    """What a second more in one gap of an answer with so many tokens costs, in seconds of a first token.
+    `gap`: the target of a gap. 0: not known, as the result."""
+    return _target(fleet, gap) / gap / answer if gap else 0.0
 
 
 def offer(
@@ -279,13 +283,12 @@ def offer(
     prompts = max(0, status.requests_running - status.requests_decoding)
     decodes, waiting = max(sent.own, sent.running - prompts), loads.tokens_waiting(row, fleet.now)
     decoding = status.requests_decoding
-    target = TTFT_GAPS * gap if fleet.ttft_target is None else fleet.ttft_target
-    each = status.gap_cost / decoding if decoding else gap_cost(fleet, status, request.answer)
+    each = status.gap_cost / decoding if decoding else gap_cost(fleet, gap, request.answer)
     reserved = max(0, status.blocks_free - sent.blocks_free)  # since the report
     return Offer(
         row,
         request,
-        target,
+        _target(fleet, gap),
         worker.step_model or reported_model(status, budget, speed),
         gap,
         decodes,

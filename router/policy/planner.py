@@ -72,7 +72,8 @@ def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
         return found
     gap_cost = 0.0
     if found.decode is not None:
-        gap_cost = placement.gap_cost(fleet, fleet.workers[found.decode].status, request.answer)
+        gap = fleet.workers[found.decode].status.gap_target_seconds
+        gap_cost = placement.gap_cost(fleet, gap, request.answer)
     source = prefixes.source(found.ranges[0].worker) if len(found.ranges) == 1 else None
     return found._replace(source=source, gap_cost=gap_cost)
 

@@ -50,6 +50,8 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert (beside.first, beside.within) == pytest.approx((own + 0.05 * 16 / 6, own))
     gaps = 2 * 0.1 / 0.006 * (GAP - SHORT) / (100 * GAP)
     assert beside.prompt_cost == pytest.approx(beside.first + gaps)
+    others = replace(beside, gap_cost=beside.gap_cost / 2)
+    assert others.prompt_cost == pytest.approx(beside.first + 0.5 * gaps), "what their own gaps cost"
     hasty = replace(beside, target=0.5, gap_cost=beside.gap_cost / 2)
     assert hasty.prompt_cost == pytest.approx(beside.first + 0.5 * gaps)
     long = offer(1000, model=FIXED, decodes=2, answer=10**6)

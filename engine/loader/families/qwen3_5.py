@@ -15,7 +15,7 @@ from baton.engine.loader.experts_config import qwen3_next_experts
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.rearrangements import Qwen3NextCheckpoint
 from baton.engine.loader.hybrid_config import gated_delta_config
-from baton.engine.loader.rearranged import FUSED_EXPERTS, Piece, projections
+from baton.engine.loader.rearranged import Piece
 from baton.engine.loader.settings import Settings
 from baton.engine.models.hybrids import Qwen3Next
 
@@ -38,12 +38,7 @@ class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
         return {"in_proj_q": queries, "in_proj_k": of_keys, "in_proj_v": values}
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
-        fused = FUSED_EXPERTS.fullmatch(name)
-        if fused is None:
-            yield from super()._split(name, stored)
-            return
-        names = [f"{fused[1]}.{{}}.{part}_proj.weight" for part in projections(fused[2])]
-        yield from self._by_expert(stored, self._files.shape(stored), names, self._read_expert)
+        yield from self._fused_experts(name, stored) or super()._split(name, stored)
 
 
 def with_experts(given: Settings) -> Mapping[str, Any]:

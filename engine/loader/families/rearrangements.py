@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from baton.engine.loader.rearranged import (
     FP8_FORMS,
-    FUSED_EXPERTS,
     Piece,
     Rearranged,
     in_heads,
@@ -54,13 +52,7 @@ class Llama4Checkpoint(Rearranged):
     interleaved = True
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
-        fused = FUSED_EXPERTS.fullmatch(name)
-        if fused is None:
-            yield from super()._split(name, stored)
-            return
-        names = [f"{fused[1]}.{{}}.{part}_proj.weight" for part in projections(fused[2])]
-        shape, read = self._files.shape(stored), partial(self._read_expert, transposed=True)
-        yield from self._by_expert(stored, (*shape[:1], *reversed(shape[1:])), names, read)
+        yield from self._fused_experts(name, stored, transposed=True) or super()._split(name, stored)
 
 
 class HybridCheckpoint(Rearranged):
