@@ -15,7 +15,7 @@ def qwen3_experts(settings: Settings) -> ExpertsConfig:
     step = settings.integer("decoder_sparse_step", 1)
     layers = [i for i in range(step - 1, settings.integer("num_hidden_layers"), step) if i not in dense]
     scoring = Scoring.NORMALIZED_SOFTMAX if settings.get("norm_topk_prob") else Scoring.SOFTMAX
-    return _experts(settings, layers, scoring, count=count, size="moe_intermediate_size")
+    return experts_config(settings, layers, scoring, count=count, size="moe_intermediate_size")
 
 
 def qwen3_next_experts(settings: Settings) -> ExpertsConfig:
@@ -30,22 +30,26 @@ def llama4_experts(settings: Settings) -> ExpertsConfig:
     if settings.get("moe_layers") is not None:
         layers = settings.integers("moe_layers")
     shared = settings.integer("intermediate_size")
-    return _experts(settings, layers, Scoring.SIGMOID_ON_INPUT, shared_intermediate_size=shared)
+    return experts_config(settings, layers, Scoring.SIGMOID_ON_INPUT, shared_intermediate_size=shared)
 
 
 def gpt_oss_experts(settings: Settings) -> ExpertsConfig:
     activation = ClampedSwiGLU(settings.number("swiglu_alpha", 1.702), settings.number("swiglu_limit", 7.0))
-    return _experts(settings, range(settings.integer("num_hidden_layers")), activation=activation, bias=True)
+    return experts_config(
+        settings, range(settings.integer("num_hidden_layers")), activation=activation, bias=True
+    )
 
 
 def granite_experts(settings: Settings) -> ExpertsConfig | None:
     if settings.get("num_local_experts") == 0:
         return None
     shared = settings.integer("shared_intermediate_size")
-    return _experts(settings, range(settings.integer("num_hidden_layers")), shared_intermediate_size=shared)
+    return experts_config(
+        settings, range(settings.integer("num_hidden_layers")), shared_intermediate_size=shared
+    )
 
 
-def _experts(
+def experts_config(
     settings: Settings, layers: Sequence[int], scoring: Scoring = Scoring.NORMALIZED_SOFTMAX,
     *, count: str = "num_local_experts", size: str = "intermediate_size", **more: Any,
 ) -> ExpertsConfig:  # fmt: skip

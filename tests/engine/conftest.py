@@ -340,6 +340,12 @@ TINY_LFM2: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+TINY_MINIMAX_M2: dict[str, Any] = {
+    **{name: value for name, value in TINY_EXPERTS.items() if not name.startswith("moe_")},
+    "intermediate_size": 24,
+    "head_dim": 32,
+    "rotary_dim": 16,
+}
 TINY_OF_KIND = {
     "DeepseekV2": TINY_LATENT | {"q_lora_rank": None},
     "DeepseekV3": TINY_LATENT,
@@ -354,6 +360,7 @@ TINY_OF_KIND = {
     "Qwen3_5Moe": TINY_QWEN3_5_MOE,
     "KimiLinear": TINY_KIMI,
     "Lfm2": TINY_LFM2,
+    "MiniMaxM2": TINY_MINIMAX_M2,
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,
 }

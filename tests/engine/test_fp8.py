@@ -37,10 +37,21 @@ HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 """Of Qwen3-Next and Qwen3.5. A block has rows of a query and of its gate."""
+MINIMAX = {
+    **{name: size for name, size in RANKED.items() if not name.startswith("moe_")},
+    "intermediate_size": 256, "head_dim": 64, "rotary_dim": 32,
+}  # fmt: skip
 KIMI = LATENT | {"layer_types": HYBRID["layer_types"], "linear_num_heads": 16, "linear_head_dim": 32}
 IN_PROJECTIONS = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 """What is plain beside these: the projections of two numbers of each head."""
-PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight", *IN_PROJECTIONS)
+PROJECTIONS = (
+    "_proj.weight",
+    "_proj_with_mqa.weight",
+    *IN_PROJECTIONS,
+    ".w1.weight",
+    ".w2.weight",
+    ".w3.weight",
+)
 Scales = Callable[[Tensor], Tensor]
 
 
@@ -197,21 +208,22 @@ def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
         ("Qwen3_5Text", "compressed-channel"),
         ("Qwen3_5Text", "static"),
         ("KimiLinear", "blocks"),
+        ("MiniMaxM2", "blocks"),
     ],
 )
-def test_tokens_of_hybrids_are_those_of_the_dequantized_model(
+def test_tokens_of_families_are_those_of_the_dequantized_model(
     model: str, kind: str, tmp_path: Path, ranks: Callable[..., Engine], prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """On one rank and on two. On a GPU the matrices that are plain are products of their own."""
-    sizes = KIMI if model == "KimiLinear" else HYBRID
+    sizes = {"KimiLinear": KIMI, "MiniMaxM2": MINIMAX}.get(model, HYBRID)
     reference = save_quantized(tmp_path, kind, model, **sizes)
     check_model(EngineConfig(str(tmp_path)))
     for size in (1, 2):
         assert_greedy(reference, prompts, tokens(ranks(tmp_path, size), prompts))
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     engine = engine_of(tmp_path)
-    assert isinstance(engine._runner.model.layers[0].mixer.input, PartlyQuantized) == (model != "KimiLinear")
+    assert isinstance(engine._runner.model.layers[0].mixer.input, PartlyQuantized) == model.startswith("Qwen")
     assert all(len(answer) == 10 for answer in tokens(engine, prompts))
 
 

@@ -83,6 +83,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3_5Text", {"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints of Qwen3_5For"),
     ("KimiLinear", {"mla_use_nope": False}, "mla_use_nope False of KimiLinearForCausalLM is not supported"),
     ("Lfm2", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints of Lfm2ForCausalLM"),
+    ("MiniMaxM2", {"scoring_func": "softmax"}, "scoring_func 'softmax' of MiniMaxM2ForCausalLM is not"),
+    ("MiniMaxM2", {"attn_type_list": [0, 1, 1]}, r"attn_type_list \[0, 1, 1\] of MiniMaxM2"),
+    ("MiniMaxM2", {"rotary_dim": 40, "rope_parameters": None}, "partial_rotary_factor must be above 0 and"),
     ("Lfm2", {"conv_L_cache": 4}, r"conv\.conv\.weight is \[64, 1, 3\], .* be \[64, 1, 4\]"),
     ("KimiLinear", {"linear_num_heads": 3}, r"self_attn\.\w+\.weight is \["),
     ("GraniteMoeHybrid", {"num_local_experts": 9}, r"mlp\.gate\.weight is \[8, 64\], by the model"),
@@ -115,7 +118,8 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    "kind", ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3", "DeepseekV3", "KimiLinear", "Lfm2"]
+    "kind",
+    ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3", "DeepseekV3", "KimiLinear", "Lfm2", "MiniMaxM2"],
 )
 def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(kind: str, tiny_of: TinyOf) -> None:
     config = config_of(tiny_of(kind))

@@ -271,7 +271,19 @@ def test_a_model_is_checked_without_reading_a_weight(
 
 
 @pytest.mark.parametrize(
-    "kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Llama4", "GptOss", "DeepseekV3", "Qwen3_5", "KimiLinear"]
+    "kind",
+    [
+        "Llama",
+        "Qwen2",
+        "Qwen3",
+        "Qwen3Moe",
+        "Llama4",
+        "GptOss",
+        "DeepseekV3",
+        "Qwen3_5",
+        "KimiLinear",
+        "MiniMaxM2",
+    ],
 )
 def test_a_whole_model_passes_its_check(kind: str, tiny_of: TinyOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HFCheckpoint, "read", None)

@@ -193,6 +193,7 @@ def test_the_parser_follows_from_the_chat_template():
         "deepseek_v3": "{% if not thinking is defined %}<｜Assistant｜><think></think>",
         "kimi_k2": "<|im_middle|>{{ '<think></think>' }}",
         "glm45": "<think></think><arg_key>",
+        "qwen3": "]~b]ai\n<think>\n<minimax:tool_call>",
     }.items():
         assert reasoning_of(marks) == way
 

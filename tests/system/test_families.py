@@ -29,6 +29,7 @@ FAMILIES = (
     "Qwen3_5",
     "Qwen3_5Moe",
     "Lfm2",
+    "MiniMaxM2",
 )
 LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear"
 

@@ -17,7 +17,7 @@ from baton.engine.loader.experts_config import (
     qwen3_experts,
     qwen3_next_experts,
 )
-from baton.engine.loader.families import kimi_linear, lfm2, qwen3_5
+from baton.engine.loader.families import kimi_linear, lfm2, minimax_m2, qwen3_5
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.rearrangements import (
     Gemma3Checkpoint,
@@ -100,6 +100,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": qwen3_5.MOE,  # its text model
     "KimiLinearForCausalLM": kimi_linear.FAMILY,
     "Lfm2ForCausalLM": lfm2.FAMILY,
+    "MiniMaxM2ForCausalLM": minimax_m2.FAMILY,
 }
 
 

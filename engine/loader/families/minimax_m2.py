@@ -1,0 +1,73 @@
+"""MiniMax-M2: a norm of all query and of all key heads, rotary positions on a part of each head, and experts
+in each layer."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from baton.engine.loader.experts_config import experts_config
+from baton.engine.loader.families.family import Family
+from baton.engine.loader.rearranged import FP8_FORMS, Rearranged, in_heads
+from baton.engine.loader.settings import Settings
+from baton.engine.model_config import ExpertsConfig, Scoring
+from baton.engine.models.llama import Llama, Olmo2Attention
+
+
+class MiniMaxM2(Llama):
+    attention = Olmo2Attention
+
+
+class MiniMaxM2Checkpoint(Rearranged):
+    quantized: ClassVar[Collection[str]] = FP8_FORMS
+    renamed: ClassVar[Mapping[str, str]] = {
+        ".block_sparse_moe.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w3.": ".up_proj.",
+        ".w2.": ".down_proj.",
+    }
+
+    def _rows(self, kind: str) -> Mapping[str, Tensor]:
+        heads = {"q_norm": self.config.num_heads, "k_norm": self.config.num_kv_heads}
+        if kind not in heads:
+            return super()._rows(kind)
+        return {kind: in_heads(torch.arange(heads[kind] * self.config.head_dim), self._order)}
+
+
+def in_words_of_others(given: Settings) -> Mapping[str, Any]:
+    found = {"head_dim": 128, "rope_theta": 5e6, **given.values}
+    if given.get("rotary_dim") is not None:
+        found["partial_rotary_factor"] = given.integer("rotary_dim") / given.integer("head_dim", 128)
+    return found
+
+
+def experts(settings: Settings) -> ExpertsConfig:
+    return experts_config(settings, range(settings.integer("num_hidden_layers")), Scoring.NORMALIZED_SIGMOID)
+
+
+def not_supported(settings: Settings) -> Iterator[str]:
+    supported = {
+        "attn_type_list": None,
+        "qk_norm_type": ("per_layer",),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0,),
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+    }
+    for name, values in supported.items():
+        value = settings.get(name)
+        of_attention = isinstance(value, list) and all(each == 1 for each in value)
+        if value is not None and not (of_attention if values is None else value in values):
+            yield f"{name} {value!r} of {settings.architecture}"
+
+
+FAMILY = Family(
+    model=MiniMaxM2,
+    checkpoint=MiniMaxM2Checkpoint,
+    settings=in_words_of_others,
+    rotated=1.0,
+    experts=experts,
+    not_supported=not_supported,
+)
