@@ -14,7 +14,7 @@ import numpy as np
 from baton.content import packed
 from baton.engine.api.request import EngineRequest, Logprobs
 from baton.engine.core.prefix_cache import PrefixNames
-from baton.engine.core.state_copies import CopyLease
+from baton.engine.core.state_copies import Copy, CopyLease
 from baton.engine.grammar import CompiledGrammar
 from baton.machine.leases import Leases
 
@@ -111,8 +111,12 @@ class States:
     """On the cached copy with which the next step begins. That step ends it."""
     begins_with: int | None = None
     """Slot that its next step copies to `slot` first: of `copy`, or `kept`. None: the states are there."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """Position and slot of copies that launched steps write and that have no name yet."""
+    copies: list[Copy] = field(default_factory=list)
+    """Those that launched steps write and that have no name yet."""
+    of_answer: Copy | None = None
+    """The last verified copy of an answer. It gets a name when the request ends."""
+    branch: int = 0
+    """As in `Wanted`."""
 
 
 @dataclass(slots=True, eq=False)

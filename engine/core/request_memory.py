@@ -85,7 +85,7 @@ class RequestMemory:
         new = self._pool.allocate(self.blocks_for(num_tokens) - len(hits) - len(remnant))
         live.blocks = array("i", [*hits, *remnant, *new])
         if self.states is not None:
-            self.states.take(live, len(hits))
+            self.states.take(live, len(hits), self._branch(live, len(hits)))
         live.num_cached = known
         live.num_verified = 0
         live.num_published = len(hits)
@@ -93,6 +93,13 @@ class RequestMemory:
             self._cache.used(self._names(live, self._cache).blocks[: len(hits)])
             self._cache.queries += len(live.token_ids)
             self._cache.hits += live.num_cached
+
+    def _branch(self, live: LiveRequest, hits: int) -> int:
+        """As in `Wanted`: the end of what any tier has of the request, past the `hits`."""
+        if self._cache is None or live.phase is Phase.RESERVED:
+            return 0
+        known = self._cache.known(self._usable(live, self._cache))
+        return known * self._block_size if known > hits else 0
 
     def _adopt(self, live: LiveRequest, hits: Sequence[int]) -> tuple[int, list[int]]:
         """The positions that are cached, and a remnant with the last ones of them, if there is one behind the

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from baton.engine.core.block_pool import StatePool
 from baton.engine.core.live_request import LiveRequest, Phase, States
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
-from baton.engine.core.state_copies import Save
+from baton.engine.core.state_copies import Copy, Save, Wanted
 from baton.engine.core.step_builder import Schedule
 
 
@@ -36,10 +36,10 @@ class RequestStates:
         self._copies = None if cache is None else cache.copies
         self._names_of = names_of
 
-    def take(self, live: LiveRequest, num_hits: int) -> None:
+    def take(self, live: LiveRequest, num_hits: int, branch: int) -> None:
         """Gives the request a slot. It begins with the copy behind its first `num_hits` cached blocks, if the
-        device has it."""
-        live.states = States(self._pool.allocate())
+        device has it. `branch`: as in `Wanted`."""
+        live.states = States(self._pool.allocate(), branch=branch)
         if self._copies is not None and num_hits and live.phase is not Phase.RESERVED:
             assert live.names is not None, "hits are found by names"
             if (name := live.names.blocks[num_hits - 1]) in self._copies:
@@ -76,24 +76,37 @@ class RequestStates:
         return StatesLoad((name, slot), loaded)
 
     def publish(self, live: LiveRequest, computed: int) -> None:
-        """Offers the copies among the first `computed` positions to the prefix cache."""
-        assert live.states is not None, "it has blocks"
-        while live.states.copies and live.states.copies[0][0] <= computed:
-            position, slot = live.states.copies.pop(0)
-            assert self._cache is not None
-            assert live.names is not None, "the block before the copy has a name"
-            self._cache.publish_states(live.names, position, slot)
+        """Offers the copies among the first `computed` positions to the prefix cache, or keeps the last one
+        for the end of the answer. The blocks before them are offered already."""
+        states = live.states
+        assert states is not None, "it has blocks"
+        while states.copies and states.copies[0].position <= computed:
+            copy = states.copies.pop(0)
+            if not copy.of_answer:
+                self._publish_copy(live, copy)
+                continue
+            if states.of_answer is not None:
+                assert self._copies is not None
+                self._copies.release(states.of_answer.slot)
+            states.of_answer = copy
+
+    def _publish_copy(self, live: LiveRequest, copy: Copy) -> None:
+        assert self._cache is not None
+        assert live.names is not None, "the block before the copy has a name"
+        self._cache.publish_states(live.names, copy.position, copy.slot)
 
     def free(self, live: LiveRequest) -> None:
-        """Takes back all slots of the request, if it has some."""
+        """Takes back all slots of the request, if it has some. The cache gets the last copy of its answer."""
         if (states := live.states) is None:
             return
         self.forget_restore(live)
         self.choose(live, newest=True)
         self._pool.release(states.slot)
-        for _, slot in states.copies:
+        for copy in states.copies:
             assert self._copies is not None
-            self._copies.release(slot)
+            self._copies.release(copy.slot)
+        if states.of_answer is not None:
+            self._publish_copy(live, states.of_answer)
         live.states = None
 
     # States of drafts
@@ -120,7 +133,7 @@ class RequestStates:
         """Drafts behind a chunk, so that no copy of the states is taken after one of them."""
         if self._copies is None:
             return len(live.token_ids)
-        return self._copies.next_position(live.num_cached, chunk.start, len(live.token_ids)) - chunk.stop - 1
+        return self._copies.next_position(_wanted(live), chunk.start, len(live.token_ids)) - chunk.stop - 1
 
     # Copies of states
 
@@ -129,7 +142,7 @@ class RequestStates:
         if self._copies is None or count == 1:
             return count
         start = live.num_computed
-        return self._copies.cut(live.num_cached, start, start + count, len(live.token_ids)) - start
+        return self._copies.cut(_wanted(live), start, start + count, len(live.token_ids)) - start
 
     def forget_restore(self, live: LiveRequest) -> None:
         """The states of a request come from elsewhere, and not from a copy. Or it has ended."""
@@ -160,7 +173,8 @@ class RequestStates:
         if copies is None or self._cache is None:
             return saves
         for live, chunk in chunks.items():
-            positions = [*copies.positions(live.num_cached, chunk.start, chunk.stop, len(live.token_ids))]
+            wanted = _wanted(live)
+            positions = [*copies.positions(wanted, chunk.start, chunk.stop, len(live.token_ids))]
             last = live.shared.range_stop if live.shared.ranges else None
             for position in [each for each in positions if each != last][-copies.most_written :]:
                 if position <= live.num_known:
@@ -169,9 +183,17 @@ class RequestStates:
                         copies.use(name)
                         continue
                 assert live.states is not None, "copies are those of states"
-                written = live.states.copies
-                slot = written.pop(0)[1] if len(written) >= copies.most_written else copies.allocate()
+                written, of_answer = live.states.copies, copies.is_of_answer(wanted, position)
+                if len(written) >= copies.most_written:
+                    slot = written.pop(0).slot
+                else:
+                    slot = copies.allocate_for_answer() if of_answer else copies.allocate()
                 if slot is not None:
-                    written.append((position, slot))
+                    written.append(Copy(position, slot, of_answer))
                     saves.append(Save(live.states.slot, position, slot))
         return saves
+
+
+def _wanted(live: LiveRequest) -> Wanted:
+    assert live.states is not None, "it has blocks"
+    return Wanted(live.num_cached, live.states.branch, live.decodes and not live.handover)

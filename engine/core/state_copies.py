@@ -1,9 +1,16 @@
 """Copies of states, which the prefix cache keeps for models with state layers. Pure bookkeeping.
 
 A request can begin with cached blocks only if the cache also has its states at the end of these blocks. A
-state cannot be cut to fewer tokens. So a copy serves exactly its own position. A request gets copies at each
-multiple of an interval, and at the last block boundary of its prompt. The scan of a prompt copies them on its
-way if a scanned chunk ends there. Else a step ends there, and they are copied right after it.
+state cannot be cut to fewer tokens. So a copy serves exactly its own position. A request gets copies
+
+- at each multiple of an interval,
+- where its prompt leaves cached blocks that have no states at their end: other prompts may leave them there,
+- at the last block boundary of its prompt,
+- at the last multiple of `ANSWER_TOKENS` of its answer: the next turn of a chat begins there. The request
+  keeps that copy to itself until it ends, and each later one takes its place.
+
+The scan of a prompt copies the states on its way if a scanned chunk ends there. Else a step ends there, and
+they are copied right after it.
 
     free ──allocate──▶ written by a step ──publish──▶ cached ──drop──▶ free
       ▲                  by a transfer or a load        │ allocate (evicts the least recently used)
@@ -19,9 +26,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
+from baton.content import CHUNK_TOKENS
+
 END_TOKENS = 512
-"""The end of a prompt gets a copy only this many tokens past the copy before it. Fewer tokens take a step
-about as long as one."""
+"""The end of a prompt, or of what it shares, gets a copy only this many tokens past the copy before it. Fewer
+tokens take a step about as long as one."""
+ANSWER_TOKENS = CHUNK_TOKENS
+"""Positions between two copies of the states of a request that decodes. Other workers know no others."""
+
+
+class Wanted(NamedTuple):
+    """What the positions of the copies of a request depend on."""
+
+    begun: int
+    """It began with the copy at this position. 0: with none."""
+    branch: int = 0
+    """Where its prompt leaves cached blocks, past `begun`. 0: it does not."""
+    decodes: bool = False
 
 
 class Save(NamedTuple):
@@ -31,6 +52,14 @@ class Save(NamedTuple):
     """Of the request."""
     position: int
     to: int
+
+
+class Copy(NamedTuple):
+    """A copy that a request has and the cache does not."""
+
+    position: int
+    slot: int
+    of_answer: bool
 
 
 class CopyLease:
@@ -63,6 +92,7 @@ class StateCopies:
         `chunk_tokens`: as `Kernels.chunk_tokens`."""
         self._chunk_tokens = chunk_tokens
         self._interval = -(-interval // block_size) * block_size
+        self._answer_interval = -(-ANSWER_TOKENS // block_size) * block_size
         self._block_size = block_size
         self.count = count
         self.moves = 0
@@ -74,29 +104,36 @@ class StateCopies:
         self._lent = Counter[int]()  # how often each slot is lent, also of a copy that was dropped meanwhile
         self._writing = 0
 
-    def next_position(self, cached: int, computed: int, tokens: int) -> int:
-        """The first position after `computed` at which a request with so many tokens gets a copy. It began
-        with the copy at `cached`, if that is not 0."""
+    def next_position(self, wanted: Wanted, computed: int, tokens: int) -> int:
+        """The first position after `computed` at which a request with so many tokens gets a copy."""
         at_interval = (computed // self._interval + 1) * self._interval
-        end = (tokens - 1) // self._block_size * self._block_size
-        before_end = max(cached, end // self._interval * self._interval)
-        if computed < end < at_interval and end - before_end >= END_TOKENS:
-            return end
+        if wanted.decodes:
+            return min(at_interval, (computed // self._answer_interval + 1) * self._answer_interval)
+        before = wanted.begun
+        for end in (wanted.branch, (tokens - 1) // self._block_size * self._block_size):
+            if end - max(before, end // self._interval * self._interval) >= END_TOKENS:
+                if computed < end < at_interval:
+                    return end
+                before = end
         return at_interval
 
-    def positions(self, cached: int, start: int, stop: int, tokens: int) -> Iterator[int]:
+    def is_of_answer(self, wanted: Wanted, position: int) -> bool:
+        """Whether the copy here is only for what comes after the answer."""
+        return wanted.decodes and position % self._interval > 0
+
+    def positions(self, wanted: Wanted, start: int, stop: int, tokens: int) -> Iterator[int]:
         """The positions at which the chunk [start, stop) of a request gets copies. The first one that the
         scan cannot copy at is the last one here: the chunk has to end there."""
-        position = self.next_position(cached, start, tokens)
+        position = self.next_position(wanted, start, tokens)
         while position <= stop:
             yield position
             if (position - start) % self._chunk_tokens:
                 return
-            position = self.next_position(cached, position, tokens)
+            position = self.next_position(wanted, position, tokens)
 
-    def cut(self, cached: int, start: int, stop: int, tokens: int) -> int:
+    def cut(self, wanted: Wanted, start: int, stop: int, tokens: int) -> int:
         """`stop`, or the position before it where the chunk has to end."""
-        *_, last = 0, *self.positions(cached, start, stop, tokens)
+        *_, last = 0, *self.positions(wanted, start, stop, tokens)
         return last if last and (last - start) % self._chunk_tokens else stop
 
     def __contains__(self, name: bytes) -> bool:
@@ -137,6 +174,10 @@ class StateCopies:
         self._writing += 1
         self.moves += 1
         return self._free.pop()
+
+    def allocate_for_answer(self) -> int | None:
+        """As `allocate`. None, too, if this would leave less than half of the slots to what is cached."""
+        return self.allocate() if self._writing < self.count // 2 else None
 
     def publish(self, name: bytes, slot: int) -> None:
         """Names a copy that a step has written. Its states are verified."""

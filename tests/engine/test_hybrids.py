@@ -17,7 +17,7 @@ from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.request_memory import RequestMemory
-from baton.engine.core.state_copies import StateCopies
+from baton.engine.core.state_copies import StateCopies, Wanted
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_sizing
 from baton.engine.execution.warmup import Rehearsal, warm_up
@@ -159,6 +159,7 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
     monkeypatch.setattr(state_copies, "END_TOKENS", 4)
+    monkeypatch.setattr(state_copies, "ANSWER_TOKENS", 4)
     return make
 
 
@@ -324,6 +325,51 @@ def test_a_hit_needs_blocks_and_a_copy_at_their_end(
     engine.assert_whole()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_next_turn_begins_where_the_answer_ended(
+    path: Path,
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
+    caching: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+) -> None:
+    """Of each turn, an engine computes its new tokens and what is behind the last block of the answer. Its
+    last token was never an input. Four copies are enough for five turns of a chat."""
+    config = caching(4, num_blocks=200)
+    monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 1000)
+    engine = (late_engine if overlap else tiny_engine)(model=str(path), **config)
+    plain = tiny_engine(model=str(path), num_blocks=200)
+    history, computed, expected = [3 + i % 190 for i in range(30)], list[int](), [30]
+    for turn in range(5):
+        request = request_of(turn, history, max_tokens=9 + 4 * turn, ignore_eos=True)
+        [(_, result)] = run(engine, [request]).items()
+        assert [result.tokens] == tokens_of(plain, [request])
+        computed.append(len(history) - result.outputs[0].cached_tokens)
+        history += [*result.tokens, 7, 8, 9]
+        engine.assert_whole()
+        expected.append(len(history) - (len(history) - 4) // 4 * 4)
+    assert computed == expected[:-1]
+
+
+def test_a_prefix_that_prompts_share_gets_states(
+    path: Path,
+    tiny_engine: MakeEngine,
+    caching: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second prompt shows where they part, so the third one begins there."""
+    config = caching(12, num_blocks=200)
+    monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 1000)
+    engine, plain = (tiny_engine(model=str(path), **each) for each in (config, {}))
+    shared = [3 + i % 190 for i in range(22)]
+    requests = [request_of(i, [*shared, *[9 + i] * 9], max_tokens=3) for i in range(3)]
+    results = [run(engine, [request])[request.id] for request in requests]
+    assert [result.outputs[0].cached_tokens for result in results] == [0, 0, 20]
+    assert [result.tokens for result in results] == [tokens_of(plain, [each])[0] for each in requests]
+    engine.assert_whole()
+
+
 def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     path: Path,
     tiny_engine: MakeEngine,
@@ -363,7 +409,8 @@ def test_a_chunk_ends_where_its_scan_cannot_copy(monkeypatch: pytest.MonkeyPatch
     copies = StateCopies(0, 8, interval=24, block_size=8, chunk_tokens=16)
 
     def taken(start: int, stop: int) -> tuple[list[int], int]:
-        return [*copies.positions(0, start, stop, 60)], copies.cut(0, start, stop, 60)
+        wanted = Wanted(0)
+        return [*copies.positions(wanted, start, stop, 60)], copies.cut(wanted, start, stop, 60)
 
     assert taken(8, 60) == ([24, 48], 48), "24 is the end of a scanned chunk, and 48 is none"
     assert taken(8, 48) == ([24, 48], 48)

@@ -44,6 +44,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copies_every_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
     monkeypatch.setattr(state_copies, "END_TOKENS", 4)
+    monkeypatch.setattr(state_copies, "ANSWER_TOKENS", 4)
     monkeypatch.setattr(memory_sizing, "_num_copies", lambda *_: 4)
 
 
@@ -162,6 +163,52 @@ def test_drafts_are_taken_back(path: Path, tiny_engine: MakeEngine) -> None:
     expected = [tokens_of(tiny_engine(model=str(path)), [request])[0] for request in requests]
     engine = tiny_engine(model=str(path), speculative_config=SpeculativeConfig("ngram", 3))
     assert tokens_of(engine, requests) == expected
+
+
+@pytest.mark.usefixtures("copies_every_8")
+@pytest.mark.parametrize("drafts", [None, SpeculativeConfig("ngram", 3)], ids=["", "drafts"])
+def test_a_copy_has_the_ledger_of_its_position(
+    path: Path, late_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, drafts: SpeculativeConfig | None
+) -> None:
+    """Whatever ends an answer: its limit, a token that ends it while the next step computes, its client."""
+    rng = random.Random(6)
+    monkeypatch.setattr(memory_sizing, "_num_copies", lambda *_: 40)
+    config: dict[str, Any] = {"num_blocks": 48, "max_num_seqs": 4, "speculative_config": drafts}
+    engine = late_engine(model=str(path), enable_prefix_caching=True, **config)
+    texts = list[list[int]]()
+    for turn in range(12):
+        lives = list[Any]()
+        for i in range(4):
+            prompt = [7, 8, 9] * rng.randrange(1, 5) if rng.random() < 0.5 or not texts else rng.choice(texts)
+            sampling: dict[str, Any] = {"temperature": 0.5, "seed": rng.randrange(99)}
+            stops = {"ignore_eos": True} if i % 2 else {"stop_token_ids": tuple(range(0, 200, 9))}
+            asked = request_of(
+                10 * turn + i, prompt[:60], max_tokens=rng.randrange(1, 24), **sampling, **stops
+            )
+            lives.append(engine.add(asked))
+        cancelled = rng.randrange(4, 20)
+        while engine.loop.has_work:
+            engine.loop.step()
+            if not (cancelled := cancelled - 1):
+                engine.cancel(lives[turn % 4])
+        texts += [[*live.token_ids[: live.num_known]] for live in lives]
+    engine.assert_whole()
+    cache = engine._lives.cache
+    assert cache is not None
+    assert cache.copies is not None
+    [ledgers], heads, answers = planes(engine)["ledger"], torch.arange(4.0), 0
+    for text in texts:
+        names = cache.names(request_of(0, text))
+        names.extend(text, len(text))
+        for position in range(4, len(text) + 1, 4):
+            if names.blocks[position // 4 - 1] in cache.copies:
+                [slot] = cache.copies.lookup([names.blocks[position // 4 - 1]])
+                value = torch.zeros(4)
+                for i, token in enumerate(text[:position]):
+                    value = (value * 31 + token * 7 + i + heads) % ledger.LARGEST
+                assert torch.equal(ledgers[0, slot, :, 0, 0], value)
+                answers += position % 8 > 0
+    assert answers > 10
 
 
 @pytest.mark.usefixtures("copies_every_8")

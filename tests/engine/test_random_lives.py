@@ -357,6 +357,7 @@ def test_random_lives(
 ) -> None:
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
     monkeypatch.setattr(state_copies, "END_TOKENS", 4)
+    monkeypatch.setattr(state_copies, "ANSWER_TOKENS", 4)
     monkeypatch.setattr(memory_sizing, "_num_copies", lambda *_: 2)
     path, config = spelled_path, config.copy()
     if kind := config.pop("model", None):

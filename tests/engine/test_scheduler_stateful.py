@@ -13,6 +13,7 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
+from baton.engine.core import state_copies
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_exchange import Import, Pin
 from baton.engine.core.scheduler import Scheduler
@@ -386,7 +387,10 @@ class Operations:
         if scheduler.lives.cache is None or (copies := scheduler.lives.cache.copies) is None:
             return
         owned = [*copies._free, *copies._slot_of.values(), *({*copies._lent} - {*copies._slot_of.values()})]
-        owned += [slot for live in everyone if live.states for _, slot in live.states.copies]
+        owned += [slot for live in everyone if live.states for _, slot, _ in live.states.copies]
+        of_answers = [live.states.of_answer for live in everyone if live.states]
+        owned += [copy.slot for copy in of_answers if copy is not None]
+        self.done["answers"] += any(of_answers)
         owned += [each.state_slot for each in self.importing if each.state_slot is not None]
         assert sorted(owned) == list(range(SLOTS, SLOTS + COPIES)), "a copy has two owners, or none"
         assert {*copies._lent}.isdisjoint(copies._free)
@@ -421,7 +425,10 @@ class Operations:
 @pytest.mark.parametrize(
     ("states", "cache"), [(False, True), (True, False), (True, True)], ids=["cache", "states", "both"]
 )
-def test_accounts_are_right(states: bool, cache: bool, drafts: bool, scale: int) -> None:
+def test_accounts_are_right(
+    states: bool, cache: bool, drafts: bool, scale: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_copies, "ANSWER_TOKENS", 4)
     done = Counter[str]()
     for seed in range(SEEDS):
         operations = Operations(seed, states=states, cache=cache, drafts=drafts, scale=scale)
@@ -434,5 +441,5 @@ def test_accounts_are_right(states: bool, cache: bool, drafts: bool, scale: int)
     expected |= {"drafts"} if drafts else set()
     expected |= {"imports"} if cache and scale > 1 else set()
     expected |= {"pins"} if cache and not states and scale > 1 else set()
-    expected |= {"restores"} if cache and states else set()
+    expected |= {"restores", "answers"} if cache and states else set()
     assert expected <= done.keys(), done

@@ -99,12 +99,17 @@ async def test_a_request_survives_damage_and_the_death_of_a_prefill_worker(
 
 
 @pytest.mark.parametrize(
-    ("changes", "more"),
-    [pytest.param(HYBRID, {}, id="states"), pytest.param(LEDGER, WITH_LEDGER, id="arrays of tests")],
+    ("changes", "more", "length", "answer", "cached"),
+    [
+        pytest.param(HYBRID, {}, 650, 8, 640, id="states"),
+        pytest.param(HYBRID, {}, 300, 90, 384, id="states of an answer"),
+        pytest.param(LEDGER, WITH_LEDGER, 300, 90, 384, id="arrays of tests"),
+    ],
 )
 async def test_a_prefix_comes_from_another_worker_with_its_states(
-    changes: dict[str, Any], more: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any], more: dict[str, Any], length: int, answer: int, cached: int, tmp_path: Path
 ) -> None:
+    """They are those at the end of the prompt, or at the end of the answer."""
     model = tiny_model(tmp_path / "kind")
     edit_json(model / "config.json", **changes)
     engine = {"load_format": "dummy", "num_blocks": 64, "block_size": 64, "enable_prefix_caching": True}
@@ -112,15 +117,15 @@ async def test_a_prefix_comes_from_another_worker_with_its_states(
     with side_by_side(tmp_path, {0: given, 1: given}) as started:
         workers = [started[number].wait_ready() for number in (0, 1)]
         async with attached(workers[0]) as source, attached(workers[1]) as target:
-            first = random.Random(3).choices(range(500), k=650)
-            asked = request(first, sampling(max_tokens=8, ignore_eos=True))
+            first = random.Random(3).choices(range(500), k=length)
+            asked = request(first, sampling(max_tokens=answer, ignore_eos=True))
             tokens = [token.token_id for token, _ in await source.tokens(await source.reserve(asked))]
             longer = [*first, *tokens, *range(100, 150)]
             asked = request(longer, sampling(max_tokens=8, ignore_eos=True))
             ready = workers[0].ready
             content = pb.ContentSource(kv_address=ready["kv_address"], incarnation=ready["incarnation"])
             events = [token for token, _ in await target.tokens(await target.reserve(asked, content=content))]
-            assert events[0].cached_tokens == 640
+            assert events[0].cached_tokens == cached
             alone = await source.tokens(await source.reserve(request(longer, asked.sampling)))
             assert [token.token_id for token in events] == [token.token_id for token, _ in alone]
             await assert_whole(*workers)
