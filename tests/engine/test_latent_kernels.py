@@ -87,21 +87,32 @@ def test_latents_in_fp8(
     close(out, step.expected(exact(kv)))
 
 
-def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
-    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("held", [1, 4])
+def test_a_context_that_the_scratch_memory_does_not_hold(
+    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
+    """Of 256 positions it holds one head or all four. The context of 257 positions is expanded two heads at a
+    time, or absorbed. Latents of 100 positions are gathered at a time."""
     from baton.engine.kernels.attention import latent_kernels
 
     monkeypatch.setattr(LatentConfig, "min_expanded_queries", 2)
-    monkeypatch.setattr(latent_kernels, "SCRATCH_BYTES", 256 * 4 * (32 + 16) * 4)
+    monkeypatch.setattr(latent_kernels, "SCRATCH_BYTES", 256 * held * (32 + 16) * 4)
     monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
+    monkeypatch.setattr(latent_kernels, "GATHERED", 100)
     step = LatentStep([(126, 128), (250, 257), (0, 3), (60, 63), (0, 2), (5, 6)])
     metadata = placed(step.metadata, lambda x: x.to(DEVICE))
     tiling = triton_kernels.tile_latent(metadata, 4, step.shape, F32)
-    rows = [(type(part), part.rows.indices(18)[:2]) for part in tiling]
-    absorbed = [(latent_kernels.Absorbed, x) for x in ((0, 1), (3, 7), (7, 10))]
-    expanded = [(latent_kernels.ExpandedChunks, x) for x in ((1, 3), (10, 16), (16, 18))]
-    assert rows == [absorbed[0], expanded[0], *absorbed[1:], *expanded[1:]]
+    found = [
+        (
+            part.scratch.keys.shape[3] if isinstance(part, latent_kernels.ExpandedChunks) else 0,
+            *part.rows.indices(18)[:2],
+        )
+        for part in tiling
+    ]
+    if held == 4:
+        assert found == [(0, 0, 1), (4, 1, 3), (2, 3, 10), (4, 10, 16), (4, 16, 18)]
+    else:
+        assert found == [(0, 0, 1), (2, 1, 3), (0, 3, 7), (0, 7, 10), (2, 10, 13), (2, 13, 16), (2, 16, 18)]
     step.check(triton_kernels, DEVICE)
 
 

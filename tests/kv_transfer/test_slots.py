@@ -35,20 +35,21 @@ def test_only_what_is_laid_out_is_taken() -> None:
 
 def test_processes_never_take_the_same() -> None:
     """Four of them, each as fast as it can."""
-    count, reading = 15_000, []
+    count, reading, children = 15_000, [], []
     pipe = SlotPipe(Arena.create(count, 4096))
     pipe.lay_out(range(count))
     for _ in range(4):
         read_fd, write_fd = os.pipe()
-        if os.fork() == 0:
+        if not (child := os.fork()):
             mine = taken(pipe)
             with os.fdopen(write_fd, "w") as file:
                 file.write(" ".join(map(str, mine)))
             os._exit(0)
         os.close(write_fd)
+        children.append(child)
         reading.append(os.fdopen(read_fd))
     found = Counter(int(slot) for file in reading for slot in file.read().split())
-    for file in reading:
+    for file, child in zip(reading, children, strict=True):
         file.close()
-        assert os.wait()[1] == 0
+        assert os.waitpid(child, 0)[1] == 0
     assert found == Counter(range(count))

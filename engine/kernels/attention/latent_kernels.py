@@ -7,8 +7,9 @@ multiplied by their scales first. Positions and dimensions are the large sides o
 absorbed, too: each of its queries is a row with a context of its own.
 
 *Expanded.* The keys and values of all positions of some chunks go to scratch memory. It always has
-`SCRATCH_BYTES`, so the rehearsal of the largest steps counts it. Chunks with more positions than it holds are
-absorbed, `MOST_ABSORBED` queries at a time.
+`SCRATCH_BYTES`, so the rehearsal of the largest steps counts it. A chunk with more positions than it holds is
+computed for a few heads at a time. If it does not hold one head, the chunk is absorbed, `MOST_ABSORBED`
+queries at a time.
 
 *Exact* (`--batch-invariant`): all chunks are absorbed, so one kernel attends for decodes and prompts. A piece
 is a segment (`online_softmax`). So the pieces of a query, and the order in which they are put together,
@@ -16,6 +17,7 @@ depend on its position alone. Products of heads have tiles of EXACT_TILE rows, h
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,6 +48,7 @@ WEIGHTS = 16384  # of a program of `_multiply`
 EXPANDED = Shape(prefill_wgmma.BLOCK_M, 64, 8)  # measured on an H200; of tiles in 16 bits
 SCRATCH_BYTES = 1 << 30
 SCRATCH_BLOCK = 128  # positions; the tiles of `prefill` divide it
+GATHERED = 1 << 15  # positions whose latents are copied out of the cache at a time
 MOST_ABSORBED = 512
 """Queries of a chunk at a time: their partial results are larger than those of other kernels."""
 MOST_EXACT = 128
@@ -76,12 +79,41 @@ class ExpandedChunks(NamedTuple):
 
     rows: slice
     slots: Tensor  # [positions] int64: of each position in the scratch memory
-    scratch: Expanded  # of all layers
+    scratch: Expanded  # of all layers, for as many heads as are computed at a time
     tables: Tensor  # [chunks, blocks] int32: of the scratch memory
     tiles: Tiles
 
 
 LatentTiling = Sequence[Absorbed | ExpandedChunks]
+
+
+class Scratch:
+    """Memory of `SCRATCH_BYTES` for keys and values of expanded chunks; allocated when it is first used."""
+
+    def __init__(
+        self, num_heads: int, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._num_heads, self._sizes = num_heads, sizes
+        self._blocks = SCRATCH_BYTES // (sum(sizes) * dtype.itemsize * SCRATCH_BLOCK)  # of one head
+        self._empty = functools.partial(torch.empty, dtype=dtype, device=device)
+        self._memory: list[Tensor] = []
+
+    def heads(self, positions: int) -> int:
+        """How many heads of so many positions it holds: all, or a share that divides them; 0: not one."""
+        most = self._blocks * SCRATCH_BLOCK // positions
+        return next((n for n in range(min(most, self._num_heads), 0, -1) if self._num_heads % n == 0), 0)
+
+    def of(self, positions: int) -> Expanded:
+        """The memory, for `heads(positions)`."""
+        if not self._memory:
+            self._memory = [self._empty(self._blocks * SCRATCH_BLOCK * size) for size in self._sizes]
+        heads = self.heads(positions)
+        shape = (1, self._blocks // heads, SCRATCH_BLOCK, heads)
+        keys, values = (
+            memory[: math.prod(shape) * size].view(*shape, size)
+            for memory, size in zip(self._memory, self._sizes, strict=True)
+        )
+        return Expanded(keys, values)
 
 
 def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size: int, *, fp8: bool) -> Form:
@@ -120,24 +152,18 @@ def tile_latent(
         contexts = metadata.contexts[:decodes]
         pieces = partition(contexts, 1, count, block_n=form.block_n)
         tiling.append(Absorbed(slice(0, decodes), form, pieces, metadata.block_tables, exact))
-    sizes = shape.key_dim, shape.value_dim
-    blocks = SCRATCH_BYTES // (num_heads * sum(sizes) * dtype.itemsize * SCRATCH_BLOCK)
-    room, scratch = blocks * SCRATCH_BLOCK, None
+    scratch = Scratch(num_heads, (shape.key_dim, shape.value_dim), dtype, device)
     expanded: list[tuple[int, int, int]] = []  # request, start, stop
     row = decodes
 
     def expand() -> None:
-        nonlocal scratch
         if expanded:
-            if scratch is None:
-                empty = functools.partial(torch.empty, dtype=dtype, device=device)
-                scratch = Expanded(*(empty(1, blocks, SCRATCH_BLOCK, num_heads, size) for size in sizes))
             first = row - sum(stop - start for _, start, stop in expanded)
             tiling.append(_expanded_chunks(metadata, expanded, slice(first, row), scratch))
             expanded.clear()
 
     for request, (start, stop) in enumerate(metadata.prefills, decodes):
-        if exact or stop - start < min_expanded_queries or stop > room:
+        if exact or stop - start < min_expanded_queries or not scratch.heads(_padded(stop)):
             expand()
             most = MOST_EXACT if exact else MOST_ABSORBED
             for begin in range(start, stop, most):
@@ -147,7 +173,7 @@ def tile_latent(
                 pieces = _pieces(begin, end, form.block_n, programs, device, exact=exact)
                 tiling.append(Absorbed(rows, form, pieces, table, exact))
         else:
-            if sum(map(_padded, (*(end for *_, end in expanded), stop))) > room:
+            if scratch.heads(sum(map(_padded, (*(end for *_, end in expanded), stop)))) < num_heads:
                 expand()
             expanded.append((request, start, stop))
         row += stop - start
@@ -160,7 +186,7 @@ def _padded(positions: int) -> int:
 
 
 def _expanded_chunks(
-    metadata: AttentionMetadata, chunks: Sequence[tuple[int, int, int]], rows: slice, scratch: Expanded
+    metadata: AttentionMetadata, chunks: Sequence[tuple[int, int, int]], rows: slice, memory: Scratch
 ) -> ExpandedChunks:
     """The contexts of the chunks (request, start, stop) follow each other in the scratch memory."""
     device, size = metadata.contexts.device, metadata.block_size
@@ -171,6 +197,7 @@ def _expanded_chunks(
         blocks_of.append(request * width + block)
         in_block.append(place)
         first.append(first[-1] + padded // SCRATCH_BLOCK)
+    scratch = memory.of(first[-1] * SCRATCH_BLOCK)
     spans = [(start, stop) for _, start, stop in chunks]
     shape = EXPANDED if scratch.keys.itemsize == 2 else SHORT
     work = tile_work(spans, 0, shape.tokens(1), 0)
@@ -252,13 +279,18 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
 
 
 def _expanded(q: Tensor, kv: KV, part: ExpandedChunks, heads: LatentHeads, out: Tensor) -> None:
-    cached = _at(kv, part.slots, q.dtype)
-    for weights, made in zip(heads[:2], part.scratch, strict=True):
-        out_rows = made.flatten(0, 2).flatten(1)[: len(cached)]
-        torch.mm(cached[:, : weights.shape[2]], weights.flatten(0, 1).T, out=out_rows)
-    padding = heads.keys.shape[1] - q.shape[2]
-    q = F.pad(q, (0, padding)) if padding else q
-    prefill_attention(q, part.scratch, part.tables, part.tiles, out, None, None, heads.scale)
+    padding, at_once = heads.keys.shape[1] - q.shape[2], part.scratch.keys.shape[3]
+    for first in range(0, q.shape[1], at_once):
+        some = slice(first, first + at_once)
+        for begin in range(0, len(part.slots), GATHERED):
+            cached = _at(kv, part.slots[begin : begin + GATHERED], q.dtype)
+            for weights, made in zip(heads[:2], part.scratch, strict=True):
+                out_rows = made.flatten(0, 2).flatten(1)[begin : begin + len(cached)]
+                torch.mm(cached[:, : weights.shape[2]], weights[some].flatten(0, 1).T, out=out_rows)
+        queries = F.pad(q[:, some], (0, padding)) if padding else q[:, some]
+        prefill_attention(
+            queries, part.scratch, part.tables, part.tiles, out[:, some], None, None, heads.scale
+        )
 
 
 def _at(kv: KV, slots: Tensor, dtype: torch.dtype) -> Tensor:
