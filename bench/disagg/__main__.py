@@ -3,10 +3,12 @@
 Each turn starts one side, measures all loads with one seed, and ends the side. The side that begins changes
 with each seed. Both sides get the same prompts at the same times, and no prompt comes twice.
 
-COMMAND runs COUNT times, with its own {port} and, if COUNT is above 1, its own GPU. Requests take turns among
-these processes. {model} is a directory with the shape and a tokenizer of --model-shape, for
-`--load-format dummy`. A figure or ratio is the median over the seeds, each seed on its own. Intervals (95 %)
-are bootstraps over blocks of requests that follow each other. No p99 is of fewer than 100 values.
+COMMAND runs COUNT times, with its own {port} and, if COUNT is above 1, its own GPU. COUNTxGPUS gives each so
+many GPUs. Requests take turns among these processes. With --at-once both sides run at the same time, each on
+its own GPUs, which takes half as long. {model} is a directory with the shape and a tokenizer of
+--model-shape, for `--load-format dummy`. A figure or ratio is the median over the seeds, each seed on its
+own. Intervals (95 %) are bootstraps over blocks of requests that follow each other. No p99 is of fewer than
+100 values.
 
 A load is fixed lengths, agents (`baton bench agents`), or a trace: give its file, FILE.jsonl, as a load. A
 session, or the requests of a trace that begin with the same two blocks, go to one process of a side.
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -33,7 +36,7 @@ import numpy as np
 
 from baton.bench import contract
 from baton.bench.contract import Report, Row
-from baton.bench.disagg.loads import LOADS, SHORT, TRACE_S, Load, command, trace_load, warm_up
+from baton.bench.disagg.loads import ENGINE_LOADS, LOADS, SHORT, TRACE_S, Load, command, trace_load, warm_up
 from baton.bench.harness.processes import Server
 from baton.bench.load.measurement.quantiles import MIN_BLOCKS, QUANTILES, Series, interval
 from baton.bench.shapes import DENSE, SHAPES, write_shape
@@ -48,6 +51,8 @@ FIGURES = {
         "ttft.later.p50", "ttft.later.p90", "ttft.later.p99", "gap.p50", "gap.p99",
     ),
     "trace": ("e2e.per_token.p50", "e2e.per_token.p90", "ttft.p50", "ttft.p99", "gap.p99"),
+    "batch": ("gap.p50", "gap.p99"),
+    "closed": ("ttft.p50", "ttft.p99", "gap.p50", "gap.p99"),
 }  # fmt: skip
 """By kind of load; the others have `FIXED`."""
 SPEED = "throughput.output_tokens"
@@ -67,16 +72,26 @@ Request = dict[str, np.ndarray]
 
 
 class Side(NamedTuple):
-    """One deployment: its name, and the command line that runs `count` times."""
+    """One deployment: its name, and the command line that runs `count` times, each with `gpus`."""
 
     name: str
     count: int
     command: str
+    gpus: int | None = None
+    """None: a single process sees all GPUs, and each of several has one."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         name, count, command = text.split(maxsplit=2)
-        return cls(name, int(count), command)
+        count, _, gpus = count.partition("x")
+        return cls(name, int(count), command, int(gpus) if gpus else None)
+
+    def gpus_of(self, number: int, first: int) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a process, if the side has the GPUs from `first` on. None: all."""
+        if self.gpus is None and self.count == 1:
+            return None
+        each = self.gpus or 1
+        return ",".join(str(first + number * each + i) for i in range(each))
 
 
 @dataclass
@@ -94,17 +109,19 @@ Found = dict[str, dict[str, Measured]]
 
 
 @contextlib.contextmanager
-def started(side: Side, model: Path) -> Iterator[str]:
+def started(side: Side, model: Path, first_gpu: int = 0) -> Iterator[str]:
     """Starts the processes of a side. Yields their URLs when each has answered."""
     servers: dict[str, Server] = {}
     body = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
     with contextlib.ExitStack() as until_the_end:
         for number in range(side.count):
             port = str(free_port())
-            gpu = {"CUDA_VISIBLE_DEVICES": str(number)} if side.count > 1 else {}
+            gpus = side.gpus_of(number, first_gpu)
             words = shlex.split(side.command)
             words = [word.replace("{port}", port).replace("{model}", str(model)) for word in words]
-            server = servers[f"http://127.0.0.1:{port}"] = Server(str(side), words, None, gpu)
+            server = servers[f"http://127.0.0.1:{port}"] = Server(
+                side.name, words, None, {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+            )
             until_the_end.callback(server.stop)
         deadline = time.monotonic() + START_S
         for url, server in servers.items():
@@ -192,22 +209,37 @@ def measure(
 ) -> Iterator[Found]:
     """Yields what was found so far, after each seed."""
     found: Found = {}
+
+    def turn(side: Side, seed: int, first_gpu: int) -> None:
+        with started(side, model, first_gpu) as url:
+            for load in loads:
+                for arguments in () if args.short else warm_up(load, seed):
+                    run(url, arguments, reports / f"warm-up.{side.name}")
+                for level in load.levels:
+                    name = load.name_at(level)
+                    files = [reports / f"{name}.{side.name}.{seed}.{kind}" for kind in ("json", "jsonl")]
+                    count = min(args.requests, round(level * args.seconds) or 1)
+                    arguments = command(load, level, count, seed, reports)
+                    report = run(url, [*arguments, "--jsonl", str(files[1])], files[0])
+                    values = {row["name"]: row["value"] for row in report["results"]}
+                    measured = found[name][side.name]
+                    measured.requests.append(requests_of(files[1]))
+                    measured.totals.append({total: values[total] for total in TOTALS if total in values})
+
+    for load in loads:
+        for level in load.levels:
+            found[load.name_at(level)] = {side.name: Measured(load.kind) for side in sides}
     for seed in range(args.seeds):
-        for side in sides if seed % 2 == 0 else sides[::-1]:
-            with started(side, model) as url:
-                for load in loads:
-                    for arguments in () if args.short else warm_up(load, seed):
-                        run(url, arguments, reports / "warm-up")
-                    for level in load.levels:
-                        name = load.name_at(level)
-                        files = [reports / f"{name}.{side.name}.{seed}.{kind}" for kind in ("json", "jsonl")]
-                        count = min(args.requests, round(level * args.seconds) or 1)
-                        arguments = command(load, level, count, seed, reports)
-                        report = run(url, [*arguments, "--jsonl", str(files[1])], files[0])
-                        values = {row["name"]: row["value"] for row in report["results"]}
-                        measured = found.setdefault(name, {}).setdefault(side.name, Measured(load.kind))
-                        measured.requests.append(requests_of(files[1]))
-                        measured.totals.append({total: values[total] for total in TOTALS if total in values})
+        if args.at_once:
+            firsts = 0, sides[0].count * (sides[0].gpus or 1)
+            with ThreadPoolExecutor(len(sides)) as both:
+                for done in [
+                    both.submit(turn, side, seed, first) for side, first in zip(sides, firsts, strict=True)
+                ]:
+                    done.result()
+        else:
+            for side in sides if seed % 2 == 0 else sides[::-1]:
+                turn(side, seed, 0)
         yield found
 
 
@@ -235,8 +267,8 @@ def rows(found: Found) -> Iterator[Row]:
 
 def chosen_loads(args: Any) -> list[Load]:
     """Raises ValueError for a name that is no load."""
-    named = {load.name: load for load in LOADS}
-    names = args.loads or (SHORT if args.short or args.device == "cpu" else named)
+    named = {load.name: load for load in (*LOADS, *ENGINE_LOADS)}
+    names = args.loads or (SHORT if args.short or args.device == "cpu" else [load.name for load in LOADS])
     first = args.first or TRACE_S[args.device]
     named |= {name: trace_load(Path(name), first) for name in names if name.endswith(".jsonl")}
     if unknown := set(names) - named.keys():
@@ -255,8 +287,9 @@ def main() -> int:
     p = contract.parser(__doc__ or "")
     add = p.add_argument
     add("--side", type=Side.parse, action="append", metavar="'NAME COUNT COMMAND'", help="twice, or never")
+    add("--at-once", action="store_true", help="both sides at the same time, each on its own GPUs")
     add("--seeds", type=int, metavar="N", help="turns of each side (default: 3; 1 with --short)")
-    every = ", ".join(load.name for load in LOADS)
+    every = ", ".join(load.name for load in (*LOADS, *ENGINE_LOADS))
     add("--loads", type=lambda text: text.split(","), metavar="LOAD,…", help=f"{every}, FILE.jsonl")
     levels = "requests/s, users, agents, or speeds of a trace (default: those of each load)"
     add("--rates", type=rates, metavar="R,…", help=levels)
@@ -277,6 +310,8 @@ def main() -> int:
     sides = args.side or [Side("1p1d", 1, serve), Side("colocated", 1, f"{serve} --prefill 0 --decode 2")]
     if len({side.name for side in sides}) != 2 or len(sides) != 2:
         p.error("--side: give it twice, with two names")
+    if args.at_once and any(side.count == 1 and side.gpus is None for side in sides):
+        p.error("--at-once: say how many GPUs each process of a side has, as in --side 'baton 1x2 …'")
     report = Report.of("disagg", args)
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as temporary:
         reports = args.reports or Path(temporary)

@@ -1,6 +1,7 @@
 """The loads, and the command lines of `baton bench` that measure them."""
 
 import json
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +39,8 @@ class Load:
     Attributes:
         lengths: one pair, or the two that a swinging load alternates between. Of agents and traces: those of
             the warm-up.
-        levels: requests per second on two GPUs; users of a closed loop; agents at a time; speeds of a trace.
+        levels: requests per second on two GPUs; users of a closed loop; requests of a batch, which start
+            at once; agents at a time; speeds of a trace.
         slo: the objectives of each request, in the syntax of `--slo`.
         period: seconds in which a swinging load sends both pairs.
         context: tokens of the longest session.
@@ -47,7 +49,7 @@ class Load:
     """
 
     name: str
-    kind: Literal["open", "closed", "swing", "agents", "trace"]
+    kind: Literal["open", "closed", "batch", "swing", "agents", "trace"]
     lengths: tuple[Lengths, ...]
     levels: tuple[float, ...]
     slo: str
@@ -77,7 +79,7 @@ class Load:
         )
 
 
-_LEVEL = {"open": "r", "closed": "c", "swing": "r", "agents": "a", "trace": "s"}
+_LEVEL = {"open": "r", "closed": "c", "batch": "b", "swing": "r", "agents": "a", "trace": "s"}
 
 # TTFT within five times that of an idle H200, and a mean gap within 20 ms, about four steps of an idle one.
 LOADS = (
@@ -90,6 +92,13 @@ LOADS = (
     Load("agents", "agents", ((11_000, 150),), (16, 48, 96), "ttft=2s,ttit=50", context=49_152),
     Load("swing", "swing", ((2000, 50), (200, 500)), (12, 20), "ttft=250,ttit=20"),
 )
+
+ENGINE_LOADS = (
+    Load("prompts", "closed", ((2000, 8),), (1,), "ttft=5s,ttit=50"),
+    Load("long-prompts", "closed", ((8000, 8),), (1,), "ttft=5s,ttit=50"),
+    Load("steps", "batch", ((1000, 512),), (1, 8, 32, 64, 128, 256), "ttft=60s,ttit=50"),
+)
+"""What one engine can: first tokens of single prompts, and gaps of answers that run side by side."""
 
 
 def trace_load(path: Path, first: float) -> Load:
@@ -124,6 +133,8 @@ def command(load: Load, level: float, requests: int, seed: int, directory: Path)
     if load.kind == "closed":
         users = int(level)
         flags = ["--concurrency", str(users), "--requests", str(max(requests, REQUESTS_PER_USER * users))]
+    elif load.kind == "batch":
+        flags = ["--concurrency", f"{level:g}", "--requests", f"{level:g}"]
     else:
         flags = ["--rate", f"{level:g}", "--requests", str(requests)]
     return ["run", *_lengths(*load.lengths[0]), *flags, *common]
@@ -140,7 +151,8 @@ def warm_up(load: Load, seed: int) -> Iterator[list[str]]:
 
 
 def write_swing(path: Path, load: Load, rate: float, requests: int, seed: int) -> None:
-    """Writes a trace in Mooncake's format: Poisson arrivals whose lengths change twice a period."""
+    """Writes a trace in Mooncake's format: Poisson arrivals whose lengths change twice a period. Another side
+    may read this file, which is the same."""
     seconds = max(requests / rate, MIN_PERIODS * load.period)
     lines = []
     for at in Arrivals("poisson", rate).times(seed):
@@ -148,7 +160,9 @@ def write_swing(path: Path, load: Load, rate: float, requests: int, seed: int) -
             break
         tokens, output = load.lengths[int(2 * at / load.period) % 2]
         lines.append({"timestamp": at * 1e3, "input_length": tokens, "output_length": output})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    Path(file.name).replace(path)
 
 
 def _lengths(tokens: int, output: int) -> Sequence[str]:

@@ -129,3 +129,11 @@ def test_a_side_whose_process_ends_is_not_waited_for() -> None:
     side = Side.parse(f"broken 1 {sys.executable} -c raise(SystemExit(3))")
     with pytest.raises(RuntimeError, match=r"broken.* ended before it answered"), started(side, Path()):
         pass
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus"), [("1", [None]), ("2", ["2", "3"]), ("1x2", ["2,3"]), ("2x2", ["2,3", "4,5"])]
+)
+def test_the_gpus_of_a_side(count: str, gpus: list[str | None]) -> None:
+    side = Side.parse(f"name {count} a command")
+    assert [side.gpus_of(number, 2) for number in range(side.count)] == gpus

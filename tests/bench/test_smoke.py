@@ -406,14 +406,14 @@ def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A stand-in writes the report of each `baton bench`, and another one starts no side."""
     from baton.bench.load.cli import app
 
-    turns: list[str] = []
+    turns: list[tuple[str, int]] = []
     loads: list[list[str]] = []
 
-    def started(side: disagg.Side, model: Path) -> contextlib.nullcontext[str]:
+    def started(side: disagg.Side, model: Path, first_gpu: int) -> contextlib.nullcontext[str]:
         command = side.command.format(model=model, port=8000).split()
         assert command[:4] == [sys.executable, "-m", "baton.cluster.cli", "serve"]
         check_flags(*command[3:])
-        turns.append(side.name)
+        turns.append((side.name, first_gpu))
         return contextlib.nullcontext("http://127.0.0.1:1")
 
     def measured(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -434,12 +434,18 @@ def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(contract, "gpus", lambda: ["a GPU"] * 2)
     monkeypatch.setattr(disagg, "started", started)
     rows = run("disagg", "--seeds", "2", "--model-shape", TINY, "--reports", str(tmp_path / "reports"))
-    assert turns == ["1p1d", "colocated", "colocated", "1p1d"]
+    assert [name for name, _ in turns] == ["1p1d", "colocated", "colocated", "1p1d"]
     assert len(loads) == 4 * (21 + 9)  # levels and warm-ups
     assert rows["disagg.30000_100.r0.5.1p1d.answered"] == 4
     assert rows["disagg.saturated.c256.ttft.p50"] == rows["disagg.agents.a48.ttft.later.p50"] == 1
     assert rows["disagg.agents.a16.1p1d.e2e.per_token.p50"] == 75
     assert (tmp_path / "reports" / "500_500.r24.colocated.1.json").exists()
+
+    turns.clear()
+    sides = [word for name in ("one 1x2", "two 2") for word in ("--side", f"{name} {disagg.SERVE}")]
+    rows = run("disagg", "--seeds", "1", "--model-shape", TINY, "--loads", "steps", "--at-once", *sides)
+    assert sorted(turns) == [("one", 0), ("two", 2)], "each side has its own GPUs"
+    assert rows["disagg.steps.b256.gap.p50"] == 1
 
 
 def test_runs_flip(
