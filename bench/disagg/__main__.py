@@ -266,17 +266,22 @@ def rows(found: Found) -> Iterator[Row]:
 
 
 def chosen_loads(args: Any) -> list[Load]:
-    """Raises ValueError for a name that is no load."""
+    """A name may have levels of its own, `agents@16@48`. Raises ValueError for a name that is no load."""
     named = {load.name: load for load in (*LOADS, *ENGINE_LOADS)}
-    names = args.loads or (SHORT if args.short or args.device == "cpu" else [load.name for load in LOADS])
+    default = SHORT if args.short or args.device == "cpu" else [load.name for load in LOADS]
+    chosen = [text.split("@") for text in args.loads or default]
     first = args.first or TRACE_S[args.device]
-    named |= {name: trace_load(Path(name), first) for name in names if name.endswith(".jsonl")}
-    if unknown := set(names) - named.keys():
+    named |= {name: trace_load(Path(name), first) for name, *_ in chosen if name.endswith(".jsonl")}
+    if unknown := {name for name, *_ in chosen} - named.keys():
         raise ValueError(
             f"--loads {','.join(sorted(unknown))}: there are {', '.join(named)}, and traces: FILE.jsonl"
         )
-    loads = [named[name].small() if args.device == "cpu" else named[name] for name in names]
-    return [replace(load, levels=args.rates or load.levels[: 1 if args.short else None]) for load in loads]
+    loads = []
+    for name, *levels in chosen:
+        load = named[name].small() if args.device == "cpu" else named[name]
+        own = rates(",".join(levels)) if levels else args.rates
+        loads.append(replace(load, levels=own or load.levels[: 1 if args.short else None]))
+    return loads
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -290,7 +295,12 @@ def main() -> int:
     add("--at-once", action="store_true", help="both sides at the same time, each on its own GPUs")
     add("--seeds", type=int, metavar="N", help="turns of each side (default: 3; 1 with --short)")
     every = ", ".join(load.name for load in (*LOADS, *ENGINE_LOADS))
-    add("--loads", type=lambda text: text.split(","), metavar="LOAD,…", help=f"{every}, FILE.jsonl")
+    add(
+        "--loads",
+        type=lambda text: text.split(","),
+        metavar="LOAD,…",
+        help=f"{every}, FILE.jsonl; with levels of its own: LOAD@R@R",
+    )
     levels = "requests/s, users, agents, or speeds of a trace (default: those of each load)"
     add("--rates", type=rates, metavar="R,…", help=levels)
     add("--first", type=float, metavar="S", help="of a trace (default: 150, or 12 on a CPU)")

@@ -137,3 +137,13 @@ def test_a_side_whose_process_ends_is_not_waited_for() -> None:
 def test_the_gpus_of_a_side(count: str, gpus: list[str | None]) -> None:
     side = Side.parse(f"name {count} a command")
     assert [side.gpus_of(number, 2) for number in range(side.count)] == gpus
+
+
+def test_a_load_may_have_levels_of_its_own() -> None:
+    asked = argparse.Namespace(
+        loads=["agents@16@48", "2000/150"], first=9.0, device="cuda", short=False, rates=(3.0,)
+    )
+    assert [load.levels for load in chosen_loads(asked)] == [(16, 48), (3,)]
+    asked.loads = ["agent@16"]
+    with pytest.raises(ValueError, match=r"--loads agent: there are .*agents"):
+        chosen_loads(asked)
