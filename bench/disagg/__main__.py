@@ -87,11 +87,15 @@ class Side(NamedTuple):
         return cls(name, int(count), command, int(gpus) if gpus else None)
 
     def gpus_of(self, number: int, first: int) -> str | None:
-        """CUDA_VISIBLE_DEVICES of a process, if the side has the GPUs from `first` on. None: all."""
+        """CUDA_VISIBLE_DEVICES of a process, if the side has the GPUs from `first` on, of those that this
+        process sees. None: all."""
         if self.gpus is None and self.count == 1:
             return None
         each = self.gpus or 1
-        return ",".join(str(first + number * each + i) for i in range(each))
+        numbers = range(first + number * each, first + (number + 1) * each)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = None if visible is None else visible.split(",")
+        return ",".join(str(number) if names is None else names[number] for number in numbers)
 
 
 @dataclass

@@ -134,9 +134,12 @@ def test_a_side_whose_process_ends_is_not_waited_for() -> None:
 @pytest.mark.parametrize(
     ("count", "gpus"), [("1", [None]), ("2", ["2", "3"]), ("1x2", ["2,3"]), ("2x2", ["2,3", "4,5"])]
 )
-def test_the_gpus_of_a_side(count: str, gpus: list[str | None]) -> None:
+def test_the_gpus_of_a_side(count: str, gpus: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side.parse(f"name {count} a command")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [side.gpus_of(number, 2) for number in range(side.count)] == gpus
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,5")
+    assert [side.gpus_of(number, 0) for number in range(side.count)] == gpus
 
 
 def test_a_load_may_have_levels_of_its_own() -> None:
