@@ -5,7 +5,8 @@ A layer keeps one or more *arrays* [rows, heads, head_dim], each of a kind. A ki
 each token, in the blocks of the request, or one for each request, in its slot. One layer may keep arrays of
 both units, and other layers other arrays. An attention layer has one array, with K and V as rows. A *latent*
 has one row, the vector from which every query head makes its key and its value. It is cut into heads of
-`latent_head_dim` numbers, so that each has a scale of its own in FP8; all ranks hold all of them. A state
+`latent_head_dim` numbers, so that each has a scale of its own in FP8; all ranks hold all of them. Beside a
+latent a layer may have an *index key*, by which queries choose the positions that they attend to. A state
 layer has an array for each of its states.
 
 To add a kind, add a `CacheKind` here, give layers a cache with its arrays (`engine.models.cache_spec`), and
@@ -50,6 +51,7 @@ class CacheKind:
 
 ATTENTION = CacheKind("attention", Unit.TOKEN, converts=True)
 LATENT = CacheKind("latent", Unit.TOKEN, copied=True, converts=True)
+INDEX = CacheKind("index", Unit.TOKEN, copied=True)
 STATE = CacheKind("state", Unit.REQUEST)
 
 

@@ -199,6 +199,27 @@ class StateConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """How queries choose the positions that they attend to (DeepSeek-V3.2, 2025): those with the largest
+    scores. A layer without an index of its own takes the choice of the layer before it."""
+
+    num_heads: int
+    head_dim: int
+    """Of a query head, and of the key that all heads share. As many dimensions as in attention are rotated,
+    the first ones."""
+    most_chosen: int
+    """Positions that a query attends to. It chooses them if it sees more."""
+    interleaved: bool
+    """Whether neighbours are a pair that is rotated, as in attention. If not, the halves are."""
+    without: tuple[int, ...] = ()
+    """The layers that have no index."""
+
+    def parameters(self, hidden_size: int, query_rank: int) -> int:
+        """Number of parameters in the matrices of a layer with an index."""
+        return hidden_size * (self.head_dim + self.num_heads) + query_rank * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, 2024). The cache has one vector of a token for all heads: a
     latent of `rank` numbers, and `rope_dim` rotated numbers of the key that all heads share."""
@@ -213,6 +234,8 @@ class LatentConfig:
     """Of a value head."""
     scale: float
     """Of the products of queries and keys."""
+    index: IndexConfig | None = None
+    """None: a query attends to all positions up to its own."""
 
     @property
     def size(self) -> int:
@@ -432,4 +455,7 @@ class ModelConfig:
             projected += 0 if state.state_size else state.inner_size
             made = state.low_rank * state.num_heads * (state.head_dim + state.state_size)
             states = len(state.layers) * (self.hidden_size * projected + made)
+        if self.latent is not None and (index := self.latent.index) is not None:
+            indexed = self.num_layers - len(index.without)
+            states += indexed * index.parameters(self.hidden_size, self.latent.query_rank or 0)
         return with_attention * attention + states + dense * mlp + sparse + self.embedding_parameters

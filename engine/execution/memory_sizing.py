@@ -17,7 +17,7 @@ from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader.families import cache_spec
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec, IndexedLatentCache
 from baton.machine import available_memory
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,8 @@ def layer_caches(
     cache = cache_spec(model, dtype, kv_dtype)
     if not drafts:
         return cache
+    if isinstance(cache[0], IndexedLatentCache):
+        return *cache, cache[0]  # the head has an index, which the last layer may lack
     last_layer = cache[-1]
     assert isinstance(last_layer, AttentionCache), "a model with states has no draft head"
     return *cache, replace(last_layer, span=None)

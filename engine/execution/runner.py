@@ -25,7 +25,18 @@ from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths, largest_graph
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import Beside, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, StateLayer
+from baton.engine.kernels import (
+    Beside,
+    Fp8KV,
+    HeadNorm,
+    Index,
+    IndexedLatents,
+    IndexQueries,
+    Kernels,
+    LatentHeads,
+    LatentNorm,
+    StateLayer,
+)
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs
@@ -389,8 +400,10 @@ class ModelRunner:
         kernels = self._kernels
         heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
         latent_tiling: Any = None
+        most_chosen = 0
         if latents is not None:
             latent_tiling = self._tile_latent(attention, config)
+            most_chosen = latents.index.most_chosen if latents.index else 0
         tilings = {
             span: kernels.tile(attention, heads, kv_heads, self._dtype, span)
             for span in (() if latents is not None else set(self._spans))
@@ -412,19 +425,32 @@ class ModelRunner:
             norm: LatentNorm,
             rotary: Tensor,
             heads: LatentHeads,
+            index: Index | None,
         ) -> Tensor:
-            kv = self.caches[layer]
+            cache = self.caches[layer]
+            kv, keys = cache if isinstance(cache, IndexedLatents) else (cache, None)
             kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
+            queries = None
+            if index is not None:
+                assert keys is not None, "the cache of the layer has its index"
+                queries = kernels.write_index(index, rotary, keys, attention.slots)
+
+            def attend_in(
+                q: Tensor, queries: IndexQueries | None, tiling: Any, out: Tensor | None = None
+            ) -> Tensor:
+                if queries is not None and keys is not None:
+                    kernels.choose_positions(queries, keys, tiling, most_chosen)
+                return kernels.latent_attention(q, kv, tiling, heads, out)
+
             apart = attention.apart
             if apart is None:
                 layer_done(layer)
-                return kernels.latent_attention(q, kv, latent_tiling, heads)
+                return attend_in(q, queries, latent_tiling)
             apart.q[: len(q)] = q
-            apart.layers[layer] = lambda tiling: kernels.latent_attention(
-                apart.q, kv, tiling, heads, apart.out
-            )
+            kept = None if queries is None else apart.keep(queries)
+            apart.layers[layer] = lambda tiling: attend_in(apart.q, kept, tiling, apart.out)
             # The decodes come before the chunks: their padding may write to rows of these.
-            kernels.latent_attention(q, kv, latent_tiling, heads, apart.out)
+            attend_in(q, queries, latent_tiling, apart.out)
             layer_done(layer)
             return apart.out[: len(q)]
 
@@ -432,7 +458,8 @@ class ModelRunner:
 
     def _tile_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
         assert config.latent is not None, "asked of models with latents only"
-        fp8 = any(isinstance(cache, Fp8KV) for cache in self.caches)
+        caches = (cache.latents if isinstance(cache, IndexedLatents) else cache for cache in self.caches)
+        fp8 = any(isinstance(cache, Fp8KV) for cache in caches)
         return self._kernels.tile_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 
     def _resolve(

@@ -5,6 +5,7 @@
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
                    or, with experts: add_rms_norm → [router's product] → mix_experts
     with latents   [products of query and latent] → write_latent → latent_attention → [output product]
+    with an index  write_index → choose_positions, before latent_attention
     with states    [input product] → mix_states → gated_rms_norm or norm_gate → [output product], in place of
                    attention
     with FP8       add_rms_norm, silu_mul or quantize, before fp8_linear
@@ -27,13 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.attention import latent
+from baton.engine.kernels.attention import index, latent
+from baton.engine.kernels.attention.index import Index, IndexedLatents, IndexLayer
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.paged import (
     KV,
     AttentionMetadata,
     Fp8KV,
     HeadNorm,
+    IndexQueries,
     paged_attention,
     parts,
     tile_attention,
@@ -80,6 +83,7 @@ class Kernels:
     quantize = staticmethod(quantize)
     fp8_linear = staticmethod(fp8_linear)
     write_latent = staticmethod(latent.write_latent)
+    write_index = staticmethod(index.write_index)
     norm_gate = staticmethod(gated_delta.norm_gate)
     gated_squares = staticmethod(mamba2.gated_squares)
     gated_rms_norm = staticmethod(mamba2.gated_rms_norm)
@@ -212,7 +216,8 @@ class Kernels:
         """The tiling that `latent_attention` needs, the same for all layers of a step. `fp8`: the caches are
         in FP8."""
         least = math.inf if self.exact else shape.min_expanded_queries
-        return latent.LatentTiling(tile_attention(metadata, None, dtype, exact=self.exact), least)
+        groups = tile_attention(metadata, None, dtype, exact=self.exact)
+        return latent.LatentTiling(groups, least, groups)
 
     def latent_attention(
         self, q: Tensor, kv: KV, tiling: Any, heads: LatentHeads, out: Tensor | None = None
@@ -221,6 +226,11 @@ class Kernels:
         [tokens, heads, value_dim]: `out`, of which only the rows in the tiling change. None: new memory."""
         assert out is None, "only graphs have memory for it"
         return latent.latent_attention(q, kv, tiling, heads)
+
+    def choose_positions(self, queries: IndexQueries, keys: KV, tiling: Any, most: int) -> None:
+        """Each query of a step chooses at most `most` positions, among those up to its own whose keys are in
+        the cache. With this tiling it then attends to what it chose, until it chooses again."""
+        tiling.groups = index.choose(queries, keys, tiling.unmasked, most)
 
     def tile_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
         """The tiling that `mix_states` needs, the same for all layers of a step."""

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import ExpertsConfig, LatentConfig, Scoring
+from baton.engine.model_config import ExpertsConfig, IndexConfig, LatentConfig, Scoring
 
 KINDS = ("dense", "sparse")
 """Of layers, in the words of transformers."""
+INDEX_TYPES = {"full": True, "F": True, "shared": False, "S": False}
+"""Whether a layer has an index of its own."""
 
 
 def latent_config(settings: Settings, rope: Settings) -> LatentConfig:
@@ -24,6 +27,43 @@ def latent_config(settings: Settings, rope: Settings) -> LatentConfig:
     if rope.get("mscale_all_dim") and factor > 1:  # the attention factor of YaRN covers `rotated` alone
         scale *= (0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1) ** 2
     return LatentConfig(query_rank, integer("kv_lora_rank"), nope, rotated, value, scale)
+
+
+def indexed_latent_config(settings: Settings, rope: Settings, *, interleaved: bool) -> LatentConfig:
+    """As `latent_config`, with an index. `interleaved`: where the configuration does not say."""
+    shape, integer = latent_config(settings, rope), settings.integer
+    size = integer("index_head_dim", 128)
+    if shape.query_rank is None or size.bit_count() > 1 or size < shape.rope_dim:
+        raise ValueError(
+            f"{settings.source}: an index of {size} dimensions, {shape.rope_dim} of them rotated, with "
+            f"q_lora_rank {shape.query_rank} is not supported"
+        )
+    index = IndexConfig(
+        integer("index_n_heads", 64),
+        size,
+        integer("index_topk", 2048),
+        bool(settings.get("indexer_rope_interleave", interleaved)),
+        _without_index(settings),
+    )
+    return replace(shape, index=index)
+
+
+def _without_index(settings: Settings) -> tuple[int, ...]:
+    """The layers that take the choice of an earlier one."""
+    count, types = settings.integer("num_hidden_layers"), settings.get("indexer_types")
+    if types is None:
+        types = settings.get("index_topk_pattern")
+    if types is None:
+        every = max(1, settings.integer("index_topk_freq", 1))
+        first = settings.integer("index_skip_topk_offset", 2)
+        types = ["F" if max(i - first + 1, 0) % every == 0 else "S" for i in range(count)]
+    known = [INDEX_TYPES.get(str(kind)) for kind in types] if isinstance(types, str | list) else []
+    if len(known) != count or None in known or not known[0]:
+        raise ValueError(
+            f"{settings.source}: indexer_types or index_topk_pattern must say which of the {count} layers "
+            f"have an index, the first one among them, not {types!r}"
+        )
+    return tuple(i for i, own in enumerate(known) if not own)
 
 
 def latent_experts(settings: Settings, first_dense: int, *, v2: bool = False) -> ExpertsConfig:

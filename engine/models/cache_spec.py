@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind
-from baton.engine.kernels import FP8, KV, Fp8KV, LayerState, parts
+from baton.content.cache_kinds import ATTENTION, INDEX, STATE, CacheArray, CacheKind
+from baton.engine.kernels import FP8, KV, Fp8KV, IndexedLatents, LayerState, parts
 from baton.engine.model_config import Span
 
 
@@ -45,28 +45,29 @@ class CacheSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCache:
-    """An attention layer: one K and one V vector for each token and KV head, or one latent.
+    """An attention layer: one K and one V vector for each token and KV head, one latent, or one index key.
 
     The cache keeps all tokens of a request, also those before the span of its next query."""
 
     num_kv_heads: int
-    """Of this rank, or the heads of a latent."""
+    """Of this rank, or the heads of a latent. 1: of an index key."""
     head_dim: int
     dtype: torch.dtype
     """Type of the cache, which may be FP8. The weights may have another."""
     span: Span | None = None
     """The keys that a query sees. None: all up to its own."""
     kind: CacheKind = ATTENTION
-    """Or `LATENT`."""
+    """Or `LATENT` or `INDEX`."""
 
     @property
     def rows(self) -> int:
-        """K and V, or one latent."""
-        return 1 if self.kind == LATENT else 2
+        """K and V, or one vector."""
+        return 2 if self.kind == ATTENTION else 1
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
-        return (CacheArray(self.kind, "kv", self.rows, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
+        name = "index" if self.kind == INDEX else "kv"
+        return (CacheArray(self.kind, name, self.rows, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
 
     def allocate(self, places: Places, device: torch.device) -> KV:
         """[rows, num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -82,6 +83,27 @@ class AttentionCache:
         return [[values] if scales is None else [values, scales.transpose(2, 3).unsqueeze(4)]]
 
     def slots(self, cache: KV) -> Sequence[Tensor]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedLatentCache:
+    """A layer with a latent and an index key for each token."""
+
+    latents: AttentionCache
+    index: AttentionCache
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]:
+        return self.latents.arrays + self.index.arrays
+
+    def allocate(self, places: Places, device: torch.device) -> IndexedLatents:
+        return IndexedLatents(self.latents.allocate(places, device), self.index.allocate(places, device))
+
+    def planes(self, cache: IndexedLatents) -> Sequence[Sequence[Tensor]]:
+        return [*self.latents.planes(cache.latents), *self.index.planes(cache.index)]
+
+    def slots(self, cache: IndexedLatents) -> Sequence[Tensor]:
         return ()
 
 

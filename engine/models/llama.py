@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Experts, HeadNorm, LatentHeads, LatentNorm, LinearMethod, Terms
+from baton.engine.kernels import Experts, HeadNorm, Index, LatentHeads, LatentNorm, LinearMethod, Terms
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
@@ -23,9 +23,10 @@ Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None, float], 
 """(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks, scale) → output
 of attention [tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the
 cache, within the span of the layer's `AttentionCache`. `scale` is that of `Kernels.attention`."""
-AttendLatent = Callable[[int, Tensor, Tensor, Tensor, LatentNorm, Tensor, LatentHeads], Tensor]
-"""What models with latents get in place of it: (layer, q, latent, shared, norm, rotary, heads) → output of
-attention, as in `Kernels.write_latent` and `latent_attention`."""
+AttendLatent = Callable[[int, Tensor, Tensor, Tensor, LatentNorm, Tensor, LatentHeads, Index | None], Tensor]
+"""What models with latents get in its place: (layer, q, latent, shared, norm, rotary, heads, index) → output
+of attention, as in `Kernels.write_latent`, `write_index` and `latent_attention`. `index` None: the layer has
+none. In a model with an index it attends to what an earlier layer chose."""
 
 
 class Norms(NamedTuple):

@@ -320,6 +320,12 @@ TINY_LATENT: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 1.8,
 }
+TINY_SPARSE: dict[str, Any] = TINY_LATENT | {
+    "index_topk": 12,
+    "index_head_dim": 32,
+    "index_n_heads": 16,  # with fewer, scores are often 0, and transformers breaks no ties by position
+    "initializer_range": 0.1,
+}
 TINY_KIMI: dict[str, Any] = {
     **{
         name: value
@@ -349,6 +355,8 @@ TINY_MINIMAX_M2: dict[str, Any] = {
 TINY_OF_KIND = {
     "DeepseekV2": TINY_LATENT | {"q_lora_rank": None},
     "DeepseekV3": TINY_LATENT,
+    "DeepseekV32": TINY_SPARSE,
+    "GlmMoeDsa": TINY_SPARSE | {"n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full"]},
     "Glm4MoeLite": TINY_LATENT | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1},
     "Glm4": {"head_dim": 32, "pad_token_id": 0},
     "Phi3": {"pad_token_id": 0},

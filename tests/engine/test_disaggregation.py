@@ -266,6 +266,12 @@ def test_structured_output(tiny_engine: MakeEngine, spelled_path: Path, blocks: 
             assert 3 <= len(json.loads(tokenizer.decode(tokens[request.id][:-1]))) <= 9
 
 
+def tensors_of(cache: Any) -> list[torch.Tensor]:
+    if isinstance(cache, torch.Tensor):
+        return [cache]
+    return [x for part in cache for x in tensors_of(part)]
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -273,6 +279,8 @@ def test_structured_output(tiny_engine: MakeEngine, spelled_path: Path, blocks: 
         ("Llama", {"kv_cache_dtype": "fp8"}),
         ("DeepseekV2", {}),
         ("DeepseekV2", {"kv_cache_dtype": "fp8"}),
+        ("GlmMoeDsa", {}),
+        ("DeepseekV32", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
         ("Bamba", {}),
         ("GraniteMoeHybrid", {}),
         ("Qwen3Next", {}),
@@ -298,7 +306,7 @@ def test_all_that_layers_keep_is_on_the_wire(
         for layer in plane:
             assert isinstance(layer, torch.Tensor)
             views[layer.untyped_storage().data_ptr()] += layer.nbytes
-    kept = [x for cache in engine.caches for x in (cache if isinstance(cache, tuple) else (cache,))]
+    kept = [x for cache in engine.caches for x in tensors_of(cache)]
     assert views == {x.untyped_storage().data_ptr(): x.nbytes for x in kept if x.nbytes}
     slots = max((len(cache.ssm) for cache in engine.caches if isinstance(cache, LayerState)), default=0)
     each = {True: engine.num_blocks * engine.block_size, False: slots}

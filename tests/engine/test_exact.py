@@ -608,6 +608,7 @@ def test_an_engine_with_int4_weights(model_path: Path) -> None:
     [
         ("DeepseekV3", "auto"),
         ("Glm4MoeLite", "fp8"),
+        ("GlmMoeDsa", "auto"),
         ("Bamba", "fp8"),
         ("GraniteMoeHybrid", "auto"),
         ("Qwen3Next", "auto"),

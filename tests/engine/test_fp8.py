@@ -13,8 +13,8 @@ from torch import Tensor
 
 from baton.engine import Engine, EngineConfig
 from baton.engine.kernels import FP8
+from baton.engine.layers.partly_quantized import PartlyQuantized
 from baton.engine.layers.ranks import Shard, unsharded
-from baton.engine.layers.state_mixers import PartlyQuantized
 from baton.engine.layers.weights import DeclaredWeights
 from baton.engine.loader import check_model, choose_format, open_checkpoint
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
@@ -48,10 +48,9 @@ PROJECTIONS = (
     "_proj.weight",
     "_proj_with_mqa.weight",
     *IN_PROJECTIONS,
-    ".w1.weight",
-    ".w2.weight",
-    ".w3.weight",
+    *(f".{part}.weight" for part in ("w1", "w2", "w3", "wk", "wq_b")),
 )
+PLAIN = "weights_proj.weight"
 Scales = Callable[[Tensor], Tensor]
 
 
@@ -132,7 +131,7 @@ def quantize(directory: Path, kind: str) -> dict[str, Tensor]:
     settings, scales_of, suffix, dtype = KINDS[kind]
     path = directory / "model.safetensors"
     tensors, exact = load_file(path), load_file(path)
-    for name in [name for name in tensors if name.endswith(PROJECTIONS)]:
+    for name in [name for name in tensors if name.endswith(PROJECTIONS) and not name.endswith(PLAIN)]:
         weight = tensors[name].float()
         scales = scales_of(weight).to(dtype)
         each = spread(scales.float(), weight.shape)
@@ -179,16 +178,21 @@ def test_tokens_are_those_of_the_dequantized_model(
     assert_greedy(reference, prompts, found)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "compressed-channel"])
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("DeepseekV3", "blocks"), ("DeepseekV3", "compressed-channel"), ("DeepseekV32", "blocks")],
+)
 def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
-    kind: str, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: str, kind: str, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What makes keys and values of latents is dequantized on a GPU, too."""
-    reference = save_quantized(tmp_path, kind, "DeepseekV3", **LATENT)
+    """What makes keys and values of latents is dequantized on a GPU, too. The weights of an index are
+    plain, beside keys and queries that are not."""
+    reference = save_quantized(tmp_path, kind, model, **LATENT)
     check_model(EngineConfig(str(tmp_path)))
     assert_greedy(reference, prompts, tokens(engine_of(tmp_path), prompts))
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     engine = engine_of(tmp_path)
+    assert isinstance(engine._runner.model.layers[0].mixer.input, PartlyQuantized) == (model == "DeepseekV32")
     assert all(len(answer) == 10 for answer in tokens(engine, prompts))
     heads = engine._runner.model.layers[0].mixer.heads
     value_dim, rank = heads.values.shape[1:]

@@ -98,6 +98,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV3", {"v_head_dim": 33}, r"query heads of 16 \+ 16 dimensions with values of 33 are not"),
     ("DeepseekV3", {"kv_lora_rank": 34}, r"kv_a_proj_with_mqa\.weight is \[48, 64\], .* be \[50, 64\]"),
     ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob True of DeepseekV2ForCausalLM is not"),
+    ("DeepseekV32", {"index_head_dim": 48}, "index of 48 dimensions, 16 .*, with q_lora_rank 24 is not"),
+    ("DeepseekV32", {"q_lora_rank": None}, "an index .* with q_lora_rank None is not supported"),
+    ("DeepseekV32", {"index_n_heads": 8}, r"indexer\.\w+\.weight is \["),
+    ("GlmMoeDsa", {"indexer_types": ["shared", "full", "full"]}, "layers have an index, the first one among"),
+    ("GlmMoeDsa", {"indexer_types": None, "index_topk_pattern": "FSX"}, "must say which .* not 'FSX'"),
+    ("GlmMoeDsa", {"layer_types": ["full_attention"] * 2}, "layer_types must name the type of each of the 3"),
     ("Glm4MoeLite", {"mlp_layer_types": ["dense"]}, "must say which of the 3 layers are dense"),
     ("GptOss", {"layer_types": None}, "layer_types must name the type of each of the 3 layers"),
     ("Qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
@@ -119,7 +125,18 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(
     "kind",
-    ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3", "DeepseekV3", "KimiLinear", "Lfm2", "MiniMaxM2"],
+    [
+        "Llama",
+        "Llama4Text",
+        "GptOss",
+        "Gemma3Text",
+        "Phi3",
+        "DeepseekV3",
+        "GlmMoeDsa",
+        "KimiLinear",
+        "Lfm2",
+        "MiniMaxM2",
+    ],
 )
 def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(kind: str, tiny_of: TinyOf) -> None:
     config = config_of(tiny_of(kind))
@@ -237,6 +254,8 @@ def transformers_gemma3_config(text: dict[str, Any]) -> dict[str, Any]:
         ("Gemma3Text", {"query_pre_attn_scalar": 25}),
         ("DeepseekV3", {"routed_scaling_factor": 2.0}),
         ("DeepseekV3", {"topk_group": 3}),
+        ("DeepseekV32", {"index_topk": 13}),
+        ("DeepseekV32", {"indexer_rope_interleave": True}),
         ("Gemma3Text", {"sliding_window": 24}),
         ("Gemma3Text", {"layer_types": ["full_attention"] * 4}),
         ("Glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.cluster.tools.sizing import MODELS
-from baton.content.cache_kinds import FP8, LATENT
+from baton.content.cache_kinds import FP8, INDEX, LATENT, CacheArray
 from baton.engine import EngineRequest, SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.execution.inputs import attention_metadata, read_by_device
@@ -26,6 +26,7 @@ from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import LatentConfig
 from baton.engine.models import cache_bytes_per_token
 from baton.engine.step import Draws, Step, Variant, arrange
+from baton.kv_transfer.layout import KVLayout
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, run, save_tiny, tokens_of
@@ -33,13 +34,12 @@ from tests.engine.latent_step import LatentStep
 from tests.engine.test_models import scores
 from tests.engine.test_tiers import TURNS, answers
 from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
-from tests.layouts import kv_layout
 
-FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "DeepseekV32", "GlmMoeDsa")
 
 
 @pytest.mark.parametrize(
-    ("kind", "block_size"), [*zip(FAMILIES, (16, 64, 16), strict=True), ("DeepseekV3", 16)]
+    ("kind", "block_size"), [*zip(FAMILIES, (16, 64, 16, 64, 16), strict=True), ("DeepseekV3", 16)]
 )
 def test_a_chat_goes_on_with_its_cached_latents(kind: str, block_size: int, tmp_path: Path) -> None:
     """Prompts come in chunks of 50 tokens, which are expanded or absorbed. What is left of a chunk is
@@ -59,27 +59,38 @@ def test_a_chat_goes_on_with_its_cached_latents(kind: str, block_size: int, tmp_
     engine.assert_whole()
 
 
+def layout_of(kind: str, dtype: str, index: str = "float32") -> KVLayout:
+    """Of a tiny model. The second layer of GLM-5 takes the choice of the first."""
+    latent = CacheArray(LATENT, "kv", 1, 3, 16, dtype)
+    key = CacheArray(INDEX, "index", 1, 1, 32, index)
+    plain = {"DeepseekV32": (), "GlmMoeDsa": (1,)}.get(kind, range(3))
+    return KVLayout.of([(latent,) if layer in plain else (latent, key) for layer in range(3)])
+
+
 @pytest.mark.parametrize(
-    ("dtype", "prefill_ranks", "decode_ranks", "exports"),
+    ("kind", "dtype", "prefill_ranks", "decode_ranks", "exports"),
     [
-        ("auto", 1, 1, False),
-        ("fp8", 1, 1, False),
-        pytest.param("fp8", 2, 1, False, marks=ON_CPU),
-        pytest.param("auto", 1, 2, True, marks=ON_CPU),
-        pytest.param("fp8", 2, 3, False, marks=ON_CPU),
+        ("DeepseekV3", "auto", 1, 1, False),
+        ("DeepseekV3", "fp8", 1, 1, False),
+        pytest.param("DeepseekV3", "fp8", 2, 1, False, marks=ON_CPU),
+        pytest.param("DeepseekV3", "auto", 1, 2, True, marks=ON_CPU),
+        pytest.param("DeepseekV3", "fp8", 2, 3, False, marks=ON_CPU),
+        ("DeepseekV32", "fp8", 1, 1, True),
+        pytest.param("DeepseekV32", "auto", 2, 1, False, marks=ON_CPU),
+        pytest.param("GlmMoeDsa", "auto", 1, 3, True, marks=ON_CPU),
     ],
 )
 def test_a_pair_gives_the_tokens_of_one_rank(
-    tmp_path: Path, dtype: str, prefill_ranks: int, decode_ranks: int, exports: bool
+    tmp_path: Path, kind: str, dtype: str, prefill_ranks: int, decode_ranks: int, exports: bool
 ) -> None:
-    """Each byte of a latent crosses once, though all ranks hold copies."""
-    save_tiny(tmp_path, "DeepseekV3", num_attention_heads=6, num_key_value_heads=6)
+    """Each byte of a latent and of an index crosses once, though all ranks hold copies."""
+    save_tiny(tmp_path, kind, num_attention_heads=6, num_key_value_heads=6)
     rng, sampling = random.Random(3), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 17, 64, 150)]
     prompts += [[*prompts[-1][:130], *prompts[1]]]
     requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
     expected = tokens_of(load(tmp_path, device=DEVICE, num_blocks=60, kv_cache_dtype=dtype), requests)
-    layout = kv_layout(3, 3, 16, "float32" if dtype == "auto" else FP8, kind=LATENT)
+    layout = layout_of(kind, "float32" if dtype == "auto" else FP8)
     settings: dict[str, Any] = {"enable_prefix_caching": True, "exports": exports, "kv_cache_dtype": dtype}
     prefill = Side(
         tmp_path, layout, prefill_ranks, block_size=16, num_blocks=60, max_num_batched_tokens=50, **settings
@@ -95,10 +106,13 @@ def test_a_pair_gives_the_tokens_of_one_rank(
         assert ("shared_memory" in transports) == exports
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("auto", "fp8"), ("fp8", "auto")])
-def test_latents_that_are_converted(tmp_path: Path, prefill: str, decode: str) -> None:
-    """The first token is that of the format of the prefill worker."""
-    save_tiny(tmp_path, "DeepseekV3")
+@pytest.mark.parametrize(
+    ("kind", "prefill", "decode"),
+    [("DeepseekV3", "auto", "fp8"), ("DeepseekV3", "fp8", "auto"), ("DeepseekV32", "fp8", "auto")],
+)
+def test_latents_that_are_converted(tmp_path: Path, kind: str, prefill: str, decode: str) -> None:
+    """The first token is that of the format of the prefill worker. An index keeps its format."""
+    save_tiny(tmp_path, kind)
     rng, sampling = random.Random(3), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 64, 150)]
     requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
@@ -106,7 +120,7 @@ def test_latents_that_are_converted(tmp_path: Path, prefill: str, decode: str) -
     layouts = {"auto": "float32", "fp8": FP8}
     sides = [
         Side(
-            tmp_path, kv_layout(3, 3, 16, layouts[dtype], kind=LATENT), 1, block_size=size, num_blocks=60,
+            tmp_path, layout_of(kind, layouts[dtype]), 1, block_size=size, num_blocks=60,
             kv_cache_dtype=dtype,
         )
         for dtype, size in ((prefill, 16), (decode, 64))
@@ -115,6 +129,22 @@ def test_latents_that_are_converted(tmp_path: Path, prefill: str, decode: str) -
         found = Pair(*sides).run(requests)
     assert [tokens[0] for tokens in found] == [tokens[0] for tokens in expected]
     assert [len(tokens) for tokens in found] == [6] * 3
+
+
+def test_an_index_in_fp8_is_handed_over(tmp_path: Path) -> None:
+    """As on GPUs. Between two workers an index in another format has another name."""
+    save_tiny(tmp_path, "GlmMoeDsa")
+    rng, sampling = random.Random(3), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 64, 150)]
+    requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
+    settings: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True}
+    expected = tokens_of(load(tmp_path, num_blocks=60, **settings), requests)
+    layout = layout_of("GlmMoeDsa", "bfloat16", FP8)
+    assert layout.bytes_per_token == 3 * 48 * 2 + 2 * (32 + 4)
+    assert layout.fingerprint != layout_of("GlmMoeDsa", "bfloat16").fingerprint
+    sides = [Side(tmp_path, layout, 1, block_size=size, num_blocks=60, **settings) for size in (16, 64)]
+    with closing(sides[0]), closing(sides[1]):
+        assert Pair(*sides).run(requests) == expected
 
 
 def test_quality_of_latents_in_fp8(tmp_path: Path) -> None:
@@ -135,11 +165,12 @@ def test_quality_of_latents_in_fp8(tmp_path: Path) -> None:
     assert (best - chosen) / 256 <= 0.02, "in nats, a perplexity of 1.02 times the least"
 
 
+@pytest.mark.parametrize("kind", ["DeepseekV3", "GlmMoeDsa"])
 def test_tokens_are_the_same_with_a_tier_and_preemptions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
-    save_tiny(tmp_path, "DeepseekV3")
+    save_tiny(tmp_path, kind)
     turns = TURNS[:12]
     expected = answers(load(tmp_path, num_blocks=200, block_size=4), turns)
     engine = load(
@@ -158,6 +189,11 @@ def test_a_token_has_one_latent_in_each_layer(tmp_path: Path) -> None:
     assert cache_bytes_per_token(engine.cache_spec) == 3 * (32 + 16) * 4
     engine = load(tmp_path, kv_cache_dtype="fp8")
     assert cache_bytes_per_token(engine.cache_spec) == 3 * (32 + 16 + 3 * 4), "a scale for 16 numbers"
+    save_tiny(tmp_path, "GlmMoeDsa")
+    engine = load(tmp_path)
+    assert cache_bytes_per_token(engine.cache_spec) == 3 * (32 + 16) * 4 + 2 * 32 * 4
+    engine = load(tmp_path, dtype="bfloat16")
+    assert cache_bytes_per_token(engine.cache_spec) == 3 * (32 + 16) * 2 + 2 * (32 + 4), "an index in FP8"
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:

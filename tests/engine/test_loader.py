@@ -280,6 +280,7 @@ def test_a_model_is_checked_without_reading_a_weight(
         "Llama4",
         "GptOss",
         "DeepseekV3",
+        "GlmMoeDsa",
         "Qwen3_5",
         "KimiLinear",
         "MiniMaxM2",

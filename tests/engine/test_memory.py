@@ -212,6 +212,7 @@ def test_an_engine_has_no_more_threads_than_usable_cpus(
         ("GptOss", {}),
         ("DeepseekV2", {}),
         ("DeepseekV3", {}),
+        ("GlmMoeDsa", {}),
     ],
 )
 def test_the_weights_of_a_plan_are_those_of_the_model(

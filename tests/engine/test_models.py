@@ -112,6 +112,13 @@ KINDS = [
         id="deepseek-v3-yarn-with-expanded-prompts",
     ),
     pytest.param("Glm4MoeLite", {}, id="glm4-moe-lite"),
+    pytest.param("DeepseekV32", {}, id="deepseek-v3.2"),
+    pytest.param(
+        "DeepseekV32",
+        {"rope_parameters": DEEPSEEK_ROPE, "kv_lora_rank": 16},
+        id="deepseek-v3.2-yarn-with-expanded-prompts",
+    ),
+    pytest.param("GlmMoeDsa", {}, id="glm5"),
     pytest.param(
         "GraniteMoeHybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},

@@ -131,7 +131,7 @@ def test_ranks_follow_drafts(ranks: Any, spelled_path: Path, expected: dict[byte
     engine.assert_whole()
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3", "Gemma3", "GptOss"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3", "DeepseekV32", "Gemma3", "GptOss"])
 def test_other_models(tiny_of: TinyOf, tiny_engine: MakeEngine, late_engine: MakeEngine, kind: str) -> None:
     """Experts, latents and sliding windows take several tokens of a request."""
     path, requests = str(tiny_of(kind)), crowd()

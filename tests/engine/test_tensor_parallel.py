@@ -63,6 +63,7 @@ FAMILIES = [
     pytest.param("DeepseekV2", {}, (2,), id="deepseek-v2-lite"),
     pytest.param("DeepseekV3", {"kv_lora_rank": 16}, (2, 4), id="deepseek-v3"),
     pytest.param("Glm4MoeLite", {}, (2,), id="glm4-moe-lite"),
+    pytest.param("GlmMoeDsa", {}, (2,), id="glm5"),
 ]
 """With the sizes of the group: 4 ranks share 2 KV heads, and 2 groups of Mamba heads. No size divides the 199
 tokens."""

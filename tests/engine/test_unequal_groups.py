@@ -134,9 +134,9 @@ class Side:
             fp8 = config.get("kv_cache_dtype") == "fp8"
             layout = kv_layout(3, layout, HEAD_DIM, "float8_e4m3fn" if fp8 else "float32")
         self.transfer = TransferProcess(layout, slots=32, slot_bytes=16384)
+        config = {"dtype": "float32", **config}
         settings = EngineConfig(
-            str(path), dtype="float32", device=DEVICE, tensor_parallel_size=ranks, num_threads=1,
-            max_num_seqs=8, **config,
+            str(path), device=DEVICE, tensor_parallel_size=ranks, num_threads=1, max_num_seqs=8, **config
         )  # fmt: skip
         self._files = RankFiles.create(ranks) if ranks > 1 else None
         ends = self.transfer.sending, self.transfer.receiving

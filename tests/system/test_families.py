@@ -31,7 +31,7 @@ FAMILIES = (
     "Lfm2",
     "MiniMaxM2",
 )
-LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear"
+LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear", "DeepseekV32", "GlmMoeDsa"
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *LATENTS])
@@ -67,7 +67,7 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Pa
         assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
 
 
-@pytest.mark.parametrize("kind", ["DeepseekV3", "KimiLinear", "Qwen3_5Text"])
+@pytest.mark.parametrize("kind", ["DeepseekV3", "GlmMoeDsa", "KimiLinear", "Qwen3_5Text"])
 async def test_streams_outlive_each_process_of_workers(kind: str, tmp_path: Path) -> None:
     """Of models with latents and with states."""
     model = tmp_path / "model"

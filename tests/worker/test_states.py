@@ -22,7 +22,7 @@ from tests.cluster_helpers import (
     tiny_model,
 )
 from tests.engine.checkpoints import edit_json
-from tests.engine.conftest import TINY_LATENT
+from tests.engine.conftest import TINY_LATENT, TINY_SPARSE
 
 KV, STATE = 0, 1
 """Arrays of a frame."""
@@ -41,6 +41,7 @@ LATENTS = {
 }
 
 
+SPARSE = {**TINY_SPARSE, "architectures": ["DeepseekV32ForCausalLM"], "hidden_act": "silu"}
 LEDGER = {"architectures": [ledger.NAME], "num_hidden_layers": 3}
 WITH_LEDGER = {"engine_module": "tests.ledger_engine"}
 
@@ -54,6 +55,7 @@ def network_to(worker: WorkerProcess, kind: int) -> Any:
     [
         pytest.param(HYBRID, STATE, {}, id="states"),
         pytest.param(LATENTS, KV, {}, id="latents"),
+        pytest.param(SPARSE, 1, {}, id="an index"),
         pytest.param(LEDGER, 2, WITH_LEDGER, id="a token's array of tests"),
         pytest.param(LEDGER, 3, WITH_LEDGER, id="a request's array of tests"),
     ],

@@ -17,7 +17,7 @@ A decode is absorbed: it is bound by reading the cache. A chunk of a prompt is e
 and values.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -76,11 +76,16 @@ class LatentNorm(NamedTuple):
     eps: float
 
 
-class LatentTiling(NamedTuple):
+@dataclass(slots=True)
+class LatentTiling:
     """The tiling for `latent_attention`, the same for all layers of a step."""
 
     groups: TorchTiling
-    min_expanded_queries: float  # queries of a group; ∞ in the exact mode: all are absorbed
+    """Where a model has an index: with masks of what the newest layer with an index chose."""
+    min_expanded_queries: float
+    """Queries of a group; ∞ in the exact mode: all are absorbed."""
+    unmasked: TorchTiling
+    """What the queries may choose from."""
 
 
 def write_latent(

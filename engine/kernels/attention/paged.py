@@ -46,6 +46,13 @@ not have are zeros. So the shapes of all operands depend on the position alone, 
 them the order of sums. A decode computes 16 queries in place of one."""
 
 
+class IndexQueries(NamedTuple):
+    """Queries of an index (`index`)."""
+
+    values: Tensor  # [tokens, heads, head_dim], in FP8 if keys are
+    weights: Tensor  # [tokens, heads] float32, with all scales but those of keys
+
+
 class Fp8KV(NamedTuple):
     """It stands for values times scales."""
 
@@ -79,6 +86,15 @@ class Apart:
     out: Tensor  # [rows, heads, value_dim]: the graph after reads it
     layers: dict[int, Callable[[Any], Any]] = field(default_factory=dict)
     """Attention of each layer, as a function of its tiling."""
+    index: IndexQueries | None = None
+    """Of all rows, where a model has an index."""
+
+    def keep(self, queries: IndexQueries) -> IndexQueries:
+        """Copies the queries of an index to where chunks read them."""
+        assert self.index is not None, "the model has an index"
+        for kept, made in zip(self.index, queries, strict=True):
+            kept[: len(made)] = made
+        return self.index
 
 
 @dataclass(frozen=True, slots=True)

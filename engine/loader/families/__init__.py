@@ -17,7 +17,7 @@ from baton.engine.loader.experts_config import (
     qwen3_experts,
     qwen3_next_experts,
 )
-from baton.engine.loader.families import kimi_linear, lfm2, minimax_m2, qwen3_5
+from baton.engine.loader.families import kimi_linear, lfm2, minimax_m2, qwen3_5, sparse_latents
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.rearrangements import (
     Gemma3Checkpoint,
@@ -70,6 +70,8 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": LATENT(
         experts=partial(latent_experts, first_dense=3), not_supported=not_supported
     ),
+    "DeepseekV32ForCausalLM": sparse_latents.DEEPSEEK_V32,
+    "GlmMoeDsaForCausalLM": sparse_latents.GLM_DSA,
     "Olmo2ForCausalLM": Family(model=Olmo2),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,  # its text model
