@@ -193,6 +193,7 @@ class Router:
                 key=request.key,
                 names=request.names,
                 first=request.first,
+                max_answer=request.max_answer,
                 cached=found.cached,
                 due=request.due,
                 gap_cost=request.gap_cost,
@@ -272,7 +273,8 @@ class Router:
         self.workers[computes].release(request, handed_over=True)
 
     def _ended(self, request: Request, decodes: int) -> None:
-        self._answers.ended(request.answer_names, request.answer)
+        cut = request.answer == request.max_answer
+        self._answers.ended(request.answer_names, request.answer, cut=cut)
         self._seen[decodes].load.ended(request.prompt + 1)
         request.then()
         self._dispatch()

@@ -16,7 +16,7 @@ c = F / (G · N) seconds of a first token, and all costs are in these:
     C          the sum of c of all requests that decode there
     first      until the first token: the prompts ahead and this one, beside the decodes there
     behind     added to the first tokens of prompts that come before its worker has none left
-    longer     added to the gaps of each request that decodes where the prompt is computed
+    longer     added to the gaps of each request that decodes where the prompt is computed, while it decodes
     d, d'      how much a gap is longer than a short step where the request decodes, without and with it
     slower     added to the first tokens of prompts that come there while it decodes
     forgotten  what the cache loses that no other worker has, if the request needs more memory than is spare.
@@ -162,9 +162,10 @@ class Offer:
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
         now = self._now
-        if not now.step or alone <= 0:
+        if not now.step or alone <= 0 or self.gap_cost <= 0:
             return 0.0
-        count = alone / now.prompts
+        answer = self.decodes * self._gap_weight / self.gap_cost  # mean tokens
+        count = min(alone / now.prompts, answer)
         longer = now.step + (now.long - now.step) * min(1.0, count) - now.base
         return self.gap_cost * max(1.0, count) * max(0.0, longer)
 

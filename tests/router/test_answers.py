@@ -33,6 +33,23 @@ def test_the_most_specific_name_that_is_known_says_what_to_expect(
     assert lengths.expected(NAMES, emitted, most) == expected
 
 
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([(NAMES, 8, True)] * 8, 4_096),  # those that are cut say only that answers are longer
+        ([(NAMES, 8, True), (NAMES, 100, False)], 107),
+        ([(NAMES, 100, True), ((8, b"key", ""), 300, False)], 390),  # the key has one that ended itself
+    ],
+)
+def test_an_answer_that_its_limit_cut_would_have_been_longer(
+    answers: list[tuple[tuple[Hashable, ...], int, bool]], expected: int
+) -> None:
+    lengths = AnswerLengths()
+    for names, tokens, cut in answers:
+        lengths.ended(names, tokens, cut=cut)
+    assert lengths.expected(NAMES, 0, 4_096) == expected
+
+
 def test_later_answers_weigh_more_and_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "MOST_NAMES", 4)
     lengths = AnswerLengths()

@@ -56,6 +56,8 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert hasty.prompt_cost == pytest.approx(beside.first + 0.5 * gaps)
     long = offer(1000, model=FIXED, decodes=2, answer=10**6)
     assert long.prompt_cost == pytest.approx(long.first, abs=1e-3), "long answers wait for it"
+    short = offer(1000, model=FIXED, decodes=2, answer=10)
+    assert short.prompt_cost == pytest.approx(short.first + 2 * (GAP - SHORT) / GAP), "ten gaps of each"
     few = offer(20, model=FIXED, decodes=2)
     assert few.prompt_cost == few.first, "a short step costs nothing"
     busy = offer(1000, model=FIXED, rate=5000.0)

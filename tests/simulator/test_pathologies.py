@@ -177,6 +177,21 @@ def test_workers_that_come_back_empty_compute_again(monkeypatch: pytest.MonkeyPa
     assert found.quantiles().ttft_p99 < 2 * usual.quantiles().ttft_p99
 
 
+def test_answers_that_clients_cut_make_no_later_first_tokens() -> None:
+    """Eight requests for few tokens come before a burst of agents, as a warm-up."""
+
+    def first_tokens(answer: int) -> float:
+        turn, total = Turn(11_000, (), 0.0, answer), 0.0
+        before = [(0.0, Session(i << 32, (turn,), 0)) for i in range(8)]
+        for seed in (1, 2, 3):
+            burst = [(5.0, session) for _, session in agents(8, 1, seed)]
+            found = simulate(before + burst, "policy", warm_up=0)
+            total += percentile([each.ttft for each in found.answers if each.prompt != turn.tokens], 0.9)
+        return total
+
+    assert first_tokens(8) < 1.06 * first_tokens(150)
+
+
 def test_a_wrong_estimate_of_answers_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients allow 100,000 tokens, and get 60 to 240. Or estimates are wrong by a factor."""
     sessions, expected = agents(8, 3, seed=1), AnswerLengths.expected
