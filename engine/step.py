@@ -304,7 +304,9 @@ def arrange(
     if keys is None:
         ahead = NOT_AHEAD
     else:
-        rows = int(ends[num_decodes - 1]) if num_decodes else 0
+        # A step with drafts has no prompts. With states, drafts attend together.
+        last = len(ends) if drafts else num_decodes
+        rows = int(ends[last - 1]) if last else 0
         later = positions[:rows, None] + np.arange(keys.shape[1])
         blocks = padded[request[:rows, None], np.minimum(later // block_size, padded.shape[1] - 1)]
         ahead = Ahead(
@@ -313,7 +315,9 @@ def arrange(
             guess_index=np.full(rows, -1, dtype=np.int32),
             slots=blocks * np.int64(block_size) + later % block_size,
             keys=keys,
-            places=(np.arange(rows) - begins[request[:rows]]).astype(np.int32),
+            places=np.where(request[:rows] < num_decodes, np.arange(rows) - begins[request[:rows]], 0).astype(
+                np.int32
+            ),
             drafts=drafts_behind,
         )
         _look_ahead(drafts, begins, ends, sources, ahead)

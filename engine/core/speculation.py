@@ -7,7 +7,7 @@ step samples before it: drafts change no stream, only its speed (Leviathan 2023,
 
 A state cannot be cut to fewer tokens. So a request with states keeps those before its drafts. If a draft is
 wrong, it goes on with these, and the next step computes the right tokens again. Its drafts come only after
-tokens that the host knows.
+tokens that the host knows, and a draft head has made them after these.
 """
 
 from collections.abc import Sequence
@@ -144,9 +144,11 @@ class Speculation:
         self, live: LiveRequest, count: int, schedule: Schedule, states: RequestStates
     ) -> None:
         """As `_propose`, for a request with states."""
-        assert self.drafter is not None, "a model with states has no draft head"
-        guesses = self.drafter.propose(live, (), count)
-        self.waits = self.waits or bool(guesses)
+        if self.drafter is None:
+            guesses, self.waits = live.guesses.of(live.num_known, count), True
+        else:
+            guesses = self.drafter.propose(live, (), count)
+            self.waits = self.waits or bool(guesses)
         if guesses and not live.pending and states.keep(live):
             schedule.drafts[live] = Draft(guesses, len(guesses))
             live.guesses.tokens, live.guesses.position = guesses, len(live.token_ids)

@@ -166,9 +166,8 @@ def layer_caches(
         return cache
     if isinstance(cache[0], IndexedLatentCache):
         return *cache, cache[0]  # the head has an index, which the last layer may lack
-    last_layer = cache[-1]
-    assert isinstance(last_layer, AttentionCache), "a model with states has no draft head"
-    return *cache, replace(last_layer, span=None)
+    attention = next(layer for layer in reversed(cache) if isinstance(layer, AttentionCache))
+    return *cache, replace(attention, span=None)
 
 
 def choose_dtype(

@@ -380,20 +380,19 @@ class ModelRunner:
         if (load := self.expert_load) is not None:
             load.begin_step()
         step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
-        if not self._has_states:
-            with computing(step):
-                hidden = self.model(token_ids, positions, attend)
-            return torch.cat((hidden, *step.taps), dim=1) if step.taps else hidden
-        kernels = self._kernels
-        states = kernels.tile_states(attention, self._dtype)
+        callers, kernels = [attend], self._kernels
+        if self._has_states:
+            states = kernels.tile_states(attention, self._dtype)
 
-        def mix(layer: int, x: Tensor, beside: Beside, parameters: StateLayer) -> Tensor:
-            y = kernels.mix_states(x, beside, parameters, self.caches[layer], states)
-            layer_done(layer)
-            return y
+            def mix(layer: int, x: Tensor, beside: Beside, parameters: StateLayer) -> Tensor:
+                y = kernels.mix_states(x, beside, parameters, self.caches[layer], states)
+                layer_done(layer)
+                return y
 
+            callers.append(mix)
         with computing(step):
-            return self.model(token_ids, positions, attend, mix)
+            hidden = self.model(token_ids, positions, *callers)
+        return torch.cat((hidden, *step.taps), dim=1) if step.taps else hidden
 
     def _attends(self, attention: AttentionMetadata, layer_done: LayerDone, config: ModelConfig) -> Any:
         """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""

@@ -92,8 +92,9 @@ def start_rank(
         )
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     of_model = layer_caches(model_config, limits.dtype, limits.kv_dtype, drafts=head is not None)
-    # Where no step is launched before the tokens of the last one are known, drafts cost no step anything.
-    looks_ahead = not limits.state_bytes and (on_gpu or bool(config.overlap) or head is not None)
+    # Where no step is launched before the tokens of the last one are known, drafts cost no step anything. A
+    # head needs to know on the device which of them are right.
+    looks_ahead = head is not None or (not limits.state_bytes and (on_gpu or bool(config.overlap)))
     runner = ModelRunner(
         model,
         kernels_for(device, model_config.kernel_head_dim, exact=config.batch_invariant),

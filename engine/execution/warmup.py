@@ -80,11 +80,11 @@ class Rehearsal:
         self._block_size = block_size
         self._pool = pool
         self._num_slots = num_slots
-        self._ahead = 1 if num_slots else config.ahead
-        self._drafting = config.max_decode_rows // self._ahead if self._ahead > 1 else 0
-        """Requests of a step in which each has all drafts."""
         speculative = config.speculative_config
         self._guesses = config.ahead - 1 if speculative is not None and speculative.by_device else 0
+        self._ahead = 1 if num_slots and not self._guesses else config.ahead
+        self._drafting = config.max_decode_rows // self._ahead if self._ahead > 1 else 0
+        """Requests of a step in which each has all drafts."""
         self._sequences = 0
         self._random = random.Random(0)
         self.num_blocks = 0
@@ -127,7 +127,9 @@ class Rehearsal:
             yield step([_Chunk(sequence) for sequence in self._first[:count]])
             count //= 2
         if self._drafting:
-            yield step([_Chunk(s, drafts=self._ahead - 1) for s in self._first[: self._drafting]])
+            one_by_one = not self._num_slots
+            drafting = self._first[: self._drafting]
+            yield step([_Chunk(s, decodes=one_by_one, drafts=self._ahead - 1) for s in drafting])
         decodes = [_Chunk(sequence) for sequence in self._mixed]
         while chunks := self._fill(self._long, self._budget - len(decodes)):
             yield step([*decodes, *chunks], scored=True)

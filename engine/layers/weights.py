@@ -121,6 +121,11 @@ class Checkpoint:
         mapped file."""
         raise NotImplementedError
 
+    def next_token_layer(self) -> "Checkpoint | None":
+        """The tensors of the layer behind the others that predicts a further token, without copies of the
+        model's own. Its number is that of the model's layers. None: there is no such layer."""
+        return None
+
     def groups(self, name: str, parts: Sequence[Shard]) -> Groups | None:
         """These parts of a matrix whose columns have groups. None: it has no groups, or the parts cut one."""
         return None

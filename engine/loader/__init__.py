@@ -76,14 +76,9 @@ def model_fingerprint(engine: EngineConfig, max_model_len: int) -> str:
 
 def draft_head(engine: EngineConfig, checkpoint: Checkpoint, weight_format: PlainFormat) -> FoundHead | None:
     """What drafts on the device. None: nothing does. Raises `ValueError` if drafts do not fit the model."""
-    wanted, model = engine.speculative_config, checkpoint.config
+    wanted = engine.speculative_config
     if wanted is None or not wanted.by_device:
         return None
-    if model.state is not None:
-        raise ValueError(
-            f"--speculative-config: {model.architecture} has layers with states, for which there are no "
-            "draft heads; choose the method ngram"
-        )
     directory = None
     if wanted.model:
         flag = "--speculative-config: model"

@@ -57,13 +57,12 @@ def find_head(
     `ValueError` naming the model or the file and what does not fit."""
     model = checkpoint.config
     if directory is None:
-        if not model.further_layers:
+        if (layer := checkpoint.next_token_layer()) is None:
             raise ValueError(
                 f"--speculative-config: {checkpoint.source} has no layer that predicts further tokens; "
                 "choose another method than mtp"
             )
-        files = checkpoint.next_token_layer() if isinstance(checkpoint, HFCheckpoint) else checkpoint
-        return FoundHead(HeadConfig(wanted.method, model), files, weight_format)
+        return FoundHead(HeadConfig(wanted.method, model), layer, weight_format)
     config = _eagle_config(directory / "config.json", model)
     if isinstance(checkpoint, DummyCheckpoint):
         return FoundHead(config, checkpoint.of(config.model), PlainFormat())

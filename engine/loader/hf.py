@@ -61,9 +61,9 @@ class HFCheckpoint(Files):
     def names(self) -> Collection[str]:
         return self._names
 
-    def next_token_layer(self) -> "HFCheckpoint":
-        """The same files, with the tensors of the first layer that predicts further tokens alone, without its
-        copies of the embedding and of the output projection."""
+    def next_token_layer(self) -> "HFCheckpoint | None":
+        if not self._further:
+            return None
         found, copies = copy(self), ("embed_tokens.weight", "shared_head.head.weight")
         layer = [name for name in self._file_of if name.startswith(self._further[:1])]
         found._names = [name for name in layer if not name.endswith(copies)]
@@ -96,6 +96,9 @@ class DummyCheckpoint(Checkpoint):
     def of(self, config: ModelConfig) -> "DummyCheckpoint":
         """Weights of another shape."""
         return DummyCheckpoint(config, self.source, self._seed, self._device)
+
+    def next_token_layer(self) -> "DummyCheckpoint | None":
+        return self if self.config.further_layers else None
 
     def names(self) -> Collection[str]:
         return ()

@@ -20,7 +20,6 @@ GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
 GPT_OSS = "GptOssForCausalLM"
 
-FURTHER = "num_nextn_predict_layers"
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -81,7 +80,7 @@ def model_config_from_hf(
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
         latent=latent,
         quantization=settings.get("quantization_config"),
-        further_layers=settings.integer(FURTHER) if latent and settings.get(FURTHER) else 0,
+        further_layers=settings.integer(family.further) if settings.get(family.further) else 0,
     )
     shape.check(source)
     return shape

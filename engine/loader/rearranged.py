@@ -28,7 +28,7 @@ FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 FP8_FORMS = ("fp8", "float-quantized")
 """Checkpoints in FP8, as `Rearranged.quantized` names them."""
 SCALES = ("weight_scale", "weight_scale_inv", "input_scale")
-NORM = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")
+NORM = re.compile(r".*(layernorm|[qk]_norm|model\.norm|[eh]norm|shared_head\.norm)\.weight")
 
 
 class Files(Checkpoint):
@@ -78,11 +78,14 @@ class Rearranged(Checkpoint):
         self._pieces: dict[str, Piece] = {}
         prefix = TEXT if any(name.startswith(TEXT) for name in files.names()) else ""
         for stored in files.names():
-            name = stored.removeprefix(prefix)
-            for theirs, ours in self.renamed.items():
-                name = name.replace(theirs, ours)
-            if stored.startswith(prefix) and not name.startswith(self.left_out):
+            if stored.startswith(prefix) and (name := self._name(stored.removeprefix(prefix))):
                 self._pieces.update(self._split(name, stored))
+
+    def _name(self, stored: str) -> str | None:
+        """The name of a stored tensor in other families. None: it is left out."""
+        for theirs, ours in self.renamed.items():
+            stored = stored.replace(theirs, ours)
+        return None if stored.startswith(self.left_out) else stored
 
     def names(self) -> Collection[str]:
         return self._pieces.keys()

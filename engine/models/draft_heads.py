@@ -102,9 +102,18 @@ class NextTokenLayer(DraftHead):
         self.join = weights.linear([f"{name}.eh_proj"], [unsharded(size)], unsharded(2 * size))
         self.join_input = InputNorm(weights, None, self.join)
         self.norm = RMSNorm(weights, f"{name}.shared_head.norm", size, eps)
+        self.passes_norm = kind.passes_norm
+
+    def __call__(self, *args: Any) -> Tensor:
+        hidden = super().__call__(*args)
+        return self.norm(hidden) if self.passes_norm else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.project(hidden) if self.passes_norm else super().logits(hidden)
 
     def joined(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        embedded = embedded.masked_fill((positions == 0)[:, None], 0)  # as in training
+        if not self.passes_norm:
+            embedded = embedded.masked_fill((positions == 0)[:, None], 0)  # as in training
         both = torch.cat((self.of_token(embedded), self.of_hidden(hidden)), dim=1)
         residual = self.join(self.join_input(both))
         return residual, residual

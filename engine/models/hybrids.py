@@ -96,3 +96,4 @@ class Qwen3Next(Bamba):
     attention = Qwen3NextAttention
     state_mixer = GatedDeltaMixer
     state_name = "linear_attn"
+    passes_norm = True

@@ -127,6 +127,9 @@ class Llama:
     mlp_name: ClassVar[str] = "mlp"
     router_name: ClassVar[str] = "gate"
     shared_name: ClassVar[str] = "shared_expert"
+    passes_norm: ClassVar[bool] = False
+    """Of the layer that predicts a further token: whether the next guess takes the norm of its hidden state,
+    and position 0 the embedding of a token."""
 
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:

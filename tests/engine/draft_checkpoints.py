@@ -81,21 +81,41 @@ def save_mtp(directory: Path, kind: str, **changes: Any) -> Any:
     return reference
 
 
+QWEN_LAYER = "mtp.layers.0."
+
+
+def save_qwen_mtp(directory: Path, kind: str, **changes: Any) -> Any:
+    """As `save_mtp`, in the form of Qwen3.5 and Qwen3-Next, whose norms multiply by 1 + weight."""
+    reference = save_tiny(directory, kind, **changes)
+    generator = torch.Generator().manual_seed(7)
+    with edited_tensors(directory) as tensors:
+        size = tensors["model.norm.weight"].shape[0]
+        last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
+        for name, tensor in last.items():
+            order = torch.randperm(tensor.numel(), generator=generator)
+            tensors[name.replace("model.layers.1.", QWEN_LAYER)] = tensor.flatten()[order].view(tensor.shape)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            tensors[f"mtp.{name}.weight"] = torch.rand(size, generator=generator) - 0.5
+        tensors["mtp.fc.weight"] = torch.randn((size, 2 * size), generator=generator) * 0.2
+    edit_json(directory / "config.json", mtp_num_hidden_layers=1, num_nextn_predict_layers=1)
+    return reference
+
+
 SMALL_VOCABULARY = 60
 
 
-def _follows(directory: Path) -> Tensor:
+def _follows(directory: Path, norm: float = 1.0) -> Tensor:
     """Makes the next token of a model a function of the newest one: its layers add nothing, and embeddings
-    are orthogonal. Returns the token after each token."""
+    are orthogonal. `norm`: weights with which norms do nothing. Returns the token after each token."""
     circle = torch.randperm(SMALL_VOCABULARY, generator=torch.Generator().manual_seed(3))
     follows = torch.empty_like(circle)
     follows[circle] = circle.roll(1)
     with edited_tensors(directory) as tensors:
         for name, tensor in tensors.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 tensor.zero_()
             if name.endswith("norm.weight"):
-                tensor.fill_(1.0)
+                tensor.fill_(norm)
         size = tensors["model.norm.weight"].shape[0]
         tensors["model.embed_tokens.weight"] = torch.eye(size)[:SMALL_VOCABULARY]
         tensors["lm_head.weight"] = torch.eye(size)[:SMALL_VOCABULARY][follows.argsort()]
@@ -130,10 +150,11 @@ def sure_eagle(target: Path, directory: Path, *, wrong: bool = False) -> None:
         tensors["d2t"] = order - torch.arange(SMALL_VOCABULARY)
 
 
-def sure_mtp(directory: Path, *, wrong: bool = False) -> None:
-    """Writes a model with a layer that predicts a token further, as `sure_eagle`."""
-    save_mtp(directory, "DeepseekV3", vocab_size=SMALL_VOCABULARY)
-    follows = _follows(directory)
+def sure_mtp(directory: Path, *, wrong: bool = False, qwen: bool = False) -> None:
+    """Writes a model with a layer that predicts a token further, as `sure_eagle`. `qwen`: one with states."""
+    save, kind = (save_qwen_mtp, "Qwen3_5Text") if qwen else (save_mtp, "DeepseekV3")
+    save(directory, kind, vocab_size=SMALL_VOCABULARY)
+    follows = _follows(directory, norm=0.0 if qwen else 1.0)
     with edited_tensors(directory) as tensors:
         size = tensors["model.norm.weight"].shape[0]
         token = torch.eye(size)
@@ -141,4 +162,4 @@ def sure_mtp(directory: Path, *, wrong: bool = False) -> None:
             token = torch.zeros(size, size)
             token[follows, torch.arange(SMALL_VOCABULARY)] = 1.0
         little = torch.full((size, size), 1e-3)  # position 0 sees no token, and its latent should not be 0
-        tensors[f"{LAYER}eh_proj.weight"] = torch.cat((token, little), dim=1)
+        tensors["mtp.fc.weight" if qwen else f"{LAYER}eh_proj.weight"] = torch.cat((token, little), dim=1)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.checkpoints import config_of, edited_tensors
-from tests.engine.draft_checkpoints import LAYER
+from tests.engine.draft_checkpoints import LAYER, QWEN_LAYER
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -78,6 +78,49 @@ class EagleReference(_Reference):
         return best + int(self.tensors["d2t"][best])
 
 
+def _as_transformers(tensors: dict[str, Tensor], names: dict[str, Tensor], experts: int) -> dict[str, Tensor]:
+    """transformers has the experts of a layer in one tensor each."""
+    found = {name: x for name, x in tensors.items() if name in names}
+
+    def of(expert: int, kind: str) -> Tensor:
+        return tensors[f"mlp.experts.{expert}.{kind}_proj.weight"]
+
+    if experts:
+        gate_up = [torch.cat((of(i, "gate"), of(i, "up"))) for i in range(experts)]
+        found["mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        found["mlp.experts.down_proj"] = torch.stack([of(i, "down") for i in range(experts)])
+    return found
+
+
+class QwenReference(_Reference):
+    """The layer behind Qwen3.5, which is as those with attention."""
+
+    def __init__(self, model: Any, directory: Path) -> None:
+        super().__init__(model, directory)
+        last = model.model.layers[1]
+        self.block = type(last)(model.config, 1).eval()
+        own = {name.removeprefix(QWEN_LAYER): x for name, x in self.tensors.items()}
+        self.block.load_state_dict(
+            _as_transformers(own, last.state_dict(), self.config.get("num_experts", 0))
+        )
+
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        return _norm(x, self.tensors[f"mtp.{name}.weight"] + 1, self.eps)
+
+    def taken(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
+        return hidden_states[-1]
+
+    def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        parts = self.normed(embedded, "pre_fc_norm_embedding"), self.normed(hidden, "pre_fc_norm_hidden")
+        x = torch.cat(parts, dim=-1) @ self.tensors["mtp.fc.weight"].T
+        mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
+        out = self.block(x[None], position_embeddings=self.rotary(len(x)), attention_mask=mask)
+        return self.normed((out if isinstance(out, Tensor) else out[0])[0], "norm")
+
+    def token(self, hidden: Tensor) -> int:
+        return int((self.model.lm_head.weight @ hidden).argmax())
+
+
 class NextTokenReference(_Reference):
     def __init__(self, model: Any, directory: Path) -> None:
         super().__init__(model, directory)
@@ -86,20 +129,9 @@ class NextTokenReference(_Reference):
         }
         last = model.model.layers[-1]
         self.block = type(last)(model.config, 2).eval()
-        self.block.load_state_dict(self._as_transformers(last.state_dict()))
-
-    def _as_transformers(self, names: dict[str, Tensor]) -> dict[str, Tensor]:
-        """transformers has the experts of a layer in one tensor each."""
-        found = {name: x for name, x in self.tensors.items() if name in names}
-        experts = self.config["n_routed_experts"]
-
-        def of(expert: int, kind: str) -> Tensor:
-            return self.tensors[f"mlp.experts.{expert}.{kind}_proj.weight"]
-
-        gate_up = [torch.cat((of(i, "gate"), of(i, "up"))) for i in range(experts)]
-        found["mlp.experts.gate_up_proj"] = torch.stack(gate_up)
-        found["mlp.experts.down_proj"] = torch.stack([of(i, "down") for i in range(experts)])
-        return found
+        self.block.load_state_dict(
+            _as_transformers(self.tensors, last.state_dict(), self.config["n_routed_experts"])
+        )
 
     def taken(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
         return hidden_states[-1]

@@ -32,5 +32,7 @@ class Family:
     latent: Callable[[Settings, Settings], LatentConfig] | None = None
     """Multi-head latent attention, from all settings and those of the rotation. None: no such model has
     it."""
+    further: str = "num_nextn_predict_layers"
+    """The setting with the number of layers behind the others that predict further tokens."""
     not_supported: Callable[[Settings], Iterator[str]] = lambda settings: iter(())
     """What a checkpoint of this family may have, and no class can do."""

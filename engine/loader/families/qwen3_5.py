@@ -1,7 +1,7 @@
 """Qwen3.5, dense and with experts: the text model of checkpoints that see images, too.
 
-It is Qwen3-Next with the projections of the gated delta rule in tensors of their own. The layer that predicts
-a further token (`mtp`) and the part that sees images are left out.
+It is Qwen3-Next with the projections of the gated delta rule in tensors of their own. The part that sees
+images is left out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
     inner]."""
 
     renamed: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
-    left_out = ("mtp.", "model.visual.")
+    left_out = "model.visual."
 
     def _rows(self, kind: str) -> Mapping[str, Tensor]:
         state = self.config.state
@@ -57,6 +57,7 @@ DENSE = Family(
     checkpoint=Qwen3_5Checkpoint,
     rotated=0.25,
     state=gated_delta_config,
+    further="mtp_num_hidden_layers",
     not_supported=not_supported,
 )
 MOE = replace(DENSE, settings=with_experts, experts=qwen3_next_experts)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.engine.loader.rearranged import (
     FP8_FORMS,
+    Files,
     Piece,
     Rearranged,
     in_heads,
@@ -87,11 +88,37 @@ class HybridCheckpoint(Rearranged):
 class Qwen3NextCheckpoint(Rearranged):
     """Qwen3-Next: each group of value heads has its queries, keys, values and gates in a row, and each query
     head has its gate. The channels of the convolution are queries, keys and values: here they come in the
-    order of `gated_delta`. The layers that predict several tokens (`mtp`) are left out."""
+    order of `gated_delta`. The layer that predicts a further token (`mtp`) has attention."""
 
     quantized: ClassVar[Collection[str]] = FP8_FORMS
-    left_out = "mtp."
+    further: ClassVar[Mapping[str, str]] = {
+        "mtp.layers.0.": "",
+        "mtp.fc.": "eh_proj.",
+        "mtp.pre_fc_norm_embedding.": "enorm.",
+        "mtp.pre_fc_norm_hidden.": "hnorm.",
+        "mtp.norm.": "shared_head.norm.",
+    }
+    """How the names of the tensors of that layer begin, and how in other families."""
     adds_one = True
+
+    def __init__(self, files: Files, *, further: bool = False) -> None:
+        """`further`: the tensors are those of the layer that predicts a further token. Otherwise they are all
+        others."""
+        self._further = further
+        super().__init__(files)
+
+    def next_token_layer(self) -> "Qwen3NextCheckpoint | None":
+        found = type(self)(self._files, further=True)
+        return found if found.names() else None
+
+    def _name(self, stored: str) -> str | None:
+        if stored.startswith("mtp.") != self._further:
+            return None
+        if not self._further:
+            return super()._name(stored)
+        layer = f"model.layers.{self.config.num_layers}."
+        begins = (name for name in self.further.items() if stored.startswith(name[0]))
+        return next((f"{layer}{ours}{stored.removeprefix(theirs)}" for theirs, ours in begins), None)
 
     def _rows(self, kind: str) -> Mapping[str, Tensor]:
         config, state = self.config, self.config.state
