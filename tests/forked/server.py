@@ -21,6 +21,7 @@ import tempfile
 import threading
 import traceback
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import setproctitle
@@ -141,7 +142,8 @@ def main() -> None:
         _close_before_the_end_of_serve()
     _set_by_imports.update(os.environ.items() - before.items())
     gc.freeze()
-    assert os.listdir("/proc/self/task") == [str(os.getpid())], "a fork has only one of these threads"
+    threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    assert len(threads) == 1, f"a fork has only one of these threads: {threads}"
     _serve(socket.socket(fileno=int(number)))
 
 
