@@ -57,6 +57,7 @@ async def test_corrupt_bytes_of_a_prefix_are_never_cached(
         with damaging(network, fault):
             assert await alone(pair.prefill, text, PARAMS, content) == (right, 0)
             assert network.hits == 0
+        assert (await pair.generate(text, PARAMS)).tokens == right  # KV of a handover is still fetched
         await assert_whole(*workers)
         assert metrics(asker)[counter] == before + 1
 
