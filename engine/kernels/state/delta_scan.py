@@ -12,7 +12,7 @@ chunks of a request, with the state in registers (`_scan`). With S the state bef
 β is part of T there, and the norms of k and q are parts of the factors of their rows.
 
 In KDA each dimension of a key decays by itself, so the factors exp(s) are in the keys and queries that
-`_scan` reads: `_solve_of_keys` writes them. Its products within a chunk are
+`_scan` reads: `_solve` writes them. Its products within a chunk are
 
     Σ_c k_ic k_jc exp(s_ic − s_jc)
 
@@ -59,22 +59,23 @@ def scan(
     systems = torch.empty(2, count, heads, tokens, dtype=rows.dtype, device=rows.device)  # T and P
     factors = torch.empty(FACTORS, heads, count, device=rows.device)
     shape = shape_of(layer, state, tokens)
-    decayed, last, solve = None, None, _solve
-    of_solve: tuple[Tensor, ...] = (systems, factors)
+    decayed = last = None
     if isinstance(layer, KimiDelta):
         # Keys and queries with their factors: those of S k, of S q, and of w ⊗ k.
         decayed = torch.empty(3, count, heads, size, dtype=rows.dtype, device=rows.device)
         # Each chunk has a number, `chunk_number`.
         last = torch.empty(count // tokens + len(tiling.slots) + 1, heads, size, device=rows.device)
-        of_solve, solve = (*of_solve, decayed, last), _solve_of_keys
-    solve[(len(tiling.scans), heads)](
+    _solve[(len(tiling.scans), heads)](
         rows,
         dt,
         share,
         layer.dt_bias,
         layer.a,
         tiling.scans,
-        *of_solve,
+        systems,
+        factors,
+        decayed,
+        last,
         rows.stride(0),
         dt.stride(0),
         share.stride(0),
@@ -121,71 +122,7 @@ def _solve(
     scans,
     systems,
     factors,
-    row_stride,
-    dt_stride,
-    share_stride,
-    count,
-    scale,
-    eps,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    inputs_ready()
-    chunk, head = scans + tl.program_id(0) * 6, tl.program_id(1)
-    tokens = tl.load(chunk + 2)
-    if tokens == 0:
-        return
-    token, columns = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
-    used = token < tokens
-    row = tl.load(chunk + 1).to(tl.int64) + token
-    in_state = used[:, None] & (columns < SIZE)[None, :]
-    of_group = rows + row[:, None] * row_stride + (HEADS * HEAD_DIM + head // GROUP * SIZE + columns)[None, :]
-    k = tl.load(of_group, mask=in_state, other=0.0)
-    q = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0)
-    k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1) + eps)
-    q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1) + eps) * scale
-    steps = tl.load(dt + row * dt_stride + head, mask=used, other=0.0).to(tl.float32)
-    decay = tl.where(
-        used, time_step(steps + tl.load(dt_bias + head), 0.0, float("inf")) * tl.load(a + head), 0.0
-    )
-    beta = tl.load(share + row * share_stride + head, mask=used, other=0.0).to(tl.float32)
-    beta = tl.where(used, tl.sigmoid(beta), 0.0)
-    total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
-
-    seen = token[:, None] >= token[None, :]
-    between = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * k_scale[None, :]
-    answers = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between * q_scale[:, None]
-    system = tl.dot(k, tl.trans(k), input_precision="tf32x3") * between * (k_scale * beta)[:, None]
-    PRECISION: tl.constexpr = "tf32x3" if rows.dtype.element_ty == tl.float32 else "tf32"
-    inverse = _inverse(tl.where(token[:, None] > token[None, :], system, 0.0), PRECISION) * beta[None, :]
-
-    to = systems + (row[:, None] * HEADS + head) * TOKENS + token[None, :]
-    tl.store(to, inverse.to(systems.dtype.element_ty), mask=used[:, None])
-    to += count.to(tl.int64) * HEADS * TOKENS
-    tl.store(to, answers.to(systems.dtype.element_ty), mask=used[:, None])
-    factor, to = HEADS * count.to(tl.int64), factors + head * count.to(tl.int64) + row
-    grown = tl.exp(total)
-    tl.store(to, grown * k_scale, mask=used)
-    tl.store(to + factor, grown * q_scale, mask=used)
-    tl.store(to + 2 * factor, tl.exp(whole - total) * k_scale, mask=used)
-    tl.store(to + 3 * factor, tl.exp(whole), mask=used)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _solve_of_keys(
-    rows,
-    dt,
-    share,
-    dt_bias,
-    a,
-    scans,
-    systems,
-    factors,
-    decayed,
+    decayed,  # None: a head decays as a whole
     last,
     row_stride,
     dt_stride,
@@ -201,16 +138,79 @@ def _solve_of_keys(
     TOKENS: tl.constexpr,
 ):
     inputs_ready()
-    tl.static_assert(GROUP == 1, "each head has a key of its own")
     chunk, head = scans + tl.program_id(0) * 6, tl.program_id(1)
     tokens = tl.load(chunk + 2)
     if tokens == 0:
         return
-    DTYPE: tl.constexpr = rows.dtype.element_ty
-    WIDTH: tl.constexpr = PART if COLUMNS > PART else COLUMNS
     token = tl.arange(0, TOKENS)
     used = token < tokens
     row = tl.load(chunk + 1).to(tl.int64) + token
+    if decayed is None:
+        columns = tl.arange(0, COLUMNS)
+        in_state = used[:, None] & (columns < SIZE)[None, :]
+        of_row = rows + row[:, None] * row_stride
+        of_group = of_row + (HEADS * HEAD_DIM + head // GROUP * SIZE + columns)[None, :]
+        k = tl.load(of_group, mask=in_state, other=0.0)
+        q = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0)
+        k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1) + eps)
+        q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1) + eps) * scale
+        steps = tl.load(dt + row * dt_stride + head, mask=used, other=0.0).to(tl.float32)
+        decay = tl.where(
+            used, time_step(steps + tl.load(dt_bias + head), 0.0, float("inf")) * tl.load(a + head), 0.0
+        )
+        beta = _beta(share + row * share_stride + head, used)
+        total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        seen = token[:, None] >= token[None, :]
+        between = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * k_scale[None, :]
+        answers = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between * q_scale[:, None]
+        system = tl.dot(k, tl.trans(k), input_precision="tf32x3") * between * (k_scale * beta)[:, None]
+    else:
+        tl.static_assert(GROUP == 1, "each head has a key of its own")
+        kk, qk, k_squares, q_squares = _of_keys(
+            rows, dt, dt_bias, a, decayed, last, row_stride, dt_stride, count, chunk, row, head, used,
+            HEADS, HEAD_DIM, SIZE, COLUMNS,
+        )  # fmt: skip
+        k_scale, q_scale = tl.rsqrt(k_squares + eps), tl.rsqrt(q_squares + eps) * scale
+        beta = _beta(share + row * share_stride + head, used)
+        answers = qk * q_scale[:, None] * k_scale[None, :]
+        system = kk * (k_scale * beta)[:, None] * k_scale[None, :]
+    PRECISION: tl.constexpr = "tf32x3" if rows.dtype.element_ty == tl.float32 else "tf32"
+    inverse = _inverse(tl.where(token[:, None] > token[None, :], system, 0.0), PRECISION) * beta[None, :]
+
+    to = systems + (row[:, None] * HEADS + head) * TOKENS + token[None, :]
+    tl.store(to, inverse.to(systems.dtype.element_ty), mask=used[:, None])
+    to += count.to(tl.int64) * HEADS * TOKENS
+    tl.store(to, answers.to(systems.dtype.element_ty), mask=used[:, None])
+    factor, to = HEADS * count.to(tl.int64), factors + head * count.to(tl.int64) + row
+    if decayed is None:
+        grown = tl.exp(total)
+        tl.store(to, grown * k_scale, mask=used)
+        tl.store(to + factor, grown * q_scale, mask=used)
+        tl.store(to + 2 * factor, tl.exp(whole - total) * k_scale, mask=used)
+        tl.store(to + 3 * factor, tl.exp(whole), mask=used)
+    else:
+        tl.store(to, k_scale, mask=used)
+        tl.store(to + factor, q_scale, mask=used)
+        tl.store(to + 2 * factor, k_scale, mask=used)
+
+
+@triton.jit
+def _beta(of_rows, used):
+    """sigmoid(β) of the rows of a head; 0 behind them."""
+    beta = tl.load(of_rows, mask=used, other=0.0).to(tl.float32)
+    return tl.where(used, tl.sigmoid(beta), 0.0)
+
+
+@triton.jit
+def _of_keys(
+    rows, dt, dt_bias, a, decayed, last, row_stride, dt_stride, count, chunk, row, head, used,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes the keys and queries of a chunk with their factors. Returns what `_products` adds up, and the
+    squares of keys and queries."""
+    DTYPE: tl.constexpr = rows.dtype.element_ty
+    TOKENS: tl.constexpr = used.shape[0]
+    WIDTH: tl.constexpr = PART if COLUMNS > PART else COLUMNS
     number = chunk_number(tl.load(chunk + 1), tl.load(chunk), TOKENS)
     rate = tl.load(a + head)
     k_squares, q_squares = tl.zeros([TOKENS], tl.float32), tl.zeros([TOKENS], tl.float32)
@@ -222,9 +222,8 @@ def _solve_of_keys(
         k = tl.load(of_head, mask=inside, other=0.0).to(tl.float32)
         q = tl.load(of_head + HEADS * SIZE, mask=inside, other=0.0).to(tl.float32)
         of_key = head * SIZE + columns
-        steps = tl.load(dt + row[:, None] * dt_stride + of_key[None, :], mask=inside, other=0.0).to(
-            tl.float32
-        )
+        of_step = dt + row[:, None] * dt_stride + of_key[None, :]
+        steps = tl.load(of_step, mask=inside, other=0.0).to(tl.float32)
         steps += tl.load(dt_bias + of_key, mask=columns < SIZE, other=0.0)[None, :]
         decay = tl.where(inside, time_step(steps, 0.0, float("inf")) * rate, 0.0)
         total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
@@ -241,23 +240,7 @@ def _solve_of_keys(
         tl.store(of_chunk, tl.exp(whole), mask=columns < SIZE)
 
         kk, qk = _products(k, q, total, kk, qk, DTYPE)
-
-    k_scale, q_scale = tl.rsqrt(k_squares + eps), tl.rsqrt(q_squares + eps) * scale
-    beta = tl.load(share + row * share_stride + head, mask=used, other=0.0).to(tl.float32)
-    beta = tl.where(used, tl.sigmoid(beta), 0.0)
-    answers = qk * q_scale[:, None] * k_scale[None, :]
-    system = kk * (k_scale * beta)[:, None] * k_scale[None, :]
-    PRECISION: tl.constexpr = "tf32x3" if rows.dtype.element_ty == tl.float32 else "tf32"
-    inverse = _inverse(tl.where(token[:, None] > token[None, :], system, 0.0), PRECISION) * beta[None, :]
-
-    to = systems + (row[:, None] * HEADS + head) * TOKENS + token[None, :]
-    tl.store(to, inverse.to(systems.dtype.element_ty), mask=used[:, None])
-    to += count.to(tl.int64) * HEADS * TOKENS
-    tl.store(to, answers.to(systems.dtype.element_ty), mask=used[:, None])
-    factor, to = HEADS * count.to(tl.int64), factors + head * count.to(tl.int64) + row
-    tl.store(to, k_scale, mask=used)
-    tl.store(to + factor, q_scale, mask=used)
-    tl.store(to + 2 * factor, k_scale, mask=used)
+    return kk, qk, k_squares, q_squares
 
 
 @triton.jit

@@ -23,6 +23,8 @@ In *KDA* each dimension c of a key decays by itself: Δ, s and exp are vectors [
     exp(s_last − s_j) w_j ⊗ k_j     is    w_j ⊗ (exp(s_last − s_j) k_j)
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,16 +33,17 @@ from baton.engine.kernels.state.mamba2 import CHUNK, Beside, HeadStates, Prompt,
 
 EPS = 1e-6
 """Of the norm of keys and queries."""
-SMALL_CHUNK = 16
-"""Tokens of a chunk on a CPU where the products of keys have no form of a product of matrices."""
 
 
 class GatedDelta(HeadStates):
+    chunk: ClassVar[int] = CHUNK
+    """Tokens of a chunk on a CPU."""
+
     def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         v, k, q = self._parts(rows, state)
         decay, beta = self._decay_and_share(beside)
         kept = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None, None], 0)
-        kept *= decay.exp().view(len(rows), state.shape[1], 1, -1)
+        kept *= decay.exp()[:, :, None]
         written = (v - (kept @ k[..., None])[..., 0]) * beta[:, :, None]
         kept += written[..., None] * k[:, :, None]
         state[tiling.slots] = kept
@@ -48,32 +51,39 @@ class GatedDelta(HeadStates):
 
     def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
         v, k, q = (part.transpose(0, 1) for part in self._parts(rows, state))  # [heads, tokens, …]
-        decay, beta = (part.T for part in self._decay_and_share(beside))
+        decay, beta = (part.transpose(0, 1) for part in self._decay_and_share(beside))
         before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
         y = torch.empty_like(v)
-        for at, copy in prompt.pieces(CHUNK):
+        for at, copy in prompt.pieces(self.chunk):
             keys, queries, share = k[:, at], q[:, at], beta[:, at, None]
             total = decay[:, at].cumsum(dim=1)
-            between = (total[:, :, None] - total[:, None]).tril_().exp_().tril_()
-            grown = total.exp()[..., None]
-            system = (keys @ keys.mT).mul_(between).mul_(share)  # its diagonal counts as 1
-            expected = (keys @ before.mT).mul_(grown)
-            written = torch.linalg.solve_triangular(
-                system, (v[:, at] - expected).mul_(share), upper=False, unitriangular=True
+            of_keys, of_queries = self._products(keys, queries, total)
+            grown, left = total.exp(), (total[:, -1:] - total).exp_()
+            written = torch.linalg.solve_triangular(  # the diagonal counts as 1
+                of_keys.mul_(share),
+                (v[:, at] - (keys * grown) @ before.mT).mul_(share),
+                upper=False,
+                unitriangular=True,
             )
-            y[:, at] = (queries @ before.mT).mul_(grown) + (queries @ keys.mT).mul_(between) @ written
-            left = (total[:, -1:] - total).exp_()[..., None]
-            before = before * grown[:, -1:] + (written * left).mT @ keys
+            y[:, at] = (queries * grown) @ before.mT + of_queries @ written
+            before = before * grown[:, -1:] + written.mT @ (keys * left)
             if copy is not None:
                 state[copy] = before
         state[prompt.slot] = before
         return y.transpose(0, 1)
 
+    def _products(self, keys: Tensor, queries: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the keys of a chunk, and of its queries, with its keys: Σ_c k_ic k_jc exp(s_ic − s_jc) for j ≤ i
+        [heads, tokens, tokens]. `total`: s, [heads, tokens, 1 or state_size]."""
+        between = (total - total.mT).tril_().exp_().tril_()
+        return (keys @ keys.mT).mul_(between), (queries @ keys.mT).mul_(between)
+
     def _decay_and_share(self, beside: Beside) -> tuple[Tensor, Tensor]:
-        """The logarithm of the factor of a state [rows, heads · k], and sigmoid(β) [rows, heads]."""
+        """The logarithm of the factor of a state [rows, heads, 1 or state_size], and sigmoid(β)
+        [rows, heads]."""
         dt, beta = beside
         steps = F.softplus(dt.float() + self.dt_bias).unflatten(1, (len(self.a), -1))
-        return (steps * self.a[:, None]).flatten(1), beta.float().sigmoid()
+        return steps * self.a[:, None], beta.float().sigmoid()
 
     def _parts(self, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values [rows, heads, head_dim], keys and queries [rows, heads, state_size], in float32."""
@@ -86,31 +96,14 @@ class GatedDelta(HeadStates):
 class KimiDelta(GatedDelta):
     """`dt_bias` is [heads · state_size]. Each head is a group."""
 
-    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
-        v, k, q = (part.transpose(0, 1) for part in self._parts(rows, state))  # [heads, tokens, …]
-        decay, beta = self._decay_and_share(beside)
-        decay, beta = decay.unflatten(1, (len(self.a), -1)).transpose(0, 1), beta.T
-        before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
-        y = torch.empty_like(v)
-        for at, copy in prompt.pieces(SMALL_CHUNK):
-            keys, queries, share = k[:, at], q[:, at], beta[:, at, None]
-            total = decay[:, at].cumsum(dim=1)
-            later = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool).triu_(1)[..., None]
-            between = (total[:, :, None] - total[:, None]).masked_fill_(later, float("-inf")).exp_()
-            between *= keys[:, None]  # [heads, tokens, tokens, state_size]
-            grown = total.exp()
-            system = (between * keys[:, :, None]).sum(3).mul_(share)  # its diagonal counts as 1
-            expected = (keys * grown) @ before.mT
-            written = torch.linalg.solve_triangular(
-                system, (v[:, at] - expected).mul_(share), upper=False, unitriangular=True
-            )
-            y[:, at] = (queries * grown) @ before.mT + (between * queries[:, :, None]).sum(3) @ written
-            left = (total[:, -1:] - total).exp_()
-            before = before * grown[:, -1:] + written.mT @ (keys * left)
-            if copy is not None:
-                state[copy] = before
-        state[prompt.slot] = before
-        return y.transpose(0, 1)
+    chunk = 16  # its products have no form of a product of matrices
+
+    def _products(self, keys: Tensor, queries: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = total.shape[1]
+        later = torch.ones(tokens, tokens, dtype=torch.bool).triu_(1)[..., None]
+        between = (total[:, :, None] - total[:, None]).masked_fill_(later, float("-inf")).exp_()
+        between *= keys[:, None]  # [heads, tokens, tokens, state_size]
+        return (between * keys[:, :, None]).sum(3), (between * queries[:, :, None]).sum(3)
 
 
 def _normalized(x: Tensor) -> Tensor:
