@@ -183,10 +183,10 @@ def _solve(
     tl.store(to, answers.to(systems.dtype.element_ty), mask=used[:, None])
     factor, to = HEADS * count.to(tl.int64), factors + head * count.to(tl.int64) + row
     if decayed is None:
-        grown = tl.exp(total)
+        grown = tl.exp(total)  # pyrefly: ignore[unbound-name]  (the branch above has set it)
         tl.store(to, grown * k_scale, mask=used)
         tl.store(to + factor, grown * q_scale, mask=used)
-        tl.store(to + 2 * factor, tl.exp(whole - total) * k_scale, mask=used)
+        tl.store(to + 2 * factor, tl.exp(whole - total) * k_scale, mask=used)  # pyrefly: ignore[unbound-name]
         tl.store(to + 3 * factor, tl.exp(whole), mask=used)
     else:
         tl.store(to, k_scale, mask=used)
