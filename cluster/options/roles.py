@@ -242,6 +242,7 @@ class FrontOptions(ServerTlsOptions):
             "glm47",
             "hermes",
             "kimi_k2",
+            "lfm2",
             "llama3_json",
             "minimax_m2",
             "mistral",

@@ -115,6 +115,9 @@ class Message(Part):
             message["role"] = "system"
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
+            # The name in the templates of gpt-oss, which refuse both with a call, and of LFM2.5.
+            if not (self.tool_calls and self.content):
+                message["thinking"] = self.reasoning
         if not self.tool_calls:
             message.pop("tool_calls", None)
         for call, shown in zip(self.tool_calls or (), message.get("tool_calls", ()), strict=True):

@@ -6,11 +6,13 @@ A format is a `ToolParser` with data: its marks, the reader of one call, and how
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from baton.router.api.messages import Tool
 from baton.router.tools import harmony
 from baton.router.tools.bare import BareParser
 from baton.router.tools.grammar import Written
+from baton.router.tools.json_text import SPACE
 from baton.router.tools.kimi import KimiReader
 from baton.router.tools.marked import MarkedParser
 from baton.router.tools.mistral import CALLS, MistralParser
@@ -251,12 +253,48 @@ class PythonicParser(BareParser):
     )  # fmt: skip
 
 
+class Lfm2Parser(MarkedParser):
+    """LFM 2: a list of calls in Python between special tokens. Asked for JSON, it writes a list of that."""
+
+    name = "lfm2"
+    mark = opening = "<|tool_call_start|>"
+    closing = "<|tool_call_end|>"
+    specials = (opening, closing)
+    before_closing = ",]"
+    written = replace(PythonicParser.written, begin=f"{opening}[", end=f"]{closing}")
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
+        self._follows = False  # a comma has ended a call
+
+    def _reader(self, opening: str) -> Reader:
+        return PythonReader(opening, self._tools)
+
+    def _take(self, character: str) -> Iterator[Part]:
+        call = self._call
+        if (
+            character == "{"
+            and isinstance(call, PythonReader)
+            and not call.raw.strip(f"{self.opening}[{SPACE}")
+        ):
+            self._call = CallReader(call.raw, self._tools)
+        yield from super()._take(character)
+
+    def _take_outside(self, character: str) -> Iterator[Part]:
+        if self._closing and self._follows and (character == "{" or character.isidentifier()):
+            self._call = self._reader("")
+            yield from self._take(character)
+            return
+        self._follows = self._closing and (character == "," or (self._follows and character in SPACE))
+        yield from super()._take_outside(character)
+
+
 FORMATS: dict[str, type[ToolParser]] = {
     parser.name: parser
     for parser in (
         HermesParser, LlamaParser, MistralParser, QwenCoderParser, SeedOssParser, Glm45Parser, Glm47Parser,
         DeepSeekV3Parser, DeepSeekV31Parser, DeepSeekV32Parser, DeepSeekV4Parser, KimiParser, MiniMaxM2Parser,
-        HarmonyParser, PythonicParser,
+        HarmonyParser, PythonicParser, Lfm2Parser,
     )
 }  # fmt: skip
 """The formats of tool calls, by name."""
@@ -274,7 +312,8 @@ _MARKS: tuple[tuple[type[ToolParser] | str, tuple[str, ...]], ...] = (
     ("MiniCPM 5", ("<function name=",)),
     ("OLMo 3", ("<function_calls>",)),
     ("Command", ("<|START_ACTION|>",)),
-    ("LFM 2", ("<|tool_call_start|>",)),
+    (Lfm2Parser, (Lfm2Parser.opening,)),
+    (Lfm2Parser, ("<|tool_list_start|>",)),
     ("Nemotron Nano 2", ("<TOOLCALL>",)),
     ("Step 3", ("<steptml:",)),
     ("LongCat", ("<longcat_tool_call>",)),

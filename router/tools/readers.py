@@ -29,6 +29,8 @@ _KEYS = {"name", "function", "arguments", "parameters", "type", "id"}
 _BEFORE_OBJECT = SPACE + "[`json"
 """What may be between a mark and an object: a list or a block of Markdown begins."""
 _BREAKS = {"\n": "\\n", "\r": "\\r"}
+_PARAMETER = "__"
+"""Ends the names of parameters in a call in Python, while it is read."""
 _NO_ARGUMENTS = r"\s*+(null|None)?+\s*+(```)?+\s*+"
 
 
@@ -309,9 +311,12 @@ class PythonReader(Reader):
     """Reads NAME(KEY=VALUE, …) with values that are literals of Python or of JSON. Returns all arguments at
     the end."""
 
-    def __init__(self, tools: Sequence[Tool] = (), names: Collection[str] | None = None) -> None:
-        """`names`: as of `CallReader`."""
-        super().__init__("", tools)
+    def __init__(
+        self, opening: str = "", tools: Sequence[Tool] = (), names: Collection[str] | None = None
+    ) -> None:
+        """`names`: as of `CallReader`. Behind an `opening` a list may begin."""
+        super().__init__(opening, tools)
+        self._before = SPACE + "[" if opening else ""
         self._names, self._step = names, self._take_code
         self._code: list[str] = []  # with line breaks in strings as escapes
         self._closers: list[str] = []  # of the open brackets
@@ -319,6 +324,8 @@ class PythonReader(Reader):
         self._escaped = False
 
     def _take_code(self, character: str) -> str:
+        if not self._code and character in self._before:
+            return ""
         self._code.append(_BREAKS.get(character, character) if self._quote else character)
         if self._quote:
             if not self._escaped and character == self._quote:
@@ -329,6 +336,8 @@ class PythonReader(Reader):
                 self._break(character)
         elif character in "\"'":
             self._quote = character
+        elif character == "=" and len(self._closers) == 1:
+            self._code.insert(-1, _PARAMETER)  # its name may be a keyword of Python
         elif character in "([{":
             self._closers.append(")]}"["([{".index(character)])
         elif character in ")]}":
@@ -359,10 +368,13 @@ def _python_call(text: str) -> tuple[str, str] | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unknown escapes in the model's strings
             call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        named = [(k.arg.removesuffix(_PARAMETER), k.value) for k in call.keywords if k.arg is not None]
+        if len(named) < len(call.keywords):
             return None
         name = text[: text.index("(")]
-        given = {k.arg: ast.literal_eval(_JsonValues().visit(k.value)) for k in call.keywords}
+        given = {name: ast.literal_eval(_JsonValues().visit(value)) for name, value in named}
         return (name, json.dumps(given, allow_nan=False)) if re.fullmatch(FUNCTION_NAME, name) else None
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None

@@ -185,6 +185,7 @@ def test_the_end_of_the_prompt_says_what_the_output_begins_with():
 
 def test_the_parser_follows_from_the_chat_template():
     assert reasoning_of(THINKING_TEMPLATE) == "qwen3"
+    assert reasoning_of('{{- "<think>" + message.thinking + "</think>" -}}<|tool_call_start|>[') == "qwen3"
     assert reasoning_of("{{ c.split('</think>')[-1] }}<｜Assistant｜>") == "deepseek_r1"
     assert reasoning_of("{{ messages }}") is None
     for way, marks in {
@@ -194,6 +195,7 @@ def test_the_parser_follows_from_the_chat_template():
         "kimi_k2": "<|im_middle|>{{ '<think></think>' }}",
         "glm45": "<think></think><arg_key>",
         "qwen3": "]~b]ai\n<think>\n<minimax:tool_call>",
+        None: "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|>",  # Kimi-Linear
     }.items():
         assert reasoning_of(marks) == way
 

@@ -13,6 +13,7 @@ import tokenizers
 
 from baton.content import vocabulary_fingerprint
 from baton.engine.loader.tokenizer_json import vocabulary
+from baton.router.api.messages import Message
 from baton.router.text.chat import ChatTemplate, ChatTemplateError
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -222,6 +223,61 @@ def test_templates_are_sandboxed_and_may_refuse_messages(
     loaded = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "t.jinja"))
     with pytest.raises(ValueError, match=reason):
         loaded.chat_template.render(MESSAGES[0])
+
+
+OF_QWEN3_5 = """{%- macro shown(content) %}{%- if content is string %}{{- content }}
+{%- elif content is none or content is undefined %}{{- '' }}
+{%- else %}{{- raise_exception('Unexpected content type.') }}{%- endif %}{%- endmacro %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages[::-1] %}{%- if m.role == 'user' and ns.last < 0 %}
+{%- set ns.last = messages|length - loop.index0 - 1 %}{%- endif %}{%- endfor %}
+{%- if ns.last < 0 %}{{- raise_exception('No user query found in messages.') }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{- raise_exception('System message must be first.') }}
+{%- endif %}
+{{- '<' + m.role + '>' + shown(m.content)|trim }}
+{%- if m.reasoning_content is string and loop.index0 > ns.last %}{{- '[' + m.reasoning_content + ']' }}
+{%- endif %}
+{%- if m.tool_calls and m.tool_calls is iterable and m.tool_calls is not mapping %}
+{%- for tool_call in m.tool_calls %}
+{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+{{- tool_call.name }}
+{%- for name, value in tool_call.arguments|items %}
+{{- ' ' + name + '=' }}{{- value | tojson | safe if value is mapping else value | string }}
+{%- endfor %}{%- endfor %}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<assistant><think>' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '</think>' }}{%- endif %}{%- endif %}"""
+"""As in published templates, in short: what their authors use of Jinja and of messages."""
+OF_LFM2_5 = """{{- bos_token -}}{%- for message in messages -%}
+{%- if message.thinking is defined -%}{{- "<think>" + message.thinking + "</think>" -}}{%- endif -%}
+{{- message.content -}}
+{%- if message.tool_calls is defined -%}{%- generation -%}{%- for call in message.tool_calls -%}
+{%- set ns = namespace(of=[]) -%}
+{%- for name, value in call["function"]["arguments"].items() -%}
+{%- set ns.of = ns.of + [name + "=" + (value | string)] -%}{%- endfor -%}
+{{- call["function"]["name"] + "(" + (ns.of | join(", ")) + ")" -}}
+{%- endfor -%}{%- endgeneration -%}{%- endif -%}{%- endfor -%}"""
+
+
+def test_templates_of_recent_models_get_what_they_read() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": {"y": 1}, "z": 2}'}}
+    given: list[dict[str, Any]] = [
+        {"role": "system", "content": "One."},
+        {"role": "developer", "content": "Two."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call]},
+        {"role": "tool", "content": "8", "tool_call_id": "a"},
+    ]
+    messages = [Message.model_validate(each).for_template() for each in given]
+    qwen, lfm = (ChatTemplate(source, bos_token="^", eos_token=None) for source in (OF_QWEN3_5, OF_LFM2_5))
+    shown = '<system>One.\n\nTwo.<user>Hi<assistant>[why]f x={"y": 1} z=2<tool>8<assistant><think>'
+    assert qwen.render(messages) == shown
+    assert qwen.render(messages, settings={"enable_thinking": False}) == f"{shown}</think>"
+    with pytest.raises(ChatTemplateError, match="No user query found"):
+        qwen.render(messages[:1])
+    assert lfm.render(messages[2:]) == "^Hi<think>why</think>f(x={'y': 1}, z=2)8"
+    said = Message.model_validate({**given[3], "content": "Look."}).for_template()
+    assert "thinking" not in said, "the template of gpt-oss refuses both with a call"
 
 
 def test_bytes_of_sentencepiece_tokens(tmp_path: Path, directory: Path):

@@ -174,6 +174,19 @@ CASES = [
     ("pythonic", "[now(a=open('x'))]", "[now(a=open('x'))]", []),
     ("pythonic", "[now(a=[-1E999, 0.5])]", "", [("now", f'{{"a": [-{10**400}, 0.5]}}')]),
     ("pythonic", "[now(a='", "[now(a='", []),
+    ("pythonic", "[edit(from='a=b', class={'in': 1}, x_=2)]", "",
+     [("edit", '{"from": "a=b", "class": {"in": 1}, "x_": 2}')]),
+    ("lfm2", "Look.<|tool_call_start|>[get_weather(city='San <|Francisco'), now()]<|tool_call_end|>Done",
+     "Look.Done", [("get_weather", '{"city": "San <|Francisco"}'), OTHER]),
+    ("lfm2", f'<|tool_call_start|>[{CALL}, {{"name": "now", "arguments": {{}}}}]<|tool_call_end|>', "",
+     [ONE, OTHER]),
+    ("lfm2", "<|tool_call_start|>now()<|tool_call_end|><|tool_call_start|>[now()]<|tool_call_end|>", "",
+     [OTHER, OTHER]),
+    ("lfm2", "[now()]", "[now()]", []),
+    ("lfm2", "<|tool_call_start|>[now()] later(): x", "later(): x", [OTHER]),
+    ("lfm2", "<|tool_call_start|>[now(1)]<|tool_call_end|>", "[now(1)]", []),
+    ("lfm2", "<|tool_call_start|>no list<|tool_call_end|>", "no list", []),
+    ("lfm2", "<|tool_call_start|>[edit(text='cut", "[edit(text='cut", []),
 ]  # fmt: skip
 
 
@@ -344,6 +357,9 @@ def test_arguments_of_an_output_that_the_model_ended_are_json(name: str, text: s
         ("pythonic", "["),
         ("pythonic", "[f(a='"),
         ("pythonic", "Text [f(a='"),
+        ("lfm2", "<|tool_call_start|>["),
+        ("lfm2", "<|tool_call_start|>[f(a='"),
+        ("lfm2", "<|tool_call_start|>[now(),"),
         ("llama3_json", "Text ```"),
         ("llama3_json", 'Text {"a": "'),
         ("mistral", '[TOOL_CALLS]f[ARGS]"'),
@@ -481,6 +497,7 @@ def test_the_format_is_found_in_the_chat_template():
     assert format_of('{"name": function name, "parameters": dictionary') is FORMATS["llama3_json"]
     assert format_of("{{- '[TOOL_CALLS][' }}") is FORMATS["mistral"]
     assert format_of("{{ messages }}{{ tools }}") is None
+    assert format_of('{{- "<|tool_call_start|>[" + (calls | join(", ")) + "]" -}}') is FORMATS["lfm2"]
     for name, marks in {
         "qwen3_coder": "<tool_call>\n<function=' + tool_call.name + '>",
         "glm45": "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key>",
@@ -493,6 +510,7 @@ def test_the_format_is_found_in_the_chat_template():
         "minimax_m2": "'<minimax:tool_call>' <invoke name=\"tool-name-1\">",
         "kimi_k2": "<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>",
         "openai": "{{- '<|constrain|>json<|message|>' }}{{- '<|call|>' }}",
+        "lfm2": "List of tools: <|tool_list_start|>[{{ tools }}",
         "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",  # noqa: E501
     }.items():
         assert format_of(marks) is FORMATS[name], name

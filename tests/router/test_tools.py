@@ -139,6 +139,7 @@ WRITTEN = {
         '{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>'
     ),
     "pythonic": '[get_weather(city="Paris")]',
+    "lfm2": '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>',
     "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</seed:tool_call>",  # noqa: E501
     "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n</minimax:tool_call>',  # noqa: E501
     "deepseek_v32": (
