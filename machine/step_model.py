@@ -91,6 +91,9 @@ class StepModel:
     overlap: float
     """0 to 1: how far a mixed step computes decodes and prompts in one pass over the weights."""
 
+    def __hash__(self) -> int:
+        return hash((self.context_seconds, self.pair_seconds, self.overlap))  # the tables have forty numbers
+
     def step(self, rows: int, context: float, tokens: int = 0, position: float = 0.0) -> float:
         """Seconds of a step.
 

@@ -37,9 +37,10 @@ class Seen(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Fleet:
-    """Owned by a router, or a simulated one. A plan reads it and changes nothing.
+    """Owned by a router, or a simulated one. A plan reads it and changes nothing. Made for each plan: frozen
+    it would take 2 µs more.
 
     Attributes:
         now: the time, by the clock of `loads`.

@@ -42,8 +42,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from baton.machine.step_model import LARGE, StepModel, interpolated, long_seconds
+from baton.machine.step_model import LARGE, StepModel
 from baton.router.policy.fleet import Fleet
+from baton.router.policy.pace import MOST_BUSY, Pace, pace
 from baton.router.policy.plan import Place, Plan, Range, Reason
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefixes import PrefixSource
@@ -52,8 +53,6 @@ from baton.rpc import worker_pb2 as pb
 TTFT_GAPS = 20.0
 """Without a target for the first token users wait for it as long as for so many gaps. So it follows the model
 and the GPU, as the target of a gap does: 0.3 s for an 8B model on an H200."""
-MOST_BUSY = 0.9
-"""The most of its time that a worker counts as computing prompts: a queue without end has no length."""
 JOIN_STEPS = 2
 """Steps that a prompt takes longer beside decodes: the one under way, and its last one, which is not full."""
 
@@ -73,42 +72,29 @@ class Offer:
     Attributes:
         row: of the worker.
         request: what is placed.
-        target: seconds that users are ready to wait for a first token. 0: unknown, as `gap`.
-        model: what steps of the worker cost.
-        gap: target of a gap in seconds. 0: unknown, since no worker has decoded; prompts are handed over.
-        decodes: requests that it decodes, or will.
-        context: positions of these.
-        gap_cost: of these, in all, as in `EngineRequest`.
+        target: seconds that users are ready to wait for a first token. 0: unknown, as the target of a gap.
+        pace: of the worker. Without a target of a gap prompts are handed over.
         cached: tokens of the prompt that it has, or fetches.
         load: seconds until these are on its device.
         ahead: prompt tokens that it computes before this request.
-        rate: prompt tokens that it lately computed in a second.
-        position: mean position of these.
         mean_prompt: tokens of a prompt that may come meanwhile.
-        room: it has room to decode the request.
         here: tokens of the prompt that it has now.
         spare: positions for which its cache forgets nothing that only this worker has.
         reuse: share of prompts that is cached.
+        room: it has room to decode the request.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
         prompt_cost: of the prompt at this worker.
-        busy: share of its recent time that its prompts would have taken without decodes.
     """
 
     row: int
     request: PrefillRequest
     target: float
-    model: StepModel
-    gap: float = 0.0
-    decodes: int = 0
-    context: float = 0.0
-    gap_cost: float = 0.0
+    pace: Pace
     cached: int = 0
     load: float = 0.0
     ahead: float = 0.0
-    rate: float = 0.0
-    position: float = 0.0
     mean_prompt: float = 0.0
     here: int = 0
     spare: float = math.inf
@@ -118,20 +104,11 @@ class Offer:
     first: float = field(init=False)
     within: float = field(init=False)
     prompt_cost: float = field(init=False)
-    busy: float = field(init=False)
-    _token: float = field(init=False)  # seconds of a prompt token in a large step
-    _short: float = field(init=False)  # seconds of a short step
-    _now: "_Steps" = field(init=False)
 
     def __post_init__(self) -> None:
-        model, most = self.model, self.model.tokens[-1]
-        later = (self.position - most / 2) * model.pair_seconds
-        self._token = model.prompt_seconds[-1] / most + later
-        alone, wait = model.prefill(self.tokens, self.cached), self.ahead * self._token
-        self.busy = min(MOST_BUSY, self.rate * self._token)
-        self._short = math.sqrt(self.gap * min(self.gap, model.decode_seconds[0]))
-        self._now = now = self._steps(self.decodes, self.context, self.gap_cost)
-        busy = min(MOST_BUSY, self.busy * now.stretch)
+        pace, now = self.pace, self.pace.now
+        alone, wait = pace.model.prefill(self.tokens, self.cached), self.ahead * pace.token
+        busy = min(MOST_BUSY, pace.prompt_share)
         behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
         self.within = self.load + now.stretch * alone + JOIN_STEPS * now.step
         self.first = self.within + now.stretch * wait
@@ -142,54 +119,35 @@ class Offer:
         """Prompt tokens that it would compute."""
         return self.request.tokens - self.cached
 
-    def _steps(self, decodes: int, context: float, gap_cost: float) -> "_Steps":
-        """Those of the worker if it decodes so many requests with so many positions and these costs."""
-        model, gap = self.model, self.gap
-        if not decodes or not gap:
-            return _Steps(0.0, 0.0, 1.0, 1.0, 1.0)
-        step = model.decode(decodes, context)
-        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost)
-        # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
-        shared = model.overlap * (step - context * model.context_seconds)
-        spare = long - step + shared
-        tokens = _fitting(model, spare) - model.overlap * decodes
-        if tokens > 0 and spare > 0:  # those far behind the beginning take longer
-            tokens *= spare / (spare + tokens * self.position * model.pair_seconds)
-        # A long step has time for prompts, whatever a worker reports.
-        prompts = max(tokens * self._token, long / 16)
-        return _Steps(step, max(step, self._short), long, prompts, long / prompts)
-
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
-        now = self._now
-        if not now.step or alone <= 0 or self.gap_cost <= 0:
+        pace = self.pace
+        if not pace.gap_cost:
             return 0.0
-        answer = self.decodes * self._gap_weight / self.gap_cost  # mean tokens
-        count = min(alone / now.prompts, answer)
-        longer = now.step + (now.long - now.step) * min(1.0, count) - now.base
-        return self.gap_cost * max(1.0, count) * max(0.0, longer)
-
-    @property
-    def prompt_share(self) -> float:
-        """Of its time, what prompts need that come as lately, beside its decodes. It may be more than 1."""
-        return self.busy * self._now.stretch
+        return pace.added(alone, answer=pace.decodes * self._gap_weight / pace.gap_cost)
 
     def decode_cost(self, others: float = 0.0) -> float:
         """Of the decode at this worker. 0: it is unknown. `others`: how busy prompts make another worker that
         are to come here."""
-        if not self.gap:
+        pace, request = self.pace, self.request
+        if not pace.gap:
             return 0.0
-        model, answer, busy = self.model, self.request.answer, min(MOST_BUSY, self.busy + others)
-        now, own = self._now, self._gap_weight / answer
-        then = self._steps(self.decodes + 1, self.context + self.request.tokens, self.gap_cost + own)
-        gap, cost = self._gap_of(then, busy)
-        prompt = model.prefill(round(self.mean_prompt), self.position)
+        answer, now, busy, late = request.answer, pace.now, pace.busy, pace.late
+        own = self.target / pace.gap / answer
+        if others:
+            busy = min(MOST_BUSY, busy + others)
+            _, late = pace.gap_of(now, busy)
+        then = pace.steps(pace.decodes + 1, pace.context + request.tokens, pace.gap_cost + own)
+        gap, late_then = pace.gap_of(then, busy)
+        gaps = own * late_then + pace.gap_cost * (late_then - late)
+        if not busy:  # no prompt comes
+            return answer * gaps
+        prompt = pace.model.prefill(round(self.mean_prompt), pace.position)
         later = then.stretch - now.stretch
         if prompt > 0:
             later += JOIN_STEPS * (then.step - now.step) / prompt
-        gaps = own * cost + self.gap_cost * (cost - self._gap_of(now, busy)[1])
-        if not self.decodes:  # its first step may compute prompts only
-            gaps += own * busy * min(prompt, model.prompt_seconds[-1]) / answer
+        if not pace.decodes:  # its first step may compute prompts only
+            gaps += own * busy * min(prompt, pace.model.prompt_seconds[-1]) / answer
         slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))
         return answer * gaps + slower
 
@@ -199,54 +157,19 @@ class Offer:
         forgotten = min(needed, needed - self.spare)
         if forgotten <= 0:
             return 0.0
-        alone, stretch = forgotten * self._token, self._now.stretch
-        slower = stretch / (1 - min(MOST_BUSY, self.busy * stretch))
+        alone = forgotten * self.pace.token
+        slower = self.pace.now.stretch / (1 - min(MOST_BUSY, self.pace.prompt_share))
         return self.reuse * (slower * alone + self._added(alone))
 
     @property
     def join_cost(self) -> float:
         """Of the wait for the step under way, if another worker computes the prompt."""
-        return self._gap_weight * self._now.step / self.request.answer if self.gap else 0.0
+        return self._gap_weight * self.pace.now.step / self.request.answer if self.pace.gap else 0.0
 
     @property
     def _gap_weight(self) -> float:
         """Seconds of a first token that a second more in each gap of an answer costs."""
-        return self.target / self.gap
-
-    def _gap_of(self, steps: "_Steps", busy: float) -> tuple[float, float]:
-        """Mean seconds of a gap with these steps, and the part beyond a short step. `busy`: of prompts."""
-        if not steps.step:
-            return 0.0, 0.0
-        busy /= steps.prompts
-        gap = steps.step / (1 - min(MOST_BUSY, busy * (steps.long - steps.step)))
-        return gap, busy * gap * max(0.0, steps.long - steps.base) + steps.base - self._short
-
-
-def _fitting(model: StepModel, seconds: float) -> float:
-    """Prompt tokens of a step of so many seconds with prompts alone, at position 0."""
-    least, most = model.prompt_seconds[0], model.prompt_seconds[-1]
-    if least < seconds < most:
-        return interpolated(model.prompt_seconds, model.tokens, seconds)
-    return model.tokens[-1] if seconds >= most else 0.0
-
-
-@dataclass(slots=True)
-class _Steps:
-    """The steps of a worker that decodes, in seconds.
-
-    Attributes:
-        step: one that only decodes. 0: the worker does not decode.
-        base: the same, but at least a short step.
-        long: one with as many prompts as may be.
-        prompts: what these would take in large steps of prompts alone.
-        stretch: how many times as long prompts take as alone.
-    """
-
-    step: float
-    base: float
-    long: float
-    prompts: float
-    stretch: float
+        return self.target / self.pace.gap
 
 
 def _target(fleet: Fleet, gap: float) -> float:
@@ -290,16 +213,18 @@ def offer(
         row,
         request,
         _target(fleet, gap),
-        worker.step_model or reported_model(status, budget, speed),
-        gap,
-        decodes,
-        status.decode_context * decodes / max(1, decoding),
-        each * decodes,
+        pace(
+            worker.step_model or reported_model(status, budget, speed),
+            gap,
+            decodes,
+            status.decode_context * decodes / max(1, decoding),
+            each * decodes,
+            loads.prompt_rate(row),
+            status.prefill_position,
+        ),
         cached,
         load,
         waiting,
-        loads.prompt_rate(row),
-        status.prefill_position,
         loads.mean_prompt,
         here,
         max(0, status.blocks_spare - reserved) * sent.block_size,
@@ -339,29 +264,28 @@ def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
     `prefill`: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
     `decodes`: decode workers with room."""
     answer = decodes[0].request.answer
-    decoding = [found.decode_cost() + found.memory_cost(answer) for found in decodes]
-    inline = [
-        found.prompt_cost + cost if found.gap else math.inf
-        for found, cost in zip(decodes, decoding, strict=True)
-    ]
-    best = min(range(len(decodes)), key=inline.__getitem__)
-    costs, alone = {"decode": inline[best]}, decodes[best].first if decodes[best].gap else math.inf
+    inline, best, joined, to = math.inf, decodes[0], math.inf, decodes[0]
+    for found in decodes:
+        cost = found.decode_cost() + found.memory_cost(answer)
+        if found.pace.gap and found.prompt_cost + cost < inline:
+            inline, best = found.prompt_cost + cost, found
+        if found.join_cost + cost < joined:
+            joined, to = found.join_cost + cost, found
+    alone = best.first if best.pace.gap else math.inf
     if prefill is None:  # the only way to compute the prompt
-        return _inline("decode", decodes[best], "no_prefill", costs, alone)
-    handovers = [found.join_cost + cost for found, cost in zip(decodes, decoding, strict=True)]
-    to = min(range(len(decodes)), key=handovers.__getitem__)
-    costs = {"handover": prefill.prompt_cost + prefill.memory_cost() + handovers[to]} | costs
-    if prefill.room and prefill.gap:
+        return _inline("decode", best, "no_prefill", {"decode": inline}, alone)
+    costs = {"handover": prefill.prompt_cost + prefill.memory_cost() + joined, "decode": inline}
+    if prefill.room and prefill.pace.gap:
         # If prompts take more time beside decodes than both have, one worker must be free of decodes.
-        needs_all = prefill.prompt_share + decodes[0].prompt_share > 2
-        decode = prefill.decode_cost(decodes[0].busy if needs_all else 0.0)
+        needs_all = prefill.pace.prompt_share + decodes[0].pace.prompt_share > 2
+        decode = prefill.decode_cost(decodes[0].pace.busy if needs_all else 0.0)
         costs["prefill"] = prefill.prompt_cost + decode + prefill.memory_cost(answer)
     match min(costs, key=costs.__getitem__):
         case "prefill":
             return _inline("prefill", prefill, "no_handover", costs, alone)
         case "decode":
-            return _inline("decode", decodes[best], _reason(decodes[best]), costs, alone)
-    return handover(prefill, decodes[to].row, costs, alone)
+            return _inline("decode", best, _reason(best), costs, alone)
+    return handover(prefill, to.row, costs, alone)
 
 
 def place_without_room(prefills: Sequence[Offer]) -> Plan | None:

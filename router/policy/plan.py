@@ -37,11 +37,11 @@ class Plan(NamedTuple):
         decode: the worker that decodes. None: no decode worker is needed.
         cached: tokens of the first range that its worker has in its prefix cache.
         within: seconds in which the prompt should be computed. 0: it is in no hurry.
-        gap_cost: of the request, as in `EngineRequest`. 0: not known.
-        source: another worker that has more of the prompt cached.
         reason: why there is no handover. None: there is one, or none is needed.
         costs: the estimates, in seconds of a first token, with the harm to others. Infinite: not possible.
         alone: seconds until the first token, if one worker computes the prompt and goes on with the decode.
+        gap_cost: of the request, as in `EngineRequest`. 0: not known.
+        source: another worker that has more of the prompt cached.
     """
 
     place: Place
@@ -49,12 +49,12 @@ class Plan(NamedTuple):
     decode: int | None = None
     cached: int = 0
     within: float = 0.0
-    gap_cost: float = 0.0
     order: Order = "together"
-    source: PrefixSource | None = None
     reason: Reason | None = None
     costs: Mapping[str, float] = MappingProxyType({})
     alone: float = math.inf
+    gap_cost: float = 0.0
+    source: PrefixSource | None = None
 
     @property
     def inline(self) -> bool:

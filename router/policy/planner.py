@@ -75,7 +75,7 @@ def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
         gap = fleet.workers[found.decode].status.gap_target_seconds
         gap_cost = placement.gap_cost(fleet, gap, request.answer)
     source = prefixes.source(found.ranges[0].worker) if len(found.ranges) == 1 else None
-    return found._replace(source=source, gap_cost=gap_cost)
+    return Plan(*found[:-2], gap_cost, source)  # `_replace` takes 3 µs
 
 
 def _plan(request: PrefillRequest, held: Held, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:

@@ -13,6 +13,7 @@ from baton.content import Tier
 from baton.machine.step_model import StepModel
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
+from baton.router.policy.pace import Pace
 from baton.router.policy.placement import Offer, place, place_without_room
 from baton.router.policy.placement import offer as placed
 from baton.router.policy.prefill import COMPARED, PrefillRequest
@@ -35,10 +36,16 @@ def offer(tokens: int = 2000, row: int = 0, **given: Any) -> Offer:
     """Of a request for 150 tokens, of which the worker has to compute so many."""
     cached, answer, target = given.pop("cached", 0), given.pop("answer", 150), given.pop("target", 1.0)
     request = PrefillRequest(key=1, tokens=cached + tokens, answer=answer)
-    settings: dict[str, Any] = {"model": H200, "gap": GAP, "mean_prompt": 1000.0} | given
-    gap, decodes = settings["gap"], settings.get("decodes", 0)
-    settings.setdefault("gap_cost", decodes * target / gap / answer if gap else 0.0)
-    return Offer(row, request, target, cached=cached, **settings)
+    paces: dict[str, Any] = {"model": H200, "gap": GAP}
+    paces |= {name: given.pop(name) for name in Pace.__match_args__ if name in given}
+    gap, decodes = paces["gap"], paces.get("decodes", 0)
+    paces.setdefault("gap_cost", decodes * target / gap / answer if gap else 0.0)
+    given.setdefault("mean_prompt", 1000.0)
+    return Offer(row, request, target, Pace(**paces), cached=cached, **given)
+
+
+def changed(offer: Offer, target: float = 1.0, **given: Any) -> Offer:
+    return replace(offer, target=target, pace=replace(offer.pace, **given))
 
 
 def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
@@ -50,9 +57,9 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert (beside.first, beside.within) == pytest.approx((own + 0.05 * 16 / 6, own))
     gaps = 2 * 0.1 / 0.006 * (GAP - SHORT) / (100 * GAP)
     assert beside.prompt_cost == pytest.approx(beside.first + gaps)
-    others = replace(beside, gap_cost=beside.gap_cost / 2)
+    others = changed(beside, gap_cost=beside.pace.gap_cost / 2)
     assert others.prompt_cost == pytest.approx(beside.first + 0.5 * gaps), "what their own gaps cost"
-    hasty = replace(beside, target=0.5, gap_cost=beside.gap_cost / 2)
+    hasty = changed(beside, 0.5, gap_cost=beside.pace.gap_cost / 2)
     assert hasty.prompt_cost == pytest.approx(beside.first + 0.5 * gaps)
     long = offer(1000, model=FIXED, decodes=2, answer=10**6)
     assert long.prompt_cost == pytest.approx(long.first, abs=1e-3), "long answers wait for it"
@@ -74,13 +81,13 @@ def test_decoding_costs_gaps_beyond_a_short_step_and_prompts_that_become_slower(
     assert offer(model=slow).decode_cost() == 0, "a short step costs nothing"
     ten = offer(model=slow, decodes=10)  # 19 ms, and 20 with this request
     assert ten.decode_cost() == pytest.approx((0.020 - SHORT + 10 * 0.001) / GAP)
-    hasty = replace(ten, target=0.5, gap_cost=ten.gap_cost / 2)
+    hasty = changed(ten, 0.5, gap_cost=ten.pace.gap_cost / 2)
     assert hasty.decode_cost() == pytest.approx(0.5 * ten.decode_cost())
     assert ten.join_cost == pytest.approx(0.019 / 150 / GAP), "it waits for the step under way"
     busy = offer(model=FIXED, rate=2000.0, decodes=1)  # prompts take a fifth of its time
     gap = 0.010 / (1 - 0.2)
     assert busy.decode_cost() == pytest.approx(0.2 / 0.006 * gap * (GAP - SHORT) / GAP)
-    first = replace(busy, decodes=0, gap_cost=0.0)
+    first = changed(busy, decodes=0, gap_cost=0.0)
     later = (16 / 6 - 1) + 2 * 0.010 / 0.1
     slower = 0.2 * 150 * gap * later / (1 - 0.2 * 16 / 6)
     assert first.decode_cost() == pytest.approx(busy.decode_cost() + slower + 0.2 * 0.1 / 150 / GAP)
@@ -133,10 +140,10 @@ def test_prompts_that_decodes_leave_no_time_for_need_a_worker_without_decodes() 
     """Steps of 7 ms leave no worker time for the prompts of both."""
     tight = {"gap": 0.0060, "decodes": 14, "context": 14 * 2000.0}
     prefill, decode = offer(row=1, rate=20_000.0, **tight), offer(rate=20_000.0, **tight)
-    assert prefill.prompt_share > 1, "they queue"
+    assert prefill.pace.prompt_share > 1, "they queue"
     found = place(prefill, [decode])
     assert found.costs["prefill"] > prefill.prompt_cost + prefill.decode_cost()
-    assert found.costs["prefill"] == prefill.prompt_cost + prefill.decode_cost(decode.busy)
+    assert found.costs["prefill"] == prefill.prompt_cost + prefill.decode_cost(decode.pace.busy)
 
 
 def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> None:
@@ -166,10 +173,10 @@ def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> No
     fleet = fleet_of(loads, [seen])
     request = PrefillRequest(key=1, tokens=100, answer=150)
     before = placed(fleet, request, row, 64)
-    assert (before.gap_cost, before.spare, before.here) == (0.4, 40 * 16, 64)
+    assert (before.pace.gap_cost, before.spare, before.here) == (0.4, 40 * 16, 64)
     seen.load.sent(160)
     after = placed(fleet, request, row, 64)
-    assert (after.gap_cost, after.spare) == (pytest.approx(0.6), 30 * 16)
+    assert (after.pace.gap_cost, after.spare) == (pytest.approx(0.6), 30 * 16)
 
 
 COSTS = 0.0, 1e-300, 1.0, 1e300
@@ -241,16 +248,16 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: in
     )  # fmt: skip
     worker.load.own, worker.load.running = own, max(own, running)
     found = placed(fleet_of(loads, [worker]), request, worker.row, 500)
-    assert (found.tokens, found.cached, found.gap) == (1500, 500, GAP)
+    assert (found.tokens, found.cached, found.pace.gap) == (1500, 500, GAP)
     assert found.target == pytest.approx(20 * GAP), "without a target for the first token"
-    assert found.decodes == decodes
-    assert found.context == 1000 * decodes * (decoding > 0)
-    assert found.model.decode(decodes, found.context) == pytest.approx(0.010), "without a model"
-    assert found.model.prefill(1500) == pytest.approx(1500 / 20_000)
+    assert found.pace.decodes == decodes
+    assert found.pace.context == 1000 * decodes * (decoding > 0)
+    assert found.pace.model.decode(decodes, found.pace.context) == pytest.approx(0.010), "without a model"
+    assert found.pace.model.prefill(1500) == pytest.approx(1500 / 20_000)
     worker.step_model = H200
     fleet = fleet_of(loads, [worker], ttft_target=0.5)
     known = placed(fleet, request, worker.row, 500)
-    assert (known.model, known.target) == (H200, 0.5)
+    assert (known.pace.model, known.target) == (H200, 0.5)
 
 
 def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
@@ -258,7 +265,7 @@ def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
     asker, holder = (seen(loads, name, prefill_tokens_per_s=20_000.0) for name in ("a:1", "b:1"))
     fleet, source = fleet_of(loads, [asker, holder]), PrefixSource(holder, Tier.DEVICE, 1000)
     known = placed(fleet, request, asker.row, 500, source, gap=0.02)
-    assert (known.tokens, known.load, known.gap) == (500, 0.0, 0.02)
+    assert (known.tokens, known.load, known.pace.gap) == (500, 0.0, 0.02)
     key = holder.description.incarnation, Tier.DEVICE
     asker.prefix_links = {key: pb.PrefixLink(wait=0.01, tokens_per_s=100_000.0)}
     sooner = placed(fleet, request, asker.row, 500, source)

@@ -1,0 +1,138 @@
+"""How fast one worker is while it decodes: the part of its offers that is the same for all requests.
+
+    pace(model, …) ─▶ Pace     kept, so it is computed once for each report and number of decodes
+    Pace.steps     ─▶ Steps    those of the worker with other decodes
+
+A worker that decodes computes prompts for the time of a long step less what its decodes add to such a step,
+and they take that much longer than alone. Pure.
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from baton.machine.step_model import StepModel, interpolated, long_seconds
+
+MOST_BUSY = 0.9
+"""The most of its time that a worker counts as computing prompts: a queue without end has no length."""
+KEPT = 4_096
+"""Paces to keep: of the reports of a thousand workers, with several numbers of decodes each."""
+
+
+@dataclass(slots=True)
+class Steps:
+    """The steps of a worker that decodes, in seconds.
+
+    Attributes:
+        step: one that only decodes. 0: the worker does not decode.
+        base: the same, but at least a short step.
+        long: one with as many prompts as may be.
+        prompts: what these would take in large steps of prompts alone.
+        stretch: how many times as long prompts take as alone.
+    """
+
+    step: float = 0.0
+    base: float = 0.0
+    long: float = 1.0
+    prompts: float = 1.0
+    stretch: float = 1.0
+
+
+PROMPTS_ALONE = Steps()
+"""Those of a worker that does not decode."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Of one worker now. Immutable.
+
+    Attributes:
+        model: what steps of the worker cost.
+        gap: target of a gap in seconds. 0: unknown, since no worker has decoded.
+        decodes: requests that it decodes, or will.
+        context: positions of these.
+        gap_cost: of these, in all, as in `EngineRequest`.
+        rate: prompt tokens that it lately computed in a second.
+        position: mean position of these.
+        token: seconds of a prompt token in a large step.
+        short: seconds of a short step.
+        busy: share of its recent time that its prompts would have taken without decodes.
+        now: its steps.
+        late: mean seconds of a gap beyond a short step.
+    """
+
+    model: StepModel
+    gap: float = 0.0
+    decodes: int = 0
+    context: float = 0.0
+    gap_cost: float = 0.0
+    rate: float = 0.0
+    position: float = 0.0
+    token: float = field(init=False)
+    short: float = field(init=False)
+    busy: float = field(init=False)
+    now: Steps = field(init=False)
+    late: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        model, most = self.model, self.model.tokens[-1]
+        self.token = model.prompt_seconds[-1] / most + (self.position - most / 2) * model.pair_seconds
+        self.busy = min(MOST_BUSY, self.rate * self.token)
+        self.short = math.sqrt(self.gap * min(self.gap, model.decode_seconds[0]))
+        self.now = self.steps(self.decodes, self.context, self.gap_cost)
+        self.late = self.gap_of(self.now, self.busy)[1]
+
+    def steps(self, decodes: int, context: float, gap_cost: float) -> Steps:
+        """Those of the worker if it decodes so many requests with so many positions and these costs."""
+        model, gap = self.model, self.gap
+        if not decodes or not gap:
+            return PROMPTS_ALONE
+        step = model.decode(decodes, context)
+        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost)
+        # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
+        shared = model.overlap * (step - context * model.context_seconds)
+        spare = long - step + shared
+        tokens = _fitting(model, spare) - model.overlap * decodes
+        if tokens > 0 and spare > 0:  # those far behind the beginning take longer
+            tokens *= spare / (spare + tokens * self.position * model.pair_seconds)
+        # A long step has time for prompts, whatever a worker reports.
+        prompts = max(tokens * self.token, long / 16)
+        return Steps(step, step if step > self.short else self.short, long, prompts, long / prompts)
+
+    @property
+    def prompt_share(self) -> float:
+        """Of its time, what prompts need that come as lately, beside its decodes. It may be more than 1."""
+        return self.busy * self.now.stretch
+
+    def added(self, alone: float, answer: float) -> float:
+        """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes.
+        `answer`: tokens of the answer of each decode."""
+        now = self.now
+        if not now.step or alone <= 0:
+            return 0.0
+        count = min(alone / now.prompts, answer)
+        longer = now.step + (now.long - now.step) * min(1.0, count) - now.base
+        return self.gap_cost * max(1.0, count) * max(0.0, longer)
+
+    def gap_of(self, steps: Steps, busy: float) -> tuple[float, float]:
+        """Mean seconds of a gap with these steps, and the part beyond a short step. `busy`: of prompts."""
+        if not steps.step:
+            return 0.0, 0.0
+        step, base, long, late = steps.step, steps.base, steps.long, 0.0
+        busy /= steps.prompts
+        gap = step / (1 - min(MOST_BUSY, busy * (long - step)))
+        if long > base:
+            late = busy * gap * (long - base)
+        return gap, late + base - self.short
+
+
+def _fitting(model: StepModel, seconds: float) -> float:
+    """Prompt tokens of a step of so many seconds with prompts alone, at position 0."""
+    least, most = model.prompt_seconds[0], model.prompt_seconds[-1]
+    if least < seconds < most:
+        return interpolated(model.prompt_seconds, model.tokens, seconds)
+    return model.tokens[-1] if seconds >= most else 0.0
+
+
+pace = lru_cache(KEPT)(Pace)
+"""The pace of a worker. Reports come once a second, and many requests are planned between two."""
