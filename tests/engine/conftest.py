@@ -346,6 +346,12 @@ TINY_LFM2: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+TINY_LFM2_MOE: dict[str, Any] = {
+    **{name: value for name, value in TINY_LFM2.items() if not name.startswith("block")},
+    **TINY_EXPERTS,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 1.5,
+}
 TINY_MINIMAX_M2: dict[str, Any] = {
     **{name: value for name, value in TINY_EXPERTS.items() if not name.startswith("moe_")},
     "intermediate_size": 24,
@@ -368,6 +374,7 @@ TINY_OF_KIND = {
     "Qwen3_5Moe": TINY_QWEN3_5_MOE,
     "KimiLinear": TINY_KIMI,
     "Lfm2": TINY_LFM2,
+    "Lfm2Moe": TINY_LFM2_MOE,
     "MiniMaxM2": TINY_MINIMAX_M2,
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,

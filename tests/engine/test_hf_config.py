@@ -135,6 +135,7 @@ def test_what_does_not_fit_is_refused(
         "GlmMoeDsa",
         "KimiLinear",
         "Lfm2",
+        "Lfm2Moe",
         "MiniMaxM2",
     ],
 )

@@ -100,6 +100,7 @@ KINDS = [
         {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
         id="lfm2-tied-with-biases",
     ),
+    pytest.param("Lfm2Moe", {}, id="lfm2-moe"),
     pytest.param("MiniMaxM2", {}, id="minimax-m2"),
     pytest.param("DeepseekV2", {}, id="deepseek-v2-lite"),
     pytest.param(

@@ -59,6 +59,7 @@ FAMILIES = [
     pytest.param("Qwen3_5MoeText", {}, (4,), id="qwen3.5-moe"),
     pytest.param("KimiLinear", {}, (2,), id="kimi-linear"),
     pytest.param("Lfm2", {"conv_bias": True}, (2,), id="lfm2"),
+    pytest.param("Lfm2Moe", {}, (2,), id="lfm2-moe"),
     pytest.param("MiniMaxM2", {}, (4,), id="minimax-m2"),
     pytest.param("DeepseekV2", {}, (2,), id="deepseek-v2-lite"),
     pytest.param("DeepseekV3", {"kv_lora_rank": 16}, (2, 4), id="deepseek-v3"),

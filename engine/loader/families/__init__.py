@@ -101,7 +101,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": qwen3_5.MOE,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5.MOE,  # its text model
     "KimiLinearForCausalLM": kimi_linear.FAMILY,
-    "Lfm2ForCausalLM": lfm2.FAMILY,
+    "Lfm2ForCausalLM": lfm2.DENSE,
+    "Lfm2MoeForCausalLM": lfm2.MOE,
     "MiniMaxM2ForCausalLM": minimax_m2.FAMILY,
 }
 

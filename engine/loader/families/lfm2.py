@@ -1,14 +1,16 @@
-"""LFM2, dense: short convolutions in most layers, and Qwen3's attention in the others."""
+"""LFM2, dense and with experts: short convolutions in most layers, and Qwen3's attention in the others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from baton.engine.layers.state_mixers import ShortConvMixer
+from baton.engine.loader.experts_config import experts_config
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.hybrid_config import state_layers
-from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.rearranged import Piece, Rearranged
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import StateConfig
+from baton.engine.model_config import ExpertsConfig, Scoring, StateConfig
 from baton.engine.models.hybrids import Bamba
 from baton.engine.models.llama import Norms, Qwen3Attention
 
@@ -25,10 +27,15 @@ class Lfm2Checkpoint(Rearranged):
         "model.embedding_norm.": "model.norm.",
         ".self_attn.out_proj.": ".self_attn.o_proj.",
         "_layernorm.": "_norm.",
-        ".feed_forward.w1.": ".mlp.gate_proj.",
-        ".feed_forward.w3.": ".mlp.up_proj.",
-        ".feed_forward.w2.": ".mlp.down_proj.",
+        ".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias",
+        ".feed_forward.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w3.": ".up_proj.",
+        ".w2.": ".down_proj.",
     }
+
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        yield from self._fused_experts(name, stored) or super()._split(name, stored)
 
 
 def in_words_of_others(given: Settings) -> Mapping[str, Any]:
@@ -63,4 +70,22 @@ def short_conv_config(settings: Settings, norm_eps: float) -> StateConfig:
     )
 
 
-FAMILY = Family(model=Lfm2, checkpoint=Lfm2Checkpoint, settings=in_words_of_others, state=short_conv_config)
+def with_experts(given: Settings) -> Mapping[str, Any]:
+    return in_words_of_others(Settings({**given.values, "block_auto_adjust_ff_dim": False}, given.source))
+
+
+def lfm2_experts(settings: Settings) -> ExpertsConfig:
+    layers = range(settings.integer("num_dense_layers", 2), settings.integer("num_hidden_layers"))
+    scoring = Scoring.NORMALIZED_SIGMOID if settings.get("norm_topk_prob", True) else Scoring.SIGMOID
+    count = "num_local_experts" if "num_local_experts" in settings.values else "num_experts"
+    scale = settings.number("routed_scaling_factor", 1.0)
+    return experts_config(settings, layers, scoring, count=count, size="moe_intermediate_size", scale=scale)
+
+
+def not_supported(settings: Settings) -> Iterator[str]:
+    if settings.get("use_expert_bias", True) is not True:
+        yield f"use_expert_bias {settings.get('use_expert_bias')!r} of {settings.architecture}"
+
+
+DENSE = Family(model=Lfm2, checkpoint=Lfm2Checkpoint, settings=in_words_of_others, state=short_conv_config)
+MOE = replace(DENSE, settings=with_experts, experts=lfm2_experts, not_supported=not_supported)
