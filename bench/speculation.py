@@ -236,7 +236,7 @@ def _steady(engine: Engine, *, batch: int, steps: int) -> tuple[float, float]:
         count += done.seconds > 0
         tokens += len(done.outputs)
     seconds = time.perf_counter() - began
-    for live in list(engine._lives):
+    for live in list(engine.lives):
         engine.cancel(live)
     drain(engine)
     return tokens / seconds, seconds / steps

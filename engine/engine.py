@@ -3,7 +3,7 @@ itself. `engine.step_loop` computes them."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, O
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.making_room import to_drop
 from baton.engine.core.meters import ChunkLimit, Meters
 from baton.engine.core.offload_tier import stats_of
 from baton.engine.core.prefix_cache import PrefixCache
@@ -112,13 +111,14 @@ class Engine:
         budget = config.max_num_batched_tokens
         limit = ChunkLimit(steps, config.ttit_target, budget, config.ttit_target_steps)
         pool = BlockPool(self.num_blocks, self.block_size)
-        self._lives = lives = RequestLives(
+        self.lives = lives = RequestLives(
             pool,
             max_num_seqs=config.max_num_seqs,
             max_model_len=model.max_model_len,
             cache=self._prefix_cache(config, started, hooks, pool),
             states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
         )
+        """All requests. The caller adds them with the methods of the engine, which compile grammars."""
         speculation = _speculation(config)
         self._scheduler = Scheduler(
             lives,
@@ -200,46 +200,32 @@ class Engine:
         For `add`, `reserve` and `start` the request must have passed `check_request`. Hooks name it by
         `owner`, without one by its id. Whatever uses the blocks of the request or its states has a lease on
         it (`LiveRequest.leases`): they are free when it has ended and the last lease has ended."""
-        return self._prepare(self._lives.add(request, handover=handover, owner=owner), None)
+        return self._prepare(self.lives.add(request, handover=handover, owner=owner), None)
 
     def reserve(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
         into `caches`, except for the first `LiveRequest.num_cached`: other requests may read these blocks.
         It writes the states after these positions into its slot. Returns None if there is no room now."""
-        live = self._lives.reserve(request, owner)
+        live = self.lives.reserve(request, owner)
         return None if live is None else self._prepare(live, None)
 
     def start(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Gives a request its blocks at once, prefills it here, and then decodes it. Returns None if there is
         no room now."""
-        live = self._lives.start(request, owner)
+        live = self.lives.start(request, owner)
         return None if live is None else self._prepare(live, time.monotonic())
 
     def start_part(
         self, request: EngineRequest, ranges: Sequence[range], owner: Any = None
     ) -> LiveRequest | None:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
-        computes these ranges, each after `begin_range`. The caller writes the KV of the positions between
-        them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. It writes
-        the states after the position before a range earlier: before `Hooks.layer_done` of the layer before
-        returns, those of the first layer before `begin_range`. Returns None if there is no room now."""
-        live = self._lives.start_part(request, ranges, owner)
+        computes these ranges, each after `lives.begin_range`. The caller writes the KV of the positions
+        between them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. It
+        writes the states after the position before a range earlier: before `Hooks.layer_done` of the layer
+        before returns, those of the first layer before `lives.begin_range`. Returns None if there is no room
+        now."""
+        live = self.lives.start_part(request, ranges, owner)
         return None if live is None else self._prepare(live, time.monotonic())
-
-    def next_range(self, live: LiveRequest) -> range | None:
-        """The range of `start_part` that comes next. None: steps compute one, or all are computed."""
-        return live.shared.ranges[0] if live.phase is Phase.RESERVED else None
-
-    def begin_range(self, live: LiveRequest, awaits: Callable[[], bool] | None = None) -> None:
-        """Lets steps compute the next range. They may wait in `Hooks.layer_done` for the KV before it, as
-        long as `awaits` says that some is still to come. Such a step has no decodes, comes when none may join
-        it, and waits for one prompt only."""
-        self._lives.begin_range(live, awaits)
-
-    def verified(self, live: LiveRequest) -> None:
-        """All KV that came for a request of `start_part` was complete, so the prefix cache may share it. The
-        request is held."""
-        self._lives.verified(live)
 
     def extend_reservation(self, live: LiveRequest, output_ids: Sequence[int]) -> bool:
         """Extends a reservation to a longer output. Its new block table begins with the old one.
@@ -251,12 +237,12 @@ class Engine:
             raise ValueError(f"{len(output_ids)} output_ids, but {known} to {limit - 1} are possible")
         if list(output_ids[:known]) != list(live.token_ids[prompt:]):
             raise ValueError(f"the first {known} output_ids are not those of the reservation")
-        return self._lives.extend_reservation(live, list(output_ids))
+        return self.lives.extend_reservation(live, list(output_ids))
 
     def join(self, live: LiveRequest, token: int, logprobs: Logprobs | None = None) -> Output:
         """Starts decoding a reservation after the caller wrote its KV. `token`, the first one sampled from
         this KV, is the input of the next step. Returns the output for this token, which may be the last."""
-        self._lives.join(live)
+        self.lives.join(live)
         self.loop.joined()
         live.token_ids.append(token)
         # The prefill said how much of the prompt it found in its cache.
@@ -269,7 +255,7 @@ class Engine:
         request of `join`. No transfer may read its blocks any more. Returns the output for its first token
         again, which may be the last. None: the batch has no seat now, and the request stays held. A step may
         free a seat. Between two steps this call takes it before the queue."""
-        if not self._lives.resume(live, request_id, owner):
+        if not self.lives.resume(live, request_id, owner):
             return None
         live.started = None  # the first output said how long the prefill took
         return self._outputs.emit(live, len(live.token_ids) - 1, live.first_logprobs)
@@ -277,24 +263,19 @@ class Engine:
     def cancel(self, live: LiveRequest) -> None:
         """Ends a request in any phase, also one that was handed over. Ignores one that has ended."""
         if live.phase is not Phase.GONE:
-            self._lives.drop(live)
+            self.lives.drop(live)
 
     def only_here(self, chunks: Iterable[bytes] | None) -> None:
         """No other worker has these chunks any more: if they were handed over, or fetched from here, they are
         no longer evicted first. None: all chunks."""
-        if (cache := self._lives.cache) is not None:
+        if (cache := self.lives.cache) is not None:
             cache.only_here(chunks)
-
-    def to_drop(self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest]) -> list[LiveRequest]:
-        """As `making_room.to_drop`. Spare are held requests that no transfer reads, and, after them,
-        reservations with a prefill that has not started."""
-        return to_drop(self._lives, wanted, spare)
 
     def _prepare(self, live: LiveRequest, started: float | None) -> LiveRequest:
         live.started = started
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)
-            self._lives.await_grammar(live)
+            self.lives.await_grammar(live)
         return live
 
     def close(self) -> None:
@@ -306,25 +287,25 @@ class Engine:
 
     @property
     def blocks_free(self) -> int:
-        return self._lives.pool.free
+        return self.lives.pool.free
 
     @property
     def idle(self) -> bool:
         """Whether there is no request in any phase, no lease on one, and no block that a tier fills."""
         loading = any(tier.loading for tier in self.offload)
-        return not self._lives.some and not self.loop.under_way and not loading
+        return not self.lives.some and not self.loop.under_way and not loading
 
     def assert_whole(self) -> None:
         """Proves, when idle, that no block and no other part of a request was left behind."""
         assert not self.loop.under_way, "a step is under way"
-        self._lives.assert_whole()
+        self.lives.assert_whole()
 
     def prompt_seconds(self, tokens: int, uncached: int, position: int) -> float:
         """As in `Meters`."""
         return self._meters.prompt_seconds(tokens, uncached, self._scheduler.batch(position))
 
     def stats(self) -> EngineStats:
-        lives, scheduler, meters = self._lives, self._scheduler, self._meters
+        lives, scheduler, meters = self.lives, self._scheduler, self._meters
         limit, cache = meters.chunk_limit, lives.cache
         waiting: list[tuple[int, float]] = list(scheduler.parts_waiting())
         batch = scheduler.batch(meters.prefill_position)

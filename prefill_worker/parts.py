@@ -179,10 +179,11 @@ class PartAttempt(PrefillAttempt):
 
     def _advance(self) -> None:
         """Computes the next range, if steps of other workers compute all earlier ones."""
-        positions = self.shared.engine.next_range(self.live_request)
+        live = self.live_request
+        positions = live.next_range
         if positions is not None and all(stop > positions.start for stop in self.not_begun):
             may_wait = partial(self.waits.may_wait, self, positions.start)
-            self.shared.engine.begin_range(self.live_request, may_wait)
+            self.shared.engine.lives.begin_range(live, may_wait)
             self.started()
 
     def range_launched(self) -> None:
@@ -228,7 +229,7 @@ class PartAttempt(PrefillAttempt):
         output, shared = self.output, self.shared
         if self.state is not State.COMPUTED or output is None or self.uncommitted or self.failed:
             return
-        shared.engine.verified(self.live_request)
+        shared.engine.lives.verified(self.live_request)
         self.attempts.counts.prompt_parts_waited += self.waited
         shared.trace.instant(
             "part", prefill=self.id.hex(), tokens=self.part_tokens, waited_us=self.waited * 1e6

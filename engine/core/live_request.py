@@ -238,6 +238,11 @@ class LiveRequest:
         return begun + sum(map(len, shared.ranges))
 
     @property
+    def next_range(self) -> range | None:
+        """Of a shared prompt. None: steps compute a range, or all are computed."""
+        return self.shared.ranges[0] if self.phase is Phase.RESERVED else None
+
+    @property
     def state_slot(self) -> int:
         """Where its states are, if it has some."""
         return 0 if self.states is None else self.states.slot

@@ -179,8 +179,9 @@ class RequestLives:
         return live
 
     def begin_range(self, live: LiveRequest, awaits: Callable[[], bool] | None = None) -> None:
-        """Lets steps compute the next range. While `awaits` says that KV before it is on its way, a step may
-        wait for that."""
+        """Lets steps compute the next range. They may wait in `Hooks.layer_done` for the KV before it, as
+        long as `awaits` says that some is still to come. Such a step has no decodes, comes when none may join
+        it, and waits for one prompt only."""
         shared = live.shared
         positions = shared.ranges.popleft()
         live.num_computed, shared.range_stop, shared.awaits = positions.start, positions.stop, awaits
@@ -196,7 +197,8 @@ class RequestLives:
                 self._move(live, Phase.RESERVED)
 
     def verified(self, live: LiveRequest) -> None:
-        """All KV of a shared prompt is right, so the prefix cache may have it."""
+        """All KV that came for a request of `start_part` was complete, so the prefix cache may share it. The
+        request is held."""
         assert live.shared is not WHOLE, "it computes a part"
         live.shared.unverified = False
         self.memory.publish(live, live.num_computed)

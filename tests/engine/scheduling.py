@@ -59,12 +59,12 @@ def add(
 
 def live_of(engine: Engine, request_id: bytes) -> LiveRequest:
     """The request with this id, which has not ended."""
-    return next(live for live in engine._lives if live.id == request_id)
+    return next(live for live in engine.lives if live.id == request_id)
 
 
 def end(engine: Engine, request_id: bytes) -> None:
     """Ends the request with this id, if there is one."""
-    for live in [live for live in engine._lives if live.id == request_id]:
+    for live in [live for live in engine.lives if live.id == request_id]:
         engine.cancel(live)
 
 

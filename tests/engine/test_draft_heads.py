@@ -348,7 +348,7 @@ def test_the_steps_before_the_first_request_have_guesses(
         max_num_batched_tokens=24,
         speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings),
     )
-    num_slots = 4 if engine._lives.states else 0
+    num_slots = 4 if engine.lives.states else 0
     rehearsal = Rehearsal(config, 64, 4, pool=engine.num_blocks, num_slots=num_slots)
     guessed = [step.drafting.count * len(step.drafting.first_rows) for step in rehearsal.steps(None)]
     assert max(guessed) == 4 * 3

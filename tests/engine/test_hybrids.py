@@ -219,7 +219,7 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
     assert found == chats_without_a_cache
     assert any(cached)
     assert all(count % 4 == 0 for count in cached), "whole blocks"
-    cache = engine._lives.cache
+    cache = engine.lives.cache
     assert cache is not None
     assert cache.copies is not None
     assert (num_copies == 6) != bool(cache.copies._free), "few slots have a copy each"
@@ -429,7 +429,7 @@ def test_copies_need_memory(
 ) -> None:
     ignored = "--host-cache-size is ignored: no room for copies of states"
     engine = tiny_engine(model=str(path), **caching(0), host_cache_size=1 << 20)
-    assert engine._lives.cache is None
+    assert engine.lives.cache is None
     for message in ("prefix caching is off: ", ignored):
         assert any(message in said for said in caplog.messages)
     caplog.clear()

@@ -193,7 +193,7 @@ def test_a_copy_has_the_ledger_of_its_position(
                 engine.cancel(lives[turn % 4])
         texts += [[*live.token_ids[: live.num_known]] for live in lives]
     engine.assert_whole()
-    cache = engine._lives.cache
+    cache = engine.lives.cache
     assert cache is not None
     assert cache.copies is not None
     [ledgers], heads, answers = planes(engine)["ledger"], torch.arange(4.0), 0

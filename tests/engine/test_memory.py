@@ -343,7 +343,7 @@ def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
         engine.loop.step()
     stats = engine.stats()
     assert stats.queue_seconds == 0
-    decoding = [live for live in engine._lives.running if live.decodes]
+    decoding = [live for live in engine.lives.running if live.decodes]
     assert stats.decode_context == sum(len(live.token_ids) - 1 for live in decoding) > 0
     while engine.loop.has_work:
         engine.loop.step()

@@ -86,15 +86,15 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     outputs = []
     for start, _ in own:
         assert not target.loop.has_work, "nothing is computed before its time"
-        following = target.next_range(live_of(target, request.id))
+        following = live_of(target, request.id).next_range
         assert following is not None
         assert following.start == start
-        target.begin_range(live_of(target, request.id))
-        assert target.next_range(live_of(target, request.id)) is None
+        target.lives.begin_range(live_of(target, request.id))
+        assert live_of(target, request.id).next_range is None
         outputs += target.loop.step().outputs
     assert live_of(target, request.id).phase is Phase.HELD
     assert target.stats().blocks_cached == 0, "no other request may use KV that is not verified"
-    target.verified(live_of(target, request.id))
+    target.lives.verified(live_of(target, request.id))
     assert target.stats().blocks_cached == 120 // 4
     for here, there in zip(target.caches, source.caches, strict=True):
         positions = torch.arange(120)
@@ -120,7 +120,7 @@ def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -
     reservation = target.start_part(request, [range(32), range(64, 120)])
     assert reservation is not None
     shared.blocks = list(reservation.blocks)
-    target.begin_range(live_of(target, request.id))
+    target.lives.begin_range(live_of(target, request.id))
     target.loop.step()
     before = target._meters.prefill_tokens_per_s, target._meters.step_seconds
     assert min(before) > 0
@@ -130,7 +130,7 @@ def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -
         shared.layer_done(layer, chunks)
 
     target.loop.hooks = replace(target.loop.hooks, layer_done=late)
-    target.begin_range(live_of(target, request.id))
+    target.lives.begin_range(live_of(target, request.id))
     assert target.loop.step().seconds > 0.1
     assert (target._meters.prefill_tokens_per_s, target._meters.step_seconds) == before
     end(source, request.id)
@@ -152,9 +152,9 @@ def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> No
     reservation = engine.start_part(request, [range(64, 120)])
     assert reservation is not None
     shared.blocks = list(reservation.blocks)
-    engine.begin_range(live_of(engine, request.id))
+    engine.lives.begin_range(live_of(engine, request.id))
     failed: list[bytes] = []
-    while not failed or any(live.id != request.id for live in engine._lives):
+    while not failed or any(live.id != request.id for live in engine.lives):
         result = engine.loop.step()
         failed += [request_id for request_id, _ in result.failed]
         for output in result.outputs:
@@ -180,7 +180,7 @@ def test_a_step_ends_with_the_layer_whose_kv_will_not_come(tiny_engine: MakeEngi
     engine.loop.hooks = replace(engine.loop.hooks, layer_done=lost)
     reservation = engine.start_part(request, [range(64, 120)])
     assert reservation is not None
-    engine.begin_range(live_of(engine, request.id))
+    engine.lives.begin_range(live_of(engine, request.id))
     if shared:
         engine.add(other)
     result = engine.loop.step()
@@ -204,7 +204,7 @@ def test_a_draft_head_computes_its_layer_when_no_step_can_be_given_up(
     engine, request = tiny_engine(**CACHING, speculative_config=drafts), shared_prompt(60)
     engine.loop.hooks = replace(engine.loop.hooks, layer_done=lambda layer, chunks: layer == 3)
     assert engine.start_part(request, [range(32, 60)]) is not None
-    engine.begin_range(live_of(engine, request.id))
+    engine.lives.begin_range(live_of(engine, request.id))
     assert engine.loop.step().prompts == {request.id: range(32, 60)}
     end(engine, request.id)
     engine.assert_whole()

@@ -9,6 +9,7 @@ import pytest
 from baton.decode_worker.role import DecodeRole
 from baton.engine import Engine
 from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.request_lives import RequestLives
 from baton.engine.step_loop import StepLoop
 from baton.kv_transfer import Receiver, Sender
 from baton.kv_transfer import wait as waits
@@ -55,7 +56,7 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
     poll_within = property(lambda _: min(within, default=None))
     shared = stand_in(
         Resources,
-        engine=stand_in(Engine, to_drop=lambda *_: []),
+        engine=stand_in(Engine, lives=stand_in(RequestLives, waiting=[])),
         sender=stand_in(Sender, fileno=lambda: 6, close=lambda *_: None),
         receiver=stand_in(Receiver, fileno=lambda: 7, poll_within=poll_within),
     )

@@ -81,7 +81,7 @@ class PrefixFetch:
     def give_up(self) -> None:
         """No prompt waits any more. The blocks come back when the source has reported Closed."""
         self.fetches.close(self)
-        self.source.cancel(self.id)
+        self.source.transfers.cancel(self.id)
 
     def handle(self, event: Injected | FetchFailed | Closed) -> None:
         """Handles the end of the fetch."""
@@ -95,8 +95,20 @@ class PrefixFetch:
         return waiting
 
 
+class Transfers(Protocol):
+    """What moves the KV of a source: `Receiver` or `SharedStore`."""
+
+    def began(self, fetch_id: bytes, /) -> bool:
+        """Whether there was an answer."""
+
+    def cancel(self, fetch_id: bytes, /) -> None: ...
+
+
 class PrefixSource(Protocol):
     """Where prefixes come from: other workers, or the shared store."""
+
+    @property
+    def transfers(self) -> Transfers: ...
 
     def find(self, hint: ContentSource | None) -> ContentSource | None:
         """The place to fetch from. `hint`: the worker that the router named. None: there is none."""
@@ -116,11 +128,6 @@ class PrefixSource(Protocol):
 
     def ask(self, fetch: PrefixFetch) -> None:
         """Starts a fetch, which is the owner of its events."""
-
-    def began(self, fetch_id: bytes) -> bool:
-        """Whether there was an answer."""
-
-    def cancel(self, fetch_id: bytes) -> None: ...
 
 
 class PrefixLinks:
@@ -150,7 +157,7 @@ class Workers:
     def __init__(self, engine: Engine, receiver: Receiver, incarnation: int, links: PrefixLinks) -> None:
         """`incarnation`: of this worker."""
         self._exchange = engine.prefix_exchange
-        self._receiver = receiver
+        self.transfers = receiver
         self._incarnation = incarnation
         self._links = links
 
@@ -171,7 +178,7 @@ class Workers:
 
     def ask(self, fetch: PrefixFetch) -> None:
         missing = fetch.into.missing
-        self._receiver.fetch_content(
+        self.transfers.fetch_content(
             fetch.id,
             chunks=missing.chunks,
             first_chunk=missing.first_chunk,
@@ -181,12 +188,6 @@ class Workers:
             state_slot=fetch.into.state_slot or 0,
             owner=fetch,
         )
-
-    def began(self, fetch_id: bytes) -> bool:
-        return self._receiver.began(fetch_id)
-
-    def cancel(self, fetch_id: bytes) -> None:
-        self._receiver.cancel(fetch_id)
 
 
 class PrefixFetches:
@@ -209,27 +210,19 @@ class PrefixFetches:
         request: EngineRequest,
         hint: ContentSource | None,
         then: Callable[[int], None],
+        *,
+        first: int = 0,
+        came: int = 0,
     ) -> bool:
         """Fetches what is missing of a prompt, from one source after the other. Calls `then` when this has
         ended, in any way, with the number of tokens that came for it.
 
-        False: there is nothing to wait for, and `then` will not be called. `hint` as in `PrefixSource`."""
-        return self._get(attempt, request, hint, then, 0, 0)
-
-    def _get(
-        self,
-        attempt: Attempt,
-        request: EngineRequest,
-        hint: ContentSource | None,
-        then: Callable[[int], None],
-        first: int,
-        came: int,
-    ) -> bool:
-        """As `get`, from the sources from `first` on. `came`: tokens that came from those before."""
+        False: there is nothing to wait for, and `then` will not be called. `hint` as in `PrefixSource`.
+        `first`: number of the first source; `came`: tokens that came from those before it."""
         for number, source in enumerate(self.sources[first:], first):
 
-            def fetched(tokens: int, behind: int = number + 1) -> None:
-                if not self._get(attempt, request, hint, then, behind, came + tokens):
+            def fetched(tokens: int, following: int = number + 1) -> None:
+                if not self.get(attempt, request, hint, then, first=following, came=came + tokens):
                     then(came + tokens)
 
             place = source.find(hint)
@@ -313,7 +306,7 @@ class PrefixFetches:
         for fetch in list(self._open.values()):
             ends = max(now, fetch.source.ends(fetch.id))
             if ends >= fetch.until:
-                if fetch.source.began(fetch.id):
+                if fetch.source.transfers.began(fetch.id):
                     fetch.link.measured(fetch.tokens, 0.0, ends - fetch.started, now)
                 else:
                     fetch.link.paused_until = now + PAUSE

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import ClassVar, Protocol
 
+from baton.engine.core.making_room import to_drop
 from baton.worker import messages
 from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
@@ -98,7 +99,7 @@ class Roles:
         of prefills that no worker fetches. Then it takes those of reservations without any KV yet.
         """
         spare = (attempt.live_request for attempt in self.spare())
-        for live in self.engine.to_drop(attrgetter("is_wanted"), spare):
+        for live in to_drop(self.engine.lives, attrgetter("is_wanted"), spare):
             live.owner.drop()
 
     def spare(self) -> Iterator[EngineAttempt]:

@@ -27,7 +27,7 @@ class StoreSource:
     """The shared store beside the loop, as a `PrefixSource`. It has no pins and no incarnation.
 
     Attributes:
-        store: the engine's end of it.
+        store, transfers: the engine's end of it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StoreSource:
         self._probe_at = 0.0  # time.monotonic()
         # What the cache had when this session began.
         self._again: Iterator[tuple[bytes, list[bytes]]] | None = None
-        self.store = open_store(self)
+        self.store = self.transfers = open_store(self)
 
     @classmethod
     def open(
@@ -95,12 +95,6 @@ class StoreSource:
             state_slot=fetch.into.state_slot,
             owner=fetch,
         )
-
-    def began(self, fetch_id: bytes) -> bool:
-        return self.store.began(fetch_id)
-
-    def cancel(self, fetch_id: bytes) -> None:
-        self.store.cancel(fetch_id)
 
     # Beside the loop
 

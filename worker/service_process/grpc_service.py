@@ -12,13 +12,14 @@ In each case the engine cancels all attempts of the stream.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc.aio
 
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.messages import Code
+from baton.worker.messages import Code, ToEngine
 from baton.worker.service_process import streams, validation
 from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.streams import Routers, RouterStream
@@ -40,13 +41,14 @@ class AttachService:
         self._limits = limits
         self._description = description
         self._cancels: set[asyncio.Task[None]] = set()
-        self._handlers: dict[str, Callable[[RouterStream, pb.RouterMessage], Awaitable[None]]] = {
-            "prefill": self._prefill,
-            "decode": self._decode,
-            "retarget": self._retarget,
-            "cancel": self._cancel,
-            "only_copies": self._only_copies,
+        self._kinds: dict[str, tuple[str, Callable[[int, bytes, Any], ToEngine]]] = {
+            "prefill": ("prefill_id", self._prefill),
+            "decode": ("decode_id", self._decode),
+            "retarget": ("decode_id", self._retarget),
+            "cancel": ("attempt_id", lambda stream, attempt_id, _: messages.Cancel(stream, attempt_id)),
+            "only_copies": ("", lambda _stream, _id, told: messages.OnlyCopies(validation.chunks(told))),
         }
+        """By kind of a message, its field with the id of an attempt, and what converts it."""
 
     # ------------------------------------------------------------ the calls
 
@@ -113,57 +115,33 @@ class AttachService:
     async def _read(self, stream: RouterStream, request_iterator: AsyncIterator[pb.RouterMessage]) -> None:
         async for message in request_iterator:
             kind = message.WhichOneof("kind")
-            handler = self._handlers.get(kind or "")
-            if handler is None:
+            if kind not in self._kinds:
                 raise StreamError(f"a message of kind {kind} is not allowed here")
-            await handler(stream, message)
+            (field, convert), content = self._kinds[kind], getattr(message, kind)
+            attempt_id = validation.attempt_id(getattr(content, field), field) if field else b""
+            try:
+                await self._backend.send(convert(stream.number, attempt_id, content))
+            except RefusedAttempt as refusal:
+                if kind == "retarget":
+                    await self._backend.send(messages.Cancel(stream.number, attempt_id))
+                stream.put(streams.failed(attempt_id, refusal.code, str(refusal)))
 
-    async def _prefill(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        submit = message.prefill
-        prefill_id = validation.attempt_id(submit.prefill_id, "prefill_id")
-        try:
-            self._require_accepting()
-            work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
-            content = validation.content_source(submit)
-            plan = validation.plan(submit)
-        except RefusedAttempt as refusal:
-            stream.put(streams.failed(prefill_id, refusal.code, str(refusal)))
-        else:
-            await self._backend.send(
-                messages.Prefill(stream.number, work, submit.handover, submit.report_start, content, plan)
-            )
+    def _prefill(self, stream: int, prefill_id: bytes, submit: pb.SubmitPrefill) -> messages.Prefill:
+        self._require_accepting()
+        work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
+        content, plan = validation.content_source(submit), validation.plan(submit)
+        return messages.Prefill(stream, work, submit.handover, submit.report_start, content, plan)
 
-    async def _decode(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        submit = message.decode
-        decode_id = validation.attempt_id(submit.decode_id, "decode_id")
-        try:
-            self._require_accepting()
-            work = validation.work(decode_id, submit.request, self._limits)
-            source = validation.source(submit.source) if submit.HasField("source") else None
-            content = validation.content_source(submit)
-        except RefusedAttempt as refusal:
-            stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
-        else:
-            await self._backend.send(messages.Decode(stream.number, work, source, content))
+    def _decode(self, stream: int, decode_id: bytes, submit: pb.SubmitDecode) -> messages.Decode:
+        self._require_accepting()
+        work = validation.work(decode_id, submit.request, self._limits)
+        source = validation.source(submit.source) if submit.HasField("source") else None
+        return messages.Decode(stream, work, source, validation.content_source(submit))
 
-    async def _retarget(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        retarget = message.retarget
-        decode_id = validation.attempt_id(retarget.decode_id, "decode_id")
-        try:
-            source = validation.source(retarget.source)
-            output_ids = validation.output_tokens(retarget.output_ids, self._limits)
-        except RefusedAttempt as refusal:
-            await self._backend.send(messages.Cancel(stream.number, decode_id))
-            stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
-        else:
-            await self._backend.send(messages.Retarget(stream.number, decode_id, source, output_ids))
-
-    async def _cancel(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        attempt_id = validation.attempt_id(message.cancel.attempt_id, "attempt_id")
-        await self._backend.send(messages.Cancel(stream.number, attempt_id))
-
-    async def _only_copies(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        await self._backend.send(messages.OnlyCopies(validation.chunks(message.only_copies)))
+    def _retarget(self, stream: int, decode_id: bytes, retarget: pb.Retarget) -> messages.Retarget:
+        source = validation.source(retarget.source)
+        output_ids = validation.output_tokens(retarget.output_ids, self._limits)
+        return messages.Retarget(stream, decode_id, source, output_ids)
 
     def _require_accepting(self) -> None:
         if self._backend.draining:
