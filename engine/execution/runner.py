@@ -26,6 +26,7 @@ from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, 
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import (
+    FP8,
     Beside,
     Fp8KV,
     HeadNorm,
@@ -259,7 +260,12 @@ class ModelRunner:
             return None
         empty = partial(torch.zeros, dtype=self._dtype, device=self.device)
         q, out = (empty((rows, heads, n)) for n in (shape.nope_dim + shape.rope_dim, shape.value_dim))
-        apart = Apart(q, out)
+        apart, index = Apart(q, out), shape.index
+        if index is not None:
+            of_keys = torch.float32 if self._dtype is torch.float32 else FP8
+            values = torch.zeros(rows, index.num_heads, index.head_dim, dtype=of_keys, device=self.device)
+            weights = torch.zeros(rows, index.num_heads, device=self.device)
+            apart = Apart(q, out, index=IndexQueries(values, weights))
 
         def attends(attention: AttentionMetadata) -> LayerDone:
             groups = self._tile_latent(attention, self._config)
@@ -399,10 +405,8 @@ class ModelRunner:
         kernels = self._kernels
         heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
         latent_tiling: Any = None
-        most_chosen = 0
         if latents is not None:
             latent_tiling = self._tile_latent(attention, config)
-            most_chosen = latents.index.most_chosen if latents.index else 0
         tilings = {
             span: kernels.tile(attention, heads, kv_heads, self._dtype, span)
             for span in (() if latents is not None else set(self._spans))
@@ -438,7 +442,7 @@ class ModelRunner:
                 q: Tensor, queries: IndexQueries | None, tiling: Any, out: Tensor | None = None
             ) -> Tensor:
                 if queries is not None and keys is not None:
-                    kernels.choose_positions(queries, keys, tiling, most_chosen)
+                    kernels.choose_positions(queries, keys, tiling)
                 return kernels.latent_attention(q, kv, tiling, heads, out)
 
             apart = attention.apart

@@ -217,7 +217,7 @@ class Kernels:
         in FP8."""
         least = math.inf if self.exact else shape.min_expanded_queries
         groups = tile_attention(metadata, None, dtype, exact=self.exact)
-        return latent.LatentTiling(groups, least, groups)
+        return latent.LatentTiling(groups, least, groups, shape.index.most_chosen if shape.index else None)
 
     def latent_attention(
         self, q: Tensor, kv: KV, tiling: Any, heads: LatentHeads, out: Tensor | None = None
@@ -227,10 +227,10 @@ class Kernels:
         assert out is None, "only graphs have memory for it"
         return latent.latent_attention(q, kv, tiling, heads)
 
-    def choose_positions(self, queries: IndexQueries, keys: KV, tiling: Any, most: int) -> None:
-        """Each query of a step chooses at most `most` positions, among those up to its own whose keys are in
-        the cache. With this tiling it then attends to what it chose, until it chooses again."""
-        tiling.groups = index.choose(queries, keys, tiling.unmasked, most)
+    def choose_positions(self, queries: IndexQueries, keys: KV, tiling: Any) -> None:
+        """Each query of a step chooses among the positions up to its own, whose keys are in the cache. With
+        this tiling, that of `tile_latent`, it then attends to what it chose, until it chooses again."""
+        tiling.groups = index.choose(queries, keys, tiling.unmasked, tiling.most_chosen)
 
     def tile_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
         """The tiling that `mix_states` needs, the same for all layers of a step."""

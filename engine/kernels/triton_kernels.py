@@ -27,7 +27,7 @@ from baton.engine.kernels import (
     parts,
     silu,
 )
-from baton.engine.kernels.attention import latent_kernels, prefill_wgmma, rope
+from baton.engine.kernels.attention import index_kernels, latent_kernels, prefill_wgmma, rope
 from baton.engine.kernels.attention.decode import decode_attention, queries_that_share
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, tile_gather
@@ -78,6 +78,8 @@ class TritonKernels(Kernels):
     gated_squares = staticmethod(gated_norm.gated_squares)
     gated_rms_norm = staticmethod(gated_norm.gated_rms_norm)
     write_latent = staticmethod(latent_kernels.write_latent)
+    write_index = staticmethod(index_kernels.write_index)
+    choose_positions = staticmethod(latent_kernels.choose_positions)
     latent_attention = staticmethod(latent_kernels.latent_attention)
     chunk_tokens = staticmethod(chunk_tokens)
     greedy = staticmethod(race.draw)

@@ -55,6 +55,8 @@ def main() -> None:
         Fp8KV,
         GatedDelta,
         HeadNorm,
+        Index,
+        IndexLayer,
         KimiDelta,
         LatentHeads,
         LatentNorm,
@@ -74,7 +76,7 @@ def main() -> None:
     from baton.engine.kernels.skinny_linear import SkinnyLinear
     from baton.engine.kernels.sum_norm import SumNorm
     from baton.engine.kernels.triton_kernels import TritonKernels
-    from baton.engine.model_config import ClampedSwiGLU, LatentConfig, Scoring, Span
+    from baton.engine.model_config import ClampedSwiGLU, IndexConfig, LatentConfig, Scoring, Span
     from baton.kv_transfer.device import copy_kernels
     from baton.kv_transfer.device.copy_kernels import Pages
 
@@ -257,6 +259,35 @@ def main() -> None:
             for tiling in (
                 planning.tile_latent(metadata, heads, shape, dtype) for planning in (kernels, exact)
             ):
+                kernels.latent_attention(q, kv, tiling, LatentHeads.of(up, shape))
+
+    print("-- sparse attention")
+    # GLM-5, and DeepSeek-V3.2 with contexts whose choice takes one program and several.
+    for heads, blocks, interleaved in ((64, 128, True), (128, 128, False), (128, 2560, False)):
+        for dtype in (torch.bfloat16, torch.float32)[: 1 + (heads == 64)]:
+            index = IndexConfig(heads // 2, 128, 2048, interleaved)
+            shape = LatentConfig(1536, 512, 128, 64, 128, 1.0, index)
+            rows = 64 + 16
+            metadata = AttentionMetadata(
+                64,
+                torch.zeros(rows, dtype=torch.int64),
+                torch.zeros(65, blocks, dtype=torch.int32),
+                torch.ones(65, dtype=torch.int32),
+                64,
+                [(2100, 2116)],
+            )
+            ones, plain = torch.ones(128, dtype=dtype), torch.zeros(1, 8, 64, 1, 128)
+            keys: KV = plain if dtype is torch.float32 else Fp8KV(plain.to(FP8), torch.zeros(1, 8, 1, 64))
+            layer = IndexLayer(ones, ones, interleaved, None if keys is plain else ones.diag())
+            of_index = torch.zeros(rows, heads // 2, 128, dtype=dtype)
+            made = Index(of_index, of_index[:, 0], of_index[:, :, 0].contiguous(), layer)
+            q = torch.zeros(rows, heads, 192, dtype=dtype)
+            kv, up = q.new_zeros(1, 8, 64, 1, 576), q.new_zeros(heads, 256, 512)
+            for exact in (False, True):
+                kernels = TritonKernels(torch.device("cpu"), 256, exact=exact)
+                queries = kernels.write_index(made, torch.zeros(rows, 2, 64), keys, metadata.slots)
+                tiling = kernels.tile_latent(metadata, heads, shape, dtype)
+                kernels.choose_positions(queries, keys, tiling)
                 kernels.latent_attention(q, kv, tiling, LatentHeads.of(up, shape))
 
     print("-- states")

@@ -1,5 +1,7 @@
 """A random step for the kernels of latent attention, and what its definition makes of it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,8 +65,12 @@ class LatentStep:
         kernels.write_latent(q, latent, shared, norm, put(self.rotary), kv, metadata.slots)
         dtype, fp8 = torch.float64 if exact else self.dtype, isinstance(kv, Fp8KV)
         tiling = kernels.tile_latent(metadata, q.shape[1], self.shape, dtype, fp8=fp8)
+        self.choose(kernels, tiling)
         heads = self.heads._replace(keys=put(self.heads.keys), values=put(self.heads.values))
         return kernels.latent_attention(q, kv, tiling, heads), q
+
+    def choose(self, kernels: Kernels, tiling: Any) -> None:
+        """Queries attend to all that they see."""
 
     def expected(self, kv: Tensor | None = None) -> Tensor:
         """The output by the definition, query by query, in float64. `kv`: a cache with the latents of the

@@ -219,7 +219,7 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         return [
             _Latents(
                 (*each.decodes, *each.prefills)[0].rows,
-                latents.LatentTiling(each, shape.min_expanded_queries, each),
+                latents.LatentTiling(each, shape.min_expanded_queries, each, None),
             )
             for each in groups
         ]

@@ -629,6 +629,7 @@ def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) ->
     ("kind", "changes"),
     [
         ("DeepseekV3", {}),
+        ("DeepseekV32", {"index_topk": 4}),
         ("Bamba", {}),
         ("Qwen3Next", {"layer_types": ["full_attention", "linear_attention"]}),
         ("KimiLinear", {"layer_types": ["full_attention", "linear_attention"]}),

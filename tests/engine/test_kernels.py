@@ -134,6 +134,7 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         ("Olmo2", {"num_hidden_layers": 1}),
         ("Bamba", {"num_hidden_layers": 2}),
         ("DeepseekV3", {"num_hidden_layers": 2}),
+        ("GlmMoeDsa", {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "index_topk": 4}),
         ("Qwen3Next", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
         ("Lfm2", {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]}),
         ("KimiLinear", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),

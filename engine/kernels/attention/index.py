@@ -96,8 +96,9 @@ def _rotated(x: Tensor, rotary: Tensor, *, interleaved: bool) -> Tensor:
     return torch.cat((turned.flatten(2), x[..., size:]), dim=2)
 
 
-def choose(queries: IndexQueries, cache: KV, tiling: TorchTiling, most: int) -> TorchTiling:
+def choose(queries: IndexQueries, cache: KV, tiling: TorchTiling, most: int | None) -> TorchTiling:
     """The same rows, with masks of what their queries choose: at most `most` positions each."""
+    assert most is not None, "the model has an index"
     decodes = [_of_decodes(queries, cache, group, most) for group in tiling.decodes]
     prefills = [_of_prompt(queries, cache, group, most) for group in tiling.prefills]
     return TorchTiling(decodes, prefills)

@@ -86,6 +86,8 @@ class LatentTiling:
     """Queries of a group; ∞ in the exact mode: all are absorbed."""
     unmasked: TorchTiling
     """What the queries may choose from."""
+    most_chosen: int | None
+    """As in `IndexConfig`. None: the model has no index."""
 
 
 def write_latent(

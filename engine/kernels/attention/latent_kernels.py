@@ -14,11 +14,14 @@ queries at a time.
 *Exact* (`--batch-invariant`): all chunks are absorbed, so one kernel attends for decodes and prompts. A piece
 is a segment (`online_softmax`). So the pieces of a query, and the order in which they are put together,
 depend on its position alone. Products of heads have tiles of EXACT_TILE rows, however many rows there are.
+
+*Sparse*: in a model with an index, rows that may see more positions than a query chooses are absorbed. Their
+tables have the slots of the chosen positions (`index_kernels`), so the same kernel attends to these.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +32,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels.attention import latent_wgmma, prefill_wgmma
+from baton.engine.kernels.attention import index_kernels, latent_wgmma, prefill_wgmma
+from baton.engine.kernels.attention.index_kernels import Choice, choice_of_chunk
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.online_softmax import LOG2_E, SEGMENT, SEGMENTS, Expanded
-from baton.engine.kernels.attention.paged import KV, AttentionMetadata, parts
-from baton.engine.kernels.attention.pieces import Pieces, combine, partition
+from baton.engine.kernels.attention.paged import KV, AttentionMetadata, IndexQueries, parts
+from baton.engine.kernels.attention.pieces import Pieces, combine, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import SHORT, Shape, tile_work
 from baton.engine.kernels.fp8 import scale_of
@@ -42,6 +46,7 @@ from baton.engine.kernels.upload import upload
 from baton.engine.model_config import LatentConfig
 
 WARPS = 4
+SPARSE_WARPS = 8  # where each position has a slot of its own: with fewer, registers spill
 STAGES = 2
 MAX_SKINNY_ROWS = 64  # tokens whose heads `_multiply` multiplies; cuBLAS is faster for more
 WEIGHTS = 16384  # of a program of `_multiply`
@@ -70,8 +75,9 @@ class Absorbed(NamedTuple):
     rows: slice
     form: Form
     pieces: Pieces
-    tables: Tensor  # [rows, blocks], or [blocks] of all rows
+    tables: Tensor  # [rows, blocks], or [blocks] of all rows. With a choice, its slots
     exact: bool
+    choice: Choice | None = None  # None: rows attend to all that they see
 
 
 class ExpandedChunks(NamedTuple):
@@ -117,6 +123,7 @@ class Scratch:
 
 
 def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size: int, *, fp8: bool) -> Form:
+    """`block_size`: positions that an entry of a table stands for."""
     if dtype is torch.float32:
         return Form(16, 32, wgmma=False)  # larger tiles do not fit into shared memory
     sizes = shape.rank == latent_wgmma.RANK and shape.rope_dim == latent_wgmma.ROPE
@@ -138,20 +145,28 @@ def tile_latent(
 ) -> LatentTiling:
     """`min_expanded_queries`: queries of a chunk. `fp8`: as in `Kernels.tile_latent`."""
     decodes, device = metadata.num_decodes, metadata.contexts.device
-    form = form_of(num_heads, shape, dtype, metadata.block_size, fp8=fp8)
-    programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
+    dense = form_of(num_heads, shape, dtype, metadata.block_size, fp8=fp8)
+    sparse = form_of(num_heads, shape, dtype, 1, fp8=fp8)
+    most = shape.index.most_chosen if shape.index else None
     tiling: list[Absorbed | ExpandedChunks] = []
-    for first in range(0, decodes if exact else 0, MOST_EXACT):
-        rows = slice(first, min(first + MOST_EXACT, decodes))
-        contexts = metadata.contexts[rows]
-        pieces = partition(contexts, 1, SEGMENTS.value * len(contexts), segments=True)
-        tiling.append(Absorbed(rows, form, pieces, metadata.block_tables[rows], exact))
-    if decodes and not exact:
-        # A program fills a multiprocessor. So the pieces are as many as run at once, or twice as many, …
-        count = triton.cdiv(decodes + programs // 2, programs) * programs
-        contexts = metadata.contexts[:decodes]
-        pieces = partition(contexts, 1, count, block_n=form.block_n)
-        tiling.append(Absorbed(slice(0, decodes), form, pieces, metadata.block_tables, exact))
+    for first in range(0, decodes, MOST_EXACT if exact else max(1, decodes)):
+        rows = slice(first, min(first + MOST_EXACT, decodes) if exact else decodes)
+        contexts, tables, form = metadata.contexts[rows], metadata.block_tables[rows], dense
+        longest, choice = tables.shape[1] * metadata.block_size, None
+        if most is not None and longest > most:
+            count = most_pieces(len(contexts), 1, multiprocessors)
+            work = partition(contexts, 1, count, block_n=index_kernels.BLOCK_N).work
+            slots = tables.new_empty(len(contexts), most)
+            choice, form = Choice(contexts, tables, work, 1, longest, slots), sparse
+            contexts, tables = contexts.clamp_max(most), slots
+        if exact:
+            pieces = partition(contexts, 1, SEGMENTS.value * len(contexts), segments=True)
+        else:
+            # A program fills a multiprocessor. So the pieces are as many as run at once, or twice as many, …
+            programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
+            count = triton.cdiv(decodes + programs // 2, programs) * programs
+            pieces = partition(contexts, 1, count, block_n=form.block_n)
+        tiling.append(Absorbed(rows, form, pieces, tables, exact, choice))
     scratch = Scratch(num_heads, (shape.key_dim, shape.value_dim), dtype, device)
     expanded: list[tuple[int, int, int]] = []  # request, start, stop
     row = decodes
@@ -162,16 +177,22 @@ def tile_latent(
             tiling.append(_expanded_chunks(metadata, expanded, slice(first, row), scratch))
             expanded.clear()
 
-    for request, (start, stop) in enumerate(metadata.prefills, decodes):
-        if exact or stop - start < min_expanded_queries or not scratch.heads(_padded(stop)):
+    for request, start, stop, chooses in _chunks(metadata, most, exact=exact):
+        short = stop - start < min_expanded_queries
+        if exact or chooses or short or not scratch.heads(_padded(stop)):
             expand()
-            most = MOST_EXACT if exact else MOST_ABSORBED
-            for begin in range(start, stop, most):
-                end = min(begin + most, stop)
+            form, at_once = sparse if chooses else dense, MOST_EXACT if exact else MOST_ABSORBED
+            at_once = index_kernels.rows_at_once(stop, at_once) if chooses else at_once
+            programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
+            for begin in range(start, stop, at_once):
+                end = min(begin + at_once, stop)
                 rows = slice(row + begin - start, row + end - start)
-                table = metadata.block_tables[request]
-                pieces = _pieces(begin, end, form.block_n, programs, device, exact=exact)
-                tiling.append(Absorbed(rows, form, pieces, table, exact))
+                table, choice, entries = metadata.block_tables[request], None, None
+                if chooses and most is not None:
+                    choice = choice_of_chunk(begin, end, table, most, multiprocessors, exact=exact)
+                    table, entries = choice.slots, most
+                pieces = _pieces(begin, end, form.block_n, programs, device, entries, exact=exact)
+                tiling.append(Absorbed(rows, form, pieces, table, exact, choice))
         else:
             if scratch.heads(sum(map(_padded, (*(end for *_, end in expanded), stop)))) < num_heads:
                 expand()
@@ -179,6 +200,22 @@ def tile_latent(
         row += stop - start
     expand()
     return tiling
+
+
+def _chunks(
+    metadata: AttentionMetadata, most: int | None, *, exact: bool
+) -> Iterator[tuple[int, int, int, bool]]:
+    """The chunks of a step: request, start, stop, and whether its queries choose. Those of a chunk that see
+    at most `most` positions attend to all of them, but in the exact mode, where they do as decodes do."""
+    capacity = metadata.block_tables.shape[1] * metadata.block_size
+    for request, (start, stop) in enumerate(metadata.prefills, metadata.num_decodes):
+        middle = stop
+        if most is not None and capacity > most:
+            middle = start if exact else min(stop, max(start, most))
+        if start < middle:
+            yield request, start, middle, False
+        if middle < stop:
+            yield request, middle, stop, True
 
 
 def _padded(positions: int) -> int:
@@ -212,12 +249,21 @@ def _expanded_chunks(
 
 
 def _pieces(
-    start: int, stop: int, block_n: int, programs: int, device: torch.device, *, exact: bool = False
+    start: int,
+    stop: int,
+    block_n: int,
+    programs: int,
+    device: torch.device,
+    most: int | None = None,
+    *,
+    exact: bool = False,
 ) -> Pieces:
-    """Cuts the contexts of queries at positions [start, stop) for so many programs at once. `exact`: into
-    segments."""
+    """Cuts the contexts of queries at positions [start, stop) for so many programs at once. `most`: a query
+    attends to at most so many positions, which it chose. `exact`: into segments."""
     contexts = np.arange(start + 1, stop + 1, dtype=np.int32)
-    tiles = -(-stop * len(contexts) // (block_n * max(programs, len(contexts))))
+    if most is not None:
+        contexts = np.minimum(contexts, np.int32(most))
+    tiles = -(-int(contexts[-1]) * len(contexts) // (block_n * max(programs, len(contexts))))
     length = np.full_like(contexts, SEGMENT.value if exact else max(1, tiles) * block_n)
     while exact and (contexts > length * SEGMENTS.value).any():  # as `segment_of`
         length = np.where(contexts > length * SEGMENTS.value, length * 2, length)
@@ -228,6 +274,13 @@ def _pieces(
     work = np.stack((rows, begins, np.minimum(begins + length[rows], contexts[rows])), axis=1)
     on_device = upload([work, first], device)
     return Pieces(on_device[0], on_device[1], on_device[0])  # no program counts the pieces that are finished
+
+
+def choose_positions(queries: IndexQueries, keys: KV, tiling: LatentTiling) -> None:
+    for part in tiling:
+        if isinstance(part, Absorbed) and part.choice is not None:
+            of_rows = IndexQueries(queries.values[part.rows], queries.weights[part.rows])
+            index_kernels.choose(of_rows, keys, part.choice)
 
 
 def latent_attention(
@@ -258,6 +311,7 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
     arguments = (*work, partial, lse, latents, scale, row_stride)
     shape = {"BLOCK_SIZE": block_size, "HEADS": num_heads, "ROWS": form.rows, "BLOCK_N": form.block_n}
     if form.wgmma:
+        assert part.choice is None, "it reads whole blocks"
         latent_wgmma.attend(grid, queries, cached, *arguments, **shape)
     else:
         _attend_absorbed[grid](
@@ -267,10 +321,11 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
             scales,
             *arguments,
             **shape,
+            ENTRY=block_size if part.choice is None else 1,
             RANK=rank,
             ROPE=size - rank,
             HEAD_DIM=head_dim,
-            num_warps=WARPS,
+            num_warps=WARPS if part.choice is None else SPARSE_WARPS,
             num_stages=STAGES,
             **launch_options(),
         )
@@ -321,6 +376,7 @@ def _attend_absorbed(
     scale,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
+    ENTRY: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -328,6 +384,7 @@ def _attend_absorbed(
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
+    """ENTRY: positions that an entry of a table stands for."""
     inputs_ready()
     piece = tl.program_id(1)
     row = tl.load(work + piece * 3).to(tl.int64)
@@ -345,10 +402,10 @@ def _attend_absorbed(
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([RANK, ROWS], tl.float32)
     last, offsets = begin, tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0 and q.dtype.element_ty != tl.float32:
+    if ENTRY % BLOCK_N == 0 and q.dtype.element_ty != tl.float32:
         last += (stop - begin) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, last, BLOCK_N):
-            slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+            slot = tl.load(table + start // ENTRY) * ENTRY + start % ENTRY
             latent, shared = latent_tiles.load([slot, 0]), shared_tiles.load([slot, RANK])
             if scales is not None:
                 of_heads = scales + _places(slot.to(tl.int64) + offsets, BLOCK_SIZE, SIZE // HEAD_DIM)
@@ -357,13 +414,13 @@ def _attend_absorbed(
             m, total, acc = _attend_tile(q_latent, q_shared, latent, shared, None, m, total, acc, scale)
     for start in tl.range(last, stop, BLOCK_N):
         inside = start + offsets < stop
-        if BLOCK_SIZE % BLOCK_N == 0:
-            slots = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE
-            slots += start % BLOCK_SIZE + offsets
+        if ENTRY % BLOCK_N == 0:
+            slots = tl.load(table + start // ENTRY).to(tl.int64) * ENTRY
+            slots += start % ENTRY + offsets
         else:
             positions = start + offsets
-            block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
+            block = tl.load(table + positions // ENTRY, mask=inside, other=0).to(tl.int64)
+            slots = block * ENTRY + positions % ENTRY
         keys = cache + slots[:, None] * SIZE
         latent = tl.load(keys + dims, mask=inside[:, None], other=0.0)
         shared = tl.load(keys + of_shared, mask=inside[:, None], other=0.0)
