@@ -77,6 +77,11 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         ]
 
     @cached_property
+    def sizes(self) -> Sequence[tuple[bool, int]]:
+        """Of each array, whether each token has it, and the bytes of one head. Each slice asks for them."""
+        return [(array.per_token, array.head_bytes) for array in self.arrays]
+
+    @cached_property
     def token_arrays(self) -> Sequence[tuple[CacheArray, Sequence[int]]]:
         """Those that each token has, with their layers."""
         of_layers = zip(self.arrays, self.layers, strict=True)
@@ -155,12 +160,12 @@ def cut(
 
     Heads of an array of each request are cut in place of tokens. It covers positions up to the end of
     `tokens`."""
-    kept, (first, last) = layout.arrays[array], heads
-    if not kept.per_token:
-        for start, count in _equal_pieces(first, last, slot_bytes // kept.head_bytes):
+    (per_token, head_bytes), (first, last) = layout.sizes[array], heads
+    if not per_token:
+        for start, count in _equal_pieces(first, last, slot_bytes // head_bytes):
             yield Slice(layer, start, count, tokens[1], 0, array)
         return
-    position_bytes = (last - first) * kept.head_bytes
+    position_bytes = (last - first) * head_bytes
     if slot_bytes < position_bytes:
         raise ValueError(
             f"slot_bytes is {slot_bytes}, less than one position of {last - first} heads "
@@ -187,7 +192,8 @@ def rank_of(layout: KVLayout, head: int, ranks: int, array: int = 0) -> int:
 
 
 def slice_bytes(layout: KVLayout, piece: Slice) -> int:
-    return layout.arrays[piece.array].bytes_of(piece.head_count, piece.token_count)
+    per_token, head_bytes = layout.sizes[piece.array]
+    return (piece.token_count if per_token else 1) * piece.head_count * head_bytes
 
 
 def runs(

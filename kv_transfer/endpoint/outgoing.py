@@ -62,15 +62,18 @@ class Slicing:
     def __init__(self, layout: KVLayout, ranks: int) -> None:
         """`ranks`: of the sender."""
         self._layout = layout
-        self._ranks = ranks
         # Of each array of the layout. Ranks may hold the same head.
         self._heads = [
             sorted({array.heads_of(rank, ranks) for rank in range(ranks)}) for array in layout.arrays
         ]
+        self._ranks = [
+            [rank_of(layout, head, ranks, number) for head in range(array.heads)]
+            for number, array in enumerate(layout.arrays)
+        ]
 
     def rank(self, piece: Slice) -> int:
         """The first rank that holds the heads of a slice."""
-        return rank_of(self._layout, piece.head_start, self._ranks, piece.array)
+        return self._ranks[piece.array][piece.head_start]
 
     def can_serve(self, transfer: OutgoingTransfer) -> bool:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
@@ -84,7 +87,7 @@ class Slicing:
         for number in layout.numbers[ready.layer]:
             # An array of the request goes in full, whatever positions the peer asks for.
             ranges = [(ready.start, ready.stop)] if ready.states else []
-            if layout.arrays[number].per_token:
+            if layout.sizes[number][0]:
                 ranges = intersect(ready.start, ready.stop, transfer.ranges)
             elif transfer.prefill.is_part:
                 ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
