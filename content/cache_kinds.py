@@ -9,6 +9,9 @@ has one row, the vector from which every query head makes its key and its value.
 latent a layer may have an *index key*, by which queries choose the positions that they attend to. A state
 layer has an array for each of its states.
 
+An array of tokens may have a *window*: a token reads only the tokens that are not further behind it. What the
+next token does not read is not sent.
+
 To add a kind, add a `CacheKind` here, give layers a cache with its arrays (`engine.models.cache_spec`), and
 write the kernels that read it. All else follows: an array that a layer has is allocated, sent, verified,
 evicted, restored and counted. An array carries its kind, so processes that only move it need not know it.
@@ -16,12 +19,16 @@ evicted, restored and counted. An array carries its kind, so processes that only
 
 import enum
 import math
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 FP8 = "float8_e4m3fn"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 SCALE_BYTES = 4
 """Of each head of a row in FP8."""
+TILE_TOKENS = 128
+"""Attention reads tiles of at most so many positions. It multiplies those that a token does not see by zero,
+so they must be numbers."""
 Range = tuple[int, int]
 """[start, stop), of positions or heads."""
 
@@ -56,6 +63,31 @@ STATE = CacheKind("state", Unit.REQUEST)
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Which tokens a token reads, up to itself. Sliding: the last `length`. Chunked: positions are cut into
+    chunks of `length`, and a token reads its own chunk."""
+
+    length: int
+    chunked: bool = False
+
+    def first_read(self, position: int) -> int:
+        """The first position that the token at this position reads, and all later tokens: its tile begins
+        there."""
+        first = position // self.length * self.length if self.chunked else position + 1 - self.length
+        return max(0, first) // TILE_TOKENS * TILE_TOKENS
+
+
+def first_read(windows: Collection[Window], position: int) -> int:
+    """The first position that tokens from this position on read in an array with one of these windows."""
+    return min((window.first_read(position) for window in windows), default=position)
+
+
+def last_unread(windows: Collection[Window], position: int) -> int:
+    """The position from which on tokens from this position on may read all arrays with these windows."""
+    return max((window.first_read(position) for window in windows), default=0)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheArray:
     """An array [rows, heads, head_dim] that a layer keeps of each token, or of each request."""
 
@@ -68,6 +100,8 @@ class CacheArray:
     head_dim: int
     dtype: str
     """A key of `ITEM_BYTES`."""
+    window: Window | None = None
+    """Of an array of tokens. None: a token reads all earlier ones."""
 
     @property
     def per_token(self) -> bool:
@@ -77,7 +111,10 @@ class CacheArray:
     def identity(self) -> str:
         """What peers compare: all but a dtype that a receiver may convert."""
         dtype = "" if self.kind.converts else f":{self.dtype}"
-        return f"{self.kind.name}.{self.name}={self.rows}x{self.heads}x{self.head_dim}{dtype}"
+        words = f"{self.kind.name}.{self.name}={self.rows}x{self.heads}x{self.head_dim}{dtype}"
+        if self.window is None:
+            return words
+        return f"{words}{'|' if self.window.chunked else '<'}{self.window.length}"
 
     @property
     def head_bytes(self) -> int:
@@ -89,6 +126,11 @@ class CacheArray:
     def bytes(self) -> int:
         """Of one token, or of one request, in one layer."""
         return self.heads * self.head_bytes
+
+    def read_of(self, ranges: Iterable[Range], next_position: int) -> Iterator[Range]:
+        """Of these positions, those that the token at `next_position` or a later one reads. 0: all."""
+        first = 0 if self.window is None else self.window.first_read(next_position)
+        return ((max(start, first), stop) for start, stop in ranges if first < stop)
 
     def bytes_of(self, heads: int, tokens: int) -> int:
         """Of some heads of some tokens, or of a request."""

@@ -189,6 +189,7 @@ class Engine:
             offload_places=places,
             prompt_seconds=self.prompt_seconds,
             copies=copies,
+            windows={x.window for layer in self.cache_arrays for x in layer if x.window is not None},
         )
 
     # The life of a request

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from baton.content.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 """In each header. Two sides of different versions refuse each other."""
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -112,10 +112,6 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     @property
     def bytes_per_token(self) -> int:
         return sum(array.bytes * len(layers) for array, layers in self.token_arrays)
-
-    @property
-    def heads_per_token(self) -> int:
-        return sum(array.heads * len(layers) for array, layers in self.token_arrays)
 
 
 def _ranges(layers: Sequence[int]) -> str:

@@ -142,6 +142,19 @@ class BlockPool:
         self._name_of[block] = name
         return True
 
+    def forget(self, name: bytes) -> None:
+        """No request finds the cached block with this name any more, if there is one. Those that hold it keep
+        it."""
+        block = self._block_of.pop(name, None)
+        if block is None:
+            return
+        del self._name_of[block]
+        self._copies.discard(block)
+        for unreferenced in (self._unreferenced, self._unreferenced_copies):
+            if block in unreferenced:
+                del unreferenced[block]
+                self._free.append(block)
+
     def release(
         self,
         blocks: Sequence[int],
@@ -155,7 +168,7 @@ class BlockPool:
         another worker has the cached ones now, too, and goes on with them. None: as before."""
         self.moves += len(blocks)
         if copied:
-            self._copies.update(block for block in blocks if block in self._references)
+            self._copies.update(block for block in blocks if block in self._name_of)
         elif copied is not None:
             self._copies.difference_update(blocks)
         # Reversed, so that the end of a prefix is evicted first: more requests share its beginning.
@@ -170,6 +183,9 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 del self._references[block]
+                if block not in self._name_of:
+                    self._free.append(block)
+                    continue
                 (self._unreferenced_copies if block in self._copies else self._unreferenced)[block] = None
 
     def only_here(self, blocks: Iterable[int] | None) -> None:
@@ -188,7 +204,7 @@ class BlockPool:
         assert sorted(states) == list(range(self.num_blocks)), "a block was lost or has two owners"
         assert all(count > 0 for count in self._references.values())
         assert self._name_of == {block: name for name, block in self._block_of.items()}
-        assert self._name_of.keys() == self._references.keys() | unreferenced
+        assert unreferenced <= self._name_of.keys() <= self._references.keys() | unreferenced
         assert self._copies <= self._name_of.keys()
         assert self._copies & unreferenced == self._unreferenced_copies.keys()
 

@@ -190,6 +190,8 @@ class LiveRequest:
     """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
+    thin_before: int = 0
+    """Blocks before this one that it did not find in the prefix cache are thin (`prefix_cache`)."""
     handed_over: bool = False
     """Another worker has all its KV, and goes on with it."""
 

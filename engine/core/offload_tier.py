@@ -158,6 +158,10 @@ class OffloadTier:
         self._free = [*range(ready - 1, self.ready - 1, -1), *self._free]
         self.ready, self.num_places = ready, num_places
 
+    def reads(self, name: bytes) -> bool:
+        """Whether copies from here, of what has this name, wait or are under way."""
+        return name in self._entries and self._entries[name].readers > 0
+
     # Copies out
 
     def evicted(self, name: bytes) -> None:

@@ -1,14 +1,20 @@
 """The prefix cache: which blocks are found by the names of their content, in the pool and in the tiers below.
-Pure."""
+Pure.
+
+A block is *thin* if it lacks positions of arrays with windows. It came from another worker, which left out
+what no later token of that prompt reads. A request may begin behind thin blocks if no window reaches back to
+them. A block that has all positions takes the place of a thin one.
+"""
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from types import MappingProxyType
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, extend_names, name_of_prefix, packed, salted
+from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine.api.config import TierCells
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
@@ -83,9 +89,10 @@ class PrefixCache:
         offload_places: Mapping[TierCells, int] = MappingProxyType({}),
         prompt_seconds: Callable[[int, int, int], float] = lambda *_: 0.0,
         copies: StateCopies | None = None,
+        windows: Collection[Window] = (),
     ) -> None:
         """`content_root`: root of all names. `offload_places`: cells of each tier below the device.
-        `prompt_seconds`: as in `Meters`."""
+        `prompt_seconds`: as in `Meters`. `windows`: those of the arrays of tokens that layers keep."""
         self.queries = 0
         self.hits = 0
         self.copies = copies
@@ -94,6 +101,8 @@ class PrefixCache:
         self._block_size = pool.block_size
         self._root = content_root
         self._hooks = hooks
+        self._windows = windows
+        self._thin: set[bytes] = set()  # the names of thin blocks, in whichever tier they are
         self._named: tuple[EngineRequest, PrefixNames] | None = None  # the last request, and its names
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
@@ -122,13 +131,21 @@ class PrefixCache:
             self._named = request, names
         return self._named[1]
 
-    def publish(self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int) -> None:
-        """Offers the blocks with indices [start, stop) of a block table. Their KV is verified."""
+    def publish(
+        self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: int = 0
+    ) -> None:
+        """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
+        indices below `thin` are thin."""
         entered: list[int] = []
         for index in range(start, stop):
             name = names.blocks[index]
-            if not self._pool.publish(blocks[index], name):
+            if index >= thin and name in self._thin:
+                self._forget_thin(name)
+            is_whole_below = index < thin and name in self._cached and name not in self._thin
+            if is_whole_below or not self._pool.publish(blocks[index], name):
                 continue
+            if index < thin:
+                self._thin.add(name)
             if name in self._cached:
                 self._place_changed(name)
             else:
@@ -142,6 +159,20 @@ class PrefixCache:
                 self._blocks_of[name] = chunk, names.blocks[first : index + 1]
         if entered:
             self._hooks.cached(names.cached(entered))
+
+    def _forget_thin(self, name: bytes) -> None:
+        """A block with this name has all positions. No tier keeps a thin one, except while it is read."""
+        if any(tier.reads(name) for tier in self._block_tiers):
+            return
+        self._pool.forget(name)
+        for tier in self._block_tiers:
+            tier.drop(name)
+        if name in self._cached:  # else it was in no tier but the pool
+            self._gone(name)
+
+    def thin_before(self, position: int) -> int:
+        """The index of the first block that is not thin, if a prompt came for the token at `position`."""
+        return -(-last_unread(self._windows, position) // self._block_size)
 
     def publish_states(self, names: PrefixNames, position: int, slot: int) -> None:
         """Names a copy of the states after this many tokens, which end a block. The states are verified."""
@@ -182,13 +213,43 @@ class PrefixCache:
                 yield blocks[0].salt, [chunk for block in blocks for chunk in block.chunks]
 
     def usable(self, names: Sequence[bytes], *, on_device: bool = False) -> int:
-        """How many of these cached blocks a request can begin with. For a model with states, these are the
-        blocks before the last copy of the states, in any tier or on the device."""
+        """How many of these cached blocks a request can begin with. No window reaches from there to a thin
+        block. For a model with states, these are the blocks before the last copy of the states, in any tier
+        or on the device."""
+        ends: Sequence[int] = range(1, len(names) + 1)
+        if self._thin:
+            ends = self._readable([name in self._thin for name in names], self._block_size)
         if (copies := self.copies) is None:
-            return len(names)
+            return max(ends, default=0)
         kept = [copies] if on_device else [copies, *self._state_tiers]
-        ends = range(len(names), 0, -1)
-        return next((end for end in ends if any(names[end - 1] in each for each in kept)), 0)
+        return next((end for end in reversed(ends) if any(names[end - 1] in each for each in kept)), 0)
+
+    def _readable(self, thin: Sequence[bool], size: int, first: int = 0) -> Sequence[int]:
+        """Behind how many of these pieces of a prompt the next token reads none that is thin, ascending.
+        `size`: positions of each. `first`: the number of the first one in the prompt."""
+        last, ends = -1, []
+        for number, is_thin in enumerate(thin, first):
+            last = number if is_thin else last
+            if last < first_read(self._windows, (number + 1) * size) // size:
+                ends.append(number + 1 - first)
+        return ends
+
+    def usable_before(self, names: Sequence[bytes], position: int) -> int:
+        """How many of these cached blocks a request can begin with whose KV behind them comes from another
+        worker, for the token at `position`: no window reaches from there to a thin block. 0: none of them is
+        thin."""
+        first = first_read(self._windows, position) // self._block_size
+        return next((i for i in range(first, len(names)) if names[i] in self._thin), len(names))
+
+    def sendable(self, chunks: Sequence[bytes], first_chunk: int) -> Sequence[int]:
+        """Behind how many of these cached chunks another worker can go on, ascending."""
+        if not self._thin:
+            return range(1, len(chunks) + 1)
+        return self._readable([not self.is_whole(name) for name in chunks], CHUNK_TOKENS, first_chunk)
+
+    def is_whole(self, chunk: bytes) -> bool:
+        """Whether no block with this chunk is thin."""
+        return self._thin.isdisjoint(self._blocks_of.get(chunk, (0, ()))[1])
 
     def known(self, names: Sequence[bytes]) -> int:
         """How many of these blocks are in any tier, from the first on."""
@@ -322,6 +383,7 @@ class PrefixCache:
             self.copies.drop(name)
             for tier in self._state_tiers:
                 tier.drop(name)
+        self._thin.discard(name)
         for chunk in self._cached.pop(name).chunks:
             if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
                 del self._blocks_of[chunk]

@@ -81,11 +81,11 @@ class Import:
     """For the states after the last chunk. None: the model has none."""
     exchange: "PrefixExchange"
 
-    def end(self, num_tokens: int) -> None:
+    def end(self, num_tokens: int, *, whole: bool = False) -> None:
         """Nothing is written into the blocks any more. The cache gets what is complete among the first
         `num_tokens` positions: their KV is verified. 0: nothing. The pool keeps a block that is not full as a
-        remnant."""
-        self.exchange.imported(self, num_tokens)
+        remnant. `whole`: as in `PrefixSource`."""
+        self.exchange.imported(self, num_tokens, whole=whole)
 
 
 class PrefixExchange:
@@ -116,17 +116,18 @@ class PrefixExchange:
         self._open.remove(lease)
         self._pool.release(blocks, remnant, copied=copied)
 
-    def imported(self, ended: Import, num_tokens: int) -> None:
+    def imported(self, ended: Import, num_tokens: int, *, whole: bool) -> None:
         """As `Import.end`."""
         names, (last, rest) = ended.missing.names, divmod(num_tokens, self._block_size)
-        self._cache.publish(names, ended.table, len(ended.table) - len(ended.blocks), last)
+        thin = 0 if whole else self._cache.thin_before(num_tokens)
+        self._cache.publish(names, ended.table, len(ended.table) - len(ended.blocks), last, thin=thin)
         if (slot := ended.state_slot) is not None:
             assert self._cache.copies is not None, "it gave the slot"
             if num_tokens and not rest:
                 self._cache.publish_states(names, num_tokens, slot)
             else:
                 self._cache.copies.release(slot)
-        has_remnant = slot is None and rest
+        has_remnant = slot is None and rest and last >= thin
         remnant = (ended.table[last], names.chunks[num_tokens // CHUNK_TOKENS - 1]) if has_remnant else None
         self.ended(ended, [*ended.missing.hits, *ended.blocks], remnant)
 
@@ -205,15 +206,18 @@ class PrefixExchange:
         return pin
 
     def pin_prefix(self, chunks: Sequence[bytes], first_chunk: int) -> Pin | None:
-        """As `pin`, for another worker. If the model has states, up to the last chunk after which the device
-        has them, and with these."""
+        """As `pin`, for another worker. No window reaches from the end to a thin block. If the model has
+        states, the device has those after the last chunk, and they are pinned, too."""
         lease, copies = None, self._cache.copies
+        chunks = chunks[: self._cache.table(chunks, first_chunk, self._may_pin)[0]]
+        ends = self._cache.sendable(chunks, first_chunk)
         if copies is not None:
-            chunks = chunks[: self._cache.table(chunks, first_chunk, self._may_pin)[0]]
-            count = next((n for n in range(len(chunks), 0, -1) if chunks[n - 1] in copies), 0)
-            if not count or (lease := copies.lend(chunks[count - 1])) is None:
-                return None
-            chunks = chunks[:count]
+            ends = [end for end in ends if chunks[end - 1] in copies]
+        if not ends:
+            return None
+        chunks = chunks[: ends[-1]]
+        if copies is not None and (lease := copies.lend(chunks[-1])) is None:
+            return None
         pin = self.pin(chunks, first_chunk, lease)
         if pin is None and lease is not None:
             lease.end()
@@ -237,6 +241,10 @@ class PrefixExchange:
         """On the states after this chunk. None: they are gone."""
         assert self._cache.copies is not None, "the model has states"
         return self._cache.copies.lend(chunk)
+
+    def is_whole(self, chunk: bytes) -> bool:
+        """As `PrefixCache.is_whole`."""
+        return self._cache.is_whole(chunk)
 
     def has(self, name: bytes, chunk: int) -> bool:
         """Whether the pool has this chunk, at this position in its prompt, whether it may be kept or not."""

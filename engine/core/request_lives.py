@@ -219,6 +219,7 @@ class RequestLives:
         """Moves a reservation with all its KV to the batch. The caller then appends its first token."""
         assert live.phase is Phase.RESERVED
         live.num_computed = len(live.token_ids)
+        self.memory.came(live)
         live.decodes = True
         self._move(live, Phase.RUNNING)
 

@@ -43,15 +43,17 @@ class RequestMemory:
         """Cached blocks of the pool that the request begins with, as in `PrefixCache.usable`. The states of a
         reservation come from a prefill worker, so it needs no copy of them. Of a part of a prompt, other
         workers need the states that the model has at `before`, so its positions are computed from an earlier
-        one on."""
+        one on. They also read its cached blocks, of which none may be thin."""
         if self._cache is None:
             return []
         names = self._usable(live, self._cache)
         if before is not None and self.states is not None:
             names = names[: (before - 1) // self._block_size]
+        if before is not None:
+            names = names[: self._cache.usable_before(names, 0)]
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
-            return blocks
+            return blocks[: self._cache.usable_before(names[: len(blocks)], len(live.token_ids))]
         return blocks[: self._cache.usable(names[: len(blocks)], on_device=on_device)]
 
     def lacks(self, live: LiveRequest) -> int:
@@ -116,8 +118,8 @@ class RequestMemory:
         if self._cache is None or self.states is not None or not end % self._block_size:
             return None
         index = end // self._block_size
-        if index != live.num_verified // self._block_size:
-            return None  # no chunk ends in the last block
+        if index != live.num_verified // self._block_size or index < live.thin_before:
+            return None  # no chunk ends in the last block, or the block is thin
         return live.blocks[index], self._names(live, self._cache).of_chunk(live.token_ids, end)
 
     def load(self, live: LiveRequest, ended: Callable[[bool], None]) -> bool:
@@ -156,7 +158,8 @@ class RequestMemory:
         def landed(intact: bool) -> None:
             has_kv = intact and live.phase is not Phase.GONE
             if has_kv:
-                cache.publish(names, live.blocks, first, stop)
+                for index in range(first, stop):
+                    cache.restore(usable[index], live.blocks[index])
                 cache.hits += (stop - first) * self._block_size
                 live.num_published, live.num_cached = stop, stop * self._block_size
             if states is not None:
@@ -200,10 +203,16 @@ class RequestMemory:
         live.num_verified = computed
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:
-            self._cache.publish(self._names(live, self._cache), live.blocks, live.num_published, full)
+            names, thin = self._names(live, self._cache), live.thin_before
+            self._cache.publish(names, live.blocks, live.num_published, full, thin=thin)
             live.num_published = full
         if self.states is not None:
             self.states.publish(live, computed)
+
+    def came(self, live: LiveRequest) -> None:
+        """The KV of all its tokens came from another worker, behind its cached blocks."""
+        if self._cache is not None:
+            live.thin_before = self._cache.thin_before(len(live.token_ids))
 
     def free(self, live: LiveRequest) -> None:
         if self.states is not None:
@@ -213,7 +222,7 @@ class RequestMemory:
         if remnant is not None and self._cache is not None:
             end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
             self._cache.remnant_kept(self._names(live, self._cache), end)
-        live.num_verified = 0
+        live.num_verified = live.thin_before = 0
         del live.blocks[:]
 
     def _usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import ATTENTION, INDEX, STATE, CacheArray, CacheKind
+from baton.content.cache_kinds import ATTENTION, INDEX, STATE, CacheArray, CacheKind, Window
 from baton.engine.kernels import FP8, KV, Fp8KV, IndexedLatents, LayerState, parts
 from baton.engine.model_config import Span
 
@@ -47,7 +47,8 @@ class CacheSpec(Protocol):
 class AttentionCache:
     """An attention layer: one K and one V vector for each token and KV head, one latent, or one index key.
 
-    The cache keeps all tokens of a request, also those before the span of its next query."""
+    The cache has room for all tokens of a request, also for those before the span of its next query. They are
+    not sent, so another worker may lack them."""
 
     num_kv_heads: int
     """Of this rank, or the heads of a latent. 1: of an index key."""
@@ -67,7 +68,9 @@ class AttentionCache:
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
         name = "index" if self.kind == INDEX else "kv"
-        return (CacheArray(self.kind, name, self.rows, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
+        size = self.rows, self.num_kv_heads, self.head_dim
+        window = None if self.span is None else Window(self.span.length, self.span.chunked)
+        return (CacheArray(self.kind, name, *size, _name(self.dtype), window),)
 
     def allocate(self, places: Places, device: torch.device) -> KV:
         """[rows, num_blocks, block_size, num_kv_heads, head_dim]."""

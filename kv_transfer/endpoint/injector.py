@@ -113,7 +113,6 @@ class Injector:
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
         fetch.bytes += m.header.length
-        fetch.heads += piece.token_count * piece.head_count
         if piece.token_start + piece.token_count == stop and not (fetch.request.chunks or fetch.layers):
             fetch.pace.came(piece.layer, self._layout.num_layers, taken_at)
         return local.Staged(piece, slot, fetch.table, m.dtype, m.generation)

@@ -94,7 +94,6 @@ class LiveFetch:
     refetches: int = 0
     frames: int = 0  # taken from the channel
     bytes: int = 0
-    heads: int = 0  # of what each token has, over all positions, arrays and layers
     unread: int = 0  # slices in exported memory: not verified yet, or wrong
     pace: LayerPace = field(default_factory=LayerPace)  # of the last tokens
     layers: LayersThere | None = None  # of ranges of a shared prompt

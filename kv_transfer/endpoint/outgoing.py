@@ -50,6 +50,7 @@ class OutgoingTransfer:
     slot_bytes: int
     large: bool  # its slices only fit into slots that peers read
     ranges: tuple[Range, ...]
+    next_position: int = 0  # as in `Fetch`
     pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
     frames: int = 0  # pending and handed over
     bytes: int = 0
@@ -88,7 +89,8 @@ class Slicing:
             # An array of the request goes in full, whatever positions the peer asks for.
             ranges = [(ready.start, ready.stop)] if ready.states else []
             if layout.sizes[number][0]:
-                ranges = intersect(ready.start, ready.stop, transfer.ranges)
+                read = layout.arrays[number].read_of(transfer.ranges, transfer.next_position)
+                ranges = intersect(ready.start, ready.stop, read)
             elif transfer.prefill.is_part:
                 ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
             for tokens, held in itertools.product(ranges, self._heads[number]):

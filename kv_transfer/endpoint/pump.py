@@ -289,7 +289,9 @@ class Pump:
         account.window = m.window
         large = account.reached and self._exported_slot_bytes > m.slot_bytes
         slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
-        transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges)
+        transfer = OutgoingTransfer(
+            m.transfer_id, prefill, account, slot_bytes, large, m.ranges, m.next_position
+        )
         prefill.transfer = transfer
         self.fetched.add(prefill.id)
         self._turns.add(transfer)

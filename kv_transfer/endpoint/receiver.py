@@ -74,7 +74,8 @@ class Receiver:
         owner: Any = None,
     ) -> None:
         """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch. If the
-        layout has states, those that cover [0, num_tokens) come, too, into `state_slot`.
+        layout has states, those that cover [0, num_tokens) come, too, into `state_slot`. Of an array with a
+        window, only the positions come that the token at `num_tokens` reads, here and in `fetch_content`.
 
         It replaces a fetch of this decode id that is live, or whose end is not reported yet. `attempt`
         numbers the decode attempts of a request: a fetch of a newer attempt replaces those of older ones.
@@ -85,8 +86,9 @@ class Receiver:
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         request = local.FetchIn(
-            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, (num_tokens,)
-        )
+            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, (num_tokens,),
+            next_position=num_tokens,
+        )  # fmt: skip
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot, owner)
         if replaced is not None:  # scatters of the replaced fetch may still write to these blocks
             fetch.last_scatter = replaced.last_scatter
@@ -278,7 +280,7 @@ class Receiver:
         once = fetch.request.chunks or fetch.layers
         if retry and not once and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
-            fetch.frames = fetch.bytes = fetch.heads = fetch.unread = 0
+            fetch.frames = fetch.bytes = fetch.unread = 0
             fetch.complete = None
             fetch.pace = LayerPace()
             fetch.scatter_at = 0.0
@@ -341,7 +343,7 @@ class Receiver:
         now = time.monotonic()
         stats = InjectStats(
             done.size,
-            fetch.heads // self._layout.heads_per_token,
+            done.tokens,
             done.frames,
             fetch_at=fetch.started,
             asked_at=done.asked_at,

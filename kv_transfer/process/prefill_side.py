@@ -295,7 +295,13 @@ class PrefillSide:
                     slots = window(session.lane_count, self._config.num_slots, exported=exported)
                     self._channel.post(
                         local.StartOut(
-                            prefill_id, transfer_id, number, session.slot_bytes, slots, fetch.ranges
+                            prefill_id,
+                            transfer_id,
+                            number,
+                            session.slot_bytes,
+                            slots,
+                            fetch.ranges,
+                            fetch.next_position,
                         )
                     )
                 case local.ReleasedOut(_, reason):

@@ -9,7 +9,8 @@ import enum
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from baton.kv_transfer.layout import KVLayout, Range
+from baton.content.cache_kinds import CacheArray, Range
+from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.frame import Header, Refusal
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
 
@@ -38,10 +39,12 @@ class Incoming:
         slot_bytes: int,
         states_at: Sequence[int] = (),
         narrows: bool = False,
+        next_position: int = 0,
     ) -> None:
         """Positions `ranges` (ascending, disjoint). `layout` is that of the sender, as far as it is known:
         see `sent_as`. `states_at`: the positions after which arrays of a request were asked for, if
-        the layout has some. `narrows`: they come after one of these, and `narrow` says after which."""
+        the layout has some. `narrows`: they come after one of these, and `narrow` says after which.
+        `next_position`: as in `Fetch`."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.frames = 0  # verified
@@ -50,6 +53,7 @@ class Incoming:
         self._seen: set[int] = set()  # sequence numbers
         self._states_at = states_at
         self._narrows = narrows
+        self._next_position = next_position
         self._slot_bytes = slot_bytes
         self.sent_as(layout)
         # Of each array: heads of a frame → disjoint positions that so came, ascending, neighbours joined. An
@@ -60,11 +64,13 @@ class Incoming:
         """The session is up, so the layout of the sender is known. No frame has come yet."""
         assert self.state is TransferState.RESERVED
         self.layout = layout
-        tokens = sum(stop - start for start, stop in self.ranges)
         states = 1 if self._narrows else len(self._states_at)
         # The heads of each array of each layer, and the bytes of one of them.
         arrays: dict[LayerArray, Range] = {
-            (number, layer): ((tokens if array.per_token else states) * array.heads, array.head_bytes)
+            (number, layer): (
+                (self._asked(array) if array.per_token else states) * array.heads,
+                array.head_bytes,
+            )
             for number, array in enumerate(layout.arrays)
             if array.per_token or states
             for layer in layout.layers[number]
@@ -73,6 +79,15 @@ class Incoming:
         self._missing = {array: count * size for array, (count, size) in arrays.items()}
         self._expected_bytes = sum(self._missing.values())
         self._count_missing_frames()
+
+    @property
+    def tokens(self) -> int:
+        """Positions that were asked for."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def _asked(self, array: CacheArray) -> int:
+        """Positions that come of an array of tokens."""
+        return sum(stop - start for start, stop in array.read_of(self.ranges, self._next_position))
 
     @property
     def live(self) -> bool:
@@ -104,7 +119,8 @@ class Incoming:
         kept = self.layout.arrays[piece.array]
         if kept.per_token:
             size = piece.token_count * kept.head_bytes
-            was_asked = any(a <= start and stop <= b for a, b in self.ranges)
+            asked = kept.read_of(self.ranges, self._next_position)
+            was_asked = any(a <= start and stop <= b for a, b in asked)
         else:
             size = kept.head_bytes
             was_asked = start == stop and start in self._states_at
@@ -147,21 +163,23 @@ class Incoming:
         return self._check_complete()
 
     def narrow(self, stop: int) -> None:
-        """The sender has only the positions of the one range below `stop`. Raises Fault if frames came that
-        contradict this."""
+        """The sender has only the positions of the one range below `stop`, where the receiver goes on. Raises
+        Fault if frames came that contradict this."""
         assert self.live
-        [(start, asked)] = self.ranges
+        [(start, _)] = self.ranges
+        asked = [self._asked(array) for array in self.layout.arrays]
         if stop not in self._states_at and self._narrows:
             raise Fault("frame_range", f"a frame came of states that are not those after {stop}")
-        for (number, _), heads in self._covered.items():
-            per_token = self.layout.arrays[number].per_token
-            if per_token and any(parts[-1][1] > stop for parts in heads.values()):
-                raise Fault("frame_range", f"a frame came of positions beyond {stop}")
-        self.ranges, self._states_at = ((start, stop),), (stop,)
-        for (number, layer), missing in self._missing.items():
-            if (array := self.layout.arrays[number]).per_token:
-                self._missing[number, layer] = missing - (asked - stop) * array.bytes
-        self._expected_bytes -= (asked - stop) * self.layout.bytes_per_token
+        self.ranges, self._states_at, self._next_position = ((start, stop),), (stop,), stop
+        for (number, layer), heads in self._covered.items():
+            if not (array := self.layout.arrays[number]).per_token:
+                continue
+            first = next((a for a, _ in array.read_of(self.ranges, stop)), stop)
+            if any(parts[0][0] < first or parts[-1][1] > stop for parts in heads.values()):
+                raise Fault("frame_range", f"a frame came of positions that are not from {first} to {stop}")
+            left_out = (asked[number] - self._asked(array)) * array.bytes
+            self._missing[number, layer] -= left_out
+            self._expected_bytes -= left_out
         self._count_missing_frames()
 
     def injected(self) -> None:

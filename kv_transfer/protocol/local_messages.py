@@ -100,6 +100,7 @@ class StartOut(Local):
     slot_bytes: int
     window: int  # slots that the session may have on their way
     ranges: tuple[tuple[int, int], ...]
+    next_position: int = 0  # as in `Fetch`
 
 
 class PinOut(Local):
@@ -173,6 +174,7 @@ class FetchIn(Local):
     ranges: tuple[tuple[int, int], ...]
     states_at: tuple[int, ...] = ()  # the positions after which states are asked for, ascending
     chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
+    next_position: int = 0  # as in `Fetch`. FETCH_CONTENT: the end of what came
 
 
 class CancelIn(Local):
@@ -247,6 +249,7 @@ class Complete(Local):
     first_frame_at: float  # 0 with no frame
     last_frame_at: float
     commit_at: float
+    tokens: int  # positions of the ranges that came
 
 
 class FailedIn(Local):

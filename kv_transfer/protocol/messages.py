@@ -111,6 +111,9 @@ class Fetch(Message):
     prefill_id: Id
     attempt: U64  # of decode: a FETCH of a newer attempt ends the transfers of older ones
     ranges: Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=MAX_RANGES)]  # [start, stop), ascending
+    next_position: U32 = (
+        0  # that the receiver computes: of an array with a window, what is read there. 0: all
+    )
 
 
 class FetchContent(Message):

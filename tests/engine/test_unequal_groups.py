@@ -172,6 +172,7 @@ class Side:
         attend = [isinstance(spec, AttentionCache) for spec in self.engine.cache_spec]
         self.caches = [list(itertools.compress(of.caches, attend)) for of in ranks_of]
         """Of each rank, the layers with KV."""
+        self.windows = [of.arrays[0].window for of in itertools.compress(self.engine.cache_spec, attend)]
         self._heads = [layout.arrays[0].heads_of(rank, ranks) for rank in range(ranks)]
 
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
@@ -275,9 +276,10 @@ class Pair:
         """The K and V that decode got are those at prefill, bit for bit, or converted."""
         reservation = self.reserved[request_id]
         start, stop = reservation.num_cached, self.prefill.sink.lengths[request_id]
-        for layer in range(len(self.prefill.caches[0])):
-            here = self.decode.rows(reservation.blocks, layer, start, stop)
-            there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, start, stop)
+        for layer, window in enumerate(self.decode.windows):
+            first = start if window is None else max(start, window.first_read(stop))
+            here = self.decode.rows(reservation.blocks, layer, first, stop)
+            there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, first, stop)
             error = (here - there).abs().amax(dim=-1) / there.abs().amax(dim=-1)
             assert (error <= self.most_error).all(), f"layer {layer} differs"
 

@@ -308,7 +308,7 @@ def test_an_entry_of_the_registry_makes_a_kind(
     """One vector of each token, which has no heads to share: each of two ranks gets all of it."""
     layout = kv_layout(2, 1, 24, "bfloat16", kind=CacheKind("vector", Unit.TOKEN, copied=True))
     found = layout.fingerprint, layout.bytes_per_token
-    assert found == ("kv9 layers=2 vector.kv=1x1x24:bfloat16", 2 * 24 * 2)
+    assert found == ("kv10 layers=2 vector.kv=1x1x24:bfloat16", 2 * 24 * 2)
 
     def of_rank(rank: int, ranks: int, block_size: int) -> PagedKV:
         layers = [torch.randn(1, BLOCKS, block_size, 1, 24).bfloat16() for _ in range(2)]

@@ -84,7 +84,7 @@ def arrived(transfer_id: bytes, slot: int, layer: int, start: int, count: int) -
 
 
 def complete(bench: Bench, transfer_id: bytes) -> None:
-    bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
+    bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5, 20))
 
 
 def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> None:
@@ -125,7 +125,7 @@ def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
     receiver.poll()
     assert receiver.next_injection == now.seconds
     if how == "injected":
-        bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
+        bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5, 20))
     elif how == "cancelled":
         receiver.cancel(b"d")
     else:
@@ -356,7 +356,7 @@ def test_what_ends_during_a_wait_is_reported_once_and_by_the_next_poll(receiving
         piece = Slice(layer, 0, 1, start, count)
         header = Header(FrameType.KV, transfer_id, piece, seq, count * 64)
         bench.channel.send(lm.Arrived(header, seq, "float32"))
-    bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(0), 4, 56 * 64, 0.5, 1.0, 2.0, 2.5))
+    bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(0), 4, 56 * 64, 0.5, 1.0, 2.0, 2.5, 28))
     ticks: list[int] = []
 
     def tick() -> None:

@@ -10,7 +10,9 @@ from baton.kv_transfer.protocol.credits import SenderAccount
 def transfer(name: bytes, *layers: int, launched: bool) -> OutgoingTransfer:
     pieces = deque((Slice(layer, 0, 1, 0, 64, 0), None) for layer in layers)
     account = SenderAccount(granted=1)
-    return OutgoingTransfer(name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), pieces)
+    return OutgoingTransfer(
+        name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), 0, pieces
+    )
 
 
 def test_transfers_take_turns_and_those_of_prefills_that_are_over_come_first() -> None:

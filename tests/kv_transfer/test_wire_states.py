@@ -12,7 +12,7 @@ from tests.layouts import kv_layout
 from . import second_wire as wire
 from .ranks import as_bytes
 
-FINGERPRINT = "kv9 layers=2 @1 attention.kv=2x2x16 @0 state.conv=3x4x8:bfloat16 state.ssm=1x4x256:float32"
+FINGERPRINT = "kv10 layers=2 @1 attention.kv=2x2x16 @0 state.conv=3x4x8:bfloat16 state.ssm=1x4x256:float32"
 STATES = (
     CacheArray(STATE, "conv", 3, 4, 8, "bfloat16"),
     CacheArray(STATE, "ssm", 1, 4, 256, "float32"),
@@ -76,7 +76,7 @@ def asked(decode: Any, fake: wire.FakePrefill) -> tuple[wire.Lane, bytes]:
     )  # fmt: skip
     lane = fake.accept()
     transfer, message = lane.expect(wire.FETCH)
-    assert message == [b"p" * 16, 0, [[0, 10]]]
+    assert message == [b"p" * 16, 0, [[0, 10]], 10]
     assert lane.read()[0] == wire.CREDIT
     assert lane.granted == 3 + 1, "a frame for the layer with KV and for each state, and one for the lane"
     return lane, transfer

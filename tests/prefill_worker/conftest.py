@@ -230,7 +230,7 @@ class Worker:
         """So has its COMMIT."""
         self.incoming.send(
             local.Complete(
-                commit.transfer_id, commit.first_token, commit.frames, commit.size, 0.5, 1.0, 2.0, 2.5
+                commit.transfer_id, commit.first_token, commit.frames, commit.size, 0.5, 1.0, 2.0, 2.5, 0
             )
         )
 

@@ -27,6 +27,5 @@ def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda
 
 
 def kv_layout(engine: Engine | Follower) -> KVLayout:
-    """Returns what all layers keep, with the heads of all ranks. Spans of attention may differ: all tokens
-    are sent."""
+    """Returns what all layers keep, with the heads of all ranks."""
     return KVLayout.of(engine.cache_arrays)

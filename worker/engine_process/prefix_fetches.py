@@ -107,6 +107,10 @@ class Transfers(Protocol):
 class PrefixSource(Protocol):
     """Where prefixes come from: other workers, or the shared store."""
 
+    whole: bool
+    """Whether it brings all positions of arrays with windows. If not, those that the token behind the prefix
+    reads."""
+
     @property
     def transfers(self) -> Transfers: ...
 
@@ -153,6 +157,8 @@ class PrefixLinks:
 
 class Workers:
     """The prefix caches of other workers, as a `PrefixSource`."""
+
+    whole = False
 
     def __init__(self, engine: Engine, receiver: Receiver, incarnation: int, links: PrefixLinks) -> None:
         """`incarnation`: of this worker."""
@@ -291,7 +297,8 @@ class PrefixFetches:
                 )
         elif isinstance(event, FetchFailed) and event.reason not in ("gone", "busy"):
             fetch.link.paused_until = time.monotonic() + PAUSE
-        fetch.into.end(fetched and fetch.into.missing.first_chunk * CHUNK_TOKENS + fetched)
+        stop = fetched and fetch.into.missing.first_chunk * CHUNK_TOKENS + fetched
+        fetch.into.end(stop, whole=fetch.source.whole)
         for each in fetch.take_waiting():
             if each.place is None:
                 each.then(fetched)

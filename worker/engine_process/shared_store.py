@@ -24,11 +24,14 @@ PLACE = ContentSource("", 0, Tier.STORE)
 
 
 class StoreSource:
-    """The shared store beside the loop, as a `PrefixSource`. It has no pins and no incarnation.
+    """The shared store beside the loop, as a `PrefixSource`. It has no pins and no incarnation. A chunk of a
+    thin block is not stored.
 
     Attributes:
         store, transfers: the engine's end of it.
     """
+
+    whole = True
 
     def __init__(
         self, engine: Engine, exchange: PrefixExchange, open_store: "Callable[[StoreSource], SharedStore]"
@@ -119,6 +122,8 @@ class StoreSource:
         if part:
             lease = exchange.lend_states(name)
             return None if lease is None else Lent((), lease.slot, lease.end)
+        if not exchange.is_whole(name):
+            return None
         if (pin := exchange.pin([name], chunk) or exchange.pin_remnant(name, chunk)) is None:
             return LATER if exchange.has(name, chunk) else None
         return Lent(pin.table, 0, pin.end)

@@ -148,6 +148,8 @@ class PrefillGroup:
     mask: Tensor | None  # [queries, padded length], 0 or -inf; None: the queries start the sequence
     before: int = 0
     """Queries that are padded with zeros before the rows. The mask tells how many there are after them."""
+    hidden: int = 0
+    """Positions in these blocks before the first one that a query sees."""
 
     @property
     def padded(self) -> int:
@@ -253,7 +255,8 @@ def _prefill_group(
         mask = _minus_infinity((keys < first) | (keys > at), dtype)
     blocks = torch.arange(first_block, first_block - (-_padded(length) // block_size))
     rows = slice(row, row + len(queries))
-    return PrefillGroup(rows, table[blocks.clamp_max(len(table) - 1)], length, mask)
+    hidden = int(first[0]) - start
+    return PrefillGroup(rows, table[blocks.clamp_max(len(table) - 1)], length, mask, hidden=hidden)
 
 
 def _padded(length: int) -> int:
@@ -290,6 +293,7 @@ def decode_group(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, sc
 
 def prefill_group(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float) -> Tensor:
     seen = _seen(kv, group.blocks, q)[:, : group.padded]
+    seen[:, : group.hidden] = 0
     seen[:, group.length :] = 0
     seen = seen.transpose(1, 2)
     keys, values = seen[0], seen[-1]

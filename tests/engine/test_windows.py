@@ -1,0 +1,227 @@
+"""Arrays with windows: what the next token does not read is not sent, and no later prompt begins with blocks
+that lack what it reads.
+
+What was not sent is NaN in the caches here. So a token that reads it is none.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import baton.kv_transfer as kv
+from baton.content.cache_kinds import Window, first_read, last_unread
+from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams
+from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.core.prefix_exchange import Pin
+from baton.kv_transfer import KVLayout
+from baton.kv_transfer.wait import wait
+from baton.worker.engine_process.offload import offload_pumps
+from baton.worker.engine_process.paged_kv import kv_layout
+from tests.engine.checkpoints import load
+from tests.engine.conftest import save_tiny, tokens_of
+from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
+from tests.within import WITHIN
+
+pytestmark = ON_CPU
+KINDS: dict[str, dict[str, Any]] = {
+    "Gemma3Text": {},
+    "GptOss": {},
+    "Llama4Text": {"attention_chunk_size": 160},
+    "Mistral": {"sliding_window": 40},
+}
+RNG = random.Random(11)
+TEXT = [RNG.randrange(3, 199) for _ in range(440)]
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def request(shared: int, own: int) -> EngineRequest:
+    """Begins with `shared` tokens of the text, and has `own` other ones."""
+    other = [3 + (7 * i + own) % 190 for i in range(own)]
+    return EngineRequest(os.urandom(16), [*TEXT[:shared], *other], [], SAMPLING)
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            save_tiny(made[kind], kind, max_position_embeddings=512, **KINDS[kind])
+        return made[kind]
+
+    return make
+
+
+def side(path: Path, ranks: int = 1, **config: Any) -> Side:
+    made = Side(path, kv_layout(load(path)), ranks, enable_prefix_caching=True, **config)
+    for cache in chain.from_iterable(made.caches):
+        cache.fill_(torch.nan)
+    return made
+
+
+def hits_of(engine: Engine, asked: EngineRequest, path: Path) -> int:
+    """Computes a request there. Returns how many positions it found."""
+    before = engine.stats().prefix_cache_hits
+    assert tokens_of(engine, [asked]) == expected(path, [asked])
+    return engine.stats().prefix_cache_hits - before
+
+
+def expected(path: Path, requests: Sequence[EngineRequest]) -> list[list[int]]:
+    return tokens_of(load(path, num_blocks=200, block_size=4), requests)
+
+
+def needed(layout: KVLayout, start: int, stop: int) -> int:
+    """Bytes of what the token at `stop` and later ones read of positions from `start` on."""
+    return sum(
+        array.bytes * len(layers) * sum(b - a for a, b in array.read_of([(start, stop)], stop))
+        for array, layers in layout.token_arrays
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill_ranks", "decode_ranks", "sizes"),
+    [
+        ("Gemma3Text", 1, 1, (16, 16)),
+        ("Gemma3Text", 1, 2, (64, 4)),
+        ("GptOss", 2, 1, (16, 64)),
+        ("Llama4Text", 1, 1, (4, 128)),
+        ("Mistral", 1, 1, (128, 16)),
+    ],
+)
+def test_a_handover_brings_what_windows_read(
+    path_of: Callable[[str], Path], kind: str, prefill_ranks: int, decode_ranks: int, sizes: tuple[int, int]
+) -> None:
+    """Then later prompts begin with all or a part of one that came so, and are handed over or computed where
+    it is."""
+    path = path_of(kind)
+    layout = kv_layout(load(path))
+    assert any(array.window for array in layout.arrays)
+    waves = [[request(0, 9), request(400, 0)], [request(400, 37), request(230, 3), request(150, 1)]]
+    local = [request(400, 30), request(230, 5), request(230, 8), request(140, 5)]
+    prefill, decode = (
+        side(path, ranks, block_size=size, num_blocks=2048 // size, max_num_batched_tokens=50)
+        for ranks, size in zip((prefill_ranks, decode_ranks), sizes, strict=True)
+    )
+    with closing(prefill), closing(decode):
+        pair = Pair(prefill, decode)
+        assert pair.run(waves[0]) == expected(path, waves[0])
+        part = decode.engine.start_part(request(400, 30), [range(430)])
+        assert part is not None
+        assert part.num_cached == 0, "other workers would read what is not there"
+        decode.engine.cancel(part)
+        assert pair.run(waves[1]) == expected(path, waves[1])
+        starts = zip([of for wave in waves for of in wave], pair.cached, strict=True)
+        sent = sum(needed(layout, start, len(of.prompt_ids)) for of, start in starts)
+        assert decode.transfer.stats().bytes_received == sent
+        assert pair.cached[2] == 400 // sizes[1] * sizes[1], "a turn goes on behind what came"
+        hits = [hits_of(decode.engine, of, path) for of in local]
+        assert hits[0] == 400 // sizes[1] * sizes[1]
+        assert hits[2] >= 230 // sizes[1] * sizes[1], "blocks that have all take the place of the thin ones"
+        decode.engine.assert_whole()
+
+
+def test_a_prefix_brings_what_windows_read(path_of: Callable[[str], Path]) -> None:
+    path, asked = path_of("Gemma3Text"), request(400, 30)
+    layout = kv_layout(load(path))
+    holder, asker = (side(path, block_size=16, num_blocks=99) for _ in range(2))
+    exchanges = holder.engine.prefix_exchange, asker.engine.prefix_exchange
+    with closing(holder), closing(asker):
+        tokens_of(holder.engine, [request(400, 0)])
+        there, here = exchanges
+        assert there is not None
+        assert here is not None
+        missing = here.missing(asked, 99)
+        assert missing is not None
+        into = here.start_import(missing)
+        assert into is not None
+        asker.receiver.fetch_content(
+            os.urandom(16), chunks=missing.chunks, first_chunk=0, kv_address=holder.transfer.address,
+            incarnation=holder.transfer.incarnation, block_ids=into.table,
+        )  # fmt: skip
+        events, pins, deadline = [], list[Pin](), time.monotonic() + WITHIN
+        while not events or not holder.sender.idle:
+            assert time.monotonic() < deadline
+            wait([holder.sender.fileno(), asker.receiver.fileno()], 0.01)
+            events += asker.receiver.poll()
+            for event in holder.sender.poll():
+                if isinstance(event, kv.Released):
+                    pins.pop().end()
+                    continue
+                pin = there.pin_prefix(event.chunks, event.first_chunk)
+                assert pin is not None
+                pins.append(pin)
+                holder.sender.serve(event.pin_id, pin.table, 0, 64 * pin.num_chunks)
+        [injected] = events
+        assert isinstance(injected, kv.Injected)
+        assert (injected.stats.tokens, injected.stats.bytes) == (384, needed(layout, 0, 384))
+        into.end(injected.stats.tokens)
+        assert [here.is_whole(chunk) for chunk in missing.chunks] == [False] * 4 + [True] * 2
+        assert here.pin_prefix(missing.chunks[:3], 0) is None, "no worker can go on there"
+        pin = here.pin_prefix(missing.chunks, 0)
+        assert pin is not None
+        assert pin.num_chunks == 6
+        pin.end()
+        assert hits_of(asker.engine, asked, path) == 384
+        assert hits_of(asker.engine, request(230, 5), path) == 0
+
+
+def test_a_tier_keeps_what_came(path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
+    path = path_of("Gemma3Text")
+    prefill = side(path, block_size=16, num_blocks=99)
+    decode = side(path, block_size=16, num_blocks=40, host_cache_size=1 << 25)
+    with closing(prefill), closing(decode):
+        engine, [pump] = decode.engine, offload_pumps(decode.engine, EngineConfig("tiny"))
+        wave = [request(400, 0)]
+        assert Pair(prefill, decode).run(wave) == expected(path, wave)
+
+        def compute(asked: EngineRequest) -> list[int]:
+            for _ in range(20):
+                pump.pump()
+            tokens: list[int] = []
+            engine.add(asked)
+            while engine.loop.has_work or pump.copies:
+                tokens += [output.token for output in engine.loop.step().outputs]
+                pump.pump()
+            return tokens
+
+        def hits(asked: EngineRequest) -> int:
+            before = engine.stats().prefix_cache_hits
+            assert [compute(asked)] == expected(path, [asked])
+            return engine.stats().prefix_cache_hits - before
+
+        def evict(first: int) -> None:
+            for own in range(first, first + 12):
+                compute(request(0, own))
+
+        evict(60)
+        assert hits(request(400, 9)) == 400, "which the tier had"
+        evict(80)
+        assert hits(request(230, 5)) == 0
+        evict(100)
+        assert hits(request(400, 10)) == 400, "from both"
+        assert hits(request(230, 6)) == 224
+        pump.close()
+
+
+@pytest.mark.parametrize(
+    ("window", "position", "first"),
+    [
+        (Window(20), 0, 0), (Window(20), 147, 128), (Window(20), 146, 0), (Window(128), 8000, 7808),
+        (Window(160, chunked=True), 320, 256), (Window(8192, chunked=True), 8191, 0),
+        (Window(8192, chunked=True), 8192, 8192),
+    ],
+)  # fmt: skip
+def test_what_a_token_reads_begins_with_a_tile(window: Window, position: int, first: int) -> None:
+    assert window.first_read(position) == first
+    assert (first_read([window], position), last_unread([window], position)) == (first, first)
+    assert (first_read([], position), last_unread([], position)) == (position, 0)
