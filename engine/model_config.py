@@ -104,6 +104,11 @@ class ClampedSwiGLU:
 
 
 @dataclass(frozen=True, slots=True)
+class SquaredReLU:
+    """max(up, 0)², without a gate."""
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Limits the keys that a query sees.
 
@@ -128,7 +133,7 @@ class ExpertsConfig:
     """The layers with experts. The others are dense."""
     shared_intermediate_size: int = 0
     """Of the shared expert, which computes every token. 0: there is none."""
-    activation: ClampedSwiGLU | None = None
+    activation: ClampedSwiGLU | SquaredReLU | None = None
     """None: silu(gate) · up."""
     bias: bool = False
     """Whether the router and the experts have biases."""
@@ -330,6 +335,10 @@ class ModelConfig:
     latent: LatentConfig | None = None
     """None: each KV head has its own keys and values. With latents, the model has one KV head, and `head_dim`
     is the size of what a token has in the cache."""
+    without_mlp: tuple[int, ...] = ()
+    """Layers with neither an MLP nor experts."""
+    squared_relu: bool = False
+    """MLPs are down(max(up(x), 0)²), without a gate."""
     further_layers: int = field(default=0, repr=False)
     """Layers of the checkpoint behind the others, which predict further tokens. They are not loaded."""
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
@@ -439,13 +448,13 @@ class ModelConfig:
             attention = self.latent.parameters(self.hidden_size, self.num_heads)
         else:
             attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        dense, sparse = self.num_layers, 0.0
+        dense, sparse, matrices = self.num_layers - len(self.without_mlp), 0.0, 2 if self.squared_relu else 3
         if self.experts is not None:
             dense -= len(self.experts.layers)
             router = self.hidden_size * self.experts.num_experts
             inner = self.experts.intermediate_size * experts + self.experts.shared_intermediate_size
-            sparse = len(self.experts.layers) * (router + 3 * self.hidden_size * inner)
-        mlp = 3 * self.hidden_size * self.intermediate_size
+            sparse = len(self.experts.layers) * (router + matrices * self.hidden_size * inner)
+        mlp = matrices * self.hidden_size * self.intermediate_size
         with_attention = self.num_layers
         states = 0
         if (state := self.state) is not None:

@@ -23,6 +23,7 @@ from baton.engine.kernels import (
     Quantized,
     StateLayer,
     fp8,
+    in_form,
     norm,
     parts,
     silu,
@@ -46,7 +47,7 @@ from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.tiling import TritonStateTiling, chunk_tokens, tile_states
 from baton.engine.kernels.upload import upload
-from baton.engine.model_config import LatentConfig, Scoring, Span
+from baton.engine.model_config import ClampedSwiGLU, LatentConfig, Scoring, Span, SquaredReLU
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -119,7 +120,9 @@ class TritonKernels(Kernels):
         held = range(experts.first, experts.first + count)
         shuffled = shuffle(logits, counts, choice, slots, held)
         plain, inputs = x if isinstance(x, Both) else (x, x)
-        gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        clamped = experts.activation if isinstance(experts.activation, ClampedSwiGLU) else None
+        squared = isinstance(experts.activation, SquaredReLU)
+        gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and not squared
         inner = grouped_linear(
             inputs,
             gate_up,
@@ -128,11 +131,13 @@ class TritonKernels(Kernels):
             dtype=plain.dtype,
             weighted=on_input,
             gated=gated,
-            clamped=experts.activation,
+            clamped=clamped,
         )
-        if not gated:
-            grouped = down.grouped if isinstance(down, Fp8Experts) else None
-            inner = silu.silu_mul(inner, grouped, experts.activation)
+        grouped = down.grouped if isinstance(down, Fp8Experts) else None
+        if squared:
+            inner = in_form(inner.relu_().square_(), self, grouped, both=False)
+        elif not gated:
+            inner = silu.silu_mul(inner, grouped, clamped)
         y = grouped_linear(
             inner, down, shuffled, experts.down_bias, dtype=plain.dtype, weighted=False, routed=True
         )

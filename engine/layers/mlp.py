@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Both, Choice, Experts, FourBits, Fp8Experts, Quantized
+from baton.engine.kernels import Both, Choice, Experts, FourBits, Fp8Experts, Quantized, in_form
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import DTYPES, Stack, Weights
-from baton.engine.model_config import ExpertsConfig, ModelConfig
+from baton.engine.model_config import ExpertsConfig, ModelConfig, SquaredReLU
 
 MOST_BESIDE = 256
 """Tokens of a step in which a GPU computes the shared expert on a second stream, while it reads the other
@@ -43,6 +43,20 @@ class GatedMLP:
         if grouped is None and not self.gelu:
             return self.input.silu_mul(x, self.kernels)
         return self.kernels.silu_mul(self.input(x), grouped, gelu=self.gelu)
+
+
+class SquaredMLP(GatedMLP):
+    """down(max(up(x), 0)²)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, name: str, intermediate_size: int) -> None:
+        hidden, inner = unsharded(config.hidden_size), weights.ranks.shard(intermediate_size)
+        self.input = weights.linear([f"{name}.up_proj"], [inner], hidden)
+        self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
+        self.kernels = weights.kernels
+
+    def _inner(self, x: Any) -> Any:
+        y = self.input(x).relu_().square_()
+        return in_form(y, self.kernels, self.down.quantizes(len(y)), both=False)
 
 
 class MoE:
@@ -83,7 +97,8 @@ class MoE:
             experts_bias = None if bias is None else bias.unflatten(0, (own.length, -1))
             return weights.format.experts(weights, stacks), experts_bias
 
-        gate_up, gate_up_bias = load(("gate", "up"), inner, hidden)
+        squared = isinstance(experts.activation, SquaredReLU)
+        gate_up, gate_up_bias = load(("up",) if squared else ("gate", "up"), inner, hidden)
         down, down_bias = load(("down",), hidden, inner)
         if isinstance(gate_up, Fp8Experts) != isinstance(down, Fp8Experts):
             raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
@@ -99,7 +114,7 @@ class MoE:
         self.shared, self.shared_gate, self.side = None, None, None
         if experts.shared_intermediate_size:
             size = experts.shared_intermediate_size
-            self.shared = GatedMLP(config, weights, f"{name}.{shared}", size)
+            self.shared = (SquaredMLP if squared else GatedMLP)(config, weights, f"{name}.{shared}", size)
             if experts.shared_gate:
                 gate = weights.take(f"{name}.{shared}_gate.weight", (1, config.hidden_size))
                 self.shared_gate = PlainLinear(gate, exact=weights.kernels.exact)

@@ -80,6 +80,8 @@ def model_config_from_hf(
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
         latent=latent,
         quantization=settings.get("quantization_config"),
+        without_mlp=tuple(settings.integers("layers_without_mlp")),
+        squared_relu=family.squared_relu,
         further_layers=settings.integer(family.further) if settings.get(family.further) else 0,
     )
     shape.check(source)

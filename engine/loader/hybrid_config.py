@@ -1,7 +1,7 @@
 """Reads the state layers from `config.json`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.engine.loader.settings import Settings
@@ -29,7 +29,6 @@ def mamba2_config(settings: Settings, norm_eps: float) -> StateConfig:
             f"{source}: {heads} Mamba heads of {head_dim} in {groups} groups do not fit mamba_expand, which "
             f"makes {inner} columns"
         )
-    least, most = (_number(limit, source) for limit in settings.get("time_step_limit") or (0.0, math.inf))
     return StateConfig(
         layers,
         heads,
@@ -39,9 +38,18 @@ def mamba2_config(settings: Settings, norm_eps: float) -> StateConfig:
         integer("mamba_d_conv", 4),
         bool(settings.get("mamba_conv_bias", True)),
         bool(settings.get("mamba_proj_bias", False)),
-        (least, most),
+        dt_limits(settings),
         norm_eps,
     )
+
+
+def dt_limits(settings: Settings) -> tuple[float, float]:
+    """As in `StateConfig`."""
+    limits = settings.get("time_step_limit") or (0.0, math.inf)
+    if not isinstance(limits, Sequence) or len(limits) != 2:
+        raise ValueError(f"{settings.source}: time_step_limit must be two numbers, not {limits!r}")
+    least, most = (_number(limit, settings.source) for limit in limits)
+    return least, most
 
 
 def gated_delta_config(settings: Settings, norm_eps: float) -> StateConfig:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.kernels import Experts, HeadNorm, Index, LatentHeads, LatentNorm, LinearMethod, Terms
 from baton.engine.layers.current_step import current_step
-from baton.engine.layers.mlp import GatedMLP, MoE
+from baton.engine.layers.mlp import GatedMLP, MoE, SquaredMLP
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.rotary import Rotary
@@ -80,9 +80,15 @@ class LlamaAttention:
 
 class LlamaLayer:
     def __init__(
-        self, config: ModelConfig, weights: Weights, name: str, norms: Norms, mixer: Any, mlp: GatedMLP | MoE
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        name: str,
+        norms: Norms,
+        mixer: Any,
+        mlp: GatedMLP | MoE | None,
     ) -> None:
-        """`mixer`: attention, or what takes its place."""
+        """`mixer`: attention, or what takes its place. `mlp` None: the layer ends behind it."""
 
         def norm(of: str | None, *, summed: bool) -> RMSNorm | None:
             if of is None:
@@ -97,8 +103,9 @@ class LlamaLayer:
         self.mixer_norm = before(norms.before_mixer, mixer.input)
         self.mixer = mixer
         self.after_mixer = norm(norms.after_mixer, summed=False)
-        self.mlp_norm = before(norms.before_mlp, mlp.input)
-        self.mlp = mlp
+        self.mlp: Any = mlp
+        if mlp is not None:
+            self.mlp_norm = before(norms.before_mlp, mlp.input)
         self.after_mlp = norm(norms.after_mlp, summed=False)
 
     def __call__(
@@ -113,6 +120,8 @@ class LlamaLayer:
         mixed = self.mixer(layer, x, rotary, attend)
         if self.after_mixer is not None:
             mixed = self.after_mixer.of_sum(mixed)
+        if self.mlp is None:
+            return mixed
         x = self.mlp_norm(residual, mixed)
         if self.after_mlp is not None:
             return self.after_mlp.of_sum(self.mlp(x))
@@ -142,10 +151,14 @@ class Llama:
         return cls.attention(config, weights, f"model.layers.{layer}.self_attn")
 
     @classmethod
-    def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:
-        """The feed-forward part of a layer."""
+    def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE | None:
+        """The feed-forward part of a layer. None: it has none."""
         name, experts = f"model.layers.{layer}.{cls.mlp_name}", config.experts
+        if layer in config.without_mlp:
+            return None
         if experts is None or layer not in experts.layers:
+            if config.squared_relu:
+                return SquaredMLP(config, weights, name, config.intermediate_size)
             return GatedMLP(config, weights, name, config.intermediate_size, gelu=cls.gelu)
         return MoE(config, experts, weights, layer, name, cls.router_name, cls.shared_name)
 

@@ -358,6 +358,30 @@ TINY_MINIMAX_M2: dict[str, Any] = {
     "head_dim": 32,
     "rotary_dim": 16,
 }
+TINY_NEMOTRON_H: dict[str, Any] = {
+    "layers_block_type": [
+        "linear_attention",
+        "moe",
+        "linear_attention",
+        "full_attention",
+        "mlp",
+        "linear_attention",
+        "moe",
+    ],
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.8,
+    "n_group": 4,
+    "topk_group": 2,
+    "rescale_prenorm_residual": False,
+}
 TINY_OF_KIND = {
     "DeepseekV2": TINY_LATENT | {"q_lora_rank": None},
     "DeepseekV3": TINY_LATENT,
@@ -376,6 +400,7 @@ TINY_OF_KIND = {
     "Lfm2": TINY_LFM2,
     "Lfm2Moe": TINY_LFM2_MOE,
     "MiniMaxM2": TINY_MINIMAX_M2,
+    "NemotronH": TINY_NEMOTRON_H,
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,
 }

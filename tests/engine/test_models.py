@@ -102,6 +102,7 @@ KINDS = [
     ),
     pytest.param("Lfm2Moe", {}, id="lfm2-moe"),
     pytest.param("MiniMaxM2", {}, id="minimax-m2"),
+    pytest.param("NemotronH", {}, id="nemotron-h"),
     pytest.param("DeepseekV2", {}, id="deepseek-v2-lite"),
     pytest.param(
         "DeepseekV2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}, id="deepseek-v2-with-groups"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.kernels.blocks_of_rows import in_blocks, in_sizes
 from baton.engine.kernels.quantized.reference import FourBits, Fp8Experts
-from baton.engine.model_config import ClampedSwiGLU, Scoring
+from baton.engine.model_config import ClampedSwiGLU, Scoring, SquaredReLU
 
 
 class Choice(NamedTuple):
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 class Experts:
     """The experts of one layer that this rank holds, and how a token chooses among all experts."""
 
-    gate_up: Tensor | Fp8Experts | FourBits  # [held, 2 * inner, size]
+    gate_up: Tensor | Fp8Experts | FourBits  # [held, 2 * inner, size]; [held, inner, size] for `SquaredReLU`
     down: Tensor | Fp8Experts | FourBits  # [held, size, inner]
     choice: Choice
     """How a token chooses its experts."""
@@ -43,7 +43,7 @@ class Experts:
     """The first expert that is held. Those that are not add nothing to the sum."""
     gate_up_bias: Tensor | None = None  # [held, 2 * inner]
     down_bias: Tensor | None = None  # [held, size]
-    activation: ClampedSwiGLU | None = None
+    activation: ClampedSwiGLU | SquaredReLU | None = None
     """In place of silu(gate) * up."""
 
     takes_both: ClassVar[bool] = True
@@ -131,7 +131,9 @@ def mix(
     return total.to(x.dtype)
 
 
-def _activated(gate_up: Tensor, activation: ClampedSwiGLU | None) -> Tensor:
+def _activated(gate_up: Tensor, activation: ClampedSwiGLU | SquaredReLU | None) -> Tensor:
+    if isinstance(activation, SquaredReLU):
+        return F.relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)
     if activation is None:
         return F.silu(gate).mul_(up)

@@ -17,7 +17,7 @@ from baton.engine.loader.experts_config import (
     qwen3_experts,
     qwen3_next_experts,
 )
-from baton.engine.loader.families import kimi_linear, lfm2, minimax_m2, qwen3_5, sparse_latents
+from baton.engine.loader.families import kimi_linear, lfm2, minimax_m2, nemotron_h, qwen3_5, sparse_latents
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.rearrangements import (
     Gemma3Checkpoint,
@@ -104,6 +104,7 @@ FAMILIES: dict[str, Family] = {
     "Lfm2ForCausalLM": lfm2.DENSE,
     "Lfm2MoeForCausalLM": lfm2.MOE,
     "MiniMaxM2ForCausalLM": minimax_m2.FAMILY,
+    "NemotronHForCausalLM": nemotron_h.FAMILY,
 }
 
 

@@ -34,5 +34,7 @@ class Family:
     it."""
     further: str = "num_nextn_predict_layers"
     """The setting with the number of layers behind the others that predict further tokens."""
+    squared_relu: bool = False
+    """As in `ModelConfig`."""
     not_supported: Callable[[Settings], Iterator[str]] = lambda settings: iter(())
     """What a checkpoint of this family may have, and no class can do."""
