@@ -272,6 +272,34 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GemmaConfig:
+    """What Gemma 4 has beside Gemma 3."""
+
+    wide_layers: tuple[int, ...]
+    """Those that attend to all tokens. They have heads of their own."""
+    head_dim: int
+    """Of these."""
+    num_kv_heads: int
+    """Of these."""
+    k_is_v: bool
+    """Their values are their keys, before these are normalized and rotated."""
+    theta: float
+    """Of their rotation: pair i of a head turns by θ^(−2i / head_dim)."""
+    rotary_dim: int
+    """Dimensions of their heads that are rotated."""
+    sources: tuple[int, ...]
+    """Of each layer, the layer whose KV it reads."""
+    double_wide: bool
+    """Whether layers that read the KV of another one have MLPs of twice the size."""
+    layer_input: int
+    """Numbers that each layer gets of a token. 0: none."""
+    layer_vocab: int
+    """Tokens in the table of these."""
+    softcap: float | None
+    """The bound of logits. None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Multipliers:
     """Factors of Granite and Gemma models."""
 
@@ -335,6 +363,8 @@ class ModelConfig:
     latent: LatentConfig | None = None
     """None: each KV head has its own keys and values. With latents, the model has one KV head, and `head_dim`
     is the size of what a token has in the cache."""
+    gemma: GemmaConfig | None = None
+    """None: a model of another family."""
     without_mlp: tuple[int, ...] = ()
     """Layers with neither an MLP nor experts."""
     squared_relu: bool = False
@@ -350,6 +380,8 @@ class ModelConfig:
         """The size of the heads that the kernels of a GPU attend to. Those that are made of latents are
         padded to a power of two."""
         latent = self.latent
+        if self.gemma is not None:
+            return max(self.head_dim, self.gemma.head_dim)
         if latent is None:
             return self.head_dim
         if any(size.bit_count() > 1 for size in (latent.rank, latent.rope_dim, latent.value_dim)):
@@ -368,11 +400,12 @@ class ModelConfig:
         """The shape that one of `ranks` ranks computes with: its heads of attention and of state layers.
         Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
         Raises `ValueError` if the heads do not divide so."""
-        state = self.state
+        state, gemma = self.state, self.gemma
 
         def divides(ranks: int) -> bool:
             heads = [(self.num_heads, self.num_kv_heads)]
             heads += [] if state is None else [(state.num_heads, state.groups)]
+            heads += [] if gemma is None else [(self.num_heads, gemma.num_kv_heads)]
             return all(
                 of_all % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
                 for of_all, shared in heads
@@ -390,6 +423,7 @@ class ModelConfig:
             num_heads=self.num_heads // ranks,
             num_kv_heads=max(1, self.num_kv_heads // ranks),
             state=state and state.of_rank(ranks),
+            gemma=gemma and replace(gemma, num_kv_heads=max(1, gemma.num_kv_heads // ranks)),
         )
 
     def check_expert_parallel(self, ranks: int) -> None:
@@ -467,4 +501,8 @@ class ModelConfig:
         if self.latent is not None and (index := self.latent.index) is not None:
             indexed = self.num_layers - len(index.without)
             states += indexed * index.parameters(self.hidden_size, self.latent.query_rank or 0)
+        if (gemma := self.gemma) is not None:
+            wide = 2 * self.hidden_size * gemma.head_dim * (self.num_heads + gemma.num_kv_heads)
+            states = len(gemma.wide_layers) * (wide - attention)
+            states += self.num_layers * gemma.layer_input * (gemma.layer_vocab + 3 * self.hidden_size)
         return with_attention * attention + states + dense * mlp + sparse + self.embedding_parameters

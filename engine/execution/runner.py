@@ -46,7 +46,7 @@ from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec, Places
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec, Places, SharedCache
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
 from baton.engine.step import Step, Variant
 from baton.engine.step_adjustments import Adjustments, ScoredLogprobs
@@ -147,7 +147,13 @@ class ModelRunner:
         self._kernels = kernels
         self._config = config
         self._cache = cache
-        self._spans = [layer.span if isinstance(layer, AttentionCache) else None for layer in cache]
+        self._spans = [
+            layer.span if isinstance(layer, AttentionCache | SharedCache) else None for layer in cache
+        ]
+        self._sources = [
+            layer.source if isinstance(layer, SharedCache) else number for number, layer in enumerate(cache)
+        ]
+        """Of each layer, the layer whose cache it reads."""
         self._has_states = any(not array.per_token for layer in cache for array in layer.arrays)
         self._slots: list[list[Tensor]] = []
         """The tensors [slots, …] of all arrays of requests, those of one dtype together."""
@@ -415,8 +421,11 @@ class ModelRunner:
         def attend(
             layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None, scale: float
         ) -> Tensor:
-            kv = self.caches[layer]
-            q = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+            kv = self.caches[self._sources[layer]]
+            if self._sources[layer] == layer:
+                q = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+            else:
+                q = kernels.rotate(qkv, rotary, norm)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
             return kernels.attention(q, kv, tilings[self._spans[layer]], sinks, scale)
 

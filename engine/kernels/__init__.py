@@ -186,6 +186,12 @@ class Kernels:
             places[:, slots // block_size, slots % block_size] = rows.scales.view(shape[:-1])
         return q
 
+    def rotate(self, q: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
+        """As `rope_and_write`, of queries [tokens, num_heads, head_dim] alone: nothing is written."""
+        if norm is not None:
+            q = F.rms_norm(q, q.shape[-1:], eps=norm.eps) * norm.scale
+        return _rotated(q, rotary.to(q.dtype))
+
     def tile(
         self,
         metadata: AttentionMetadata,

@@ -76,10 +76,11 @@ def model_config_from_hf(
         nope=nope,
         state=family.state(settings, norm_eps) if family.state else None,
         rotary_dim=rotated,
-        multipliers=_multipliers(settings, architecture, hidden_size),
+        multipliers=_multipliers(settings, architecture, hidden_size, family),
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
         latent=latent,
         quantization=settings.get("quantization_config"),
+        gemma=family.gemma(settings) if family.gemma else None,
         without_mlp=tuple(settings.integers("layers_without_mlp")),
         squared_relu=family.squared_relu,
         further_layers=settings.integer(family.further) if settings.get(family.further) else 0,
@@ -148,8 +149,12 @@ def _spans(settings: Settings, types: Sequence[str], context: int) -> tuple[Span
     return spans if any(span and span.length < context for span in spans) else ()
 
 
-def _multipliers(settings: Settings, architecture: str, hidden_size: int) -> Multipliers | None:
+def _multipliers(
+    settings: Settings, architecture: str, hidden_size: int, family: Family
+) -> Multipliers | None:
     number = settings.number
+    if family.gemma:
+        return Multipliers(embedding=hidden_size**0.5, residual=1.0, attention=1.0, logits=1.0)
     if architecture in GEMMA3:
         attention = number("query_pre_attn_scalar", 256.0) ** -0.5
         return Multipliers(embedding=hidden_size**0.5, residual=1.0, attention=attention, logits=1.0)

@@ -111,6 +111,29 @@ class IndexedLatentCache:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedCache:
+    """An attention layer that reads the cache of another one, and keeps nothing."""
+
+    source: int
+    """The layer with the cache."""
+    span: Span | None = None
+    """As in `AttentionCache`."""
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]:
+        return ()
+
+    def allocate(self, places: Places, device: torch.device) -> None:
+        return None
+
+    def planes(self, cache: None) -> Sequence[Sequence[Tensor]]:
+        return ()
+
+    def slots(self, cache: None) -> Sequence[Tensor]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
 class StateCache:
     """A layer with a state of fixed size for each request (`engine.kernels.state.mamba2`)."""
 

@@ -176,6 +176,23 @@ TINY_GEMMA3: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+TINY_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "sliding_window": 20,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 199,
+    "final_logit_softcapping": 8.0,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 TINY_SIGLIP = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -403,6 +420,7 @@ TINY_OF_KIND = {
     "NemotronH": TINY_NEMOTRON_H,
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,
+    "Gemma4": TINY_GEMMA4,
 }
 
 
@@ -412,7 +430,17 @@ def tiny_of_kind(kind: str) -> dict[str, Any]:
     return TINY_EXPERTS if kind == "Qwen3Moe" else TINY_OF_KIND.get(kind, {})
 
 
-SEES = {"Llama4": tiny_llama4, "Gemma3": tiny_gemma3, "Qwen3_5": tiny_qwen3_5}
+def tiny_gemma4(kind: str, changes: dict[str, Any]) -> Any:
+    """One that sees nothing."""
+    import transformers
+
+    assert kind == "Gemma4Text"
+    return transformers.Gemma4ForCausalLM(
+        transformers.Gemma4TextConfig(**{**TINY, **tiny_of_kind(kind), **changes})
+    )
+
+
+SEES = {"Llama4": tiny_llama4, "Gemma3": tiny_gemma3, "Gemma4": tiny_gemma4, "Qwen3_5": tiny_qwen3_5}
 """What makes a model of a kind that also sees images."""
 
 
@@ -430,7 +458,7 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         # transformers initialises these with zeros and ones, which would prove nothing.
-        if name.endswith((".bias", "_bias", "norm.weight", ".D")):
+        if name.endswith((".bias", "_bias", "norm.weight", ".D", "layer_scalar")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith(".A_log"):  # states that outlive some tokens
             torch.nn.init.uniform_(parameter, -3.0, 0.0)

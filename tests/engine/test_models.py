@@ -101,6 +101,18 @@ KINDS = [
         id="lfm2-tied-with-biases",
     ),
     pytest.param("Lfm2Moe", {}, id="lfm2-moe"),
+    pytest.param("Gemma4Text", {}, id="gemma4"),
+    pytest.param(
+        "Gemma4Text",
+        {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": None,
+        },
+        id="gemma4-keys-as-values",
+    ),
     pytest.param("MiniMaxM2", {}, id="minimax-m2"),
     pytest.param("NemotronH", {}, id="nemotron-h"),
     pytest.param("DeepseekV2", {}, id="deepseek-v2-lite"),

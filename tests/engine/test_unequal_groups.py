@@ -416,6 +416,7 @@ MAMBA = kv_layout(3, 2, 16, "float32", states(8, 16), (0, 2))
 LAYOUTS = {
     "Qwen3Next": kv_layout(3, 2, 32, "float32", states(4, 32), (0, 2)),
     "Qwen3_5Moe": kv_layout(3, 2, 32, "float32", states(4, 32), (0, 2)),
+    "NemotronH": kv_layout(4, 2, 16, "float32", states(8, 16), (0, 1, 3)),
     "Lfm2": kv_layout(4, 2, 16, "float32", (CacheArray(STATE, "x", 2, 4, 16, "float32"),), (0, 2, 3)),
     "KimiLinear": kv_layout(3, 3, 16, "float32", states(4, 16, 4), (0, 2), kind=LATENT),
 }
@@ -427,6 +428,7 @@ LAYOUTS = {
     [
         ("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Qwen3Next", 2, 4),
         ("Qwen3_5Moe", 1, 2), ("KimiLinear", 1, 1), ("KimiLinear", 2, 1), ("Lfm2", 1, 2),
+        ("NemotronH", 2, 1),
     ],
 )  # fmt: skip
 def test_states_are_handed_over(

@@ -33,6 +33,7 @@ from tests.within import WITHIN
 pytestmark = ON_CPU
 KINDS: dict[str, dict[str, Any]] = {
     "Gemma3Text": {},
+    "Gemma4Text": {},
     "GptOss": {},
     "Llama4Text": {"attention_chunk_size": 160},
     "Mistral": {"sliding_window": 40},
@@ -92,6 +93,7 @@ def needed(layout: KVLayout, start: int, stop: int) -> int:
     [
         ("Gemma3Text", 1, 1, (16, 16)),
         ("Gemma3Text", 1, 2, (64, 4)),
+        ("Gemma4Text", 2, 1, (64, 16)),
         ("GptOss", 2, 1, (16, 64)),
         ("Llama4Text", 1, 1, (4, 128)),
         ("Mistral", 1, 1, (128, 16)),

@@ -30,6 +30,8 @@ FAMILIES = (
     "Qwen3_5Moe",
     "Lfm2",
     "MiniMaxM2",
+    "NemotronH",
+    "Gemma4Text",
 )
 LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear", "DeepseekV32", "GlmMoeDsa"
 

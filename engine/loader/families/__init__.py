@@ -17,7 +17,15 @@ from baton.engine.loader.experts_config import (
     qwen3_experts,
     qwen3_next_experts,
 )
-from baton.engine.loader.families import kimi_linear, lfm2, minimax_m2, nemotron_h, qwen3_5, sparse_latents
+from baton.engine.loader.families import (
+    gemma4,
+    kimi_linear,
+    lfm2,
+    minimax_m2,
+    nemotron_h,
+    qwen3_5,
+    sparse_latents,
+)
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.rearrangements import (
     Gemma3Checkpoint,
@@ -75,6 +83,8 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": Family(model=Olmo2),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,  # its text model
+    "Gemma4ForCausalLM": gemma4.FAMILY,
+    "Gemma4ForConditionalGeneration": gemma4.FAMILY,  # its text model
     "Qwen2ForCausalLM": Family(model=Qwen2),
     "Qwen3ForCausalLM": Family(model=Qwen3),
     "Qwen3MoeForCausalLM": Family(model=Qwen3, experts=qwen3_experts),

@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.engine.loader.rearranged import Rearranged
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import ExpertsConfig, LatentConfig, StateConfig
+from baton.engine.model_config import ExpertsConfig, GemmaConfig, LatentConfig, StateConfig
 from baton.engine.models.llama import Llama
 
 
@@ -34,6 +34,8 @@ class Family:
     it."""
     further: str = "num_nextn_predict_layers"
     """The setting with the number of layers behind the others that predict further tokens."""
+    gemma: Callable[[Settings], GemmaConfig] | None = None
+    """As in `ModelConfig`. None: a model of another family."""
     squared_relu: bool = False
     """As in `ModelConfig`."""
     not_supported: Callable[[Settings], Iterator[str]] = lambda settings: iter(())
