@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from baton.vllm_worker.mixed_steps import StepCosts
+from baton.engine.api.stats import StepStats
 
 Ended = Literal["finished", "cancelled"]
 """Why a prefill is not handed over. "finished": its first token is the last."""
@@ -113,7 +113,7 @@ class StepMetadata:
     """By request id: outputs with which requests begin. Every rank needs them."""
     number: int = 0
     """Of the step."""
-    costs: list[StepCosts] = field(default_factory=list)
+    costs: list[StepStats] = field(default_factory=list)
     """What steps cost now, if that has changed."""
 
 

@@ -16,10 +16,10 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from baton.engine.api.stats import UNKNOWN_STEP, MixedStep
+from baton.engine.api.stats import UNKNOWN_STEP, StepStats
 from baton.engine.core.meters import DECAY, LEAST, LONG, Batch, ChunkLimit, Meters, prompt_limit
 from baton.machine import Average
-from baton.machine.step_model import LearnedSteps, StepModel, row_sizes, token_sizes
+from baton.machine.step_model import LearnedSteps, row_sizes, token_sizes
 
 ALIKE = 8
 """Steps in a row that only decode, and of which the mean says what such a step takes. vLLM learns late of the
@@ -30,22 +30,6 @@ TRIED_AGAIN = 60.0
 """Seconds after which a worker that found prompts dear takes one again. No other step would tell it."""
 MOST_DECODES = 4_096
 """Largest number of decodes that the table of steps tells apart from fewer."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Fields of `EngineStats`."""
-
-    step_seconds: float = 0.0
-    fastest_step_seconds: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    long: MixedStep = UNKNOWN_STEP
-    step_table: StepModel | None = None
-    step_factors: tuple[float, float] = (1.0, 1.0)
-    decode_context: int = 0
-    gap_cost: float = 0.0
-    queue_seconds: float = 0.0
-    gap_target_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -197,7 +181,7 @@ class MixedSteps:
         speed = self._meters.prefill_tokens_per_s
         return 1 / speed if speed else 0.0
 
-    def news(self, now: float) -> list[StepCosts]:
+    def news(self, now: float) -> list[StepStats]:
         """Returns what steps cost, if it differs in two digits from what was returned before."""
         meters, limit = self._meters, self._meters.chunk_limit
         batch = self._batch
@@ -214,4 +198,4 @@ class MixedSteps:
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in values)
         if told == self._told:
             return []
-        return [StepCosts(*rest, long, steps.table, steps.factors, *load, limit.gap_target)]
+        return [StepStats(*rest, long, steps.table, steps.factors, *load, limit.gap_target)]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.engine import EngineStats
+from baton.engine.api.stats import StepStats
 from baton.vllm_worker.attempt import VLLMAttempt
-from baton.vllm_worker.mixed_steps import StepCosts
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Load:
     queries: int = 0
     """Tokens looked up in the prefix cache."""
     hits: int = 0
-    costs: StepCosts = field(default_factory=StepCosts)
+    costs: StepStats = field(default_factory=StepStats)
     """As the connector says."""
 
     def step(self, scheduler: Any, iteration: Any) -> None:

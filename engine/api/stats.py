@@ -67,7 +67,34 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
+class StepStats:
+    """What the recent steps of an engine cost, and what the next ones will."""
+
+    step_seconds: float = 0.0
+    """Running average of a step. 0 before the first."""
+    fastest_step_seconds: float = 0.0
+    """The fastest step that only decoded. 0 before the first."""
+    prefill_tokens_per_s: float = 0.0
+    """Running average over steps with prefills, which may decode, too. 0 before the first."""
+    long: MixedStep = UNKNOWN_STEP
+    """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
+    only if a prompt would otherwise be late."""
+    step_table: StepModel | None = None
+    """What steps cost, without the factors. None: not known yet."""
+    step_factors: tuple[float, float] = (1.0, 1.0)
+    """How many times as long decodes and prompts take now as in the table."""
+    decode_context: int = 0
+    """Positions that the requests which decode read in a step."""
+    gap_cost: float = 0.0
+    """Of the requests that decode, as in `EngineRequest`."""
+    queue_seconds: float = 0.0
+    """Until all `tokens_waiting` are computed, as expected. 0: none, or not known."""
+    gap_target_seconds: float = 0.0
+    """0 before the first step that only decoded, if the target is given in such steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(StepStats):
     """The state of an engine at one moment, and averages over its recent steps. A worker reports the fields
     that `WorkerStatus` in proto/worker.proto has under the same names."""
 
@@ -95,32 +122,11 @@ class EngineStats:
     """Tokens looked up in the prefix cache since the start."""
     prefix_cache_hits: int
     """How many of these the cache had."""
-    prefill_tokens_per_s: float
-    """Running average over steps with prefills, which may decode, too. 0 before the first."""
     prefill_position: float
-    """Mean position of these tokens in their prompts. A later one costs more, by its attention."""
-    step_seconds: float
-    """Running average of a step. 0 before the first."""
-    fastest_step_seconds: float
-    """The fastest step that only decoded. 0 before the first."""
-    long: MixedStep = UNKNOWN_STEP
-    """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
-    only if a prompt would otherwise be late."""
+    """Mean position of the tokens in `prefill_tokens_per_s`. A later one costs more, by its attention."""
     experts: ExpertStats | None = None
     """None: a dense model."""
     offload: Sequence[OffloadStats] = ()
     """One entry for each tier below the device."""
     speculation: SpeculationStats | None = None
     """None: no token is drafted."""
-    step_table: StepModel | None = None
-    """What steps cost, without the factors. None: not known yet."""
-    step_factors: tuple[float, float] = (1.0, 1.0)
-    """How many times as long decodes and prompts take now as in the table."""
-    decode_context: int = 0
-    """Positions that the requests which decode read in a step."""
-    gap_cost: float = 0.0
-    """Of the requests that decode, as in `EngineRequest`."""
-    queue_seconds: float = 0.0
-    """Until all `tokens_waiting` are computed, as expected. 0: none, or not known."""
-    gap_target_seconds: float = 0.0
-    """0 before the first step that only decoded, if the target is given in such steps."""

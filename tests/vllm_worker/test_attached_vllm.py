@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from baton.engine.api.stats import StepStats
 from baton.kv_transfer import (
     FetchFailed,
     Heartbeat,
@@ -24,7 +25,6 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
 from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, Costs, FromConnector
-from baton.vllm_worker.mixed_steps import StepCosts
 from tests.kv_transfer.transfer_process import deadlines
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
@@ -40,7 +40,7 @@ class Worker:
     def __init__(self, model: Path, role: str, ranks: int, **options: Any) -> None:
         self.incarnation = int.from_bytes(os.urandom(8))
         self.heard: list[FromConnector] = []
-        self.costs = StepCosts()
+        self.costs = StepStats()
         self._heartbeat = Heartbeat.create()
         arenas, self._theirs = make_arenas(ranks, SLOTS, SLOT_BYTES)
         self._directory = TemporaryDirectory()

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from baton.engine.api.stats import StepStats
 from baton.engine.core.meters import LEAST, MIXED_STEPS
-from baton.vllm_worker.mixed_steps import ALIKE, TRIED_AGAIN, MixedSteps, StepCosts
+from baton.vllm_worker.mixed_steps import ALIKE, TRIED_AGAIN, MixedSteps
 
 STEP, TOKEN = 0.010, 0.0001
 MOST = 2048
@@ -125,7 +126,7 @@ def test_a_prompt_of_few_tokens_alone_shows_no_speed() -> None:
 
 def test_costs_are_said_once() -> None:
     vllm = VLLM()
-    assert vllm.steps.news(vllm.now) == [StepCosts()]
+    assert vllm.steps.news(vllm.now) == [StepStats()]
     vllm = vllm.learned()
     [costs] = vllm.steps.news(vllm.now)
     assert costs.fastest_step_seconds == pytest.approx(STEP)

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from baton.engine import EngineStats, MixedStep
+from baton.engine.api.stats import StepStats
 from baton.machine.step_model import StepModel
 from baton.vllm_worker.attachment import Costs
-from baton.vllm_worker.mixed_steps import StepCosts
 from baton.vllm_worker.stats import Load
 from tests.vllm_worker.played import played
 
@@ -45,7 +45,7 @@ def test_what_steps_cost_is_what_the_connector_says() -> None:
     load = Load()
     assert stats(load).long == MixedStep(0, 0.0)
     model = StepModel((1,), (0.5,), 0.0, (16, 32), (0.5, 1.0), 0.0, 1.0)
-    said = Costs(StepCosts(0.006, 0.004, 4e4, MixedStep(300, 0.015), model))
+    said = Costs(StepStats(0.006, 0.004, 4e4, MixedStep(300, 0.015), model))
     load.costs = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Costs).costs
     found = stats(load)
     assert found.step_table == model

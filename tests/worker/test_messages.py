@@ -1,5 +1,8 @@
 """Encoding and decoding keeps every type that a message embeds."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from baton.content import Tier
@@ -32,6 +35,10 @@ LOGPROBS = Logprobs(-0.5, (1, 2), (-0.5, -1.5))
 WORK = messages.Work(REQUEST, 1.5, messages.Origin(ID, "name", "", 2.5))
 
 
+FIELDS = [field.name for field in dataclasses.fields(EngineStats) if field.type is int]
+COUNTS: dict[str, Any] = {name: number for number, name in enumerate(FIELDS, 1) if name != "decode_context"}
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -55,32 +62,20 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
         messages.EngineStatus(
             1,
             EngineStats(
-                1,
-                2,
-                3,
-                4,
-                5,
-                6,
-                7,
-                8,
-                9,
-                10,
-                11,
-                12,
-                13,
-                0.5,
-                4096.0,
-                0.25,
-                0.125,
-                MixedStep(9, 0.75),
-                ExpertStats([1, 2], 1.5, 2.0),
-                [OffloadStats(Tier.HOST, 1, 2, 0.5, 3, 4, 5, 6, 7)],
-                SpeculationStats(3, 9, 5),
-                StepModel((1, 8), (0.25, 0.5), 0.125, (16,), (0.5,), 0.0, 1.0),
-                (2.0, 0.5),
-                100,
-                2.5,
-                0.75,
+                step_seconds=0.25,
+                fastest_step_seconds=0.125,
+                prefill_tokens_per_s=0.5,
+                prefill_position=4096.0,
+                long=MixedStep(9, 0.75),
+                step_table=StepModel((1, 8), (0.25, 0.5), 0.125, (16,), (0.5,), 0.0, 1.0),
+                step_factors=(2.0, 0.5),
+                decode_context=100,
+                gap_cost=2.5,
+                queue_seconds=0.75,
+                experts=ExpertStats([1, 2], 1.5, 2.0),
+                offload=[OffloadStats(Tier.HOST, 1, 2, 0.5, 3, 4, 5, 6, 7)],
+                speculation=SpeculationStats(3, 9, 5),
+                **COUNTS,
             ),
             RequestCounts(1, 2, 3, 4, 5),
             idle=False,
