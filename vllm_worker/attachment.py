@@ -25,10 +25,10 @@ from pathlib import Path
 import msgspec
 
 import baton.kv_transfer as kv
-from baton.engine.api.stats import StepStats
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
+from baton.vllm_worker.mixed_steps import StepStats
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 250

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from baton.engine.api.stats import StepStats
+from baton.vllm_worker.mixed_steps import StepStats
 
 Ended = Literal["finished", "cancelled"]
 """Why a prefill is not handed over. "finished": its first token is the last."""
