@@ -2,8 +2,8 @@
 
 Every second layer keeps three arrays in place of KV: a `mark` of each token, whose heads ranks share out; a
 `stamp` of each token, which all ranks hold; and a `ledger` of each request, which depends on every token
-before it in order. Each row reads all marks and stamps up to its own position. So a position, a state or an
-array that is lost, old, or in another place changes the tokens of a request.
+before it in order. Each row reads all marks up to its own position, and the stamps in its window. So a
+position, a state or an array that is lost, old, or in another place changes the tokens of a request.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import CacheArray, CacheKind, Unit
+from baton.content.cache_kinds import CacheArray, CacheKind, Unit, Window
 from baton.engine.kernels import Kernels
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.state.mamba2 import Prompt, TorchStateTiling
@@ -29,6 +29,8 @@ from tests.engine.checkpoints import edit_json
 NAME = "LedgerForCausalLM"
 MARK, STAMP = CacheKind("mark", Unit.TOKEN), CacheKind("stamp", Unit.TOKEN, copied=True)
 LEDGER = CacheKind("ledger", Unit.REQUEST)
+WINDOW = 40
+"""Tokens whose stamps a token reads."""
 LARGEST = 65521
 """Values are below this prime, so float32 holds them and a step from one to the next."""
 
@@ -47,7 +49,7 @@ class LedgerCache:
     def arrays(self) -> tuple[CacheArray, ...]:
         return (
             CacheArray(MARK, "mark", 1, self.heads, 1, "float32"),
-            CacheArray(STAMP, "stamp", 1, 2, 3, "float32"),
+            CacheArray(STAMP, "stamp", 1, 2, 3, "float32", Window(WINDOW)),
             CacheArray(LEDGER, "ledger", 1, self.heads, 2, "float32"),
         )
 
@@ -95,7 +97,7 @@ class Ledger:
                     state.ledger[kept[count], 0] = torch.stack((value, LARGEST - value), dim=1)
                 seen = torch.arange(position + 1)
                 read = table[seen // step.block_size] * step.block_size + seen % step.block_size
-                found[row] = value + mark[read].sum((0, 2)) + 3 * stamp[read].sum()
+                found[row] = value + mark[read].sum((0, 2)) + 3 * stamp[read[-WINDOW:]].sum()
             state.ledger[slot, 0] = torch.stack((value, LARGEST - value), dim=1)
         return found
 

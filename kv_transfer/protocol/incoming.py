@@ -9,7 +9,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from baton.content.cache_kinds import CacheArray, Range
+from baton.content.cache_kinds import Range
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.frame import Header, Refusal
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
@@ -64,11 +64,12 @@ class Incoming:
         """The session is up, so the layout of the sender is known. No frame has come yet."""
         assert self.state is TransferState.RESERVED
         self.layout = layout
+        self._ask()
         states = 1 if self._narrows else len(self._states_at)
         # The heads of each array of each layer, and the bytes of one of them.
         arrays: dict[LayerArray, Range] = {
             (number, layer): (
-                (self._asked(array) if array.per_token else states) * array.heads,
+                (self._positions[number] if array.per_token else states) * array.heads,
                 array.head_bytes,
             )
             for number, array in enumerate(layout.arrays)
@@ -85,9 +86,11 @@ class Incoming:
         """Positions that were asked for."""
         return sum(stop - start for start, stop in self.ranges)
 
-    def _asked(self, array: CacheArray) -> int:
-        """Positions that come of an array of tokens."""
-        return sum(stop - start for start, stop in array.read_of(self.ranges, self._next_position))
+    def _ask(self) -> None:
+        """Of each array, the positions that come if each token has it, and how many these are."""
+        arrays = self.layout.arrays
+        self._asked = [[*array.read_of(self.ranges, self._next_position)] for array in arrays]
+        self._positions = [sum(stop - start for start, stop in asked) for asked in self._asked]
 
     @property
     def live(self) -> bool:
@@ -119,8 +122,7 @@ class Incoming:
         kept = self.layout.arrays[piece.array]
         if kept.per_token:
             size = piece.token_count * kept.head_bytes
-            asked = kept.read_of(self.ranges, self._next_position)
-            was_asked = any(a <= start and stop <= b for a, b in asked)
+            was_asked = any(a <= start and stop <= b for a, b in self._asked[piece.array])
         else:
             size = kept.head_bytes
             was_asked = start == stop and start in self._states_at
@@ -167,17 +169,18 @@ class Incoming:
         Fault if frames came that contradict this."""
         assert self.live
         [(start, _)] = self.ranges
-        asked = [self._asked(array) for array in self.layout.arrays]
+        asked = self._positions
         if stop not in self._states_at and self._narrows:
             raise Fault("frame_range", f"a frame came of states that are not those after {stop}")
         self.ranges, self._states_at, self._next_position = ((start, stop),), (stop,), stop
+        self._ask()
         for (number, layer), heads in self._covered.items():
             if not (array := self.layout.arrays[number]).per_token:
                 continue
-            first = next((a for a, _ in array.read_of(self.ranges, stop)), stop)
+            first = next((a for a, _ in self._asked[number]), stop)
             if any(parts[0][0] < first or parts[-1][1] > stop for parts in heads.values()):
                 raise Fault("frame_range", f"a frame came of positions that are not from {first} to {stop}")
-            left_out = (asked[number] - self._asked(array)) * array.bytes
+            left_out = (asked[number] - self._positions[number]) * array.bytes
             self._missing[number, layer] -= left_out
             self._expected_bytes -= left_out
         self._count_missing_frames()

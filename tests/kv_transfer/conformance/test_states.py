@@ -78,16 +78,21 @@ def test_a_prefix_comes_with_all_arrays_at_its_end(make_pair: Any) -> None:
 
 
 def assert_everything(pair: Pair, decode_id: bytes, blocks: list[int], start: int, n: int) -> None:
-    """All arrays came: those of tokens from blocks of 32, those of requests from slot 1 to slot 3."""
+    """All arrays came: those of tokens from blocks of 32, as far as a token at `n` reads them, and those of
+    requests from slot 1 to slot 3."""
     event = pair.event(decode_id)
     states = [(x, of) for x, of in zip(LEDGER.arrays, LEDGER.layers, strict=True) if not x.per_token]
-    size = (n - start) * LEDGER.bytes_per_token + sum(x.bytes * len(of) for x, of in states)
+    read = {of.name: next(of.read_of([(start, n)], n)) for of, _ in LEDGER.token_arrays}
+    size = sum((n - read[of.name][0]) * of.bytes * len(layers) for of, layers in LEDGER.token_arrays)
+    size += sum(x.bytes * len(of) for x, of in states)
     assert (event.stats.bytes, event.stats.tokens) == (size, n - start)
     pair.assert_same(blocks, decode_id, start, n)
-    there = positions(blocks, 32, start, n)
-    here = positions(pair.decode.reserved[decode_id], 16, start, n)
     for array, sent, received in zip(LEDGER.arrays[1:], pair.prefill.others, pair.decode.others, strict=True):
-        for layer, other in zip(sent, received, strict=True) if array.per_token else ():
+        if not array.per_token:
+            continue
+        there = positions(blocks, 32, *read[array.name])
+        here = positions(pair.decode.reserved[decode_id], 16, *read[array.name])
+        for layer, other in zip(sent, received, strict=True):
             assert torch.equal(layer.flatten(1, 2)[:, there].cpu(), other.flatten(1, 2)[:, here].cpu())
     assert_states(pair, 1, 3)
     pair.assert_whole()
