@@ -60,7 +60,7 @@ class EagleReference(_Reference):
         normed = _norm(hidden, weight("hidden_norm"), self.eps)
         residual = normed if self.config["norm_before_residual"] else hidden
         x = torch.cat((_norm(embedded, weight("input_layernorm"), self.eps), normed), dim=-1)
-        head_dim = self.model.model.layers[0].self_attn.head_dim
+        head_dim = self.config["head_dim"]
         q, k, v = (
             (x @ weight(f"self_attn.{kind}_proj").T).unflatten(-1, (-1, head_dim)).transpose(0, 1)[None]
             for kind in "qkv"
@@ -71,6 +71,13 @@ class EagleReference(_Reference):
         x = _norm(residual, weight("post_attention_layernorm"), self.eps)
         inner = F.silu(x @ weight("mlp.gate_proj").T) * (x @ weight("mlp.up_proj").T)
         return residual + inner @ weight("mlp.down_proj").T
+
+    def rotary(self, count: int) -> tuple[Tensor, Tensor]:
+        """That of the head, which may be unlike the model's."""
+        size = self.config["head_dim"]
+        angles = torch.arange(float(count))[:, None] * 1e4 ** -(torch.arange(0, size, 2) / size)
+        both = torch.cat((angles, angles), dim=1)[None]
+        return both.cos(), both.sin()
 
     def token(self, hidden: Tensor) -> int:
         logits = self.tensors["lm_head.weight"] @ _norm(hidden, self.tensors["norm.weight"], self.eps)
