@@ -370,7 +370,8 @@ TINY_LFM2_MOE: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
 }
 TINY_MINIMAX_M2: dict[str, Any] = {
-    **{name: value for name, value in TINY_EXPERTS.items() if not name.startswith("moe_")},
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
     "intermediate_size": 24,
     "head_dim": 32,
     "rotary_dim": 16,

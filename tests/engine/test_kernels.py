@@ -137,6 +137,8 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         ("GlmMoeDsa", {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "index_topk": 4}),
         ("Qwen3Next", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
         ("Lfm2", {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]}),
+        ("NemotronH", {"layers_block_type": ["full_attention", "moe", "linear_attention", "mlp"]}),
+        ("MiniMaxM2", {"num_hidden_layers": 1, "rotary_dim": 8}),
         ("KimiLinear", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
     ],
 )

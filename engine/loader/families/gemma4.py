@@ -146,6 +146,8 @@ class Gemma4(Llama):
         return GatedMLP(config, weights, f"model.layers.{layer}.mlp", size, gelu=True)
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        if weights.device.type != "cpu":
+            raise ValueError(f"{weights.source}: kernels of a GPU take one shape of heads; use --device cpu")
         super().__init__(config, weights)
         gemma = gemma_of(config)
         assert self.embedding_scale is not None, "the loader sets the multipliers"
