@@ -37,7 +37,11 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
     require("stream/promises").pipeline(createReadStream(process.argv[1]), createBrotliDecompress(), \
     createWriteStream(process.argv[2], {mode: 0o755}));
 
-.PHONY: prometheus venv venv-vllm install serve test test-long lint bench proto reference manifests shape pins clean
+# Plots of the dashboard and of reports. The files are committed, with their licence.
+UPLOT := uplot@1.6.32
+PAGES := router/endpoints/pages
+
+.PHONY: vendor screenshots prometheus venv venv-vllm install serve test test-long lint bench proto reference manifests shape pins clean
 venv: $(ALL)
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -119,6 +123,15 @@ proto: venv
 # Lines, files, Protocols and words, by which a change of the tree's shape can be judged.
 shape:
 	@$(PYTHON) tests/shape.py
+
+vendor:
+	npm install --no-audit --no-fund --prefix $(VENV) $(UPLOT)
+	cp $(VENV)/node_modules/uplot/dist/uPlot.iife.min.js $(VENV)/node_modules/uplot/dist/uPlot.min.css $(PAGES)
+	cp $(VENV)/node_modules/uplot/LICENSE $(PAGES)/uPlot.LICENSE
+
+# The pictures of the pages in docs/images, from the tests of these pages.
+screenshots: venv $(NODE_MODULES)
+	SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -m 'long or not long' tests/*/test_dashboard.py tests/router/test_chat_page.py
 
 reference: venv
 	$(BIN)/python -m docs.reference.generate

@@ -47,6 +47,7 @@ class TransferStats(msgspec.Struct, frozen=True, tag=True):
     refused: dict[str, int]  # peers and frames refused, by reason
     deadlines: dict[str, int]  # expired, by name in TransferDeadlines
     transports: dict[str, str]  # peers that fetch from here, by name: kind of memory, or "tcp: " and why
+    sent_to: dict[str, int]  # bytes of KV frames to them, by name, since their sessions began
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True):

@@ -71,7 +71,7 @@ class Tracer:
     def record(self, name: str, traceparent: str, start: float, end: float, attributes: Attributes) -> None:
         """Records a span that has already ended."""
         if self.on:
-            self._start(name, traceparent, start, attributes, "internal").end(_time_of_day(end))
+            self._start(name, traceparent, start, attributes, "internal").end(time_of_day(end))
 
     def close(self) -> None:
         """Exports the remaining spans, for at most `EXPORT_SECONDS`."""
@@ -114,7 +114,7 @@ class Span:
                 from opentelemetry.trace import StatusCode
 
                 self._span.set_status(StatusCode.ERROR, error)
-            self._span.end(_time_of_day(time.monotonic()))
+            self._span.end(time_of_day(time.monotonic()))
 
 
 def _exporting(
@@ -147,7 +147,7 @@ def _exporting(
             context=extract({"traceparent": traceparent} if traceparent else {}),
             kind=SpanKind[kind.upper()],
             attributes=dict(attributes),
-            start_time=_time_of_day(at),
+            start_time=time_of_day(at),
         )
 
     def close() -> None:
@@ -161,7 +161,7 @@ def _exporting(
     return start, close
 
 
-def _time_of_day(at: float) -> int:
+def time_of_day(at: float) -> int:
     """Converts a time.monotonic() in seconds to nanoseconds since the epoch."""
     # This process may lose its CPU between two readings, for some milliseconds.
     readings = [

@@ -22,6 +22,7 @@ from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Choice, Delta, Token, TokenQueue
+from baton.router.history import Ended
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
 from baton.router.text.detokenizer import StopStrings
@@ -296,12 +297,34 @@ class ActiveRequest:
                 generation.cancel()
                 self._token_queue.put(index, error)
 
+    def _record(self, seconds: float) -> Ended:
+        """What the router remembers of the request: of several choices the route of the first one."""
+        used, first = self.usage(), self._generations[0]
+        cut = "error" if self._failure else "abort"
+        return Ended(
+            id=self.name,
+            began_at=first.began_at,
+            seconds=seconds,
+            prompt_tokens=used.prompt_tokens,
+            cached_tokens=used.cached_tokens,
+            output_tokens=used.completion_tokens,
+            queue_seconds=first.queue_seconds,
+            first_token_seconds=first.first_token_seconds,
+            finish_reason=self.choices[0].finish_reason or cut,
+            error=self._failure,
+            route=tuple(first.addresses),
+            addresses=tuple(first.addresses.values()),
+            events=tuple(first.events),
+        )
+
     def _unread(self) -> None:
         self.abort(TooSlow("the client left too much of its response unread"))
 
     def _close(self, seconds: float) -> None:
         metrics = self.services.metrics
         self._token_queue.close()
+        if self._generations:
+            metrics.history.ended(self._record(seconds))
         for generation, choice, job in zip(self._generations, self.choices, self.jobs, strict=False):
             cut = not generation.done
             generation.cancel()

@@ -14,11 +14,13 @@ class ApiError(Exception):
         status: the HTTP status.
         type, code, param: as in OpenAI's API. `param` is the field at fault.
         retry_after: seconds after which another try may succeed.
+        remedy: what to do about it, for the operator of the cluster.
     """
 
     status = 500
     type = "server_error"
     code: str | None = None
+    remedy = "see the log of the router: it has the stack of this error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
         if len(message) > _LONGEST:  # it names what the client sent, which may be its whole body
@@ -88,12 +90,14 @@ class UnsupportedMediaType(ApiError):
 
 class Overloaded(ApiError):
     status, type, code = 429, "rate_limit_error", "overloaded"
+    remedy = "add workers, or let requests wait longer (--max-wait)"
 
 
 class RateLimited(Overloaded):
     """This client has reached the limits of its API key. Others are served."""
 
     code = "rate_limit_exceeded"
+    remedy = "raise the limits of the API key, if the cluster has room"
 
 
 class TooSlow(ApiError):
@@ -106,18 +110,22 @@ class Failed(ApiError):
     """The request failed on too many workers."""
 
     code = "request_failed"
+    remedy = "look for the request id in the logs of the workers; it failed on several of them"
 
 
 class NoWorker(ApiError):
     status, type, code = 503, "service_unavailable_error", "no_worker"
+    remedy = "see `baton status` for why a pool has no ready worker, and start one"
 
 
 class ShuttingDown(ApiError):
     status, type, code = 503, "service_unavailable_error", "shutting_down"
+    remedy = "nothing: clients that try again reach another router"
 
 
 class TimedOut(ApiError):
     status, type, code = 504, "timeout_error", "timeout"
+    remedy = "add workers, or raise --request-timeout or the client's own limit"
 
 
 def error_code(kind: type[ApiError]) -> str:

@@ -22,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 
 from baton.router.admission.queue import Admission
 from baton.router.errors import ApiError, all_errors, error_code
+from baton.router.history import History
 from baton.router.policy.plan import REASONS
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import WorkerState
@@ -88,6 +89,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: str) -> None:
+        self.history = History()
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -188,13 +190,17 @@ class Metrics:
                     )
                 )
 
-    def failed(self, error: ApiError) -> None:
+    def failed(self, error: ApiError, request_id: str = "") -> None:
         """Counts a request that was answered with an error."""
         self._errors[error_code(type(error))].inc()
+        self.history.failed(error, request_id)
 
     def paths(self) -> dict[str, Any]:
         """How the requests so far went through the workers, for the status of the router."""
+        errors = {code: _count(counter) for code, counter in self._errors.items()}
         return {
+            "errors": {code: count for code, count in errors.items() if count},
+            "retries": {cause: n for cause, each in self.retries.items() if (n := _count(each))},
             "handovers": _count(self.handover_gap),
             "split_prompts": _count(self.split_prompts),
             "overflow": {reason: _count(counter) for reason, counter in self.overflow.items()},

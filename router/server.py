@@ -38,7 +38,7 @@ from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
 from baton.router.processes.sockets import serve_commands
-from baton.router.status import router_state, router_status
+from baton.router.status import request_timeline, router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.checks import RouterModel
@@ -256,6 +256,9 @@ async def _answer(command: str, given: bytes, router: RunningRouter, signals: as
             return router.services.metrics.exposition()
         case "status":
             return json.dumps(await router_status(router.services, router.frontend.draining)).encode()
+        case "request":
+            found = await request_timeline(router.services, given.decode())
+            return b"" if found is None else json.dumps(found).encode()
         case "ping":
             return json.dumps(router_state(router.services, router.frontend.draining)).encode()
         case "drain":

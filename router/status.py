@@ -3,14 +3,18 @@
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from google.protobuf.message import Message
 
+from baton import version
+from baton.router import history
 from baton.router.active_request import Services
 from baton.router.config import RouterConfig
+from baton.router.policy.plan import REASONS
 from baton.router.workers.worker import POOL_NAMES, Worker
 
 Condition = Literal["ready", "routable"]
@@ -21,6 +25,11 @@ _COUNTS = (
     "requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens", "handovers",
     "split_prompts",
 )  # fmt: skip
+
+_BY_LABEL = ("overflow", "errors", "retries")
+_MOST = ("expected_wait_seconds", "pool_changes")
+"""Every process reports the same."""
+_LISTS = ("failures", "recent_requests")
 
 
 async def router_status(services: Services, draining: bool) -> dict[str, Any]:
@@ -42,6 +51,7 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
     return {
         "index": config.index,
         "pid": os.getpid(),
+        "version": version(),
         "model": config.model_name,
         "state": "draining" if draining else "serving",
         "ready": pool.complete,
@@ -51,7 +61,10 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
         "waiting_for_room": admission.waiting_for_decode,
         "waiting_for_workers": len(admission.parked.without_worker),
         "waiting_tokens": admission.waiting_tokens,
+        "expected_wait_seconds": round(admission.expected_wait, 3),
+        "pool_changes": pool.pool_changes,
         **services.metrics.paths(),
+        **services.metrics.history.status(),
     }
 
 
@@ -59,20 +72,28 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
     """Merges the status of all processes. `router` has sums, the workers are those of the first process."""
     routers = [status["router"] for status in found.values()]
     counts = {name: sum(router[name] for router in routers) for name in _COUNTS}
-    reasons = routers[0]["overflow"] if routers else {}
-    overflow = {reason: sum(router["overflow"][reason] for router in routers) for reason in reasons}
+    by_label = {name: dict(sum((Counter(r[name]) for r in routers), Counter())) for name in _BY_LABEL}
+    by_label["overflow"] = dict.fromkeys(REASONS, 0) | by_label["overflow"]
+    most = {name: max((router[name] for router in routers), default=0) for name in _MOST}
     return {
         "router": {
             "index": config.index,
             "pid": os.getpid(),
+            "version": version(),
             "model": config.model_name,
             "state": "draining" if any(r["state"] == "draining" for r in routers) else "serving",
             "ready": all_are("ready", routers),
             "routable": all_are("routable", routers),
             **counts,
-            "overflow": overflow,
+            **most,
+            **by_label,
+            **history.merged(routers),
         },
-        "processes": [{"number": number, **status["router"]} for number, status in found.items()],
+        "processes": [
+            {"number": number}
+            | {name: value for name, value in status["router"].items() if name not in _LISTS}
+            for number, status in found.items()
+        ],
         "workers": next(iter(found.values()))["workers"] if found else [],
         "cluster": next(iter(found.values()))["cluster"] if found else None,
     }
@@ -81,6 +102,19 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
 def all_are(condition: Condition, routers: list[dict[str, Any]]) -> bool:
     """True when it holds for every process that listens. One that restarts gets no connections."""
     return bool(routers) and all(r[condition] and r["state"] == "serving" for r in routers)
+
+
+async def request_timeline(services: Services, request_id: str) -> dict[str, Any] | None:
+    """The life of a request that has ended, with the phases that its workers report. None: not known."""
+    ended = services.metrics.history.find(request_id)
+    if ended is None:
+        return None
+    workers = [worker for worker in services.pool.connections if worker.address in ended.addresses]
+    answers = await asyncio.gather(*(worker.phases(request_id) for worker in workers))
+    phases = {
+        str(worker): [_plain(each) for each in found] for worker, found in zip(workers, answers, strict=True)
+    }
+    return history.timeline(ended, phases)
 
 
 def _cluster(file: str | None) -> dict[str, Any] | None:

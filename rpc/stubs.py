@@ -57,6 +57,7 @@ class WorkerStub(_Stub):
     Attach: grpc.aio.StreamStreamMultiCallable[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]
     Describe: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.DescribeRequest, worker_pb2.WorkerDescription]
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.StatusRequest, worker_pb2.WorkerStatus]
+    GetPhases: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.PhasesRequest, worker_pb2.Phases]
     SetPool: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.SetPoolRequest, worker_pb2.WorkerStatus]
 
 

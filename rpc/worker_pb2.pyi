@@ -468,6 +468,37 @@ class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class PhasesRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class Phases(_message.Message):
+    __slots__ = ("phases",)
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    phases: _containers.RepeatedCompositeFieldContainer[Phase]
+    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ...) -> None: ...
+
+class Phase(_message.Message):
+    __slots__ = ("kind", "start", "seconds", "about")
+    class AboutEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ABOUT_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    start: float
+    seconds: float
+    about: _containers.ScalarMap[str, float]
+    def __init__(self, kind: _Optional[str] = ..., start: _Optional[float] = ..., seconds: _Optional[float] = ..., about: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class SetPoolRequest(_message.Message):
     __slots__ = ("pool",)
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -509,7 +540,7 @@ class StepModel(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., decode_seconds: _Optional[_Iterable[float]] = ..., context_seconds: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_seconds: _Optional[_Iterable[float]] = ..., pair_seconds: _Optional[float] = ..., overlap: _Optional[float] = ..., decode_factor: _Optional[float] = ..., prompt_factor: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "pool", "long_chunk_tokens", "long_chunk_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds", "gap_target_seconds", "gap_cost", "blocks_spare")
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "pool", "long_chunk_tokens", "long_chunk_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds", "gap_target_seconds", "gap_cost", "blocks_spare", "kv_sent")
     class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
@@ -525,6 +556,13 @@ class WorkerStatus(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class KvSentEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -571,6 +609,7 @@ class WorkerStatus(_message.Message):
     GAP_TARGET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GAP_COST_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SPARE_FIELD_NUMBER: _ClassVar[int]
+    KV_SENT_FIELD_NUMBER: _ClassVar[int]
     health: WorkerStatus.Health
     requests_running: int
     requests_waiting: int
@@ -617,4 +656,5 @@ class WorkerStatus(_message.Message):
     gap_target_seconds: float
     gap_cost: float
     blocks_spare: int
-    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., gap_target_seconds: _Optional[float] = ..., gap_cost: _Optional[float] = ..., blocks_spare: _Optional[int] = ...) -> None: ...
+    kv_sent: _containers.ScalarMap[str, int]
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., gap_target_seconds: _Optional[float] = ..., gap_cost: _Optional[float] = ..., blocks_spare: _Optional[int] = ..., kv_sent: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -23,16 +25,32 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
 
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Calls a method of the protocol, and returns its result."""
+        await self._socket.send_json({"id": 1, "method": method, "params": params})
+        return (await self._socket.receive_json(timeout=20))["result"]
+
     async def run(self, script: str) -> Any:
         """Returns the value of the script."""
-        params = {"expression": script, "returnByValue": True}
-        await self._socket.send_json({"id": 1, "method": "Runtime.evaluate", "params": params})
-        result = (await self._socket.receive_json(timeout=20))["result"]
+        result = await self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    async def until(self, condition: str) -> None:
-        async with asyncio.timeout(20):
+    async def show_as(self, width: int, height: int, *, dark: bool) -> None:
+        """Gives the page this size in pixels, and a user's choice of colours."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def keep_picture(self, name: str) -> None:
+        """Writes what the page shows to `name` in the folder that SCREENSHOTS names (`make screenshots`)."""
+        if folder := os.environ.get("SCREENSHOTS"):
+            picture = await self.call("Page.captureScreenshot", format="png")
+            (Path(folder) / name).write_bytes(base64.b64decode(picture["data"]))
+
+    async def until(self, condition: str, seconds: float = 20) -> None:
+        async with asyncio.timeout(seconds):
             while not await self.run(condition):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -43,20 +61,23 @@ async def browser(url: str, profile: Path) -> AsyncIterator[Page]:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     flags += ["--remote-debugging-port=0", f"--user-data-dir={profile}"]
     program = next(filter(None, BROWSERS))
-    process = await asyncio.create_subprocess_exec(program, *flags, url, stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        program, *flags, url, stderr=asyncio.subprocess.PIPE, env={**os.environ, "LC_ALL": "en_US.UTF-8"}
+    )
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(30), aiohttp.ClientSession() as http:
-            found = None
-            while found is None:
-                found = re.search(rb"ws://([^/]+)/", await process.stderr.readline())
-            pages: list[dict[str, Any]] = []
-            while not pages:
-                async with http.get(f"http://{found[1].decode()}/json") as response:
-                    pages = [page for page in await response.json() if page["url"] == url]
-            async with http.ws_connect(pages[0]["webSocketDebuggerUrl"]) as socket:
-                page = Page(socket)
-                yield page
+        async with aiohttp.ClientSession() as http:
+            async with asyncio.timeout(30):
+                found = None
+                while found is None:
+                    found = re.search(rb"ws://([^/]+)/", await process.stderr.readline())
+                pages: list[dict[str, Any]] = []
+                while not pages:
+                    async with http.get(f"http://{found[1].decode()}/json") as response:
+                        pages = [page for page in await response.json() if page["url"] == url]
+            target = pages[0]["webSocketDebuggerUrl"]
+            async with http.ws_connect(target, max_msg_size=64 << 20) as socket:
+                yield Page(socket)
     finally:
         process.terminate()
         await process.communicate()

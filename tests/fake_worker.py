@@ -42,6 +42,7 @@ class FakeWorker(StandIn):
         cache: None, or the chunks that routers are told when they attach.
         attention_doubles_at: as in the description; 0: it computes no parts of prompts.
         num_layers: as there.
+        phases: what it remembers of requests, by their names.
     """
 
     attention_doubles_at = 0
@@ -88,6 +89,7 @@ class FakeWorker(StandIn):
         self.vocab_size, self.vocabulary_fingerprint = 1 << 20, ""
         self.metrics_address = "127.0.0.1:2"  # no process listens there
         self._sources: dict[bytes, Source] = {}
+        self.phases: dict[str, list[pb.Phase]] = {}
 
     # ------------------------------------------------------------ start, stop, reports
 
@@ -162,6 +164,9 @@ class FakeWorker(StandIn):
         ):  # fmt: skip
             setattr(described, name, getattr(self, name))
         return described
+
+    async def GetPhases(self, request: pb.PhasesRequest, context: grpc.aio.ServicerContext) -> pb.Phases:
+        return pb.Phases(phases=self.phases.get(request.name, ()))
 
     async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
         self.flip(request.pool)

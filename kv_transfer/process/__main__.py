@@ -229,6 +229,7 @@ class TransferProcess:
             receiver_slots_free=self._decode.slots_free(),
             **self._counters.totals(),
             transports=self._prefill.transports(),
+            sent_to=self._prefill.sent_to(),
         )
 
     def _tell(self, message: spawn.FromTransfer) -> None:

@@ -226,6 +226,7 @@ class PrefillSide:
                     session.moved(now)
                     self._counters.frames_sent += 1
                     self._counters.bytes_sent += header.length
+                    session.bytes_sent += header.length
                     self.table.sent(header.transfer_id, now)
                     self._trace.frame("send", header, since, now)
 
@@ -283,6 +284,14 @@ class PrefillSide:
             if session.peer is not None
         }
 
+    def sent_to(self) -> dict[str, int]:
+        """Bytes of KV frames to each peer with a session, by name."""
+        sent: Counter[str] = Counter()
+        for session in self._sessions.values():
+            if session.peer is not None:
+                sent[_shown(session.peer.name, _NAME)] += session.bytes_sent
+        return dict(sent)
+
     def slots_free(self) -> int:
         return self._config.num_slots - self.slots_out
 
@@ -327,6 +336,7 @@ class SendingSession(Session["PrefillSide"]):
         super().__init__(*about)
         self._far: list[FarLane] = []  # the lanes that movers have
         self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
+        self.bytes_sent = 0  # of KV frames
 
     @property
     def in_use(self) -> bool:
@@ -358,6 +368,7 @@ class SendingSession(Session["PrefillSide"]):
         return self.handler.frame_begins(frame)
 
     def frame_sent(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
+        self.bytes_sent += len(frame.payload)
         self.handler.frame_sent(frame)
         if self._waiting:
             self._feed()

@@ -119,8 +119,13 @@ OPERATIONS = (
     Operation("get", "/openapi.json", "This description.", _JSON, open=True),
     Operation("get", "/docs", "This description as a page.", "text/html", open=True),
     Operation("get", "/chat", "A page that chats with the model.", "text/html", open=True),
-    Operation("get", "/", "A page with links to these two.", "text/html", open=True),
+    Operation("get", "/dashboard", "A page that shows the cluster.", "text/html", open=True, admin=True),
+    Operation("get", "/", "A page with links to these three.", "text/html", open=True),
     Operation("get", "/status", "The router and its workers.", _JSON, admin=True),
+    Operation(
+        "get", "/status/requests/{id}", "What happened to a request that ended lately, by its x-request-id.",
+        _JSON, also=(404,), admin=True,
+    ),
 )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ class GrpcEndpoint:
             reading.cancel()
 
     async def _refuse(self, context: grpc.aio.ServicerContext, error: ApiError, name: str) -> None:
-        self._frontend.metrics.failed(error)
+        self._frontend.metrics.failed(error, name)
         metadata = {"x-request-id": name, "error-code": error.code, "error-param": error.param}
         if error.retry_after is not None:
             metadata["retry-after"] = str(error.retry_after)

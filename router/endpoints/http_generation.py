@@ -167,7 +167,7 @@ class HttpGeneration:
             except ApiError as error:
                 if not response.prepared:
                     raise
-                active.services.metrics.failed(error)
+                active.services.metrics.failed(error, active.name)
                 end = builder.failed(error)
             await self.write(request, response, end)
         return response

@@ -204,7 +204,7 @@ class OpenAIResponses:
                 events.add(builder.events(index, delta))
 
         def failed(error: ApiError) -> bytes:
-            active.services.metrics.failed(error)
+            active.services.metrics.failed(error, active.name)
             return builder.failed(error)
 
         last = b""

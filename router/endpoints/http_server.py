@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -18,11 +17,13 @@ from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
 from baton.router.endpoints import http_generation as http
+from baton.router.endpoints import pages
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_connections import is_extra
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
+from baton.router.history import REQUESTS
 from baton.router.preparation.prepare import Converted
-from baton.router.status import router_status, scrape_targets
+from baton.router.status import request_timeline, router_status, scrape_targets
 
 
 class Cors:
@@ -63,16 +64,9 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_HOME = b"""<!doctype html>
-<title>Baton</title>
-<p>A router of Baton. <a href="chat">Chat with its model</a>, or read about <a href="docs">its HTTP API</a>.
-"""
-_PAGES = {"/": _HOME} | {
-    f"/{name}": Path(__file__).with_name(f"{name}.html").read_bytes() for name in ("chat", "docs")
-}
-_ADMIN = ("/metrics", "/metrics/targets", "/status")
+_ADMIN = ("/metrics", "/metrics/targets", "/status", "/dashboard")
 _POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
-_OPEN = {operation.path for operation in OPERATIONS if operation.open}
+_OPEN = {operation.path for operation in OPERATIONS if operation.open} | {f"/{name}" for name in pages.PARTS}
 
 
 class HttpEndpoints:
@@ -116,12 +110,18 @@ class HttpEndpoints:
                 web.get("/tokenizer_info", self._tokenizer_info),
                 web.get("/version", self._version),
                 web.get("/openapi.json", self._openapi),
-                *(web.get(path, partial(self._page, page)) for path, page in _PAGES.items()),
+                *pages.routes(("home", "chat", "docs") + (() if config.supervised else ("dashboard",))),
             ]
         )
         if not config.supervised:  # otherwise the admin port serves them for all processes
-            for path, handler in zip(_ADMIN, (self._metrics, self._targets, self._status), strict=True):
-                self.app.router.add_get(path, handler)
+            self.app.add_routes(
+                [
+                    web.get("/metrics", self._metrics),
+                    web.get("/metrics/targets", self._targets),
+                    web.get("/status", self._status),
+                    web.get("/status/requests/{id}", self._timeline),
+                ]
+            )
 
     # ------------------------------------------------------------ every request
 
@@ -142,7 +142,7 @@ class HttpEndpoints:
             if request.path in _POOLING:
                 missing = f"{request.path} is not served: Baton's router generates text, and pools nothing"
                 missing += "; send it to a vLLM server with this model and --runner pooling"
-            if self._config.supervised and request.path in _ADMIN:
+            if self._config.supervised and request.path.startswith(_ADMIN):
                 admin = f"http://{url_host(self._config.admin_host)}:{self._config.admin_port}"
                 missing = f"{request.path} is on the admin port, {admin}"
             return self._refuse(request, errors.NotFound(missing))
@@ -158,7 +158,7 @@ class HttpEndpoints:
             # A bug in the router: the log has its stack, and the client gets the id of the request.
             log.exception("request %s", request_id)
             if request.writer.output_size:
-                self._services.metrics.failed(errors.ApiError(""))
+                self._services.metrics.failed(errors.ApiError(""), request_id)
                 raise  # the response has begun: aiohttp closes the connection
             return self._refuse(request, errors.ApiError(f"request {request_id} failed inside the router"))
 
@@ -171,7 +171,7 @@ class HttpEndpoints:
 
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
-        self._services.metrics.failed(error)
+        self._services.metrics.failed(error, http.REQUEST_ID.get())
         anthropic = request.path.startswith("/v1/messages")
         body = error_body(error, http.REQUEST_ID.get()) if anthropic else error.body
         if error.retry_after is not None:
@@ -252,11 +252,16 @@ class HttpEndpoints:
         keys, admin = bool(self._config.api_keys), not self._config.supervised
         return http.json_response(await asyncio.to_thread(encoded, version(), keys=keys, admin=admin))
 
-    async def _page(self, page: bytes, request: web.Request) -> web.Response:
-        return web.Response(body=page, content_type="text/html", charset="utf-8")
-
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(await router_status(self._services, self._frontend.draining))
+
+    async def _timeline(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        if (found := await request_timeline(self._services, name)) is None:
+            raise errors.NotFound(
+                f"no request {name[:128]!r} is among the last {REQUESTS} that have ended here"
+            )
+        return web.json_response(found)
 
     async def _targets(self, request: web.Request) -> web.Response:
         return web.json_response(scrape_targets(await router_status(self._services, self._frontend.draining)))

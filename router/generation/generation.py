@@ -18,11 +18,12 @@ from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
 from baton.router.generation.attempts import AttemptPair, PrefillState, Verdict
 from baton.router.generation.failures import is_failure
 from baton.router.generation.output import Token, TokenQueue
+from baton.router.history import EVENTS, Event
 from baton.router.metrics import Metrics
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import Lack, plan
 from baton.router.workers.pool import WorkerPool
-from baton.router.workers.worker import Attempt, AttemptEvent
+from baton.router.workers.worker import Attempt, AttemptEvent, Worker
 from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -58,11 +59,17 @@ class Generation:
     first_token_seconds: float = 0.0
     later_seconds: float = 0.0
     """From the first token to the last one."""
-    _emitted_at: float = field(default_factory=time.monotonic, init=False)
+    began_at: float = field(default_factory=time.monotonic)
+    events: list[Event] = field(default_factory=list)
+    """What happened to it so far, without its tokens. Bounded."""
+    addresses: dict[str, str] = field(default_factory=dict)
+    """The workers that it was sent to, and their addresses."""
+    _emitted_at: float = field(init=False)
     _waits: Waits = field(init=False)
     pair: AttemptPair = field(init=False)
 
     def __post_init__(self) -> None:
+        self._emitted_at = self.began_at
         self.metrics.waiting.inc()
         self._waits = Waits(
             parked=self.parked,
@@ -76,6 +83,12 @@ class Generation:
 
     def __repr__(self) -> str:
         return f"request {self.name}"
+
+    def _note(self, what: str, *workers: Worker) -> None:
+        for worker in workers:
+            self.addresses[str(worker)] = worker.address
+        if len(self.events) < EVENTS:
+            self.events.append(Event(time.monotonic(), what, ", ".join(map(str, workers))))
 
     # ------------------------------------------------------------ the next attempts
 
@@ -124,6 +137,10 @@ class Generation:
             self.metrics.overflow[found.reason].inc()
         self.metrics.split_prompts.inc(found.place == "split")
         self.pair.submit(found)
+        rows = dict.fromkeys(part.worker for part in found.ranges)
+        if found.decode is not None:
+            rows[found.decode] = None
+        self._note(f"planned: {found.reason or found.place}", *map(self.pool.by_row.__getitem__, rows))
         if found.ranges and not self.pair.reserves:
             self._prompt_sent(found)
         return TurnResult.QUEUED if self.pair.queues else TurnResult.SENT
@@ -145,8 +162,10 @@ class Generation:
             case pb.PromptLogprobs():
                 attempt.scores.append(event)
             case pb.Reserved():
+                self._note("memory reserved", attempt.worker)
                 self._on_reserved(attempt)
             case pb.PrefillStarted():
+                self._note("prompt started", attempt.worker)
                 if self.pair.queues:
                     self.advance()
             case pb.AttemptFailed():
@@ -162,6 +181,7 @@ class Generation:
                 self._found_cached(event.cached_tokens)
         elif decode is not None and attempt is decode and not decode.joined:
             self._waits.worker_found()  # it may have waited for another prefill
+            self._note("decode has the KV" if decode.sources else "prompt computed", attempt.worker)
             self.pair.decode_joined(decode)
             if not decode.sources and not self.pair.output_ids:
                 self._found_cached(event.cached_tokens)
@@ -225,6 +245,7 @@ class Generation:
             metrics.waiting.dec()
             metrics.running.inc()
             self.first_token_seconds = passed
+            self._note("first token")
             metrics.time_to_first_token.observe(passed)
             self.span.set({"gen_ai.latency.time_to_first_token": passed})
             return
@@ -270,6 +291,7 @@ class Generation:
         if self.done or not pair.drop(attempt, cause):
             return
         self.metrics.retries[cause].inc()
+        self._note(f"attempt ended: {cause}", worker)
         pair.retried = True
         pair.may_split &= cause == "no_room"
         if counts:
@@ -280,6 +302,7 @@ class Generation:
         if counts or cause == "lost":
             total, about = pair.failures.total, of_request(self.name)
             log.info("%r: attempt %d failed (%s): %s", self, total, cause, message, extra=about)
+            self.metrics.history.attempt_failed(self.name, cause, str(worker), message)
         if pair.failures.exhausted:
             times = f"{pair.failures.total} times without a new token"
             self.fail(Failed(f"{self} failed {times}; the last failure: {message}"))

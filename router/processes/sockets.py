@@ -2,10 +2,10 @@
 
 Each process has a socket pair with the supervisor for its commands.
 
-A command is a line: `metrics`, `status`, `ping`, `keys` and the keys, `drain` or `stop`. The reply is a
-length of four bytes and the payload. The supervisor sends one command at a time. The last two are commands,
-not signals, because a signal to the whole process group would arrive twice. When the supervisor ends, the
-socket closes and the processes end.
+A command is a line: `metrics`, `status`, `request` and an id, `ping`, `keys` and the keys, `drain` or `stop`.
+The reply is a length of four bytes and the payload. The supervisor sends one command at a time. The last two
+are commands, not signals, because a signal to the whole process group would arrive twice. When the supervisor
+ends, the socket closes and the processes end.
 """
 
 import asyncio

@@ -2,9 +2,9 @@
 
 The supervisor serves no client. It reserves the ports, starts the processes, which all listen there with
 SO_REUSEPORT (the kernel spreads the connections), and restarts one that dies or hangs. On the admin port it
-serves `/metrics`, `/status`, `/health`, `/ready` and `/routable` for all of them. If the first start of a
-process fails, the router ends, because another try would fail too. If a later start fails, the supervisor
-retries after a pause, and the other processes go on.
+serves `/dashboard`, `/metrics`, `/status`, `/health`, `/ready` and `/routable` for all of them. If the first
+start of a process fails, the router ends, because another try would fail too. If a later start fails, the
+supervisor retries after a pause, and the other processes go on.
 """
 
 import asyncio
@@ -28,7 +28,10 @@ from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
+from baton.router.endpoints import pages
+from baton.router.endpoints.frontend import request_name
 from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
+from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.process import RouterProcess
@@ -231,9 +234,11 @@ class Supervisor:
                 web.get("/metrics", self._get_metrics),
                 web.get("/metrics/targets", self._get_targets),
                 web.get("/status", self._get_status),
+                web.get("/status/requests/{id}", self._get_timeline),
                 web.get("/health", self._get_health),
                 web.get("/ready", partial(self._get_condition, "ready")),
                 web.get("/routable", partial(self._get_condition, "routable")),
+                *pages.routes(("home", "dashboard")),
             ]
         )
         async with HttpServer(app, keepalive_timeout=config.keep_alive) as server:
@@ -261,6 +266,18 @@ class Supervisor:
     async def _get_status(self, request: web.Request) -> web.Response:
         return web.json_response(await self._status())
 
+    async def _get_timeline(self, request: web.Request) -> web.Response:
+        """The process that served the request knows it. A hung one is left to its pings."""
+        name = request.match_info["id"]
+        valid = request_name(name) == name  # a line of the socket
+        processes = list(self._processes.values()) if valid else []
+        answers = await asyncio.gather(*(_ask(process, f"request {name}") for process in processes))
+        found = [answer for answer in answers if answer]
+        if not found:
+            error = NotFound(f"no request {name[:128]!r} is among the last that have ended here")
+            return web.json_response(error.body, status=error.status)
+        return web.Response(body=found[0], content_type="application/json")
+
     async def _status(self) -> dict[str, Any]:
         found = {number: json.loads(text) for number, text in (await self._known("status")).items()}
         return merged_status(found, self._config)
@@ -271,6 +288,14 @@ class Supervisor:
     async def _get_condition(self, condition: Condition, request: web.Request) -> web.Response:
         found = [json.loads(text) for text in (await self._known("ping")).values()]
         return web.Response(status=200 if all_are(condition, found) else 503)
+
+
+async def _ask(process: RouterProcess, command: str) -> bytes:
+    """Returns the reply; nothing from a process that does not listen."""
+    try:
+        return await process.send(command)
+    except ConnectionError:
+        return b""
 
 
 def supervise(

@@ -58,6 +58,7 @@ class Roster:
         decodes: the decode loads of workers of the decode pool that get new work.
         prefills: likewise, of the prefill pool.
         had_decode: the decode pool had a worker once.
+        pool_changes: how often an attached worker moved to another pool.
     """
 
     def __init__(self, model: RouterModel) -> None:
@@ -71,6 +72,7 @@ class Roster:
         self.loads = PrefillLoads()
         self.decode_caches = DecodeCaches(self.loads.index)
         self.had_decode = False
+        self.pool_changes = 0
         self._ready = {pool: _Ready() for pool in POOL_NAMES}
         self.prefills, self.decodes = (self._ready[p].loads for p in (pb.POOL_PREFILL, pb.POOL_DECODE))
         self._model = model
@@ -134,7 +136,9 @@ class Roster:
 
     def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
         """An attached worker sent a report."""
+        before = worker.pool
         changed = worker.report(status)
+        self.pool_changes += worker.pool != before
         self._apply_report(worker)
         if changed:  # first: requests that start now must not go to a worker that drains or has left
             self.availability_changed(worker)

@@ -15,9 +15,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 import grpc.aio
 
@@ -34,11 +35,15 @@ from baton.rpc.stubs import WorkerStub
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 CALL_TIMEOUT = 5.0
 STATUS_TIMEOUT = 2.0
 MAX_UNSENT_BYTES, UNREAD_SECONDS = 8 << 20, 5.0
 MOST_UNSENT_BYTES = 256 << 20
 """128 choices with the longest schema are 64 MiB."""
+MOST_PHASES = 64
+"""Of one request and worker that are shown."""
 POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
 
@@ -215,12 +220,22 @@ class Worker:
 
     async def ask(self) -> pb.WorkerStatus | None:
         """Asks the worker for its status. None: it does not answer in time."""
+        status = await self._answer(lambda stub: stub.GetStatus(pb.StatusRequest(), timeout=STATUS_TIMEOUT))
+        if status is not None:
+            clear_invalid_rates(status)
+        return status
+
+    async def phases(self, name: str) -> Sequence[pb.Phase]:
+        """The phases of a request that the worker remembers. Empty: none, or it does not answer in time."""
+        asked = pb.PhasesRequest(name=name)
+        answer = await self._answer(lambda stub: stub.GetPhases(asked, timeout=STATUS_TIMEOUT))
+        return () if answer is None else answer.phases[:MOST_PHASES]
+
+    async def _answer(self, call: Callable[[WorkerStub], Awaitable[T]]) -> T | None:
         if self.stub is None:
             return None
         try:
-            status = await self.stub.GetStatus(pb.StatusRequest(), timeout=STATUS_TIMEOUT)
-            clear_invalid_rates(status)
-            return status
+            return await call(self.stub)
         except grpc.aio.AioRpcError:
             return None
         except asyncio.CancelledError:

@@ -65,7 +65,7 @@ def test_a_time_of_day_is_right_on_a_machine_that_takes_the_cpu_away(monkeypatch
     readings = iter([n * second + day * (i == 1) for reading in seconds for i, n in enumerate(reading)])
     clock = SimpleNamespace(monotonic_ns=lambda: next(readings), time_ns=lambda: next(readings))
     monkeypatch.setattr(tracing, "time", clock)
-    assert tracing._time_of_day(1.5) == day + 1_500_000_000
+    assert tracing.time_of_day(1.5) == day + 1_500_000_000
 
 
 def test_close_waits_at_most_export_seconds_for_a_receiver_that_does_not_answer(

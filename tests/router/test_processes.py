@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -86,7 +87,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
         assert "".join([d.text async for message in call for d in message.deltas]) == TEXT
 
     # Metrics and status are on the admin port only.
-    for path in ("/metrics", "/metrics/targets", "/status"):
+    for path in ("/metrics", "/metrics/targets", "/status", "/status/requests/x", "/dashboard"):
         async with routers.http.get(routers.url + path, headers=AS_CLIENT) as response:
             assert response.status == 404
             said = (await response.json())["error"]["message"]
@@ -98,7 +99,17 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
                 assert response.status == 200
     status = await routers.get(routers.admin + "/status")
     assert [w["role"] for w in status["workers"]] == ["prefill", "decode"]
-    assert status["router"]["pid"] == routers.popen.pid
+    router = status["router"]
+    assert router["pid"] == routers.popen.pid
+    assert router["last_minute"]["requests"] == router["handovers"] == 15
+    assert [each["code"] for each in router["failures"]] == ["rate_limit_exceeded"] * 6
+    for each in router["recent_requests"]:
+        life = await routers.get(f"{routers.admin}/status/requests/{each['id']}")
+        assert life["events"][0]["what"] == "planned: handover"
+    async with routers.http.get(f"{routers.admin}/status/requests/none%0Astop") as response:
+        assert response.status == 404
+    assert re.findall(r'href="(\w+)"', await routers.get(routers.admin)) == ["dashboard"]
+    assert re.findall(r'href="(\w+)"', await routers.get(routers.url)) == ["chat", "docs"]
 
     # No log line and no command line has a secret.
     wrong = {"Authorization": "Bearer wrong-key"}

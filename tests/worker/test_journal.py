@@ -11,6 +11,7 @@ import pytest
 
 from baton.engine import EngineConfig
 from baton.kv_transfer import InjectStats
+from baton.machine import tracing
 from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
 from baton.worker.messages import Code
@@ -77,6 +78,13 @@ def test_a_decode_makes_spans(receiver: Receiver) -> None:
     stats = InjectStats(1000, 10, 3, now, now, now + 1, now + 3, now + 2, now + 3, now + 4)
     worker.journal.injected(messages.KVInjected(origin, stats))
     worker.journal.decoded(messages.Decoded(origin, now + 4, now + 9, 6))
+    phases = worker.journal.phases("mine")
+    assert [(each.kind, each.seconds) for each in phases] == [
+        ("transfer", 2), ("injection", 2), ("decode", 5),
+    ]  # fmt: skip
+    assert phases[0].about["baton.kv.bytes"] == 1000
+    assert phases[0].start == pytest.approx(tracing.time_of_day(now + 1) / 1e9, abs=1e-3)
+    assert worker.journal.phases("another") == []
     spans = worker.spans(3)
     seconds = {name: (span.end - span.start) / 1e9 for name, span in spans.items()}
     assert seconds == pytest.approx({"transfer": 2.0, "injection": 2.0, "decode": 5.0}, abs=1e-3)

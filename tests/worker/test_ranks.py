@@ -90,6 +90,8 @@ async def test_kv_goes_from_any_number_of_ranks_to_any_other(
         status = await both.prefill.stub.GetStatus(pb.StatusRequest())
         transport = "shared_memory" if target != "loses a rank" else "tcp: --kv-connector tcp at the receiver"
         assert transport in status.kv_transports.values()
+        assert status.kv_sent.keys() == status.kv_transports.keys()
+        assert sum(status.kv_sent.values()) > 0
         assert step_model(status.step_model) is not None, "routers know what its steps cost"
     await assert_whole(*pair)
 

@@ -103,6 +103,7 @@ class Backend:
             prefix_links=[pb.PrefixLink(**same_names(pb.PrefixLink, link)) for link in engine.links],
             generation_tokens=counts.generation_tokens,
             kv_transfers=sum(transfer.transfers.get(end, 0) for end in ("acked", "injected")),
+            kv_sent=transfer.sent_to,
             kv_bytes=transfer.bytes_sent + transfer.bytes_received,
             handovers=self._handovers,
             handovers_hidden=self._handovers_hidden,
@@ -127,6 +128,10 @@ class Backend:
             self._last_status.pool = pool
             self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
         return await self.status()
+
+    def phases(self, request: str) -> list[pb.Phase]:
+        """The phases of a recent request, by the id that its client knows."""
+        return self._journal.phases(request)
 
     def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
         """Yields the contents of the prefix cache as messages; none if the cache is off."""

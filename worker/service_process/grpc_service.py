@@ -104,6 +104,9 @@ class AttachService:
     ) -> pb.WorkerStatus:
         return await self._backend.status()
 
+    async def GetPhases(self, request: pb.PhasesRequest, context: grpc.aio.ServicerContext) -> pb.Phases:
+        return pb.Phases(phases=self._backend.phases(request.name))
+
     async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
         if request.pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
             text = f"pool is {request.pool}: it must be POOL_PREFILL or POOL_DECODE"

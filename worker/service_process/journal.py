@@ -1,4 +1,4 @@
-"""Writes the life of each attempt to logs and traces.
+"""Writes the life of each attempt to logs and traces, and remembers the last phases for people who ask.
 
 - Of a prefill: accepted → prefilled.
 - Of a decode: accepted → injected → decoded, or accepted → prefilled → decoded if this worker prefills.
@@ -8,9 +8,12 @@ The messages of the engine process have the times, and the origin of the attempt
 """
 
 import logging
+from collections import deque
+from typing import NamedTuple
 
 from baton.machine.logs import of_request
-from baton.machine.tracing import Attributes, Tracer
+from baton.machine.tracing import Attributes, Tracer, time_of_day
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.messages import Code, Origin
@@ -18,6 +21,18 @@ from baton.worker.messages import Code, Origin
 log = logging.getLogger(__name__)
 
 _ROUTINE = {Code.NO_ROOM, Code.FINISHED}  # frequent failures, which are logged at debug level
+PHASES = 1024
+"""That are remembered, of all requests."""
+
+
+class _Phase(NamedTuple):
+    """Times are time.monotonic()."""
+
+    request: str
+    kind: str
+    start: float
+    end: float
+    attributes: Attributes
 
 
 class Journal:
@@ -29,6 +44,7 @@ class Journal:
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         worker: Attributes = {"baton.index": config.index, "service.instance.id": f"{incarnation:016x}"}
         self._tracer = Tracer(config.otlp_endpoint, f"baton-{config.role}", worker)
+        self._phases: deque[_Phase] = deque(maxlen=PHASES)
 
     def close(self) -> None:
         self._tracer.close()
@@ -80,7 +96,21 @@ class Journal:
         level = logging.DEBUG if failure.code in _ROUTINE else logging.INFO
         _log_attempt(failure.origin, "%s: %s", failure.code.name.lower(), failure.message, level=level)
 
+    def phases(self, request: str) -> list[pb.Phase]:
+        """Those of a request that are remembered, in the order in which they ended."""
+        return [
+            pb.Phase(
+                kind=each.kind,
+                start=time_of_day(each.start) / 1e9,
+                seconds=each.end - each.start,
+                about={key: value for key, value in each.attributes.items() if not isinstance(value, str)},
+            )
+            for each in self._phases
+            if each.request == request
+        ]
+
     def _record(self, name: str, origin: Origin, start: float, end: float, attributes: Attributes) -> None:
+        self._phases.append(_Phase(origin.name, name, start, end, attributes))
         if self._tracer.on:
             about = {"gen_ai.request.id": origin.name, **attributes}
             self._tracer.record(name, origin.traceparent, start, end, about)

@@ -1,0 +1,72 @@
+"""The dashboard in a real browser: workers, rates, failures and timelines, only with a key."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from baton.router.admission.keys import api_keys
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
+from tests.browser import browser
+from tests.within import within
+
+from .conftest import make_cluster
+
+KEY = {"Authorization": "Bearer k"}
+
+
+async def test_a_killed_worker_is_seen_with_the_request_that_it_failed(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    async with (
+        make_cluster(tokenizer, tmp_path, decode=2, api_keys=api_keys(["k"], None)) as cluster,
+        browser(f"{cluster.url}/dashboard", tmp_path / "profile") as page,
+    ):
+        for worker in cluster.workers:
+            kind = "prefill" if worker in cluster.prefills else "transfer"
+            worker.phases["mine"] = [pb.Phase(kind=kind, start=time.time(), seconds=0.01)]  # noqa: TID251
+        await page.show_as(1280, 1000, dark=False)
+        await page.until("globalThis.ask && !ask.hidden")
+        assert await page.run("main.hidden"), "no data without the key"
+        await page.run("key.value = 'k'; ask.requestSubmit()")
+        await page.until("!main.hidden")
+        assert await page.run("[...workers.rows].slice(1).map(row => row.cells[0].textContent)") == [
+            "prefill 0", "decode 0", "decode 1",
+        ]  # fmt: skip
+        for worker in cluster.decodes:
+            worker.steps = asyncio.Semaphore(2)
+        body = {"prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
+        answer = asyncio.create_task(cluster.post("/v1/completions", KEY | {"x-request-id": "mine"}, **body))
+        await cluster.until(lambda: any(cluster.connection(each).attempts for each in cluster.decodes))
+        [killed] = (each for each in cluster.decodes if cluster.connection(each).attempts)
+        active = cluster.router.services.active._requests
+        await cluster.until(lambda: any(each.usage().completion_tokens >= 2 for each in active))
+        for worker in cluster.decodes:
+            if worker is not killed and worker.steps is not None:
+                for _ in range(100):
+                    worker.steps.release()
+        await killed.kill()
+        assert (await within(answer))[0] == 200
+        await page.until("failures.rows.length === 2 && requests.rows.length === 2")
+        told = await page.run("failures.rows[1].textContent")
+        assert f"decode {killed.index}" in told
+        assert "lost" in told
+        await page.until("[...workers.querySelectorAll('.bad')].length === 1")
+        await page.run("failures.rows[1].querySelector('button').click()")
+        await page.until("!!lanes.querySelector('.event')")
+        lanes = await page.run(
+            "[...lanes.querySelectorAll('.lane')].map(lane => lane.firstChild.textContent)"
+        )
+        assert lanes == ["router", "prefill · prefill 0", f"transfer · decode {1 - killed.index}"]
+        events = await page.run("[...lanes.querySelectorAll('tr')].map(row => row.cells[1].textContent)")
+        assert events[0] == "what"
+        assert "attempt ended: lost" in events
+        assert "first token" in events
+        await page.run("timeline.close()")
+        await page.until("document.querySelectorAll('.uplot').length >= 6")
+        for name, width, dark in (("light", 1280, False), ("dark", 1280, True), ("phone", 390, True)):
+            await page.show_as(width, 1000 if width > 600 else 844, dark=dark)
+            await page.keep_picture(f"dashboard-{name}.png")
+        assert await page.run("document.documentElement.scrollWidth <= 390"), (
+            "a phone scrolls tables, not the page"
+        )
