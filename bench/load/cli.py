@@ -149,9 +149,13 @@ def compare(
             show_default="never",
         ),
     ] = [],  # noqa: B006 - typer's default, never changed
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page that draws the runs over each other.")
+    ] = None,
 ) -> int:  # fmt: skip
     """Compare runs row by row. For CI, --fail-if turns a change into an exit code."""
     from baton.bench.load.report import compare as comparing
+    from baton.bench.load.report import page
     from baton.bench.load.report.table import console
 
     if len(reports) < 2:
@@ -159,5 +163,8 @@ def compare(
     conditions = [comparing.Condition.parse(text) for text in fail_if]
     loaded = [comparing.load(path) for path in reports]
     verdict = comparing.judge(loaded, conditions)
-    console().print(comparing.render(loaded, [path.stem for path in reports], verdict))
+    names = [path.stem for path in reports]
+    console().print(comparing.render(loaded, names, verdict))
+    if html is not None:
+        page.write(html, loaded, names)
     return 1 if verdict.failed else 0

@@ -14,7 +14,7 @@ import typer
 from baton.bench.contract import Report, Row
 from baton.bench.load import experiment
 from baton.bench.load.options import Options
-from baton.bench.load.report import table
+from baton.bench.load.report import page, table
 from baton.bench.load.report.live import Progression
 from baton.bench.load.target.answer import Record
 from baton.bench.load.target.endpoint import EndpointError
@@ -175,6 +175,7 @@ def report_of_sweep(points: Sequence[tuple[str, Report]], found: Row | None) -> 
         "valid": all(run["detail"]["valid"] for run in runs),
         "incomplete": any(run["detail"]["incomplete"] for run in runs),
         "points": runs,
+        "loads": [float(prefix.partition("=")[2]) for prefix, _ in points],
     }
     return Report("load", parameters, started=points[0][1].started, rows=rows, detail=detail)
 
@@ -195,7 +196,9 @@ def write_requests(records: Sequence[Record], path: Path) -> None:
 def _write(report: Report, options: Options) -> None:
     report.json_path = options.json
     report.write(indent=1)
-    for path in (options.json, options.jsonl):
+    if options.html is not None:
+        page.write(options.html, [report.as_dict()], [options.html.stem])
+    for path in (options.json, options.jsonl, options.html):
         if path is not None and not options.quiet:
             typer.echo(f"{path} written.", err=True)
 

@@ -224,6 +224,9 @@ class Output:
     )
 
     json: Path | None = opt(None, "Write the results as JSON.", "FILE")
+    html: Path | None = opt(
+        None, "Write the results as a page with plots: one file, which needs no others.", "FILE"
+    )
     jsonl: Path | None = opt(None, "Write every request as a line of JSON.", "FILE")
     quiet: bool = opt(False, "Nothing on stderr but errors.")
 
@@ -277,7 +280,7 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
         if self.arrivals != "poisson" and not (self.rate or self.rates or self.find_rate):
             raise ValueError(f"--arrivals {self.arrivals} shapes an open loop: give its --rate.")
         # The results would be lost after the run.
-        for option, path in {"--json": self.json, "--jsonl": self.jsonl}.items():
+        for option, path in {"--json": self.json, "--jsonl": self.jsonl, "--html": self.html}.items():
             if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
                 raise ValueError(
                     f"{option} {path}: no file can be written there. Give a file in a directory that exists."

@@ -69,7 +69,7 @@ def _latencies(lines: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
 
 
 async def test_run_writes_every_file_that_its_options_name(tmp_path: Path) -> None:
-    files = [tmp_path / f"r.{kind}" for kind in ("json", "jsonl")]
+    files = [tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html")]
     outputs = [x for path in files for x in (f"--{path.suffix[1:]}", path)]
     code, out, err, served = await _against(
         Behavior(ttft=0.02, gaps=(0.005,)), "run", "--rate", "30", "--duration", "1", "--slo", "ttft=100s",
@@ -78,6 +78,7 @@ async def test_run_writes_every_file_that_its_options_name(tmp_path: Path) -> No
     assert code in MEASURED, err
     report = json.loads(files[0].read_text())
     assert {"machine", "versions", "parameters", "started", "results"} <= set(report)
+    assert json.dumps(report["detail"]["curves"]["distributions"]["ttft"]) in files[2].read_text()
     rows = _rows(files[0])
     lines = [json.loads(line) for line in files[1].read_text().splitlines()]
     assert rows["requests.sent"] == len(lines)
@@ -268,6 +269,8 @@ def test_compare_takes_several_reports(tmp_path: Path) -> None:
 
     slower = ("--fail-if", "ttit.p90>+5%")
     assert code("compare", old, new) == code("compare", new, old, *slower) == 0
+    assert code("compare", old, new, "--html", tmp_path / "both.html") == 0
+    assert '"name": "old"' in (tmp_path / "both.html").read_text()
     assert code("compare", old, new, "--fail-if", "ttft.p50>+5%", *slower) == 1
     assert code("compare", old, old, new, *slower) == 1, "a condition that holds for any later report fails"
     assert code("compare", old, new, "--fail-if", "no.such.row>+5%") == 2

@@ -16,14 +16,16 @@ from rich.console import Console
 from baton.bench.contract import Report, Row
 from baton.bench.load.commands import report_of_sweep, write_requests
 from baton.bench.load.experiment import Setup, client_of, report_of
+from baton.bench.load.measurement.curves import BINS, QUANTILES, curves
 from baton.bench.load.options import Options
-from baton.bench.load.report import compare
+from baton.bench.load.report import compare, page
 from baton.bench.load.report.compare import Condition
 from baton.bench.load.report.table import console, render, render_sweep
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.traffic.fleet import Harvest
 from tests.bench.support import EXACT, record, short_prompts
+from tests.browser import browser
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m"
 
@@ -100,6 +102,50 @@ def test_the_chat_template_in_the_cache_is_no_reason_for_a_note(cached: int, not
     answered = [record(i * 0.1, index=i, prompt_tokens=64, cached_tokens=cached) for i in range(9)]
     notes = report_of(setup, Harvest(ended=6.0, records=answered), "2026-01-01").detail["notes"]
     assert any("from its cache" in note for note in notes) is noted
+
+
+async def test_a_page_draws_a_run_a_sweep_and_two_runs_over_each_other(tmp_path: Path) -> None:
+    slow = [
+        record(i * 0.1, ttft=0.05 + i % 7 / 20, gaps=(0.01, 0.02 + i % 5 / 100), index=i) for i in range(120)
+    ]
+    runs = {"before": _report(), "after": _report(records=slow + records(failed=3)[60:])}
+    for made in runs.values():
+        made["parameters"]["model"] = "a model"
+    pages = {
+        "run": (page.page([runs["before"]], ["run"]), 7),
+        "two": (page.page([*runs.values()], [*runs]), 8),
+        "sweep": (page.page([_sweep()], ["</script><b>"]), 4),
+    }
+    for name, (text, plots) in pages.items():
+        assert len(text) < 200_000
+        assert "//unpkg" not in text
+        assert "<script src" not in text
+        file = tmp_path / f"{name}.html"
+        file.write_text(text)
+        async with browser(file.as_uri(), tmp_path / f"profile-{name}") as shown:
+            await shown.show_as(1280, 1100, dark=False)
+            await shown.until("document.readyState === 'complete' && !!document.getElementById('plots')")
+            drawn = await shown.run(
+                "[...document.querySelectorAll('#plots section')].map(each => each.innerText)"
+            )
+            assert len(drawn) == plots, drawn
+            if name == "two":
+                assert "before p99" in drawn[3]
+                assert "after p99" in drawn[3]
+                await shown.keep_picture("report.png")
+
+
+def test_a_curve_is_bounded_and_true() -> None:
+    found = curves([record(i * 0.01, ttft=i / 1000, gaps=(0.5,), index=i) for i in range(1000)], 0, 5)
+    ttft = found["distributions"]["ttft"]
+    assert len(ttft) == QUANTILES + 1
+    assert ttft[50] == pytest.approx(250, abs=1), "of the first half, which is in the window"
+    assert found["distributions"]["ttit"] == [500] * (QUANTILES + 1)
+    line = found["timeline"]
+    assert {len(values) for values in line.values()} == {BINS}
+    assert sum(line["tokens_per_s"]) * line["at"][0] * 2 == pytest.approx(2000, rel=0.01)
+    assert max(line["in_flight"]) > 50
+    assert curves([], 0, 0) == {"distributions": {}, "timeline": {}}
 
 
 def test_requests_are_written_in_order_with_their_failures(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from baton.bench.contract import Row
+from baton.bench.load.measurement.curves import curves
 from baton.bench.load.measurement.quantiles import MIN_BLOCKS, Series, drawn, interval
 from baton.bench.load.measurement.self_check import Steadiness, detect, fixed_warm_up
 from baton.bench.load.measurement.slo import Bound, Slo
@@ -87,6 +88,7 @@ def summarize(
     return Summary(
         {row.name: row for row in rows},
         {
+            "curves": curves(records, begin, end),
             "skipped_turns": sum(r.skipped_turns for r in due),
             "window": [begin, end],
             "window_statement": window_statement,
