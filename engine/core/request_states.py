@@ -172,13 +172,16 @@ class RequestStates:
         copies = self._copies
         if copies is None or self._cache is None:
             return saves
+        size = self._block_size
         for live, chunk in chunks.items():
+            if chunk.start // size == chunk.stop // size:
+                continue  # as most decodes: no block ends in it, and so no copy is taken
             wanted = _wanted(live)
             positions = [*copies.positions(wanted, chunk.start, chunk.stop, len(live.token_ids))]
             last = live.shared.range_stop if live.shared.ranges else None
             for position in [each for each in positions if each != last][-copies.most_written :]:
                 if position <= live.num_known:
-                    name = self._names_of(live, self._cache).blocks[position // self._block_size - 1]
+                    name = self._names_of(live, self._cache).blocks[position // size - 1]
                     if name in copies:
                         copies.use(name)
                         continue
