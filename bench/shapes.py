@@ -17,6 +17,8 @@ DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
 
 BAMBA, GRANITE = "bamba-9b", "granite-4.0-h-tiny"
 LATENT = "glm-4.7-flash"
+SPARSE = "deepseek-v3.2-4-layers"
+"""One layer is dense: with FP8 weights 39 GB."""
 
 GATED_DELTA, KIMI_DELTA = "qwen3.5-35b-a3b", "kimi-linear-48b-a3b"
 HYBRIDS = BAMBA, GRANITE, GATED_DELTA, KIMI_DELTA

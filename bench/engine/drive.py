@@ -98,6 +98,14 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sam
     """
     margin = 8
     fill(engine, batch, context - steps // 2, steps + 2 * margin, **sampling)
+    gaps = step_gaps(engine, batch, steps, margin)
+    drain(engine)
+    assert len(gaps) > steps // 2, f"only {len(gaps)} of {steps} steps were full"
+    return gaps
+
+
+def step_gaps(engine: Any, batch: int, steps: int, margin: int) -> list[float]:
+    """Seconds from step to step, of `steps` after `margin` others, in which all requests decode."""
     gaps: list[float] = []
     last = time.perf_counter()
     for number in range(margin + steps):
@@ -108,6 +116,4 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sam
         if len(done.outputs) == batch and number >= margin:
             gaps.append(now - last)
         last = now
-    drain(engine)
-    assert len(gaps) > steps // 2, f"only {len(gaps)} of {steps} steps were full"
     return gaps

@@ -18,7 +18,7 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from baton.bench.engine.drive import (
 )  # fmt: skip
 from baton.bench.engine.floor import Floor, Fp8Floor
 from baton.bench.kernels.cases import BYTES_PER_S
-from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SHAPES, write_shape
+from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SHAPES, SPARSE, write_shape
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
@@ -150,12 +150,24 @@ LATENT_CASES = {
 }
 
 
+SPARSE_CASES = {
+    form: replace(
+        of_latents,
+        name=of_latents.name.replace("latent", "sparse"),
+        decode=_NO_BOUND,
+        prefill=_NO_PREFILL_BOUND,
+    )
+    for form, of_latents in LATENT_CASES.items()
+}
+
+
 def case_of(args: argparse.Namespace) -> Case | None:
     """None if the shape is not measured in this format."""
     if args.model_shape in HYBRIDS:
         return None if args.quantization or args.kv_cache_dtype else HYBRID_CASE
-    if args.model_shape == LATENT:
-        return None if args.kv_cache_dtype else LATENT_CASES.get(args.quantization)
+    if args.model_shape in (LATENT, SPARSE):
+        cases = SPARSE_CASES if args.model_shape == SPARSE else LATENT_CASES
+        return None if args.kv_cache_dtype else cases.get(args.quantization)
     if args.model_shape == MOE:
         return None if args.kv_cache_dtype else MOE_CASES.get(args.quantization)
     return DENSE_CASES.get((args.quantization, args.kv_cache_dtype))
@@ -170,18 +182,18 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         directory = Path(name)
         dense: dict[tuple[int, int], float] = {}
         if case is HYBRID_CASE:
-            with_attention = _engine(DENSE, directory, 8, args)
-            dense = {work: _prefill_ms(with_attention, *work, rounds=2)[0] for work in case.prefill}
+            with_attention = engine_of(DENSE, directory, 8, args)
+            dense = {work: prefill_ms(with_attention, *work, rounds=2)[0] for work in case.prefill}
             with_attention.close()
             del with_attention
-        engine = _engine(args.model_shape, directory, 256, args)
+        engine = engine_of(args.model_shape, directory, 256, args)
         _prefills(engine, case, report, floors, dense, rounds)
         _decodes(engine, case, report, floors, steps)
         add_predicted(report, case.name, predicted_steps(engine, REQUESTS, CONTEXT, COUNTED))
         engine.close()
         del engine
         if args.batch_invariant:
-            engine = _engine(args.model_shape, directory, 256, args, exact=True)
+            engine = engine_of(args.model_shape, directory, 256, args, exact=True)
             _compare_exact(engine, case, report, rounds, steps)
             engine.close()
 
@@ -193,7 +205,7 @@ EXACT_DECODE, EXACT_PREFILL = 1.10, 1.25
 def _compare_exact(engine: Engine, case: Case, report: Report, rounds: int, steps: int) -> None:
     default = {row.name: row.value for row in report.rows}
     found = {
-        f"{case.name}.prefill.{n}x{tokens}": (_prefill_ms(engine, n, tokens, rounds=rounds)[0], EXACT_PREFILL)
+        f"{case.name}.prefill.{n}x{tokens}": (prefill_ms(engine, n, tokens, rounds=rounds)[0], EXACT_PREFILL)
         for n, tokens in case.prefill
     }
     for batch in case.decode:
@@ -214,7 +226,7 @@ def _prefills(
 ) -> None:
     """`dense`: what the dense shape takes in ms, if it was measured."""
     for (requests, tokens), must in case.prefill.items():
-        took, p99 = _prefill_ms(engine, requests, tokens, rounds=rounds if tokens <= 8000 else 2)
+        took, p99 = prefill_ms(engine, requests, tokens, rounds=rounds if tokens <= 8000 else 2)
         name = f"{case.name}.prefill.{requests}x{tokens}"
         report.add(Row(name, took, "ms", p99=p99, goal=must))
         if (floor := floors.get((requests, tokens))) is not None:
@@ -253,8 +265,14 @@ def _floors(case: Case) -> dict[tuple[int, ...], float]:
     return found | {work: floor.prefill_ms(*work) for work in case.prefill}
 
 
-def _engine(
-    shape: str, directory: Path, running: int, args: argparse.Namespace, *, exact: bool = False
+def engine_of(
+    shape: str,
+    directory: Path,
+    running: int,
+    args: argparse.Namespace,
+    *,
+    exact: bool = False,
+    longest: int = BUDGET,
 ) -> Engine:
     """An engine without a limit on the chunks of prompts. The memory of one before is free again."""
     gc.collect()
@@ -267,7 +285,7 @@ def _engine(
             load_format="dummy",
             quantization=args.quantization or "auto",
             kv_cache_dtype=args.kv_cache_dtype or "auto",
-            max_model_len=LONGEST if args.model_shape in HYBRIDS else BUDGET,
+            max_model_len=LONGEST if args.model_shape in HYBRIDS else longest,
             enable_prefix_caching=False,
             max_num_seqs=running,
             max_num_batched_tokens=BUDGET,
@@ -281,7 +299,7 @@ def _add_floor(report: Report, name: str, took: float, floor: float) -> None:
     report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="the floor, same run"))
 
 
-def _prefill_ms(engine: Any, requests: int, tokens: int, *, rounds: int) -> tuple[float, float]:
+def prefill_ms(engine: Any, requests: int, tokens: int, *, rounds: int) -> tuple[float, float]:
     """The median and the p99 of the times of such prompts, in ms. The first round warms up."""
     times = [
         prefill_seconds(engine, [prompt(tokens, 100 * r + n + tokens) for n in range(requests)])
@@ -308,14 +326,19 @@ def experts_read(engine: Engine, batch: int, context: int) -> float:
 
 def bytes_moved(engine: Any, case: Case, batch: int, context: int, experts: float | None) -> float:
     """Bytes that a decode step reads and writes: weights, KV, and the states of each request both ways.
+    `experts`: as in `weight_bytes`."""
+    cache = engine.cache_spec
+    of_request = context * cache_bytes_per_token(cache) + 2 * state_bytes_per_request(cache)
+    return weight_bytes(engine, case, batch, experts) + batch * of_request
 
-    `experts`: those that are read in each layer; None: as many as random routes are expected to choose.
-    """
-    config, cache = engine.model_config, engine.cache_spec
+
+def weight_bytes(engine: Any, case: Case, batch: int, experts: float | None) -> float:
+    """Bytes of the weights that a decode step reads. `experts`: those that are read in each layer; None: as
+    many as random routes are expected to choose."""
+    config = engine.model_config
     head = config.vocab_size * config.hidden_size
     matrices = config.parameters_read(batch) - config.embedding_parameters
     if experts is not None:
         one = 3 * config.hidden_size * config.experts.intermediate_size * len(config.experts.layers)
         matrices += (experts - config.experts.read_by(batch)) * one
-    of_request = context * cache_bytes_per_token(cache) + 2 * state_bytes_per_request(cache)
-    return case.output_bytes * head + case.bytes * matrices + batch * of_request
+    return case.output_bytes * head + case.bytes * matrices

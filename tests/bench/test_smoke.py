@@ -41,6 +41,7 @@ from baton.bench.router import ends
 from baton.bench.shapes import SHAPES, write_shape
 from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
+from tests.engine.conftest import TINY_SPARSE
 from tests.forked import forking
 from tests.mooncake import libraries
 from tests.stand_in import stand_in
@@ -523,3 +524,21 @@ def test_the_short_form_runs_with_real_processes(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text())["results"]
+
+
+def test_decodes_at_many_positions_need_no_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.bench.engine import positions
+    from baton.engine import EngineConfig, build_engine
+
+    sparse = TINY_SPARSE | {"architectures": ["GlmMoeDsaForCausalLM"], "hidden_act": "silu"}
+    monkeypatch.setitem(SHAPES, "tiny-sparse", SHAPES[TINY] | sparse)
+    model = str(write_shape("tiny-sparse", tmp_path))
+    engine = build_engine(EngineConfig(model, dtype="float32", load_format="dummy", num_blocks=32))
+    positions.clear(engine)
+    gaps = positions.decode_gaps(engine, 2, 100, 6)
+    assert gaps is not None
+    assert len(gaps) == 6
+    assert positions.decode_gaps(engine, 8, 200, 6) is None, "no room"
+    engine.assert_whole()
+    of_layers = engine.model_config.num_layers * 4
+    assert positions.cache_bytes_read(engine, 100) == of_layers * (100 * 32 + 12 * 48)

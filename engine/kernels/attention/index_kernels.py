@@ -9,8 +9,6 @@ LARGEST. The chosen of all pieces then have a second choice among them. A progra
 is chosen bit by bit: 32 times it counts the scores from a candidate on. So its time depends on the number of
 positions alone, and with equal scores the first positions are chosen. It writes what it chose in the order of
 positions: a table whose entries are single slots, with which attention then reads the cache.
-
-Both launch the same grid for all lengths, so graphs of decodes replay them.
 """
 
 from typing import NamedTuple
@@ -32,7 +30,7 @@ QUERIES = 8  # of a prompt that share the keys that a program reads
 WAVES = 4  # programs of a prompt for each that runs at once
 LARGEST = 32768  # scores of a program of `_select`
 MOVED = 2048  # of these at a time, when it writes what it chose
-SCORES_BYTES = 1 << 28  # of the rows of a prompt at a time
+SCORES_BYTES = 1 << 26  # of the rows of a prompt at a time: so few that the rehearsal need not count them
 
 
 class Choice(NamedTuple):
@@ -42,12 +40,17 @@ class Choice(NamedTuple):
     tables: Tensor  # [rows, blocks] int32, or [blocks] of all rows
     work: Tensor  # [pieces, 3] int32: the first row, first position, last position + 1; row −1: no work
     queries: int  # rows of a piece
-    longest: int  # no row sees more positions
+    longest: int
+    """Positions of a table. The grids and the kernels follow from it, not from the contexts of a step: graphs
+    replay decodes, and a prompt compiles nothing."""
     slots: Tensor  # [rows, most] int32: those of the chosen positions, in their order
 
 
-def choice_of_chunk(start: int, stop: int, table: Tensor, most: int, programs: int, *, exact: bool) -> Choice:
-    """Of queries at positions [start, stop). `programs`: how many run at once."""
+def choice_of_chunk(
+    start: int, stop: int, table: Tensor, longest: int, most: int, programs: int, *, exact: bool
+) -> Choice:
+    """Of queries at positions [start, stop). `longest`: positions of the table. `programs`: how many run at
+    once."""
     contexts, queries = np.arange(start + 1, stop + 1, dtype=np.int32), 1 if exact else QUERIES
     rows = np.arange(0, stop - start, queries, dtype=np.int32)
     ends = contexts[np.minimum(rows + queries, len(contexts)) - 1]
@@ -60,7 +63,7 @@ def choice_of_chunk(start: int, stop: int, table: Tensor, most: int, programs: i
     work = np.stack((rows[of_row], begins, np.minimum(begins + length, ends[of_row])), axis=1)
     on_device = upload([contexts, work.astype(np.int32)], table.device)
     slots = table.new_empty(len(contexts), most)
-    return Choice(on_device[0], table, on_device[1], queries, stop, slots)
+    return Choice(on_device[0], table, on_device[1], queries, longest, slots)
 
 
 def rows_at_once(longest: int, most: int) -> int:
@@ -86,9 +89,9 @@ def choose(queries: IndexQueries, keys: KV, choice: Choice) -> None:
         choice.work,
         scores,
         rows,
+        choice.queries,
         row_stride,
         columns,
-        QUERIES=choice.queries,
         BLOCK_SIZE=block_size,
         HEADS=heads,
         ROWS=max(16, triton.next_power_of_2(heads)),
@@ -144,7 +147,7 @@ def _launch_select(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride", "score_stride"])
+@triton.jit(do_not_specialize=["rows", "queries", "table_stride", "score_stride"])
 def _score(
     q,
     weights,
@@ -155,9 +158,9 @@ def _score(
     work,
     scores,
     rows,
+    queries,
     table_stride,
     score_stride,
-    QUERIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -173,7 +176,7 @@ def _score(
     heads, dims, offsets = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
     used = heads < HEADS
     table = block_tables + row * table_stride
-    last = tl.minimum(row + QUERIES, rows)
+    last = tl.minimum(row + queries, rows)
     for start in tl.range(begin, stop, BLOCK_N):
         positions = start + offsets
         inside = positions < stop

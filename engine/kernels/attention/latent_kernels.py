@@ -148,11 +148,11 @@ def tile_latent(
     dense = form_of(num_heads, shape, dtype, metadata.block_size, fp8=fp8)
     sparse = form_of(num_heads, shape, dtype, 1, fp8=fp8)
     most = shape.index.most_chosen if shape.index else None
+    longest = metadata.block_tables.shape[1] * metadata.block_size
     tiling: list[Absorbed | ExpandedChunks] = []
     for first in range(0, decodes, MOST_EXACT if exact else max(1, decodes)):
         rows = slice(first, min(first + MOST_EXACT, decodes) if exact else decodes)
-        contexts, tables, form = metadata.contexts[rows], metadata.block_tables[rows], dense
-        longest, choice = tables.shape[1] * metadata.block_size, None
+        contexts, tables, form, choice = metadata.contexts[rows], metadata.block_tables[rows], dense, None
         if most is not None and longest > most:
             count = most_pieces(len(contexts), 1, multiprocessors)
             work = partition(contexts, 1, count, block_n=index_kernels.BLOCK_N).work
@@ -182,14 +182,14 @@ def tile_latent(
         if exact or chooses or short or not scratch.heads(_padded(stop)):
             expand()
             form, at_once = sparse if chooses else dense, MOST_EXACT if exact else MOST_ABSORBED
-            at_once = index_kernels.rows_at_once(stop, at_once) if chooses else at_once
+            at_once = index_kernels.rows_at_once(longest, at_once) if chooses else at_once
             programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
             for begin in range(start, stop, at_once):
                 end = min(begin + at_once, stop)
                 rows = slice(row + begin - start, row + end - start)
                 table, choice, entries = metadata.block_tables[request], None, None
                 if chooses and most is not None:
-                    choice = choice_of_chunk(begin, end, table, most, multiprocessors, exact=exact)
+                    choice = choice_of_chunk(begin, end, table, longest, most, multiprocessors, exact=exact)
                     table, entries = choice.slots, most
                 pieces = _pieces(begin, end, form.block_n, programs, device, entries, exact=exact)
                 tiling.append(Absorbed(rows, form, pieces, table, exact, choice))
@@ -207,10 +207,10 @@ def _chunks(
 ) -> Iterator[tuple[int, int, int, bool]]:
     """The chunks of a step: request, start, stop, and whether its queries choose. Those of a chunk that see
     at most `most` positions attend to all of them, but in the exact mode, where they do as decodes do."""
-    capacity = metadata.block_tables.shape[1] * metadata.block_size
+    longest = metadata.block_tables.shape[1] * metadata.block_size
     for request, (start, stop) in enumerate(metadata.prefills, metadata.num_decodes):
         middle = stop
-        if most is not None and capacity > most:
+        if most is not None and longest > most:
             middle = start if exact else min(stop, max(start, most))
         if start < middle:
             yield request, start, middle, False
