@@ -238,6 +238,7 @@ class FrontOptions(ServerTlsOptions):
             "deepseek_v31",
             "deepseek_v32",
             "deepseek_v4",
+            "gemma4",
             "glm45",
             "glm47",
             "hermes",
@@ -257,6 +258,7 @@ class FrontOptions(ServerTlsOptions):
         Literal[
             "deepseek_r1",
             "deepseek_v3",
+            "gemma4",
             "glm45",
             "kimi_k2",
             "mistral",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from baton.router.api.messages import Tool
 from baton.router.tools import harmony
 from baton.router.tools.bare import BareParser
+from baton.router.tools.gemma import QUOTE, GemmaReader
 from baton.router.tools.grammar import Written
 from baton.router.tools.json_text import SPACE
 from baton.router.tools.kimi import KimiReader
@@ -289,12 +290,28 @@ class Lfm2Parser(MarkedParser):
         yield from super()._take_outside(character)
 
 
+class Gemma4Parser(MarkedParser):
+    """Gemma 4: call:NAME{KEY:VALUE,…} between special tokens. Strings are between special tokens, too."""
+
+    name = "gemma4"
+    mark = opening = "<|tool_call>"
+    closing = "<tool_call|>"
+    specials = (opening, closing, QUOTE)
+    written = Written(
+        f"{opening}call:{{name}}{{{{arguments}}}}{closing}", "",
+        pair="{key}:{value}", between_pairs=",", value_begin=QUOTE, value_end=QUOTE, keys=r"[^:,{}<>\"\s]+",
+    )  # fmt: skip
+
+    def _reader(self, opening: str) -> Reader:
+        return GemmaReader(opening, self._tools, (self.closing, self.opening))
+
+
 FORMATS: dict[str, type[ToolParser]] = {
     parser.name: parser
     for parser in (
         HermesParser, LlamaParser, MistralParser, QwenCoderParser, SeedOssParser, Glm45Parser, Glm47Parser,
         DeepSeekV3Parser, DeepSeekV31Parser, DeepSeekV32Parser, DeepSeekV4Parser, KimiParser, MiniMaxM2Parser,
-        HarmonyParser, PythonicParser, Lfm2Parser,
+        HarmonyParser, PythonicParser, Lfm2Parser, Gemma4Parser,
     )
 }  # fmt: skip
 """The formats of tool calls, by name."""
@@ -304,7 +321,7 @@ _MARKS: tuple[tuple[type[ToolParser] | str, tuple[str, ...]], ...] = (
     (DeepSeekV32Parser, ("｜DSML｜", "function_calls")),
     (DeepSeekV4Parser, ("｜DSML｜",)),
     ("MiniMax M3", ("]<]minimax[>[",)),
-    ("Gemma 4", ("<|tool_call>",)),
+    (Gemma4Parser, (Gemma4Parser.opening,)),
     ("FunctionGemma", ("<start_function_call>",)),
     ("Granite 3 or Phi-4 mini", ("<|tool_call|>",)),
     ("Hunyuan", ("<tool_sep>",)),

@@ -45,6 +45,8 @@ class Written:
     pair: str | None = None
     """A key and a value. None: the arguments are a JSON object."""
     between_pairs: str = ""
+    value_begin: str = ""
+    """Before a string. Empty: before no value. Otherwise `value_end` ends strings alone."""
     value_end: str = ""
     """What ends a value. Strings are bare text up to it. Empty: all values are JSON."""
     keys: str = ""
@@ -143,7 +145,7 @@ def _pairs(
         more = lark(written.between_pairs, {})
         yield f"{rule}: ({rule}_pair ({more} {rule}_pair)*)?"
         yield f"{rule}_pair: {pair}"
-        yield from _value(written, tool, f"{rule}_value", True, root, known)
+        yield from _value(written, tool, f"{rule}_value", True, root, known, lark)
         return
     required = frozenset(schema.get("required") or ())
     # Each argument has two rules: before the first one that is written, and after it.
@@ -156,22 +158,29 @@ def _pairs(
         next_first, next_later = f"{rule}_{k + 1}", f"{rule}_{k + 1}b"
         yield f"{first}: {pair} {next_later}" + ("" if key in required else f" | {next_first}")
         yield f"{later}: {between} {pair} {next_later}" + ("" if key in required else f" | {next_later}")
-        yield from _value(written, tool, f"{rule}_{k}v", of_value, root, known)
+        yield from _value(written, tool, f"{rule}_{k}v", of_value, root, known, lark)
     last = len(fields)
     yield f'{rule}_{last}: ""' if fields else f'{rule}: ""'
     yield f'{rule}_{last}b: ""'
 
 
 def _value(
-    written: Written, tool: Tool, rule: str, schema: Any, root: Mapping[str, Any], known: dict[int, Types]
+    written: Written,
+    tool: Tool,
+    rule: str,
+    schema: Any,
+    root: Mapping[str, Any],
+    known: dict[int, Types],
+    lark: Callable[[str, Mapping[str, str]], str],
 ) -> Iterator[str]:
     """Yields the rules of one value. `known`: as of `types_of`."""
-    end = quoted(written.value_end)
+    begin = lark(written.value_begin, {})
+    end = lark(written.value_end, {}) if begin else quoted(written.value_end)
     if not written.value_end or "string" not in types_of(schema, root, known):
         shared = {name: root[name] for name in _DEFINITIONS if name in root}
         shared = shared if any("$ref" in part for part in subschemas(schema)) else {}
         whole = json.dumps({**SPACED, **(schema if isinstance(schema, dict) else {}), **shared})
-        yield f"{rule}: {rule}j {end}"
+        yield f"{rule}: {rule}j {'' if begin else end}"
         yield f"{rule}j: %json {whole}"
         return
     texts: list[str] | None = None  # None: any text
@@ -190,7 +199,11 @@ def _value(
         raise _unsupported(tool, "value for an argument that must have several values")
     kinds = ["(" + " | ".join(map(quoted, texts)) + ")"] if texts is not None else []
     kinds += map(literal, limits or ([] if kinds else ["(?s:.*)"]))
-    yield f"{rule}: {rule.upper()} {end}" if texts is not None else f"{rule}[suffix={end}]: {rule.upper()}"
+    # A token is no part of a text, so it ends one.
+    by_suffix = texts is None and end.startswith('"')
+    yield f"{rule}: {begin} {rule}t" if by_suffix else f"{rule}: {begin} {rule.upper()} {end}"
+    if by_suffix:
+        yield f"{rule}t[suffix={end}]: {rule.upper()}"
     yield f"{rule.upper()}: {' & '.join(kinds)}"
 
 

@@ -19,13 +19,15 @@ class Way:
     """What an output begins with if the prompt does not end with one of the marks."""
     start: str = "<think>"
     end: str = "</think>"
+    label: str = ""
+    """What follows `start`, and is no reasoning."""
     in_messages: bool = False
     """The output is a list of messages, as `harmony` reads them."""
 
     def beginning_after(self, prompt: str) -> Beginning:
         """Returns what follows this prompt. Only its end counts: messages may quote the marks."""
         prompt = prompt.rstrip(SPACE)
-        if prompt.endswith(self.start) and not self.in_messages:
+        if prompt.endswith((self.start, (self.start + self.label).rstrip(SPACE))) and not self.in_messages:
             return "reasoning"
         return "answer" if prompt.endswith(self.end) else self.beginning
 
@@ -41,6 +43,7 @@ REASONING: dict[str, Way] = {
     "deepseek_v3": Way(),
     "kimi_k2": Way(),
     "seed_oss": Way(start="<seed:think>", end="</seed:think>"),
+    "gemma4": Way(start="<|channel>", end="<channel|>", label="thought\n"),
     # The model always reasons first. It may leave out <think>.
     "deepseek_r1": Way("reasoning"),
     "mistral": Way(start="[THINK]", end="[/THINK]"),
@@ -52,6 +55,7 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>",)),
     ("mistral", ("[THINK]",)),
     ("seed_oss", ("<seed:think>",)),
+    ("gemma4", ("<|channel>", "<channel|>")),
     ("deepseek_v3", ("<think>", "<｜Assistant｜>", "thinking")),
     ("deepseek_r1", ("think>", "<｜Assistant｜>")),
     ("kimi_k2", ("think>", "<|im_middle|>")),
@@ -80,7 +84,7 @@ class ReasoningParser:
     """
 
     def __init__(self, beginning: Beginning, way: Way = REASONING["qwen3"]) -> None:
-        self._beginning, self._start = beginning, way.start
+        self._beginning, self._start, self._label = beginning, way.start, way.label
         self._state: Literal["begin", "reasoning", "answer"] = "answer" if beginning == "answer" else "begin"
         self._space: list[str] = []  # what the output begins with, before any other text
         self._mark = ""  # the text that may become the mark
@@ -98,6 +102,7 @@ class ReasoningParser:
             text = self._begin(text)
         if self._state != "reasoning":
             return "", text
+        text = self._without_label(text)
         reasoning, content = self._end.split(text)
         if content is None:
             return reasoning, ""
@@ -110,6 +115,15 @@ class ReasoningParser:
             held = "".join(self._space) + self._mark
             return (held, "") if self._beginning == "reasoning" else ("", held)
         return self._end.held, ""
+
+    def _without_label(self, text: str) -> str:
+        at = 0
+        while self._label and at < len(text):
+            if text[at] != self._label[0]:
+                self._label = ""
+                break
+            self._label, at = self._label[1:], at + 1
+        return text[at:]
 
     def _begin(self, text: str) -> str:
         """Holds back what may become the mark. Returns the text that belongs to the next state."""

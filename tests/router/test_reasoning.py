@@ -84,6 +84,10 @@ CALLS_OF_F = "<|channel|>commentary to=functions.{}<|message|>{}<|call|>"
         ("seed_oss", "<seed:think>a</think></seed:think>b", "a</think>", "b"),
         ("mistral", "[THINK]a</think>[/THINK]b", "a</think>", "b"),
         ("mistral", "[THIN", "", "[THIN"),
+        ("gemma4", "<|channel>thought\na</think><channel|>b", "a</think>", "b"),
+        ("gemma4", "<|channel>though", "", ""),
+        ("gemma4", "<|channel>analysis<channel|>b", "analysis", "b"),
+        ("gemma4", "<|chan", "", "<|chan"),
         (
             "openai_gptoss",
             HARMONY,
@@ -194,6 +198,7 @@ def test_the_parser_follows_from_the_chat_template():
         "deepseek_v3": "{% if not thinking is defined %}<｜Assistant｜><think></think>",
         "kimi_k2": "<|im_middle|>{{ '<think></think>' }}",
         "glm45": "<think></think><arg_key>",
+        "gemma4": "{{ '<|channel>thought\n' + text + '\n<channel|>' }}<|tool_call>",
         "qwen3": "]~b]ai\n<think>\n<minimax:tool_call>",
         None: "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|>",  # Kimi-Linear
     }.items():

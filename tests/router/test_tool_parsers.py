@@ -183,6 +183,13 @@ CASES = [
     ("lfm2", "<|tool_call_start|>now()<|tool_call_end|><|tool_call_start|>[now()]<|tool_call_end|>", "",
      [OTHER, OTHER]),
     ("lfm2", "[now()]", "[now()]", []),
+    ("gemma4", 'Look.<|tool_call>call:edit{path:<|"|>a "b"\\n<c|><|"|>,n:-1.5,all:true,'
+     'in:{x:[<|"|>y<|"|>,2]}}<tool_call|>'
+     "<|tool_call>call:now{}<tool_call|>", "Look.",
+     [("edit", '{"path":"a \\"b\\"\\\\n<c|>","n":-1.5,"all":true,"in":{"x":["y",2]}}'), OTHER]),
+    ("gemma4", f"<|tool_call>call:get_weather{W}<tool_call|>", "", [ONE]),
+    ("gemma4", "<|tool_call>call:now{}", "", [OTHER]),
+    ("gemma4", "<|tool_call>no call<tool_call|>", "no call", []),
     ("lfm2", "<|tool_call_start|>[now()] later(): x", "later(): x", [OTHER]),
     ("lfm2", "<|tool_call_start|>[now(1)]<|tool_call_end|>", "[now(1)]", []),
     ("lfm2", "<|tool_call_start|>no list<|tool_call_end|>", "no list", []),
@@ -358,6 +365,8 @@ def test_arguments_of_an_output_that_the_model_ended_are_json(name: str, text: s
         ("pythonic", "[f(a='"),
         ("pythonic", "Text [f(a='"),
         ("lfm2", "<|tool_call_start|>["),
+        ("gemma4", "<|tool_call>call:"),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>'),
         ("lfm2", "<|tool_call_start|>[f(a='"),
         ("lfm2", "<|tool_call_start|>[now(),"),
         ("llama3_json", "Text ```"),
@@ -479,7 +488,6 @@ def test_strict_calls_are_enforced_behind_any_text(name: str):
 UNREAD = {
     "<function=example_function_name>{{ arguments }}</function>": "Functionary",
     "{{ '>>>all\\n' + message.content }}": "Functionary",
-    "<|tool_call>call:{{ name }}<tool_call|>": "Gemma 4",
     "<|tool_call|>{{ calls | tojson }}": "Granite 3 or Phi-4 mini",
     "]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=": "MiniMax M3",
     "<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>": "Hunyuan",
@@ -511,6 +519,7 @@ def test_the_format_is_found_in_the_chat_template():
         "kimi_k2": "<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>",
         "openai": "{{- '<|constrain|>json<|message|>' }}{{- '<|call|>' }}",
         "lfm2": "List of tools: <|tool_list_start|>[{{ tools }}",
+        "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
         "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",  # noqa: E501
     }.items():
         assert format_of(marks) is FORMATS[name], name

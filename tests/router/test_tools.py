@@ -140,6 +140,7 @@ WRITTEN = {
     ),
     "pythonic": '[get_weather(city="Paris")]',
     "lfm2": '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>',
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
     "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</seed:tool_call>",  # noqa: E501
     "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n</minimax:tool_call>',  # noqa: E501
     "deepseek_v32": (
@@ -162,7 +163,8 @@ async def test_calls_of_each_format_are_read_and_forced(
             message, _ = joined(await made.events("/v1/chat/completions", **body))
             for said in (result["choices"][0]["message"], message):
                 [call] = said["tool_calls"]
-                assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+                assert call["function"]["name"] == "get_weather"
+                assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
                 assert not said["content"]
                 assert (call["id"] == "functions.get_weather:0") == (name == "kimi_k2"), (
                     "the template repeats it"

@@ -1,0 +1,44 @@
+"""Calls of Gemma 4, whose arguments are an object in a language of its own."""
+
+import re
+from collections.abc import Sequence
+
+from baton.router.api.messages import Tool
+from baton.router.tools.json_text import Arguments
+from baton.router.tools.marker import Marker
+from baton.router.tools.readers import NAME, NamedCallReader
+
+QUOTE = '<|"|>'
+"""Before and behind a string, which may have any characters."""
+_HEAD = re.compile(rf"\s*+(call:)?+\s*+{NAME}\s*+")
+_ESCAPED = {'"': '\\"', "\\": "\\\\"}
+
+
+class GemmaReader(NamedCallReader):
+    """Reads call:NAME{KEY:<|"|>TEXT<|"|>,KEY:1.5,…}. Keys have no quotes, and JSON is read as well."""
+
+    def __init__(self, opening: str, tools: Sequence[Tool], ends: Sequence[str]) -> None:
+        super().__init__(_HEAD, opening, tools, ends)
+        self._quote = Marker(QUOTE)
+        self._in_text = False  # between two of these
+
+    def take_plain(self, text: str, at: int) -> str:
+        return "" if self._quote.held else super().take_plain(text, at).partition("<")[0]
+
+    def _take_arguments(self, arguments: Arguments, character: str) -> str:
+        text, found = self._quote.take(character)
+        taken = "".join(self._take_each(arguments, text))
+        if found and not self.over:
+            self._in_text = not self._in_text
+            taken += super()._take_arguments(arguments, '"')
+        return taken
+
+    def _take_each(self, arguments: Arguments, text: str) -> list[str]:
+        taken: list[str] = []
+        for at, each in enumerate(text):
+            if self.over:
+                self.rest += text[at:]
+                break
+            for escaped in _ESCAPED.get(each, each) if self._in_text else each:
+                taken.append(super()._take_arguments(arguments, escaped))
+        return taken
