@@ -149,8 +149,8 @@ class Compiler(Generic[T]):
     def _shared(self, key: Key) -> Shared:
         """Returns a grammar with one user more. Raises ValueError."""
         others = self._used.get(key, [])
-        if (found := self._free(key, others)) is not None:
-            return self._use(found)
+        if (shared := self._free(key, others)) is not None:
+            return self._use(shared)
         if others:
             size = others[0].size
         else:

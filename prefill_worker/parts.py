@@ -125,33 +125,33 @@ class PartAttempt(PrefillAttempt):
         if {of.prefill_id for of in plan if of.incarnation == self.shared.incarnation} != {request.id}:
             self.lost(Code.INVALID, "a worker computes one part of a prompt")
             return
-        own = [range(of.start, of.stop) for of in plan if of.prefill_id == request.id]
-        others = {of.prefill_id: of for of in plan if of.prefill_id != request.id}
-        live = self.live = engine.start_part(request, own, owner=self)
+        part_ranges = [range(of.start, of.stop) for of in plan if of.prefill_id == request.id]
+        workers = {of.prefill_id: of for of in plan if of.prefill_id != request.id}
+        live = self.live = engine.start_part(request, part_ranges, owner=self)
         if live is None:
-            for other in others:
-                sender.close(pair_id(request.id, other), "gone")
+            for worker_id in workers:
+                sender.close(pair_id(request.id, worker_id), "gone")
             self.lost(Code.NO_ROOM, "no room for a part of a prompt now")
             return
         cached = live.num_cached
-        uncached = [range(max(of.start, cached), of.stop) for of in own if of.stop > cached]
+        uncached = [range(max(of.start, cached), of.stop) for of in part_ranges if of.stop > cached]
         self.is_final = plan[-1].prefill_id == request.id
         self.part_tokens = sum(map(len, uncached))
         self.gaps = dict(_gaps(uncached, cached))
-        starts, ends = {of.start for of in own}, {of.stop for of in own}
-        for other, worker in others.items():
-            theirs = [range(of.start, of.stop) for of in plan if of.prefill_id == other]
-            if earlier := _before(theirs, own[-1]):
+        starts, ends = {of.start for of in part_ranges}, {of.stop for of in part_ranges}
+        for worker_id, worker in workers.items():
+            worker_ranges = [range(of.start, of.stop) for of in plan if of.prefill_id == worker_id]
+            if earlier := _before(worker_ranges, part_ranges[-1]):
                 self._fetch(worker, earlier, starts)
-            if offered := _before(own, theirs[-1]):
-                opened_id = pair_id(request.id, other)
-                self.outputs[opened_id] = offered[-1].stop
-                states_at = sorted(ends & {of.start for of in theirs})
-                Reading(self, opened_id).open(offered[-1].stop, states_at)
-                sender.ready(opened_id, None, 0, min(cached, offered[-1].stop))
+            if offered_ranges := _before(part_ranges, worker_ranges[-1]):
+                opened_id = pair_id(request.id, worker_id)
+                self.outputs[opened_id] = offered_ranges[-1].stop
+                states_at = sorted(ends & {of.start for of in worker_ranges})
+                Reading(self, opened_id).open(offered_ranges[-1].stop, states_at)
+                sender.ready(opened_id, None, 0, min(cached, offered_ranges[-1].stop))
         if self.is_final:
             self.reading = Reading(self, request.id)
-            self.reading.open(own[-1].stop)
+            self.reading.open(part_ranges[-1].stop)
             sender.ready(request.id, None, 0, cached)
         self.to(State.COMPUTING)
         self.attempts.counts.prompt_parts += 1
@@ -161,7 +161,7 @@ class PartAttempt(PrefillAttempt):
         """Fetches ranges of another worker. `starts`: of the ranges of this one."""
         live, cached = self.live_request, self.live_request.num_cached
         # What is cached here is not fetched. If this is all, the ACK still lets the other worker go on.
-        wanted = [(max(found.start, cached), found.stop) for found in ranges if found.stop > cached]
+        wanted = [(max(each.start, cached), each.stop) for each in ranges if each.stop > cached]
         fetch_id = pair_id(worker.prefill_id, self.id)
         self.uncommitted.update([fetch_id] if wanted else ())
         self.not_begun.update(stop for _, stop in wanted)
@@ -253,10 +253,10 @@ class PartAttempt(PrefillAttempt):
 
 
 def _before(ranges: Sequence[range], other: range) -> list[range]:
-    return [found for found in ranges if found.start < other.start]
+    return [each for each in ranges if each.start < other.start]
 
 
 def _gaps(ranges: Sequence[range], stop: int) -> Iterator[tuple[int, int]]:
-    for found in ranges:
-        yield found.start, stop
-        stop = found.stop
+    for each in ranges:
+        yield each.start, stop
+        stop = each.stop

@@ -104,8 +104,8 @@ class NeededBlocks:
     def of(self, attempts: Iterable[VLLMAttempt]) -> int:
         """`attempts`: all that came and have not left. They grow."""
         shared = len(self._chunks) * CHUNK_TOKENS
-        own = (attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS for attempt in attempts)
-        return sum(-(-tokens // self._block_size) for tokens in (*own, shared))
+        unshared = (attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS for attempt in attempts)
+        return sum(-(-tokens // self._block_size) for tokens in (*unshared, shared))
 
 
 def waits(attempt: VLLMAttempt, attempts: Collection[VLLMAttempt]) -> bool:

@@ -43,17 +43,17 @@ class CachedBlocks:
         parent, tokens, size = event["parent_block_hash"], event["token_ids"], event["block_size"]
         if parent is None:  # extra keys, by block, name the salt of a request in its first block
             salt = next(iter((event.get("extra_keys") or [None])[0] or ()), "")
-            name, rest = salted(self._root, bytes.fromhex(salt)), []
+            name, tail = salted(self._root, bytes.fromhex(salt)), []
         elif (end := self._ends.get(_name(parent))) is not None:
-            name, rest = end
+            name, tail = end
         else:
             return  # it was evicted since then
         for i, block in enumerate(map(_name, event["block_hashes"])):
-            rest, names = [*rest, *tokens[i * size : (i + 1) * size]], []
-            extend_names(names, rest, len(rest), name)
-            rest, name = rest[len(names) * CHUNK_TOKENS :], (names or [name])[-1]
+            tail, names = [*tail, *tokens[i * size : (i + 1) * size]], []
+            extend_names(names, tail, len(tail), name)
+            tail, name = tail[len(names) * CHUNK_TOKENS :], (names or [name])[-1]
             if block not in self._ends:  # else two requests have computed it
-                self._ends[block] = name, rest
+                self._ends[block] = name, tail
                 self.chunks.add(block, names)
 
     def _removed(self, blocks: Iterable[bytes]) -> None:

@@ -341,8 +341,8 @@ def check_config(config: VllmConfig) -> None:
         "LoRA": config.lora_config,
         "microbatches": config.parallel_config.use_ubatching,  # a layer would be saved in parts
     }
-    for name, given in refused.items():
-        if given:
+    for name, setting in refused.items():
+        if setting:
             raise ValueError(f"BatonConnector does not support {name}: start vLLM without it")
 
 

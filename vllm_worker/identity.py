@@ -49,8 +49,8 @@ def _sample(file: Path) -> bytes:
     """Returns 4 KiB of each of 64 places of a file. Training changes all tensors."""
     size = file.stat().st_size
     with file.open("rb") as opened:
-        found = [str(size).encode()]
+        samples = [str(size).encode()]
         for i in range(64):
             opened.seek(size * i // 64)
-            found.append(opened.read(4096))
-    return b"".join(found)
+            samples.append(opened.read(4096))
+    return b"".join(samples)

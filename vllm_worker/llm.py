@@ -58,8 +58,8 @@ class VLLM:
         """
         self._engine = config.engine
         if current_platform.device_type != config.engine.device:
-            found = current_platform.device_type
-            raise ValueError(f"--device {config.engine.device}: this vLLM computes on {found}")
+            platform = current_platform.device_type
+            raise ValueError(f"--device {config.engine.device}: this vLLM computes on {platform}")
 
         class StepLogger(StatLoggerBase):
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:

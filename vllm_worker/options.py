@@ -47,12 +47,12 @@ def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
         args = shlex.split(more)
     except ValueError as error:
         raise ValueError(f"--vllm-args: {error}") from error
-    own = {_flag(name) for name in _OWN.union(_SAME)} | {_flag(_RENAMED[name]) for name in _RENAMED}
+    baton_flags = {_flag(name) for name in _OWN.union(_SAME)} | {_flag(_RENAMED[name]) for name in _RENAMED}
     for arg in args:
-        given = re.sub(r"[=.].*", "", arg).replace("_", "-")
-        if given in own or given.replace("--no-", "--", 1) in own:
+        flag = re.sub(r"[=.].*", "", arg).replace("_", "-")
+        if flag in baton_flags or flag.replace("--no-", "--", 1) in baton_flags:
             raise ValueError(f"--vllm-args: {arg} is an option of Baton, too; give it there")
-        if given == _flag(_CONNECTOR):
+        if flag == _flag(_CONNECTOR):
             raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
     return tuple(args)
 

@@ -164,9 +164,9 @@ class Roles:
         request, chunks = work.request, list[bytes]()
         tokens = len(request.prompt_ids) + len(request.output_ids)
         if self._config.engine.enable_prefix_caching:
-            whole = len(request.prompt_ids) // self._ready.block_size * self._ready.block_size
+            named_tokens = len(request.prompt_ids) // self._ready.block_size * self._ready.block_size
             root = salted(self._ready.content_root, request.cache_salt)
-            extend_names(chunks, request.prompt_ids, whole, root)
+            extend_names(chunks, request.prompt_ids, named_tokens, root)
         uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
         return VLLMAttempt(
             stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks,

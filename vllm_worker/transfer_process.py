@@ -56,7 +56,7 @@ class TransferProcess:
         incarnation = int.from_bytes(os.urandom(8))
         self.heartbeat = Heartbeat.create()
         self.heartbeat.tick()
-        ours, theirs = zip(
+        engine_ends, transfer_ends = zip(
             *(ArenaEnd.pair(settings.slots, settings.slot_bytes) for _ in range(2)), strict=True
         )
         self._service, service = channel_pair()
@@ -66,8 +66,8 @@ class TransferProcess:
             port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
         )  # fmt: skip
         self.process: subprocess.Popen[bytes] = spawn_transfer(
-            config, sending=theirs[0], receiving=theirs[1], heartbeat=self.heartbeat, service=service,
-            secret=secret,
+            config, sending=transfer_ends[0], receiving=transfer_ends[1], heartbeat=self.heartbeat,
+            service=service, secret=secret,
         )  # fmt: skip
         data = self._service.recv(MAX_MESSAGE)
         if not data:
@@ -75,7 +75,7 @@ class TransferProcess:
         ready = decode_from_transfer(data)
         assert isinstance(ready, Ready), ready
         self.address = f"{settings.host}:{ready.port}", incarnation
-        self.transport = Transport(ours[0], ours[1], TraceWriter(None, name), exports=True)
+        self.transport = Transport(engine_ends[0], engine_ends[1], TraceWriter(None, name), exports=True)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="baton heartbeat", daemon=True)
         self._thread.start()

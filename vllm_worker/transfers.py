@@ -102,14 +102,14 @@ class Attendant:
 
     def events(self) -> list[Event]:
         """Returns what came since the last call. Raises RuntimeError if the thread has ended."""
-        found: list[Event] = []
+        events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 event = self._events.get_nowait()
                 if isinstance(event, Exception):
                     raise RuntimeError("KV cannot be moved any more") from event
-                found.append(event)
-        return found
+                events.append(event)
+        return events
 
     def close(self) -> None:
         self.order(None)

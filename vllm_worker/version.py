@@ -20,8 +20,8 @@ def check_version(
             f"{part}: vLLM is not installed in this Python; in Baton's source directory run "
             "`pip install -e '.[vllm]'`, or for CPUs `make venv-vllm` and then `.venv-vllm/bin/baton`"
         )
-    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if not untested and not TESTED[0] <= found <= TESTED[1]:
+    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if not untested and not TESTED[0] <= release <= TESTED[1]:
         first, last = (".".join(map(str, each)) for each in TESTED)
         raise ValueError(
             f"{part}: vLLM {version} is installed, and Baton is tested with {first} to {last}; "

@@ -186,17 +186,17 @@ class WorkerConfig:
             return self.host
         name = socket.gethostname()
         try:
-            own = socket.gethostbyname(name)
+            address = socket.gethostbyname(name)
         except OSError as error:
             raise ValueError(
                 f"--host {self.host}: the host name {name} has no address ({error}); give an address"
             ) from error
-        if own.startswith("127."):
+        if address.startswith("127."):
             raise ValueError(
-                f"--host {self.host}: the host name {name} has only the loopback address {own}; "
+                f"--host {self.host}: the host name {name} has only the loopback address {address}; "
                 "give an address"
             )
-        return own
+        return address
 
     def kv_address(self) -> str | None:
         """Returns `kv_host` as a numeric address, or the IPv4 address of the interface of that name.
@@ -207,10 +207,10 @@ class WorkerConfig:
             return None
         if (addresses := psutil.net_if_addrs().get(self.kv_host)) is None:
             return _numeric("--kv-host", self.kv_host)
-        found = next((given.address for given in addresses if given.family == socket.AF_INET), None)
-        if found is None:
+        ipv4 = next((each.address for each in addresses if each.family == socket.AF_INET), None)
+        if ipv4 is None:
             raise ValueError(f"--kv-host: the interface {self.kv_host} has no IPv4 address; give an address")
-        return found
+        return ipv4
 
     def reachable_kv_host(self) -> str:
         """Returns the numeric address that decode workers connect to. Raises ValueError if there is none."""

@@ -251,9 +251,9 @@ class Meters:
         anyway. It is more if they come after many others."""
         position = batch.position
         if not batch.rows and (model := self.model) is not None:
-            whole = model.prefill(tokens + uncached, position)
-            if (rest := model.prefill(uncached, position + tokens)) < whole:
-                return whole - rest
+            with_all = model.prefill(tokens + uncached, position)
+            if (with_uncached := model.prefill(uncached, position + tokens)) < with_all:
+                return with_all - with_uncached
         speed = self.prefill_tokens_per_s
         if batch.rows and (step := self.chunk_limit.long_step(batch)).tokens:
             speed = min(speed, step.tokens / step.seconds)

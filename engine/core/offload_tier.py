@@ -319,12 +319,12 @@ class OffloadTier:
 
 def stats_of(tiers: Iterable[OffloadTier]) -> list[OffloadStats]:
     """Of each tier, what it has of blocks. Copies of states count only among the copies."""
-    found: dict[Tier, OffloadStats] = {}
+    by_tier: dict[Tier, OffloadStats] = {}
     for each in tiers:
         stats = each.stats
-        if (blocks := found.get(each.tier)) is not None:
+        if (blocks := by_tier.get(each.tier)) is not None:
             counts = ("saved", "dropped", "failed", "damaged")
             both = {count: getattr(blocks, count) + getattr(stats, count) for count in counts}
             stats = replace(blocks, **both)
-        found[each.tier] = stats
-    return [*found.values()]
+        by_tier[each.tier] = stats
+    return [*by_tier.values()]

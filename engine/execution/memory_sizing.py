@@ -244,15 +244,15 @@ def tier_places(
     that has no room for two copies is left out."""
     token_bytes, state_bytes = cache_bytes_per_token(cache) * ranks, state_bytes_per_request(cache) * ranks
     positions = max(COPY_TOKENS, pool.num_blocks * block_size // max(1, pool.num_copies))
-    found: dict[TierCells, int] = {}
+    places: dict[TierCells, int] = {}
     for tier, size in config.offload_sizes.items():
         copies = size // (positions * token_bytes + state_bytes) if pool.num_copies else 0
         blocks = (size - copies * state_bytes) // (block_size * token_bytes)
         if state_bytes and copies > 1:
-            found |= {TierCells(tier, False): blocks, TierCells(tier, True): copies}
+            places |= {TierCells(tier, False): blocks, TierCells(tier, True): copies}
         elif blocks and not state_bytes:
-            found[TierCells(tier, False)] = blocks
-    return found
+            places[TierCells(tier, False)] = blocks
+    return places
 
 
 def _most_slots(config: EngineConfig) -> int:

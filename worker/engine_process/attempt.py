@@ -149,8 +149,8 @@ class AttemptTable(Generic[A]):
 
     def cancel(self, stream: int, attempt_id: bytes | None) -> None:
         """Cancels the attempt with this id, if this router submitted it. None: all that it submitted."""
-        found = [*self] if attempt_id is None else [self.find(attempt_id)]
-        for attempt in found:
+        attempts = [*self] if attempt_id is None else [self.find(attempt_id)]
+        for attempt in attempts:
             if attempt is not None and attempt.stream == stream:
                 attempt.cancel()
 

@@ -20,8 +20,8 @@ def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda
     of_layers = [spec.planes(cache) for spec, cache in zip(specs, engine.caches, strict=True)]
     planes: list[list[tuple[Tensor, ...]]] = []
     for array, layers in zip(layout.arrays, layout.layers, strict=True):
-        found = [of_layers[i][engine.cache_arrays[i].index(array)] for i in layers]
-        planes.append(list(zip(*found, strict=True)))
+        of_array = [of_layers[i][engine.cache_arrays[i].index(array)] for i in layers]
+        planes.append(list(zip(*of_array, strict=True)))
     device = str(planes[0][0][0].device)
     return PagedKV(planes, engine.block_size, layout, device, ranks.rank, ranks.size, layers_ready)
 

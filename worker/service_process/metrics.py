@@ -308,8 +308,8 @@ class Metrics(Collector):
         by: str = "",
     ) -> Metric:
         """`value`: that of the metric, or for each value of the label `by`."""
-        own, values = self._labels, value if isinstance(value, Mapping) else {"": value}
-        family = kind(name, text, labels=(*own, by) if by else (*own,))
+        labels, values = self._labels, value if isinstance(value, Mapping) else {"": value}
+        family = kind(name, text, labels=(*labels, by) if by else (*labels,))
         for label, number in values.items():
-            family.add_metric([*own.values(), label] if by else [*own.values()], number)
+            family.add_metric([*labels.values(), label] if by else [*labels.values()], number)
         return family

@@ -161,14 +161,14 @@ def _reasoning(sampling: pb.SamplingParams) -> Reasoning | None:
 
 def _same_names(sent: Message, kind: type, but: Collection[str] = ()) -> dict[str, Any]:
     """Reads the fields that a dataclass has under the same names. One with the default None is optional."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, default in [(field.name, field.default) for field in fields(kind) if field.name not in but]:
         value = getattr(sent, name)
         if default is None:
-            found[name] = value if sent.HasField(name) else None
+            values[name] = value if sent.HasField(name) else None
         else:
-            found[name] = tuple(value) if default == () else value
-    return found
+            values[name] = tuple(value) if default == () else value
+    return values
 
 
 def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:
@@ -212,7 +212,7 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
     )
     if not ranges:
         return ()
-    own = [of.stop for of in ranges if of.prefill_id == submit.prefill_id]
+    part_stops = [of.stop for of in ranges if of.prefill_id == submit.prefill_id]
     request, stops = submit.request, [of.stop for of in ranges]
     workers = {(of.prefill_id, of.kv_address, of.incarnation) for of in ranges}
     if len(ranges) > MAX_RANGES:
@@ -223,7 +223,7 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
         raise _invalid(f"the ranges of plan must end at multiples of {CHUNK_TOKENS}")
     if not len(workers) == len({of.prefill_id for of in ranges}) == len({of.incarnation for of in ranges}):
         raise _invalid("plan must have one prefill_id and one address for each worker")
-    if not own or own[-1] != len(request.prompt_ids) + len(request.output_ids):
+    if not part_stops or part_stops[-1] != len(request.prompt_ids) + len(request.output_ids):
         raise _invalid("the last range of this prefill in plan must end with the tokens of the request")
     if not submit.handover or request.sampling.HasField("prompt_logprobs"):
         raise _invalid("plan needs a handover, without prompt_logprobs")
