@@ -295,9 +295,17 @@ class _Preparation:
         if body.continue_final_message and messages[-1].tool_calls:
             text = "continue_final_message: the last message has tool_calls, and no text can follow them"
             raise InvalidRequest(text, param="continue_final_message")
+        shown, tool_format = [message.for_template() for message in messages], self.tokenizer.tool_format
         try:
-            return self.tokenizer.chat_template.render(
-                [message.for_template() for message in messages],
+            template = self.tokenizer.chat_template
+            if tool_format is not None and not template.shows_calls:  # as older ones of LFM 2
+                for message in shown:
+                    called = [call["function"] for call in message.get("tool_calls", ())]
+                    if called:
+                        calls = [(call["name"], call["arguments"]) for call in called]
+                        message["content"] = tool_format.written.text(calls) + message["content"]
+            return template.render(
+                shown,
                 [tool.for_template() for tool in tools],
                 body.template_settings,
                 add_generation_prompt=body.ends_with_generation_prompt,

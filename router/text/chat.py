@@ -93,6 +93,7 @@ class ChatTemplate:
 
     Attributes:
         takes_tools: it can describe tools to the model.
+        shows_calls: it can show earlier calls.
         state: keyword arguments for a copy in another process.
     """
 
@@ -113,6 +114,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source, globals=offered)
             self._with_tools = environment.from_string(with_tools, globals=offered)
+            self.shows_calls = "tool_calls" in with_tools
             self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(with_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error

@@ -52,6 +52,27 @@ class Written:
     keys: str = ""
     """A regular expression of the keys that can be written."""
 
+    def text(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """These calls, by name and arguments, as a model would write them."""
+
+        def filled(text: str, **places: str) -> str:
+            return re.sub(_PLACES, lambda place: places[place[0].strip("{}")], text)
+
+        def arguments(given: Mapping[str, Any]) -> str:
+            if self.pair is None:
+                return json.dumps(given, ensure_ascii=False)
+            bare = {
+                k: v if self.value_end and isinstance(v, str) else json.dumps(v) for k, v in given.items()
+            }
+            values = ((key, f"{value}{self.value_end}") for key, value in bare.items())
+            return self.between_pairs.join(filled(self.pair, key=key, value=value) for key, value in values)
+
+        each = (
+            filled(self.call, name=name, arguments=arguments(given), number=str(number))
+            for number, (name, given) in enumerate(calls)
+        )
+        return f"{self.begin}{(self.separator or '').join(each)}{self.end}"
+
 
 def grammar_of(
     written: Written,

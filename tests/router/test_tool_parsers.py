@@ -500,6 +500,15 @@ def test_a_format_without_a_parser_is_not_taken_for_another_one(template: str):
     assert format_of(template) == UNREAD[template]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_parser_reads_calls_as_a_model_writes_them(name: str):
+    written = FORMATS[name].written
+    called = [("edit", {"path": "/{key} b", "line": 3, "force": True, "any": [1, None]}), ("now", {})]
+    calls = called if written.separator is not None else called[:1]
+    content, found = parse(name, [written.text(calls)])
+    assert (content, [(said, json.loads(arguments)) for said, arguments in found]) == ("", calls)
+
+
 def test_the_format_is_found_in_the_chat_template():
     assert format_of("… within <tool_call></tool_call> XML tags …") is FORMATS["hermes"]
     assert format_of('{"name": function name, "parameters": dictionary') is FORMATS["llama3_json"]

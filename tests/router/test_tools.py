@@ -293,6 +293,21 @@ async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
     assert (status, refused["error"]["param"]) == (400, "continue_final_message")
 
 
+async def test_earlier_calls_are_in_the_prompt_of_a_template_that_knows_none(
+    directory: Path, tmp_path: Path, forks_fd: int
+):
+    """As older templates of LFM2, to which the calls are a part of the content."""
+    source = "<|tool_list_start|>{{ tools }}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(source)
+    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": '{"a":  "x"}'}}
+    said = {"role": "assistant", "content": "Wait.", "tool_calls": [call, call]}
+    async with make_cluster(tokenizer, tmp_path, forks_fd=forks_fd) as made:
+        _, tokens = await made.post("/tokenize", messages=[*CHAT, said])
+    text = tokenizer.decode(tokens["tokens"], skip_special_tokens=False)
+    assert text.endswith('|<|tool_call_start|>[now(a="x"), now(a="x")]<|tool_call_end|>Wait.')
+
+
 async def test_template_variables_of_the_client(directory: Path, tmp_path: Path, forks_fd: int):
     source = "{{ messages[0].content }}{{ eos_token }}{{ think.how if think }}{{ verbosity }}"
     (tmp_path / "t.jinja").write_text(source)
