@@ -25,6 +25,7 @@ from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.router import Kind, Pool, Router
 from baton.simulator.step_worker import Worker
+from baton.simulator.steps import H200_8B, Machine
 from baton.simulator.trace import Load, Session, arrivals
 
 SEATS = 256
@@ -158,6 +159,7 @@ def simulate(
     target_steps: float = LONG,
     ttft_target: float | None = None,
     splits: bool = True,
+    machine: Machine = H200_8B,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.
 
@@ -169,7 +171,7 @@ def simulate(
     `prefills`: workers of the prefill pool. None: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps. `ttft_target`: in seconds. `splits`: whether the
-    policy may split prompts.
+    policy may split prompts. `machine`: of each worker.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -179,7 +181,14 @@ def simulate(
     else:
         sessions = list(arrivals(load, requests, workers, rng)) if callable(load) else load
     engines = [
-        Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
+        Worker(
+            str(row),
+            clock,
+            outcome,
+            colocated=kind == "colocated",
+            target_steps=target_steps,
+            machine=machine,
+        )
         for row in range(workers)
     ]
     seen_by = [

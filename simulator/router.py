@@ -23,7 +23,7 @@ from baton.simulator.cache import KvMemory
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Part, Request, SharedPrompt
-from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, Worker
+from baton.simulator.step_worker import BLOCK, BUDGET, Worker
 from baton.simulator.steps import DOUBLES_AT, LAYERS
 
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
@@ -40,18 +40,20 @@ class SeenWorker:
     """What a router knows of a worker (`Seen`)."""
 
     row: int
-    address: str
+    worker: InitVar[Worker]
     seats: InitVar[int]
+    address: str = ""
     status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
     ready: bool = True
 
-    def __post_init__(self, seats: int) -> None:
-        self.load = DecodeLoad(self.address, BLOCK, BLOCKS, seats, BLOCKS)
+    def __post_init__(self, worker: Worker, seats: int) -> None:
+        self.address, doubles_at = worker.name, DOUBLES_AT * worker.machine.weights / worker.machine.attention
+        self.load = DecodeLoad(self.address, BLOCK, worker.blocks, seats, worker.blocks)
         link = pb.PrefixLink(wait=FETCH_SECONDS, tokens_per_s=1 / FETCH_TOKEN_SECONDS)
         self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {(0, Tier.DEVICE): link}
         self.step_model: StepModel | None = None
         self.description = pb.WorkerDescription(
-            max_num_batched_tokens=BUDGET, attention_doubles_at=round(DOUBLES_AT), num_layers=LAYERS
+            max_num_batched_tokens=BUDGET, attention_doubles_at=round(doubles_at), num_layers=LAYERS
         )
 
     def ready_in(self, pool: "pb.Pool") -> bool:
@@ -83,9 +85,7 @@ class Router:
         self._loads = PrefillLoads()
         self._caches = DecodeCaches(self._loads.index)
         self._decoders = DecodePool()
-        self._seen = {
-            row: SeenWorker(row, worker.name, self.seats) for row, worker in enumerate(self.workers)
-        }
+        self._seen = {row: SeenWorker(row, worker, self.seats) for row, worker in enumerate(self.workers)}
         self._named = {worker.address: worker for worker in self._seen.values()}
         self._answers = AnswerLengths()
         self._queue: deque[Request] = deque()

@@ -23,11 +23,11 @@ from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
-from baton.simulator.steps import GRAPH_ROWS, step_seconds
+from baton.simulator.steps import GRAPH_ROWS, H200_8B, Machine, step_seconds
 
 BLOCK = 128
 BLOCKS = 6_888
-"""Of a worker: 880 thousand positions."""
+"""Of a worker with the 8B model: 880 thousand positions."""
 BUDGET = 8_192
 """Prompt tokens of a step."""
 COLOCATED_BUDGET = 512
@@ -45,11 +45,11 @@ Chunks = list[tuple[Request, int]]
 
 
 @cache
-def measured(seconds: Callable[..., float]) -> StepModel:
+def measured(seconds: Callable[..., float], machine: Machine = H200_8B) -> StepModel:
     """Measures as an engine does when it starts."""
 
     def step(rows: int, context: float, tokens: int, position: float) -> float:
-        return seconds(rows, context, [(tokens, int(position))] if tokens else [])
+        return seconds(rows, context, [(tokens, int(position))] if tokens else [], machine)
 
     return measure(step, row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET), LONG_CONTEXT, LONG_CONTEXT)
 
@@ -60,6 +60,8 @@ class Worker:
     Attributes:
         reserved: requests whose KV will come from another worker.
         arriving: when the KV of requests should come, by number, as far as known.
+        machine: what it runs on.
+        blocks: of its memory.
         kv: its memory.
         slowness: how many times as long its steps take.
         cache_changed: called when names entered or left the cache.
@@ -73,11 +75,13 @@ class Worker:
         *,
         colocated: bool,
         target_steps: float,
+        machine: Machine = H200_8B,
     ) -> None:
         self.name = name
         self.reserved = 0
         self.arriving: dict[int, float] = {}
-        self.kv = KvMemory(BLOCKS * BLOCK // CHUNK_TOKENS)
+        self.blocks = int(machine.memory * BLOCKS)
+        self.kv = KvMemory(self.blocks * BLOCK // CHUNK_TOKENS)
         self.slowness = 1.0
         self.cache_changed: Callable[[], None] = lambda: None
         self._leases: dict[int, Lease] = {}  # by the number of the request
@@ -85,9 +89,11 @@ class Worker:
         self._clock = clock
         self._outcome = outcome
         self._colocated = colocated
-        largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
+        self.machine = machine
+        largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)], machine)
         sizes = row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET)
-        self._limit = ChunkLimit(LearnedSteps(*sizes, measured(step_seconds)), None, BUDGET, target_steps)
+        steps = LearnedSteps(*sizes, measured(step_seconds, machine))
+        self._limit = ChunkLimit(steps, None, BUDGET, target_steps)
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by `_tokens` at the end
@@ -191,7 +197,7 @@ class Worker:
             tokens_waiting=left + scheduled + self._under_way,  # all that are not computed
             blocks_free=self.kv.free * CHUNK_TOKENS // BLOCK,
             blocks_spare=self.kv.spare * CHUNK_TOKENS // BLOCK,
-            blocks_total=BLOCKS,
+            blocks_total=self.blocks,
             requests_waiting=len(self._prompts) - started,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_position=self._meters.prefill_position,
@@ -236,7 +242,7 @@ class Worker:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
         position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
-        now, seconds = self._clock.now, step_seconds(len(self._decodes), self._context, starts)
+        now, seconds = self._clock.now, step_seconds(len(self._decodes), self._context, starts, self.machine)
         seconds *= COLOCATED_DECODES if self._colocated and not tokens else self.slowness
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []

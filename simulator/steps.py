@@ -8,6 +8,7 @@ their steps.
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 GRAPH_ROWS = (
     *range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, *range(512, 2048, 128), 2048,
@@ -38,7 +39,29 @@ DOUBLES_AT = ROW_SECONDS / PAIR_SECONDS
 """As an engine reports it: from the cost of a position beside that of a pair of positions."""
 
 
-def step_seconds(decodes: int, context: float, chunks: Iterable[tuple[int, int]]) -> float:
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model on a GPU, beside the 8B model on an H200.
+
+    Attributes:
+        weights: how many times as long a step takes for the weights: to read them, and to multiply by them.
+        attention: the same for attention.
+        memory: how many times as many positions of KV it has room for.
+    """
+
+    weights: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+
+
+H200_8B = Machine()
+HALF_32B = Machine(8.0, 4.0, 0.25)
+"""A GPU half as fast with a model four times as large, which has twice as many layers."""
+
+
+def step_seconds(
+    decodes: int, context: float, chunks: Iterable[tuple[int, int]], machine: Machine = H200_8B
+) -> float:
     """Seconds of a step on the device.
 
     `context`: positions of all decodes. `chunks`: (tokens, position of the first token) of each chunk."""
@@ -49,6 +72,6 @@ def step_seconds(decodes: int, context: float, chunks: Iterable[tuple[int, int]]
     rows = tokens + decodes
     if tokens and rows <= GRAPH_ROWS[-1]:
         rows = GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)]
-    seconds += MIXED_SECONDS if tokens and decodes else 0.0
+    seconds = machine.attention * (seconds + MIXED_SECONDS if tokens and decodes else seconds)
     reading = READ_SECONDS + rows * (CHUNK_ROW_SECONDS if tokens else DECODE_ROW_SECONDS)
-    return seconds + max(reading, PRODUCTS_SECONDS + ROW_SECONDS * rows)
+    return seconds + machine.weights * max(reading, PRODUCTS_SECONDS + ROW_SECONDS * rows)
