@@ -175,18 +175,26 @@ def picker(picker: roles.PickerRole) -> int:
     return run_picker(picker)
 
 
-@command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
+@command(
+    CLIENTS,
+    "baton status",
+    "baton status --json --url http://10.0.0.5:8000",
+    "baton status --worker 10.0.0.6:7001 --worker 10.0.0.7:7001 --cluster-secret-file secret",
+)
 def status(
-    endpoint: clients.EndpointOptions, output: clients.JsonOptions, options: clients.StatusOptions
+    endpoint: clients.EndpointOptions,
+    output: clients.JsonOptions,
+    options: clients.StatusOptions,
+    secret: roles.SecretOptions,
 ) -> int:
     """Show the workers of a cluster: pool, state, load, KV use.
 
-    Below the table: how requests went through the workers, what is wrong, and the remedy. The exit code is 1
-    while a pool has no ready worker.
+    Below the table: how requests went through the workers, what is wrong, the last failures, and the remedy.
+    The exit code is 1 while a pool has no ready worker, or a worker of --worker does not answer.
     """
     from baton.cluster.tools.status import run
 
-    return run(endpoint, output, options)
+    return run(endpoint, output, options, secret)
 
 
 @command(

@@ -138,7 +138,7 @@ class ActiveRequest:
 
         Raises Overloaded and RateLimited.
         """
-        services, began = self.services, time.monotonic()
+        services = self.services
         sizes = [len(job.prompt_ids) for job in self.jobs]
         with self._traced() as span, services.active.counting(self):
             turns = self.entry.turns(sizes, self.body.priority)
@@ -153,6 +153,7 @@ class ActiveRequest:
                         metrics=services.metrics,
                         index=index,
                         name=self.name,
+                        began_at=self.entry.began_at,
                         span=span,
                         deadline=self.deadline,
                         worker_wait=services.config.worker_wait,
@@ -163,7 +164,7 @@ class ActiveRequest:
                     generation.advance()
                 yield
             finally:
-                self._close(time.monotonic() - began)
+                self._close(time.monotonic() - self.entry.began_at)
                 self.entry.end()
 
     @property
@@ -236,7 +237,6 @@ class ActiveRequest:
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.response.model": self.services.config.model_name,
         }
-        began = time.monotonic()
         span = self.services.tracer.begin("request", self.traceparent, attributes, "server")
         error = ""
         try:
@@ -251,7 +251,7 @@ class ActiveRequest:
                     "gen_ai.usage.prompt_tokens": used.prompt_tokens,
                     "gen_ai.usage.completion_tokens": used.completion_tokens,
                     "gen_ai.usage.num_sequences": len(self.choices),
-                    "gen_ai.latency.e2e": time.monotonic() - began,
+                    "gen_ai.latency.e2e": time.monotonic() - self.entry.began_at,
                     "baton.cached_tokens": used.cached_tokens,
                 }
             )

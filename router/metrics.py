@@ -98,13 +98,18 @@ class Metrics:
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token.")
         self.running = self._gauge("vllm:num_requests_running", "Requests that are producing tokens.")
         self.time_to_first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From the request to its first token.", _LATENCY
+            "vllm:time_to_first_token_seconds",
+            "From the headers of the request to its first token.",
+            _LATENCY,
+        )
+        self.preparation = self._histogram(
+            "baton:preparation_seconds", "From the headers of a request to its tokens.", _LATENCY
         )
         self.inter_token = self._histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a request.", _INTERVAL
         )
         self.e2e = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From the request to its end.", _LATENCY
+            "vllm:e2e_request_latency_seconds", "From the headers of the request to its end.", _LATENCY
         )
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts that have a first token.")
         self.generation_tokens = TokenCounter(

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from google.protobuf.message import Message
-
 from baton import version
 from baton.router import history
 from baton.router.active_request import Services
 from baton.router.config import RouterConfig
 from baton.router.policy.plan import REASONS
-from baton.router.workers.worker import POOL_NAMES, Worker
+from baton.router.workers.worker import Worker
+from baton.rpc.plain import described_as, plain
 
 Condition = Literal["ready", "routable"]
 """What is true of a router, or of each process."""
@@ -112,7 +111,7 @@ async def request_timeline(services: Services, request_id: str) -> dict[str, Any
     workers = [worker for worker in services.pool.connections if worker.address in ended.addresses]
     answers = await asyncio.gather(*(worker.phases(request_id) for worker in workers))
     phases = {
-        str(worker): [_plain(each) for each in found] for worker, found in zip(workers, answers, strict=True)
+        str(worker): [plain(each) for each in found] for worker, found in zip(workers, answers, strict=True)
     }
     return history.timeline(ended, phases)
 
@@ -142,37 +141,11 @@ def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 async def _worker(worker: Worker, *, ask: bool) -> dict[str, Any]:
     status = (await worker.ask() if ask else None) or worker.status
-    described = worker.description
     return {
         "address": worker.address,
-        "role": POOL_NAMES.get(described.first_pool, "unknown"),
-        "index": described.index,
-        "incarnation": f"{described.incarnation:016x}",
         "state": str(worker.state),
         "reason": worker.reason,
         "remedy": worker.remedy,
         "attempts": len(worker.attempts),
-        "description": _plain(described),
-        "status": _plain(status),
+        **described_as(worker.description, status),
     }
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """Like MessageToDict, but 64-bit numbers stay numbers and default values are included."""
-    plain: dict[str, Any] = {}
-    for described in message.DESCRIPTOR.fields:
-        value = getattr(message, described.name)
-        if isinstance(value, Message):
-            continue  # the status in a description: that of the worker is newer
-        if described.enum_type is not None:
-            known = described.enum_type.values_by_number.get(value)
-            value = str(value) if known is None else known.name.lower()
-        elif described.name == "incarnation":
-            value = f"{value:016x}"  # too large for a number in JavaScript
-        elif described.message_type is not None:
-            is_map = described.message_type.GetOptions().map_entry
-            value = dict(value) if is_map else [_plain(item) for item in value]
-        elif isinstance(value, bytes):
-            value = value.hex()
-        plain[described.name] = value
-    return plain

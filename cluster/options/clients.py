@@ -23,6 +23,9 @@ class JsonOptions:
 @dataclass(frozen=True)
 class StatusOptions:
     wide: bool = opt(False, "Show all columns, in several tables where one is too wide.")
+    worker: list[str] = opt(
+        [], "Ask this worker, without a router; repeat it. Needs the secret of the cluster.", "HOST:PORT"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,29 @@
-"""`baton status`: prints the router's report on its workers, as a table or as JSON."""
+"""`baton status`: prints the router's report on its workers, as a table or as JSON. With `--worker` it asks
+the workers, as when no router runs."""
 
 import asyncio
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from baton.cluster.options.clients import EndpointOptions, JsonOptions, StatusOptions
+from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
 
+SHOWN_FAILURES = 5
 
-def run(endpoint: EndpointOptions, output: JsonOptions, options: StatusOptions) -> int:
-    """Prints the status. Returns exit code 1 if the router misses a worker of one of its pools."""
-    report = asyncio.run(fetch(endpoint, "status"))
+
+def run(endpoint: EndpointOptions, output: JsonOptions, options: StatusOptions, secret: SecretOptions) -> int:
+    """Prints the status. Returns exit code 1 if the router misses a worker of one of its pools, or if a
+    worker that was asked does not answer. Raises ValueError."""
+    if options.worker:
+        from baton.cluster.tools.ask_workers import report_of
+
+        report = asyncio.run(report_of(options.worker, secret))
+    else:
+        report = asyncio.run(fetch(endpoint, "status"))
     if output.json:
         print(json.dumps(report, indent=2))
     else:
@@ -47,6 +58,8 @@ def show(report: dict[str, Any], *, wide: bool) -> None:
     if others and not wide:
         names = [name for columns in others for name in columns[1:]]
         out.print(f"More columns with --wide: {', '.join(names)}.", style="dim")
+    if told := about(report["router"]):
+        out.print(told, markup=False)
     if paths := requests(report["router"]):
         out.print(paths)
     for tell in (trouble, transports):
@@ -68,6 +81,25 @@ def columns_for(rows: Sequence[Row], columns: Sequence[str]) -> Sequence[str]:
     if len({cells["worker"] for cells in rows}) == len(rows):
         return columns
     return "worker", "address", *(column for column in columns[1:] if column != "address")
+
+
+def about(router: dict[str, Any]) -> str:
+    """The router itself, and its last failures; "" if it does not say so."""
+    if "version" not in router:
+        return ""
+    minutes = router["uptime_seconds"] / 60
+    up = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+    minute = router["last_minute"]
+    lines = [
+        f"Router: Baton {router['version']}, up {up}; last minute: {minute['requests']} requests ended, "
+    ]
+    lines[0] += f"{minute['errors']} errors"
+    for failure in router["failures"][-SHOWN_FAILURES:]:
+        when = datetime.fromtimestamp(failure["at"]).strftime("%H:%M:%S")
+        where = f" at {failure['worker']}" if failure["worker"] else ""
+        lines.append(f"{when} request {failure['request_id'] or UNKNOWN}: {failure['code']}{where}: ")
+        lines[-1] += f"{failure['message'][:200]}. Remedy: {failure['remedy']}"
+    return "\n".join(lines)
 
 
 def requests(router: dict[str, Any]) -> str:

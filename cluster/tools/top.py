@@ -26,17 +26,17 @@ from rich.text import Text
 from baton.cluster.options.clients import EndpointOptions, TopOptions
 from baton.cluster.tools import status
 from baton.cluster.tools.http import TIMEOUT, answer, checked, session
-from baton.cluster.tools.status import TEXTS, columns_for, merged, pool_of
+from baton.cluster.tools.status import TEXTS, columns_for, merged
 from baton.cluster.tools.tables import console, fitting, table
 
 PAGE_BYTES = 16 << 20  # of a metrics page, at most
 
 COLUMNS = (
-    "worker", "pool", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "KV MB/s", "hidden",
-    "cached", "fetched/s", "store/s", "host/s", "disk/s", "drafts", "transfers", "restarts", "device",
+    "worker", "pool", "state", "running", "waiting", "KV used", "prompt/s", "output/s", "step ms", "KV MB/s",
+    "hidden", "cached", "fetched/s", "store/s", "host/s", "disk/s", "drafts", "transfers", "restarts",
+    "device",
 )  # fmt: skip
 """The most important ones first: a terminal may show only these."""
-TOKENS = {"prefill": "prompt_tokens", "decode": "generation_tokens"}
 OPTIONAL = {
     "fetched/s": "prefix_fetched_tokens", "store/s": "store_fetched_tokens", "host/s": "host_loaded_tokens",
     "disk/s": "disk_loaded_tokens", "drafts": "draft_tokens",
@@ -212,7 +212,7 @@ def headline(before: Scrape | None, after: Scrape) -> list[str]:
 def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[str, str]:
     """One worker: the columns of `baton status`, and those of `baton top`.
 
-    - tokens/s: prompt tokens computed (in the prefill pool) or tokens sampled (in the decode pool)
+    - prompt/s, output/s: prompt tokens computed and tokens sampled; every worker can do both
     - cached: share of the prompt tokens that its prefix cache had, fetched ones included
     - fetched/s: prompt tokens with KV from the prefix caches of other workers
     - store/s: those of them from the shared store
@@ -224,7 +224,8 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
     change = Change(_same(worker, before), counts_of(worker), after.since(before))
     step = (worker.get("status") or {}).get("step_seconds") or None
     return status.row(worker) | {
-        "tokens/s": _number(change.rate(TOKENS.get(pool_of(worker), ""))),
+        "prompt/s": _number(change.rate("prompt_tokens")),
+        "output/s": _number(change.rate("generation_tokens")),
         "step ms": _number(step, 1e3),
         "KV MB/s": _number(change.rate("kv_bytes"), 1e-6),
         "hidden": _share(change.share("handovers_hidden", "handovers")),

@@ -1,6 +1,7 @@
 """One request in the admission: its body, then the turns of its generations."""
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,10 +30,12 @@ class Entry:
 
     Attributes:
         max_wait: seconds that its client waits for its turn. The router's own bound holds as well.
+        began_at: the time.monotonic() at which it was admitted, before its body was read.
     """
 
     def __init__(self, admission: Admission, account: Account) -> None:
         self.max_wait = math.inf
+        self.began_at = time.monotonic()
         self._admission = admission
         self.account = account
         self._bytes = self._estimate = 0

@@ -180,6 +180,7 @@ class Frontend:
                 ):
                     jobs += made
                     await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
+        self.metrics.preparation.observe(time.monotonic() - entry.began_at)
         return ActiveRequest(
             self._services,
             prepared,

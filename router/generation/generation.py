@@ -46,6 +46,8 @@ class Generation:
     span: Span
     deadline: Deadline
     worker_wait: float
+    began_at: float
+    """The time.monotonic() at which its request was admitted."""
     cached_tokens: int = 0
     """Prompt tokens that the first prefill found in its prefix cache."""
     accepted_drafts: int = 0
@@ -59,7 +61,6 @@ class Generation:
     first_token_seconds: float = 0.0
     later_seconds: float = 0.0
     """From the first token to the last one."""
-    began_at: float = field(default_factory=time.monotonic)
     events: list[Event] = field(default_factory=list)
     """What happened to it so far, without its tokens. Bounded."""
     addresses: dict[str, str] = field(default_factory=dict)

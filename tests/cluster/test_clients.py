@@ -12,16 +12,22 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from baton.bench.router.stand_in import Lanes
 from baton.cluster.cli import app
-from baton.cluster.tools.status import device_of
+from baton.cluster.options.roles import SecretOptions
+from baton.cluster.tools import status
+from baton.cluster.tools.ask_workers import report_of
+from baton.cluster.tools.status import device_of, name_of
 from baton.machine.python_path import PACKAGES
-from baton.router.status import _plain
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.plain import plain
+from tests.fake_worker import SECRET, FakeWorker
 from tests.within import WITHIN
 
 STATUS: dict[str, Any] = {
@@ -218,10 +224,44 @@ def test_status_shows_the_transports_of_kv(monkeypatch: pytest.MonkeyPatch, url:
     status = pb.WorkerStatus(
         kv_transports={"decode 1": "tcp: another machine", "decode 2": "cuda_ipc", "decode 0": "cuda_ipc"}
     )
-    worker = {"role": "prefill", "index": 3, "state": "ready", "status": _plain(status)}
+    worker = {"role": "prefill", "index": 3, "state": "ready", "status": plain(status)}
     monkeypatch.setitem(STATUS, "workers", [worker])
     shown = run_baton("status", "--url", url).stdout
     assert "KV from prefill 3: cuda_ipc (decode 0, decode 2); tcp: another machine (decode 1)\n" in shown
+
+
+def test_status_shows_the_router_and_its_last_failures(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    failure = {
+        "at": 0, "request_id": "mine", "code": "lost", "worker": "decode 0 at 127.0.0.1:4",
+        "message": "decode 0 was lost", "remedy": "see its log",
+    }  # fmt: skip
+    minute = {"requests": 120, "errors": 2}
+    router = {"version": "1.2", "uptime_seconds": 300, "last_minute": minute, "failures": [failure]}
+    monkeypatch.setitem(STATUS, "router", {"ready": True, **router})
+    shown = run_baton("status", "--url", url).stdout
+    assert "Router: Baton 1.2, up 5 min; last minute: 120 requests ended, 2 errors\n" in shown
+    told = "request mine: lost at decode 0 at 127.0.0.1:4: decode 0 was lost. Remedy: see its log\n"
+    assert told in shown
+
+
+async def test_status_asks_workers_where_no_router_runs(tmp_path: Path) -> None:
+    worker = await FakeWorker(pb.POOL_DECODE, Lanes(), [], index=4).start()
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    try:
+        addresses = [worker.address, "127.0.0.1:9"]
+        report = await report_of(addresses, SecretOptions(cluster_secret_file=secret))
+        other = tmp_path / "other"
+        other.write_bytes(b"another secret of another cluster")
+        refused = await report_of(addresses[:1], SecretOptions(cluster_secret_file=other))
+    finally:
+        await worker.kill()
+    assert not report["router"]["ready"]
+    names = [(name_of(each), each["state"]) for each in report["workers"]]
+    assert names == [("decode 4", "ready"), ("?", "silent")]
+    assert "UNAVAILABLE" in report["workers"][1]["reason"]
+    assert [each["state"] for each in refused["workers"]] == ["silent"]
+    status.show(report, wide=False)
 
 
 def test_status_shows_each_address_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, url: str) -> None:

@@ -102,16 +102,19 @@ def test_rates_cover_the_time_between_two_scrapes() -> None:
     [found] = rows(*scrapes)
     expected = {
         "worker": "decode 3", "pool": "decode", "device": "2 GPUs", "running": "7", "KV used": "75%",
-        "KV MB/s": "5.0", "tokens/s": "10.0", "cached": "40%", "fetched/s": "30.0", "host/s": "20.0",
+        "KV MB/s": "5.0", "output/s": "10.0", "cached": "40%", "fetched/s": "30.0", "host/s": "20.0",
         "hidden": "75%", "drafts": "–",
     }  # fmt: skip
     assert expected.items() <= found.items()
 
 
-def test_a_worker_has_the_rate_of_its_present_pool() -> None:
-    before, after = at(10, page(), counted(2)), at(12, page(), counted(10) | {"pool": "pool_prefill"})
+def test_a_worker_has_the_rates_of_both_kinds_of_work() -> None:
+    """One of the prefill pool may decode a long answer."""
+    more = {"pool": "pool_prefill", "prompt_tokens": 9}
+    before, after = at(10, page(), counted(2) | more), at(12, page(), counted(10) | more)
     [found] = rows(before, after)
-    assert [found[name] for name in ("worker", "pool", "tokens/s")] == ["decode 3", "prefill", "20.0"]
+    names = ("worker", "pool", "prompt/s", "output/s")
+    assert [found[name] for name in names] == ["decode 3", "prefill", "0.0", "4.0"]
 
 
 def test_the_first_frame_has_no_rates() -> None:
