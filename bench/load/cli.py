@@ -151,7 +151,9 @@ def compare(
     ] = [],  # noqa: B006 - typer's default, never changed
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a page that draws the runs over each other.", show_default="none"),
+        typer.Option(
+            metavar="FILE", help="Write a page that draws the runs over each other.", show_default="none"
+        ),
     ] = None,
 ) -> int:  # fmt: skip
     """Compare runs row by row. For CI, --fail-if turns a change into an exit code."""
