@@ -9,7 +9,7 @@ MEMORY = 0.7
 """Factor on the weight of the fetches before, in averages."""
 RETRY = 5.0
 """Seconds after which a fetch that seems not to pay is tried all the same. Otherwise slow ones, as the first
-ones of a process may be, would be the last."""
+ones of a process may be, would be the last. Such a fetch costs what it takes longer than computing."""
 LONGEST = 40
 """Bits of a number of tokens that no prompt has."""
 

@@ -8,13 +8,15 @@ License 2.0). `samples/conversation.jsonl` has the first 150 seconds of its conv
 hash ids of blocks that only one request has.
 
 Both are served by the policy on 1P1D, and by two colocated engines that each session is bound to. All workers
-have as much memory.
+have as much memory. Two cases of agents have other workers: a GPU half as fast with a model four times as
+large, and 64 workers.
 """
 
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -25,17 +27,36 @@ from baton.bench.load.traffic.workload import AGENTS, Distribution
 from baton.content import CHUNK_TOKENS
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome
+from baton.simulator.steps import H200_8B, HALF_32B, Machine
 from baton.simulator.trace import Session, Turn
 
 NEW, ANSWER, THOUGHT = (
     Distribution.parse(str(AGENTS[name]), name) for name in ("input_len", "output_len", "think_time")
 )
-TURNS = {16: 10, 48: 8, 96: 8}
-"""Sessions at a time → turns of each."""
-MAIN = 48
-"""Sessions of the rows that have bounds."""
+
+
+class Case(NamedTuple):
+    """`sessions` at a time."""
+
+    sessions: int
+    turns: int
+    workers: int = 2
+    routers: int = 1
+    machine: Machine = H200_8B
+    seeds: Sequence[int] = (1, 2, 3)
+
+
+MAIN = "agents48"
+"""Its rows have bounds."""
+CASES = {
+    "agents16": Case(16, 10),
+    MAIN: Case(48, 8),
+    "agents96": Case(96, 8),
+    "agents16.half_32b": Case(16, 8, machine=HALF_32B),
+    "agents1536.w64": Case(1536, 2, workers=64, routers=4, seeds=(1,)),
+}
 KINDS: tuple[Kind, Kind] = ("policy", "colocated")
-SEEDS = (1, 2, 3)
+SEED = 1
 LATENCY_GOAL, TOKENS_GOAL = 0.9, 1.0
 """Beside colocated engines."""
 TRACE = Path(__file__).parent / "samples" / "conversation.jsonl"
@@ -98,21 +119,27 @@ def _name(kind: str, index: int) -> int:
 
 def add_agents(report: Report, short: bool, path: Path = TRACE) -> None:
     """`path`: of the trace."""
-    seeds = SEEDS[:1] if short else SEEDS
-    for sessions in (MAIN,) if short else TURNS:
-        found = {
-            kind: [
-                simulate(
-                    agents(sessions, TURNS[sessions], seed), kind, at_a_time=sessions, warm_up=0, seed=seed
-                )
-                for seed in seeds
-            ]
-            for kind in KINDS
-        }
-        _add(report, f"routing_sim.agents{sessions}", found, bounds=sessions == MAIN)
+    for name in (MAIN,) if short else CASES:
+        case = CASES[name]
+        seeds = case.seeds[:1] if short else case.seeds
+        found = {kind: [_served(case, kind, seed) for seed in seeds] for kind in KINDS}
+        _add(report, f"routing_sim.{name}", found, bounds=name == MAIN)
     asked = trace(path)
-    found = {kind: [simulate(asked, kind, warm_up=0, seed=seed) for seed in seeds] for kind in KINDS}
+    found = {kind: [simulate(asked, kind, warm_up=0, seed=SEED)] for kind in KINDS}
     _add(report, "routing_sim.trace", found, bounds=True)
+
+
+def _served(case: Case, kind: Kind, seed: int) -> PlacementOutcome:
+    return simulate(
+        agents(case.sessions, case.turns, seed),
+        kind,
+        at_a_time=case.sessions,
+        warm_up=0,
+        seed=seed,
+        workers=case.workers,
+        routers=case.routers,
+        machine=case.machine,
+    )
 
 
 def _add(report: Report, name: str, found: dict[Kind, list[PlacementOutcome]], *, bounds: bool) -> None:

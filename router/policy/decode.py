@@ -169,7 +169,9 @@ def two_choices(loads: Sequence[DecodeLoad], rng: random.Random, first: int = 0)
 
 
 CACHED_PRESSURE = 0.1
-"""How much more loaded a worker with a cached prefix may be than one without."""
+"""How much more loaded a worker with a cached prefix may be than one without, as a share of its memory or
+seats. Guards from crowds: the sessions of one document would all decode where it is, until that worker is
+full."""
 
 
 class DecodeCaches:

@@ -14,7 +14,8 @@ from functools import lru_cache
 from baton.machine.step_model import StepModel, interpolated, long_seconds
 
 MOST_BUSY = 0.9
-"""The most of its time that a worker counts as computing prompts: a queue without end has no length."""
+"""The most of its time that a worker counts as computing prompts. Guards from divisions by zero: the formula
+of a queue has no answer for a worker that gets more than it can compute."""
 KEPT = 4_096
 """Paces to keep: of the reports of a thousand workers, with several numbers of decodes each."""
 

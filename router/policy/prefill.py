@@ -132,8 +132,14 @@ PrefillPolicy = Callable[[PrefillSnapshot, PrefillRequest], int]
 
 
 BOUND = 1.25
+"""Guards from hot workers: a home may have so many times the mean wait. Nearer to 1 more sessions leave their
+home, and with it their cache."""
 RECOMPUTE = 1.5
+"""How much a second of computing costs. Guards from moves that save little: what moves is computed and cached
+twice, which no measured speed says."""
 COPY_TOKENS = 512
+"""Guards from crowds: a prefix must save so many tokens for each worker that has it. A system prompt that
+many have attracts no session."""
 
 
 def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
