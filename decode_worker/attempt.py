@@ -179,17 +179,11 @@ class DecodeAttempt(EngineAttempt):
 
     def sampled(self, output: Output) -> None:
         if not self.num_sampled and self.state is State.COMPUTING:
-            self._prefilled(output)
+            self.to(State.DECODING)
+            self.joined_at = time.monotonic()
+            self.prefilled(output, self.tokens)
         self.attempts.sampled(self, output)
         self._end_with(output)
-
-    def _prefilled(self, output: Output) -> None:
-        """Reports the prefill of a prompt that this worker computed."""
-        self.to(State.DECODING)
-        self.shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
-        self.joined_at = time.monotonic()
-        self.attempts.counts.count_prompt(self.tokens, output.cached_tokens, self.fetched)
-        self.attempts.prefilled(self, output)
 
     def _repeat(self, output: Output) -> None:
         """Sends the token of the prefill. The router emits each index once, from the worker that sends it

@@ -44,15 +44,9 @@ class PrefillAttempt(EngineAttempt):
             self.attempts.prefill_started(self)
 
     def sampled(self, output: Output) -> None:
-        self._first_token(output, self.tokens)
-        self.attempts.after_tokens(partial(self.hand_over, output))
-
-    def _first_token(self, output: Output, tokens: int) -> None:
-        """`tokens`: of the prompt that were computed here, or cached."""
-        self.shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
-        self.attempts.counts.count_prompt(tokens, output.cached_tokens, self.fetched)
-        self.attempts.prefilled(self, output)
+        self.prefilled(output, self.tokens)
         self.attempts.sampled(self, output)
+        self.attempts.after_tokens(partial(self.hand_over, output))
 
     def hand_over(self, output: Output) -> None:
         """The first token is sent, so the KV may be used. Not before: `commit` wakes the pump, whose thread

@@ -235,7 +235,8 @@ class PartAttempt(PrefillAttempt):
             "part", prefill=self.id.hex(), tokens=self.part_tokens, waited_us=self.waited * 1e6
         )
         if self.is_final:
-            self._first_token(output, self.part_tokens + output.cached_tokens)
+            self.prefilled(output, self.part_tokens + output.cached_tokens)
+            self.attempts.sampled(self, output)
             self.hand_over(output)
         else:
             self.to(State.HELD)

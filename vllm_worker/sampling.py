@@ -12,11 +12,10 @@ from typing import Any
 
 from baton.engine import EngineRequest, Logprobs, Output, PromptLogprobs, StructuredOutput
 from baton.engine.api.request import PROMPT_PIECE
+from baton.machine.grammars import WHITESPACE
 
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 """Golden ratio: seeds of one request at different lengths have nothing in common."""
-_WHITESPACE = r"[ \n\r\t]{1,32}"
-"""As `engine.grammar`."""
 
 
 def sampling(request: EngineRequest, *, only_first: bool, scores_prompt: bool) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def _structure(structure: StructuredOutput) -> dict[str, str]:
     if structure.kind == "json_schema":
         schema = json.loads(structure.text)
         if isinstance(schema, dict):
-            schema.setdefault("x-guidance", {"whitespace_pattern": _WHITESPACE})
+            schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
         return {"json": json.dumps(schema)}
     return {structure.kind: structure.text}
 

@@ -69,6 +69,12 @@ class EngineAttempt(Attempt):
         """A step has sampled its next token."""
         raise NotImplementedError
 
+    def prefilled(self, output: Output, tokens: int) -> None:
+        """Reports the prefill. `tokens`: of the prompt that were computed here, or cached."""
+        self.shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
+        self.attempts.counts.count_prompt(tokens, output.cached_tokens, self.fetched)
+        self.attempts.prefilled(self, output)
+
     def range_launched(self) -> None:
         """The last step of a range of its part of a shared prompt is launched."""
 
