@@ -135,9 +135,10 @@ class KimiDeltaMixer(StateMixer):
 
     def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
         heads, low = weights.ranks.shard(state.num_heads), unsharded(state.head_dim)
-        narrow = [("b_proj", heads), ("f_a_proj", low), ("g_a_proj", low)]
+        # The inner columns come first: kernels take rows that begin at a multiple of 16 bytes.
+        narrow = [("f_a_proj", low), ("g_a_proj", low), ("b_proj", heads)]
         super().__init__(config, state, weights, name, ["v_proj", "k_proj", "q_proj"], narrow)
-        self.sizes = [*self.sizes[:3], 2 * low.length]
+        self.sizes = [*self.sizes[:2], 2 * low.length, heads.length]
         of_keys = heads.of(state.state_size)
         self.decay = weights.linear([f"{name}.f_b_proj"], [of_keys], low)
         self.gate = weights.linear([f"{name}.g_b_proj"], [self.inner], low)
@@ -146,8 +147,9 @@ class KimiDeltaMixer(StateMixer):
         self.norm = weights.take(f"{name}.o_norm.weight", (state.head_dim,))
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
-        _, x, beta, low = self.project(x)
-        decay, gate = low.unflatten(1, (2, -1)).transpose(0, 1).contiguous()  # kernels take dense rows
+        _, x, low, beta = self.project(x)
+        # Kernels take dense rows. Of a single row this is no copy.
+        decay, gate = low.unflatten(1, (2, -1)).transpose(0, 1).reshape(2, len(low), -1)
         y = mix(layer, x, [self.decay(decay), beta], self.parameters)
         gate = self.gate(gate)
         return self.out(self.kernels.norm_gate(y, gate, self.norm, self.norm_eps, sigmoid=True))
