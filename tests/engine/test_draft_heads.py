@@ -49,7 +49,10 @@ KINDS = "Llama", "Qwen3", "DeepseekV3", "Glm4MoeLite", "Lfm2", "Qwen3_5MoeText"
 """Two with an EAGLE-3 head each, two with MTP layers, and of the models with states one of each."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[*KINDS[:4], pytest.param(KINDS[4], marks=pytest.mark.long), KINDS[5]],
+)
 def random_head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     directory, kind = tmp_path_factory.mktemp(request.param), request.param
     if kind in ("DeepseekV3", "Glm4MoeLite"):

@@ -335,13 +335,13 @@ def test_the_next_turn_begins_where_the_answer_ended(
     overlap: bool,
 ) -> None:
     """Of each turn, an engine computes its new tokens and what is behind the last block of the answer. Its
-    last token was never an input. Four copies are enough for five turns of a chat."""
+    last token was never an input. Four copies are enough for three turns of a chat."""
     config = caching(4, num_blocks=200)
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 1000)
     engine = (late_engine if overlap else tiny_engine)(model=str(path), **config)
     plain = tiny_engine(model=str(path), num_blocks=200)
     history, computed, expected = [3 + i % 190 for i in range(30)], list[int](), [30]
-    for turn in range(5):
+    for turn in range(3):
         request = request_of(turn, history, max_tokens=9 + 4 * turn, ignore_eos=True)
         [(_, result)] = run(engine, [request]).items()
         assert [result.tokens] == tokens_of(plain, [request])

@@ -176,7 +176,7 @@ def test_a_copy_has_the_ledger_of_its_position(
     config: dict[str, Any] = {"num_blocks": 48, "max_num_seqs": 4, "speculative_config": drafts}
     engine = late_engine(model=str(path), enable_prefix_caching=True, **config)
     texts = list[list[int]]()
-    for turn in range(12):
+    for turn in range(7):
         lives = list[Any]()
         for i in range(4):
             prompt = [7, 8, 9] * rng.randrange(1, 5) if rng.random() < 0.5 or not texts else rng.choice(texts)
