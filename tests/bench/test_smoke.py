@@ -256,7 +256,8 @@ def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     for name, value in smallest.items():
         monkeypatch.setattr(sim, name, value)
-    for name, value in {"MAIN": 4, "TURNS": {4: 2}, "TRACE_SECONDS": 6.0}.items():
+    few = agents.Case(4, 2)
+    for name, value in {"MAIN": "agents4", "CASES": {"agents4": few}, "TRACE_SECONDS": 6.0}.items():
         monkeypatch.setattr(agents, name, value)
     rows = run("routing_sim", "--short")
     assert "routing_sim.agents4.tokens.vs_colocated" in rows
