@@ -71,7 +71,7 @@ def test_a_request_keeps_every_field() -> None:
         ("waited", math.inf, "waited is inf: give seconds, or 0"),
         ("first_token_within", -1.0, "first_token_within is -1.0: give seconds, or 0"),
         ("first_token_within", math.inf, "first_token_within is inf"),
-        ("gap_cost", -1.0, "gap_cost is -1.0: give seconds of a first token, or 0"),
+        ("gap_cost", -1.0, "gap_cost is -1.0: give seconds, or 0"),
         ("cache_salt", bytes(65), "cache_salt has 65 bytes"),
         ("tenant", bytes(65), "tenant has 65 bytes"),
         ("request_id", b"short", "request_id must have 16 bytes"),

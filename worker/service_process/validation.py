@@ -80,13 +80,12 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(asked.request_id)}")
     if asked.timeout_ms == 0:
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
-    if not 0 <= asked.first_token_within < math.inf:
-        raise _invalid(f"first_token_within is {asked.first_token_within}: give seconds, or 0")
-    if not 0 <= asked.waited < math.inf:
-        raise _invalid(f"waited is {asked.waited}: give seconds, or 0")
-    if not 0 <= asked.gap_cost < math.inf:
-        raise _invalid(f"gap_cost is {asked.gap_cost}: give seconds of a first token, or 0")
-    _check_labels(asked)
+    for name in ("first_token_within", "waited", "gap_cost"):
+        if not 0 <= (seconds := getattr(asked, name)) < math.inf:
+            raise _invalid(f"{name} is {seconds}: give seconds, or 0")
+    for name in ("cache_salt", "tenant"):
+        if len(label := getattr(asked, name)) > MAX_LABEL_BYTES:
+            raise _invalid(f"{name} has {len(label)} bytes, more than {MAX_LABEL_BYTES}")
     sampling, emitted = asked.sampling, len(asked.output_ids)
     length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
     if length > limits.max_model_len:
@@ -228,12 +227,6 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
     if not submit.handover or request.sampling.HasField("prompt_logprobs"):
         raise _invalid("plan needs a handover, without prompt_logprobs")
     return ranges
-
-
-def _check_labels(asked: pb.Request) -> None:
-    for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
-        if len(value) > MAX_LABEL_BYTES:
-            raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
 
 
 def _tier(tier: "pb.Tier") -> Tier:
