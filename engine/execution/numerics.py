@@ -10,7 +10,6 @@ from baton.content.cache_kinds import LATENT
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.memory_sizing import CacheLimits
 from baton.engine.layers.weights import PlainFormat
-from baton.engine.models import attention_caches
 
 COMPUTES = "execution", "kernels", "layers", "loader", "models"
 """Rooms of the engine. Each has code that makes weights, adds, or rounds."""
@@ -37,7 +36,7 @@ def numerics_of(
         facts |= {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
     else:
         facts["threads"] = torch.get_num_threads()  # a product may be cut for them
-    if any(layer.kind == LATENT for layer in attention_caches(limits.cache)):
+    if any(array.kind == LATENT for layer in limits.cache for array in layer.arrays):
         facts["block"] = limits.block_size  # on a GPU it decides which kernel attends
     return "; ".join(f"{key}={value}" for key, value in facts.items())
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from baton.bench.shapes import BAMBA, write_shape
+from baton.bench.shapes import BAMBA, SHAPES, SPARSE, write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing import MODELS
 from baton.cluster.tools.sizing.answer import Answer, Targets, answer
 from baton.cluster.tools.sizing.simulated import decode, prefill
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, measured, shape
+from baton.engine.loader.hf_config import model_config_from_hf
 
 SPEEDS = Speeds(H200, REFERENCE)
 STEPS = SPEEDS.steps
@@ -89,6 +90,14 @@ def test_a_latent_is_held_by_each_rank() -> None:
     assert [x.kv_bytes_per_token for x in speeds] == [47 * 1152, 4 * 47 * 1152]
     mixture = Speeds(H200, shape("qwen3-30b-a3b"))
     assert speeds[0].kv_bytes_per_token == pytest.approx(0.55 * mixture.kv_bytes_per_token, rel=0.01)
+
+
+def test_an_index_bounds_the_latents_that_a_layer_reads() -> None:
+    model = model_config_from_hf(SHAPES[SPARSE], {}, SPARSE)
+    for positions, part in ((1000, 1.0), (128_000, 2048 / 128_000)):
+        found = Speeds(H200, model, positions=positions)
+        read = found.steps.context_seconds / (found.kv_bytes_per_token / H200.kv_bytes_per_s)
+        assert read == pytest.approx(part)
 
 
 def test_windows_bound_the_kv_that_a_layer_reads() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.engine import Engine
 from baton.engine.execution import graphs
 from baton.engine.execution.inputs import Inputs
-from baton.engine.kernels import Kernels
+from baton.engine.kernels import Index, IndexQueries, Kernels
 from baton.engine.kernels.attention import latent as latents
 from baton.engine.kernels.attention.paged import (
     AttentionMetadata,
@@ -163,6 +163,7 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for CPUs then write nothing for rows with slot −1, and take chunks from `tiles` and `scans`.
     Rows without a context attend to nothing."""
     write, write_latent, tile_states = Kernels.rope_and_write, Kernels.write_latent, Kernels.tile_states
+    write_index, choose = Kernels.write_index, Kernels.choose_positions
 
     def rope_and_write(
         self: Kernels, qkv: Tensor, rotary: Tensor, norm: Any, kv: Any, slots: Tensor
@@ -180,6 +181,19 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         of_used = q[used]
         write_latent(of_used, latent[used], shared[used], norm, rotary[used], kv, slots[used])
         q[used] = of_used
+
+    def of_index(index: Index, rotary: Tensor, cache: Any, slots: Tensor) -> IndexQueries:
+        used = slots >= 0
+        parts = Index(index.queries[used], index.keys[used], index.weights[used], index.layer)
+        written = write_index(parts, rotary[used], cache, slots[used])
+        made = [x.new_zeros((len(slots), *x.shape[1:])) for x in written]
+        for padded, x in zip(made, written, strict=True):
+            padded[used] = x
+        return IndexQueries(*made)
+
+    def choose_positions(self: Kernels, queries: IndexQueries, keys: Any, tiling: Sequence[_Latents]) -> None:
+        for part in tiling:
+            choose(self, queries, keys, part.tiling)
 
     def tile(
         self: Kernels, metadata: AttentionMetadata, heads: int, kv_heads: int, dtype: Any, span: Any = None
@@ -214,12 +228,13 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         self: Kernels, metadata: AttentionMetadata, heads: int, shape: Any, dtype: Any, *, fp8: bool = False
     ) -> list[_Latents]:
         found = tile_attention(_unpadded(metadata), None, dtype)
+        most = shape.index.most_chosen if shape.index else None
         groups = [TorchTiling([group], ()) for group in found.decodes]
         groups += [TorchTiling((), [group]) for group in found.prefills]
         return [
             _Latents(
                 (*each.decodes, *each.prefills)[0].rows,
-                latents.LatentTiling(each, shape.min_expanded_queries, each, None),
+                latents.LatentTiling(each, shape.min_expanded_queries, each, most),
             )
             for each in groups
         ]
@@ -250,10 +265,12 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Kernels, "rope_and_write", rope_and_write)
     monkeypatch.setattr(Kernels, "write_latent", staticmethod(latent))
+    monkeypatch.setattr(Kernels, "write_index", staticmethod(of_index))
     for name, emulated in (
         ("tile", tile),
         ("attention", attention),
         ("tile_latent", tile_latent),
+        ("choose_positions", choose_positions),
         ("latent_attention", latent_attention),
         ("tile_states", states),
     ):

@@ -45,8 +45,8 @@ Checkpoint = tuple[Path, dict[str, Any]]
 """The model, and the settings of its speculation."""
 
 
-KINDS = "Llama", "Qwen3", "DeepseekV3", "Glm4MoeLite", "Lfm2", "Qwen3_5MoeText"
-"""Two with an EAGLE-3 head each, two with MTP layers, and of the models with states one of each."""
+KINDS = "Llama", "Qwen3", "DeepseekV3", "Glm4MoeLite", "Lfm2", "Qwen3_5MoeText", "GlmMoeDsa"
+"""Two with an EAGLE-3 head each, two with MTP layers, of the models with states one of each, and an index."""
 
 
 @pytest.fixture(
@@ -55,7 +55,7 @@ KINDS = "Llama", "Qwen3", "DeepseekV3", "Glm4MoeLite", "Lfm2", "Qwen3_5MoeText"
 )
 def random_head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     directory, kind = tmp_path_factory.mktemp(request.param), request.param
-    if kind in ("DeepseekV3", "Glm4MoeLite"):
+    if kind in ("DeepseekV3", "Glm4MoeLite", "GlmMoeDsa"):
         save_mtp(directory, kind)
         save_spelled_tokenizer(directory)
         return directory, {"method": "mtp"}

@@ -221,7 +221,7 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU all engine tests have graphs")
-@pytest.mark.parametrize("kind", ["Llama", "GptOss", "DeepseekV3", "Bamba"])
+@pytest.mark.parametrize("kind", ["Llama", "GptOss", "DeepseekV3", "GlmMoeDsa", "Bamba"])
 def test_graphs_with_chunks_read_what_the_step_says(
     tiny_engine: MakeEngine, tiny_of: TinyOf, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

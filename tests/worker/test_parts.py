@@ -41,7 +41,7 @@ from tests.engine.checkpoints import edit_json
 from tests.kv_transfer import second_wire
 from tests.stand_in import stand_in
 from tests.within import WITHIN
-from tests.worker.test_states import HYBRID, LATENTS, LEDGER, WITH_LEDGER
+from tests.worker.test_states import HYBRID, LATENTS, LEDGER, SPARSE, WITH_LEDGER
 
 PARAMS = sampling(max_tokens=8, ignore_eos=True)
 ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
@@ -212,6 +212,7 @@ CHAT = (
     ("changes", "engine", "settings"),
     [
         pytest.param(LATENTS, {}, {}, id="latents"),
+        pytest.param(SPARSE, {}, {}, id="an index"),
         pytest.param(HYBRID, {}, {}, id="states"),
         pytest.param(LEDGER, {}, WITH_LEDGER, id="kinds of tests"),
         pytest.param({"num_hidden_layers": 80}, {}, {}, id="80 layers", marks=pytest.mark.long),

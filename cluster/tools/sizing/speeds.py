@@ -26,7 +26,7 @@ from baton.cluster.model import reach_hub, resolve
 from baton.cluster.tools.sizing import MODELS
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf, read_config
-from baton.engine.model_config import ModelConfig
+from baton.engine.model_config import ModelConfig, Span
 from baton.engine.models import attention_caches, cache_bytes_per_token
 from baton.machine.step_model import StepModel, interpolated, row_sizes, token_sizes
 from baton.router.text.model_files import locate
@@ -119,6 +119,9 @@ class Speeds:
         copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
         self.kv_bytes_per_token = cache_bytes_per_token(caches) * copies
         self._spans = Counter(layer.span for layer in attention_caches(caches))
+        if model.latent is not None and (index := model.latent.index) is not None:
+            # A query reads as many positions as it chooses. Reading the index is not counted.
+            self._spans = Counter({Span(index.most_chosen): model.num_layers})
         self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, ELEMENT_BYTES, self._matrix_bytes)
         self.steps = self._steps(positions)
 
