@@ -195,6 +195,11 @@ class Metrics:
                     )
                 )
 
+    def certificate_ends(self, at: float) -> None:
+        """`at`: the Unix time until which the certificate for clients is valid."""
+        text = "Unix time at which the certificate ends with which the router serves clients."
+        self._gauge("baton:certificate_expiry_time_seconds", text).set(at)
+
     def failed(self, error: ApiError, request_id: str = "") -> None:
         """Counts a request that was answered with an error."""
         self._errors[error_code(type(error))].inc()

@@ -176,7 +176,10 @@ async def running(
         async with HttpServer(
             http.app, services.metrics.failed, handler_cancellation=True, keepalive_timeout=config.keep_alive
         ) as http_server:
-            context = None if config.tls is None else config.tls.server_context()
+            context = None
+            if config.tls is not None:
+                context = config.tls.server_context()
+                services.metrics.certificate_ends(config.tls.ends_at)
             listening = listen("--port", config.host, config.port, share=config.supervised)
             port = listening.getsockname()[1]
             most = affordable_connections(config.processes)

@@ -88,6 +88,15 @@ class TlsFiles:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
+    @property
+    def ends_at(self) -> float:
+        """The Unix time at which the certificate ends. Raises OSError and ValueError."""
+        from cryptography import x509
+
+        return x509.load_pem_x509_certificate(
+            Path(self.certfile).read_bytes()
+        ).not_valid_after_utc.timestamp()
+
     def pems(self) -> Pems:
         """Reads the files. Raises OSError."""
         authorities = None if self.ca_certs is None else Path(self.ca_certs).read_bytes()

@@ -17,6 +17,7 @@ _ALIKE = {
     "baton:workers",
     "baton:workers_left_out",
     "baton:router_start_time_seconds",
+    "baton:certificate_expiry_time_seconds",
     "baton:expected_wait_seconds",
 }
 # These belong to one operating system process. The page has each value, with a label `process`.

@@ -17,6 +17,7 @@ from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing import MODELS
 from baton.cluster.tools.sizing.answer import Answer, Targets, answer
+from baton.cluster.tools.sizing.command import HUB_NAMES
 from baton.cluster.tools.sizing.simulated import decode, prefill
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, measured, shape
 from baton.engine.loader.hf_config import model_config_from_hf
@@ -246,6 +247,10 @@ def test_the_command() -> None:
     printed = CliRunner().invoke(app, ["plan", "--rate", "8", *gpus])
     assert [line.split()[2:4] for line in printed.output.splitlines()[1:3]] == [["1", "4"], ["1", "2"]]
     assert "KV: bfloat16, 131,072 bytes a token" in printed.output
+    line = "baton serve meta-llama/Llama-3.1-8B-Instruct --prefill 1 --decode 1"
+    line += " --prefill-tensor-parallel-size 4 --decode-tensor-parallel-size 2"
+    assert printed.output.endswith(f"To serve it: {line}\n")
+    assert HUB_NAMES.keys() == MODELS.keys()
     printed = CliRunner().invoke(app, ["plan", "--rate", "8", "--kv-cache-dtype", "fp8"])
     assert "KV: float8_e4m3fn, 67,584 bytes a token" in printed.output
     refused = CliRunner().invoke(app, ["plan", "--slo", "ttft=500"])

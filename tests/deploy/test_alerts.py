@@ -79,6 +79,21 @@ CASES: list[tuple[str, dict[str, str], dict[str, dict[str, str]]]] = [
         {STARTED % A: "1x40", DONE % A: "0x40", ERRORS % (A, "internal"): "0+1x40"},
         {"BatonRequestsFail": {"model_name": "m"}},
     ),
+    (
+        "a queue, a store and a certificate",
+        {
+            STARTED % A: "1x40",
+            f"baton:expected_wait_seconds{{{A}}}": "30x40",
+            f"baton:store_open{{{B}}}": "1x20 0x20",
+            f"baton:certificate_expiry_time_seconds{{{A}}}": "86400x40",
+            f"baton:certificate_expiry_time_seconds{{{B}}}": "864000x40",
+        },
+        {
+            "BatonQueueWait": {"model_name": "m"},
+            "BatonStoreDown": {"model_name": "m", "instance": "b"},
+            "BatonCertificateExpires": {"model_name": "m", "instance": "a"},
+        },
+    ),
 ]
 
 

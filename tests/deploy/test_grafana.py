@@ -9,7 +9,8 @@ from baton.worker.service_process.metrics import REFUSED
 from tests.grafana import GRAFANA, RULES, dashboards, expressions, rules
 from tests.prometheus import find
 
-DOCS = GRAFANA.parents[1] / "docs"
+ROOT = GRAFANA.parents[1]
+DOCS = ROOT / "docs"
 DOCUMENTED = DOCS / "reference" / "metrics.md"
 OPERATIONS = DOCS / "operations.md"
 PROTOCOL = DOCS / "protocol.md"
@@ -80,7 +81,12 @@ def test_operations_say_where_to_look_first_for_each_alert() -> None:
 def test_every_alert_says_what_to_do() -> None:
     for rule in rules():
         if "alert" in rule:
-            assert {"summary", "remedy"} == rule["annotations"].keys()
+            assert {"summary", "remedy", "runbook"} == rule["annotations"].keys()
+            page, anchor = rule["annotations"]["runbook"].split("#")
+            headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(), re.M)
+            section = {heading.lower().replace(" ", "-"): heading for heading in headings}[anchor]
+            text = (ROOT / page).read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+            assert f"`{rule['alert']}`" in text, "the section names its alerts"
             assert rule["labels"]["severity"] in ("warning", "critical")
 
 

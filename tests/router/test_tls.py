@@ -1,5 +1,6 @@
 """TLS of a router: for HTTP and gRPC clients, with client certificates, and for connections to workers."""
 
+import re
 import ssl
 from pathlib import Path
 
@@ -48,6 +49,9 @@ async def over_grpc(cluster: Cluster, authority: str, pair: tuple[str, str] | No
 async def test_clients_over_tls(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates):
     async with make_cluster(tokenizer, tmp_path, tls=TlsFiles(*certificates.server)) as cluster:
         assert cluster.url.startswith("https://127.0.0.1:")
+        page = cluster.router.services.metrics.exposition().decode()
+        [ends_at] = re.findall(r"^baton:certificate_expiry_time_seconds{.*} (.*)$", page, re.M)
+        assert float(ends_at) > cluster.router.services.metrics.history.started_at
         assert await over_https(cluster, context(certificates.ca)) == TEXT
         assert await over_grpc(cluster, certificates.ca) == TEXT
         with pytest.raises(aiohttp.ClientConnectorCertificateError):

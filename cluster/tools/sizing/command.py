@@ -1,5 +1,6 @@
 """Prints the answer: a table, and for each pool a line with the reason for its size."""
 
+import shlex
 from dataclasses import replace
 
 import torch
@@ -30,10 +31,40 @@ def run(sizing: SizingOptions) -> int:
     of_prefill, of_decode = (
         Speeds(gpu, model, element, ranks, kv_dtype, sizing.input + sizing.output / 2) for ranks in sizes
     )
-    show(answer(of_prefill, of_decode, sizing, targets), sizes, gpu.source)
+    found = answer(of_prefill, of_decode, sizing, targets)
+    show(found, sizes, gpu.source)
     per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16, kv_dtype))
     print(f"KV: {str(kv_dtype).removeprefix('torch.')}, {per_token:,} bytes a token")
+    print(f"To serve it: {serve_line(sizing, found)}")
     return 0
+
+
+HUB_NAMES = {
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "glm-4.7-flash": "zai-org/GLM-4.7-Flash",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "llama-4-scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    "llama-4-maverick": "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+}
+"""Of the shapes that `--model` knows by short names."""
+
+
+def serve_line(sizing: SizingOptions, found: Answer) -> str:
+    """The command that starts these pools. Options that it would have by default are left out."""
+    words = ["baton", "serve", HUB_NAMES.get(sizing.model, sizing.model)]
+    # A cluster has a worker of each kind, and answers of one token need no decode worker.
+    words += ["--prefill", str(found.prefill), "--decode", str(max(1, found.decode))]
+    defaults = SizingOptions()
+    for name in (
+        "prefill_tensor_parallel_size", "decode_tensor_parallel_size", "kv_cache_dtype", "max_num_seqs",
+        "gpu_memory_utilization",
+    ):  # fmt: skip
+        if (value := getattr(sizing, name)) != getattr(defaults, name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 def parse_slo(text: str) -> Targets:
