@@ -133,6 +133,8 @@ class ExpertsConfig:
     """The layers with experts. The others are dense."""
     shared_intermediate_size: int = 0
     """Of the shared expert, which computes every token. 0: there is none."""
+    latent_size: int = 0
+    """Numbers of a token that the experts compute on: a projection of the hidden state. 0: on that itself."""
     activation: ClampedSwiGLU | SquaredReLU | None = None
     """None: silu(gate) · up."""
     bias: bool = False
@@ -486,7 +488,9 @@ class ModelConfig:
         if self.experts is not None:
             dense -= len(self.experts.layers)
             router = self.hidden_size * self.experts.num_experts
-            inner = self.experts.intermediate_size * experts + self.experts.shared_intermediate_size
+            inner, size = self.experts.intermediate_size * experts, self.experts.latent_size
+            inner *= (size or self.hidden_size) / self.hidden_size
+            inner += self.experts.shared_intermediate_size + 2 * size / matrices
             sparse = len(self.experts.layers) * (router + matrices * self.hidden_size * inner)
         mlp = matrices * self.hidden_size * self.intermediate_size
         with_attention = self.num_layers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Both, Choice, Experts, FourBits, Fp8Experts, Quantized, in_form
+from baton.engine.kernels import Both, Choice, Experts, FourBits, Fp8Experts, LinearMethod, Quantized, in_form
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Shard, unsharded
@@ -61,7 +61,8 @@ class SquaredMLP(GatedMLP):
 
 class MoE:
     """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is a
-    `GatedMLP`, and so is the shared expert, which computes every token. A rank has some of the inner columns
+    `GatedMLP`, and so is the shared expert, which computes every token. Others may compute on a projection
+    of the hidden state (Nemotron 3, 2025). A rank has some of the inner columns
     of every expert, or whole experts. All ranks make the same choice. Each computes a term of the result."""
 
     def __init__(
@@ -75,6 +76,7 @@ class MoE:
         shared: str = "shared_expert",
     ) -> None:
         hidden = unsharded(config.hidden_size)
+        of_experts = unsharded(experts.latent_size) if experts.latent_size else hidden
         own, inner = weights.ranks.expert_shards(experts.num_experts, experts.intermediate_size)
         names = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
         self.router = weights.linear(
@@ -98,8 +100,8 @@ class MoE:
             return weights.format.experts(weights, stacks), experts_bias
 
         squared = isinstance(experts.activation, SquaredReLU)
-        gate_up, gate_up_bias = load(("up",) if squared else ("gate", "up"), inner, hidden)
-        down, down_bias = load(("down",), hidden, inner)
+        gate_up, gate_up_bias = load(("up",) if squared else ("gate", "up"), inner, of_experts)
+        down, down_bias = load(("down",), of_experts, inner)
         if isinstance(gate_up, Fp8Experts) != isinstance(down, Fp8Experts):
             raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
         self.input = self.experts = Experts(
@@ -111,6 +113,10 @@ class MoE:
             down_bias,
             experts.activation,
         )
+        self.latents: tuple[LinearMethod, LinearMethod] | None = None
+        if experts.latent_size:
+            before = weights.linear([f"{name}.fc1_latent_proj"], [of_experts], hidden)
+            self.latents = before, weights.linear([f"{name}.fc2_latent_proj"], [hidden], of_experts)
         self.shared, self.shared_gate, self.side = None, None, None
         if experts.shared_intermediate_size:
             size = experts.shared_intermediate_size
@@ -142,9 +148,16 @@ class MoE:
         step = current_step()
         assert step.expert_counts is not None, "the model has experts"
         counts = step.expert_counts[self.index]
-        return self.kernels.mix_experts(
-            x, self.router(plain), self.experts, counts, slots=step.slots, shared=shared, summed=summed
-        )
+        logits, slots = self.router(plain), step.slots
+        if self.latents is None:
+            return self.kernels.mix_experts(
+                x, logits, self.experts, counts, slots=slots, shared=shared, summed=summed
+            )
+        before, after = self.latents
+        latents = before(plain)
+        x = in_form(latents, self.kernels, self.experts.quantizes(len(latents)), both=True)
+        y = after(self.kernels.mix_experts(x, logits, self.experts, counts, slots=slots))
+        return y if shared is None else y.add_(shared())
 
     def _shared(self, plain: Tensor, inputs: Tensor | Quantized, expert: GatedMLP) -> Callable[[], Tensor]:
         """What the shared expert computes: now on a second stream, or when the result is asked for."""

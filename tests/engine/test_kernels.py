@@ -138,6 +138,10 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         ("Qwen3Next", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
         ("Lfm2", {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]}),
         ("NemotronH", {"layers_block_type": ["full_attention", "moe", "linear_attention", "mlp"]}),
+        (
+            "NemotronH",
+            {"layers_block_type": ["full_attention", "linear_attention", "moe"], "moe_latent_size": 32},
+        ),
         ("MiniMaxM2", {"num_hidden_layers": 1, "rotary_dim": 8}),
         ("KimiLinear", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
     ],

@@ -115,6 +115,9 @@ KINDS = [
     ),
     pytest.param("MiniMaxM2", {}, id="minimax-m2"),
     pytest.param("NemotronH", {}, id="nemotron-h"),
+    pytest.param(
+        "NemotronH", {"moe_latent_size": 32, "initializer_range": 0.3}, id="nemotron-h-with-latents"
+    ),
     pytest.param("DeepseekV2", {}, id="deepseek-v2-lite"),
     pytest.param(
         "DeepseekV2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}, id="deepseek-v2-with-groups"

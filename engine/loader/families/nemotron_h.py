@@ -120,11 +120,12 @@ def experts(settings: Settings) -> ExpertsConfig | None:
         return None
     shared = settings.integer("moe_shared_expert_intermediate_size")
     found = latent_experts(settings, first_dense=0)
-    return replace(found, shared_intermediate_size=shared, activation=SquaredReLU())
+    size = 0 if settings.get("moe_latent_size") is None else settings.integer("moe_latent_size")
+    return replace(found, shared_intermediate_size=shared, activation=SquaredReLU(), latent_size=size)
 
 
 def not_supported(settings: Settings) -> Iterator[str]:
-    supported = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "moe_latent_size": None}
+    supported = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
     for name, value in supported.items():
         if settings.get(name, value) != value:
             yield f"{name} {settings.get(name)!r} of {settings.architecture}"
