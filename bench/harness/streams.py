@@ -182,6 +182,8 @@ class Load:
     url: str
     cases: Sequence[Case]
     rng: random.Random
+    pause: float = 0.0
+    """Seconds between an answer and the next request of a client."""
     streams: list[Stream] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
@@ -204,6 +206,7 @@ class Load:
                     self.streams.append(stream)
                 await asyncio.sleep(RECONNECT_S)
             self.streams.append(stream)
+            await asyncio.sleep(self.pause)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,13 +46,18 @@ _PRELOADED: dict[str, tuple[str, ...]] = {
         "baton.kv_transfer.endpoint.rank_copier",
         "baton.prefill_worker.role",
         "baton.router.preparation.child",
+        "baton.router.preparation.grammar_child",
         "baton.router.server",
+        "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+        "opentelemetry.trace.propagation.tracecontext",
+        "pythonjsonlogger.json",
         "tests.decode_worker.engine_process",
         "tests.ledger",
         "tests.ledger_engine",
         "tests.worker.eager_engine",
         "tests.worker.patient_engine",
         "tests.worker_process",
+        "typer._adapters",  # the parameters of a command, which it imports late
         "baton.worker.engine_process.offload",
         "baton.worker.engine_process.paged_kv",
         "baton.worker.engine_process.prefix_fetches",
@@ -93,7 +98,9 @@ _PRELOADED: dict[str, tuple[str, ...]] = {
         "baton.bench.load.commands",
         "baton.bench.load.traffic.client_process",
         "baton.cluster.cli",
+        "numpy.ma",
         "tests.bench.mock_server",
+        "typer._adapters",
     ),
 }
 _PRELOADED["tests"] = (
@@ -112,6 +119,7 @@ _PRELOADED["tests"] = (
     "pytest",
     "tests.forked.gateway",
     "torch.testing",
+    "transformers.modeling_utils",  # two processes compare with its models
     "triton.language",
     "trustme",
 )

@@ -37,6 +37,8 @@ STREAMS = 6
 STALLED = 30.0
 """Seconds without a token after which a stream stands still, in long tests: their machine has nothing else to
 do. On two idle cores the longest are a tenth of that (docs/lab/tests.md)."""
+PAUSE = 0.3
+"""Seconds between two requests of a client in the short form. Without it clients compute as much as blows."""
 BODIES = 512 << 20
 """Bytes that the router may have for bodies at any time: 16 of the largest, and copies of some."""
 GROWTH = 64 << 20
@@ -149,9 +151,12 @@ async def known(url: str, seconds: float) -> dict[Case, list[int]]:
     return {stream.case: stream.token_ids for stream in streams}
 
 
-async def served(url: str, right: dict[Case, list[int]], meanwhile: Coroutine[Any, Any, None]) -> float:
+async def served(
+    url: str, right: dict[Case, list[int]], meanwhile: Coroutine[Any, Any, None], rest: float
+) -> float:
     """Clients ask one known thing after another until `meanwhile` is done, and at least once. Every token is
-    the right one. Returns the longest time in seconds that any of them waited for a token."""
+    the right one. Returns the longest time in seconds that any of them waited for a token. `rest`: seconds
+    between two requests of a client."""
     other = asyncio.create_task(meanwhile)
 
     async def client(case: Case) -> float:
@@ -162,6 +167,7 @@ async def served(url: str, right: dict[Case, list[int]], meanwhile: Coroutine[An
                 assert not stream.failed, stream.error
                 assert stream.token_ids == right[case]
                 longest = max(longest, pause(stream))
+                await asyncio.sleep(rest)
         return longest
 
     pauses = await asyncio.gather(*(client(case) for case in right))
@@ -234,12 +240,18 @@ def may_grow(title: str) -> int:
     return GROWTH + POOL if title.endswith("engine") else GROWTH
 
 
+def anonymous_bytes(pid: int) -> int:
+    """The memory of a process that is of no file. The kernel counts it, so this reads no page tables."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
 async def peak(pid: int) -> int:
-    """The most private memory that a process has at any time, until this is cancelled."""
+    """The most `anonymous_bytes` that a process has at any time, until this is cancelled."""
     most = 0
     with contextlib.suppress(asyncio.CancelledError):
         while True:
-            most = max(most, resident_bytes(pid))
+            most = max(most, anonymous_bytes(pid))
             await asyncio.sleep(0.1)
     return most
 
@@ -257,15 +269,16 @@ async def test_known_streams_go_on(attacked: Attacked, seconds: float) -> None:
     In the short form the next test strikes those of grammars.
     """
     serve, blows = attacked.serve, {*BLOWS} if seconds else {*BLOWS}.difference(GRAMMARS)
+    rest = 0 if seconds else PAUSE
     right = await known(serve.url, seconds)
     before = await asyncio.to_thread(lives, serve)
     [router] = before["router 0.0"]
-    idle, watching = resident_bytes(router), asyncio.create_task(peak(router))
+    idle, watching = anonymous_bytes(router), asyncio.create_task(peak(router))
     async with attack(replace(attacked.target, once=not seconds), *blows) as attacker:
-        pauses = [await served(serve.url, right, attacker.goes_on(seconds / 10))]
+        pauses = [await served(serve.url, right, attacker.goes_on(seconds / 10), rest)]
         warm = memory(serve)
         if seconds:
-            pauses.append(await served(serve.url, right, attacker.goes_on(seconds)))
+            pauses.append(await served(serve.url, right, attacker.goes_on(seconds), rest))
     watching.cancel()
     grew, report = await watching - idle, attacker.report
     print(f"longest pause {max(pauses):.2f} s, the router grew by {grew >> 20} MiB;", report)
@@ -298,7 +311,7 @@ async def test_known_streams_go_on(attacked: Attacked, seconds: float) -> None:
 async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_schema(
     attacked: Attacked, seconds: float
 ) -> None:
-    serve = attacked.serve
+    serve, rest = attacked.serve, 0 if seconds else PAUSE
     right = await known(serve.url, seconds)
     if seconds:
         await fill_pools(serve.url)
@@ -318,12 +331,13 @@ async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_sche
                 async with http.post(f"{serve.url}/v1/completions", json=asked) as response:
                     assert response.status == 200, await response.text()
                 waits.append(time.monotonic() - began)
+                await asyncio.sleep(rest)
         await attacking
 
     memories: list[Counter[str]] = []
     for part in (seconds / 10, seconds) if seconds else (seconds,):
         async with attack(replace(attacked.target, once=not seconds), *GRAMMARS) as attacker:
-            pauses.append(await served(serve.url, right, small_schemas(attacker, part)))
+            pauses.append(await served(serve.url, right, small_schemas(attacker, part), rest))
         assert attacker.report["unanswered"] == {}
         assert await asyncio.to_thread(leaks_when_idle, attacked.admin) == {}
         memories.append(await memory_at_rest(serve))

@@ -39,6 +39,8 @@ from .serve import Serve
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CLIENTS = 2
+PAUSE = 0.5
+"""Seconds between two requests of a client. Without it both cores compute for as long as a fault lasts."""
 BACK_S = 150.0
 """A worker that was killed often waits for up to 30 s. One that hangs is noticed after 10 s, and a process
 that prepares requests after a minute."""
@@ -197,10 +199,10 @@ async def test_the_table_has_every_process(cluster: Cluster) -> None:
 )
 async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault: Fault) -> None:
     serve, admin = cluster.serve, cluster.admin
-    load = Load(serve.url, list(cluster.right), random.Random(0))
+    load = Load(serve.url, list(cluster.right), random.Random(0), PAUSE)
     async with load.of(CLIENTS):
-        await asyncio.to_thread(until, lambda: status(admin)["router"]["requests"] or None, WITHIN, "a load")
         before, lasting = serve.processes(), await asyncio.to_thread(cluster.lasting, fault)
+        await asyncio.to_thread(until, lambda: status(admin)["router"]["requests"] or None, WITHIN, "a load")
         at = time.monotonic()
         with struck(serve, fault):
             async with asyncio.timeout(BACK_S):

@@ -33,7 +33,7 @@ STATS = InjectStats(1, 2, 3, *map(float, range(7)))
 MESSAGES = 20_000
 # A fork of the test's own process would hold its descriptors, and locks of its threads.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["pytest", "baton.vllm_worker.attachment", "tests.vllm_worker.arenas"])
+processes.set_forkserver_preload([__name__])
 
 
 class Worker:

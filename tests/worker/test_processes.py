@@ -27,12 +27,8 @@ from tests.within import WITHIN, within
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
-import os, sys, time
-from baton.engine import EngineConfig
-from baton.kv_transfer import KVLayout
-from baton.kv_transfer.shared_store import StoreStart
+import os, time
 from baton.kv_transfer.spawn import spawn
-from tests.layouts import kv_layout
 child = spawn("tests.worker.tied_child", str(%s).encode(), pass_fds=())
 print(child.pid, flush=True)
 time.sleep(60)

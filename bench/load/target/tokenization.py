@@ -76,7 +76,8 @@ class Composer:
         words = [tokenization.words[i] for i in choices.tolist()]
         self._text = tokenization.separator.join(words)
         # Where word i starts. The last entry is one past the end, as if a word followed.
-        self._starts = np.concatenate(([0], np.cumsum([len(word) + 1 for word in words])))
+        lengths = np.array([len(word) + 1 for word in tokenization.words])
+        self._starts = np.concatenate(([0], np.cumsum(lengths[choices])))
 
     def compose(self, segments: Sequence[Segment], *, first: bool = True) -> str:
         """The prompt that the server counts as the sum of the segments' lengths.
