@@ -161,14 +161,16 @@ class BlockPool:
         remnant: tuple[int, bytes] | None = None,
         *,
         copied: bool | None = None,
+        first_copied: int = 0,
     ) -> None:
         """Takes back all blocks of a request: private ones become free, cached ones lose a reference.
 
         `remnant`: one of these blocks, and the name of the tokens whose KV ends in it. `copied`: whether
-        another worker has the cached ones now, too, and goes on with them. None: as before."""
+        another worker has the cached ones now, too, from index `first_copied` on, and goes on with them.
+        None: as before."""
         self.moves += len(blocks)
         if copied:
-            self._copies.update(block for block in blocks if block in self._name_of)
+            self._copies.update(block for block in blocks[first_copied:] if block in self._name_of)
         elif copied is not None:
             self._copies.difference_update(blocks)
         # Reversed, so that the end of a prefix is evicted first: more requests share its beginning.

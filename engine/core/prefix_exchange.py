@@ -114,7 +114,9 @@ class PrefixExchange:
     ) -> None:
         """A pin or an import has ended, which happens once. The rest is as in `BlockPool.release`."""
         self._open.remove(lease)
-        self._pool.release(blocks, remnant, copied=copied)
+        whole = self._cache.thin_before(len(lease.table) * self._block_size)
+        first = max(0, whole - (len(lease.table) - len(blocks)))
+        self._pool.release(blocks, remnant, copied=copied, first_copied=first)
 
     def imported(self, ended: Import, num_tokens: int, *, whole: bool) -> None:
         """As `Import.end`."""

@@ -218,7 +218,9 @@ class RequestMemory:
         if self.states is not None:
             self.states.free(live)
         remnant = self._remnant(live)
-        self._pool.release(live.blocks, remnant, copied=live.handed_over)
+        # The other worker has thin blocks before this one: these are whole here only.
+        whole = 0 if self._cache is None else self._cache.thin_before(live.num_verified)
+        self._pool.release(live.blocks, remnant, copied=live.handed_over, first_copied=whole)
         if remnant is not None and self._cache is not None:
             end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
             self._cache.remnant_kept(self._names(live, self._cache), end)

@@ -155,3 +155,9 @@ def test_copies_are_evicted_first_until_no_other_worker_has_them() -> None:
     pool.allocate(8)
     assert evicted == order
     pool.assert_consistent()
+    pool = BlockPool(4, 16)
+    table = pool.allocate(4)
+    for block in table:
+        pool.publish(block, bytes([block]))
+    pool.release(table, copied=True, first_copied=3)
+    assert pool.spare == 1, "the other worker lacks a part of the rest"

@@ -189,6 +189,16 @@ def test_a_prefix_brings_what_windows_read(path_of: Callable[[str], Path]) -> No
         assert hits_of(asker.engine, request(230, 5), path) == 0
 
 
+def test_what_only_this_worker_has_in_full_is_no_copy(path_of: Callable[[str], Path]) -> None:
+    engine = load(path_of("Gemma3Text"), num_blocks=40, block_size=16, enable_prefix_caching=True)
+    live = engine.add(request(400, 0), handover=True)
+    while engine.loop.has_work:
+        engine.loop.step()
+    live.handed_over = True
+    engine.cancel(live)
+    assert (engine.stats().blocks_free, engine.stats().blocks_spare) == (40, 40 - 256 // 16)
+
+
 def test_a_tier_keeps_what_came(path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
     path = path_of("Gemma3Text")
