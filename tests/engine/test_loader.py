@@ -19,13 +19,14 @@ from baton.engine.loader import check_model, model_fingerprint
 from baton.engine.loader.hf import HFCheckpoint
 from tests.engine.checkpoints import (
     assert_refused,
+    config_of,
     edit_json,
     edited_copy,
     edited_tensors,
     flip_last_tensor,
     load,
 )
-from tests.engine.conftest import TinyOf, request_of, run, save_tiny
+from tests.engine.conftest import TinyOf, request_of, run, save_tiny, tokens_of
 
 
 @pytest.fixture
@@ -361,3 +362,19 @@ def test_configuration_errors_name_flag_and_remedy(field: str, value: Any, messa
     settings: dict[str, Any] = {"model": "m", "enable_prefix_caching": True, field: value}
     with pytest.raises(ValueError, match=message):
         EngineConfig(**settings)
+
+
+def test_the_text_model_of_a_gemma_4_that_sees(tiny_of: TinyOf, tmp_path: Path) -> None:
+    """Published checkpoints also have keys and values that no layer reads."""
+    text = tiny_of("Gemma4Text")
+    both = shutil.copytree(text, tmp_path / "both")
+    config = config_of(text)
+    edit_json(both / "config.json", architectures=["Gemma4ForConditionalGeneration"], text_config=config)
+    with edited_tensors(both) as tensors:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors["model.vision_tower.x.weight"] = torch.zeros(2)
+        tensors["model.language_model.layers.5.self_attn.k_proj.weight"] = torch.zeros(2)
+    requests = [request_of(i, range(5, 50 + i), max_tokens=5) for i in range(2)]
+    found = [tokens_of(load(path, num_blocks=16), requests) for path in (text, both)]
+    assert found[0] == found[1]
