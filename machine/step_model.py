@@ -46,17 +46,19 @@ Step = Callable[[int, float, int, float], float]
 """Seconds of a step with (rows, context, tokens, position), as in `StepModel.step`."""
 
 
-def long_seconds(decode: float, fastest: float, gap: float, gap_cost: float, prompts: float = 1.0) -> float:
+def long_seconds(
+    decode: float, fastest: float, gap: float, gap_cost: float, prompts: float = 1.0, fixed: float = 0.0
+) -> float:
     """Seconds that a step with decodes may take while prompts are late.
 
-    A step of L seconds that decodes for D has L - D for prompts. So they take L / (L - D) times as long as
-    alone. A gap counts as L² / (2 · D) in place of L, since users see one that stands out. The sum of both
-    costs is least with
+    A step of L seconds that decodes for D, and takes B = D + `fixed` with the first prompt token, has L - B
+    for prompts. So they take L / (L - B) times as long as alone. A gap counts as L² / (2 · D) in place of L,
+    since users see one that stands out. The sum of both costs is least with
 
-        L = D · (1 + √(1 + 2 · prompts / gap_cost))
+        L = B + √(B² + 2 · B · D · prompts / gap_cost)
 
     The result is at least the target of a gap. Beyond that, it is at most as many times D as the target is
-    times the fastest step.
+    times the fastest step, and `with_room`.
 
     Args:
         decode: of the step without prompts, D.
@@ -64,12 +66,20 @@ def long_seconds(decode: float, fastest: float, gap: float, gap_cost: float, pro
         gap: the target. A gap counts as L² / (2 · gap) if D is longer.
         gap_cost: what a second more in one gap of each request costs, in seconds of a first token. May be 0.
         prompts: how many wait for each token of a prompt, on average.
+        fixed: as `StepModel.fixed` gives it.
     """
-    longest = decode * max(1.0, gap / fastest) if fastest > 0 else decode
+    begins = decode + fixed
+    longest = with_room(decode * max(1.0, gap / fastest) if fastest > 0 else decode, begins, fixed)
     if gap_cost > 0:
-        square = decode * (decode + 2 * min(decode, gap) * prompts / gap_cost)
-        longest = min(longest, decode + math.sqrt(square))
+        square = begins * (begins + 2 * min(decode, gap) * prompts / gap_cost)
+        longest = min(longest, begins + math.sqrt(square))
     return max(gap, longest)
+
+
+def with_room(seconds: float, begins: float, fixed: float) -> float:
+    """The bound of a step, or up to `fixed` more if it leaves prompts less than half of the step. A step of
+    `begins` has one prompt token."""
+    return max(seconds, min(seconds + fixed, 2 * begins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,8 @@ class StepModel:
     """That each pair of a prompt token and a position before the chunk adds."""
     overlap: float
     """0 to 1: how far a mixed step computes decodes and prompts in one pass over the weights."""
+    factors: tuple[float, float] = (1.0, 1.0)
+    """Those of decodes and of prompts in these seconds, as in `corrected`."""
 
     def __hash__(self) -> int:
         return hash((self.context_seconds, self.pair_seconds, self.overlap))  # the tables have forty numbers
@@ -110,6 +122,25 @@ class StepModel:
     def prompt(self, tokens: int, position: float = 0.0) -> float:
         """Seconds of a step with prompts alone."""
         return self._prompt_rows(tokens) + self.attention(tokens, position)
+
+    def fixed(self, rows: int) -> float:
+        """Seconds that a step with so many decodes takes longer with prompts, before what each of their
+        tokens takes in a large step. A mixture of experts reads nearly all experts for a few dozen tokens;
+        a dense model reads no more weights than for the decodes, and has about 0."""
+        large, most = min(LARGE, self.tokens[-1] // 2), self.tokens[-1]
+        if not large:
+            return 0.0
+        # Without the factors: they change at different times, and would then say that all steps begin late.
+        of_decodes, of_prompts = self.factors
+        decode = interpolated(self.rows, self.decode_seconds, rows) / of_decodes
+
+        def step(tokens: int) -> float:
+            shared, alone = (self._prompt_rows(count) / of_prompts for count in (rows + tokens, tokens))
+            return self.overlap * max(decode, shared) + (1.0 - self.overlap) * (decode + alone)
+
+        seconds = step(large)
+        each = (step(most) - seconds) / (most - large)
+        return of_decodes * max(0.0, seconds - large * each - decode)
 
     def prefill(self, tokens: int, position: float = 0.0) -> float:
         """Seconds to compute so many prompt tokens, in as few steps with prompts alone as may be."""
@@ -184,6 +215,7 @@ class StepModel:
             context_seconds=decode * self.context_seconds,
             prompt_seconds=tuple(prompt * seconds for seconds in self.prompt_seconds),
             pair_seconds=prompt * self.pair_seconds,
+            factors=(decode * self.factors[0], prompt * self.factors[1]),
         )
 
     def _prompt_rows(self, tokens: int) -> float:
@@ -516,10 +548,14 @@ class LearnedSteps:
     """The model of one engine, from its first step on.
 
     What was measured at the start stays, and the rest of the table is learned. The factors follow all
-    steps."""
+    steps.
+
+    Attributes:
+        measured: the model that was measured at the start. None: nothing was."""
 
     def __init__(self, rows: Sequence[int], tokens: Sequence[int], measured: StepModel | None = None) -> None:
         """As in `ObservedSteps`."""
+        self.measured = measured
         self._observed = ObservedSteps(rows, tokens, measured)
         self._correction = None if measured is None else Correction(measured)
         self._corrected = measured

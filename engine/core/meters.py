@@ -7,6 +7,9 @@ need. There are two bounds for the time of a step that both decodes and prefills
             waiting prompt would otherwise miss its due time
     short   the geometric mean of the gap target and of a step that only decodes; always allowed
 
+Both are longer if any prompt, however short, adds much to a step (`StepModel.fixed`, `with_room`): a mixture
+of experts would otherwise read its experts for a dozen tokens, step by step.
+
 So two targets and measured speeds say how long steps are: how long a gap may be, and when a prompt is due. A
 model or a GPU that is slower has steps of the same shape.
 
@@ -24,7 +27,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
 from baton.engine.model_config import FULL_STEP
 from baton.machine import Average
-from baton.machine.step_model import LARGE, LearnedSteps, StepModel, long_seconds
+from baton.machine.step_model import LARGE, LearnedSteps, StepModel, long_seconds, with_room
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
@@ -114,17 +117,27 @@ class ChunkLimit:
 
     def short_step(self, batch: Batch) -> MixedStep:
         """The step with as many prompt tokens as a short one has room for."""
-        return self._mixed_step(batch, self._short_seconds(self.decode_seconds(batch)))
+        seconds = self._short_seconds(self.decode_seconds(batch), self._fixed_seconds(batch))
+        return self._mixed_step(batch, seconds)
 
     def long_step(self, batch: Batch) -> MixedStep:
         """The step with as many prompt tokens as a long one has room for."""
-        return self._mixed_step(batch, self._long_seconds(batch, self.decode_seconds(batch)))
+        seconds = self._long_seconds(batch, self.decode_seconds(batch), self._fixed_seconds(batch))
+        return self._mixed_step(batch, seconds)
 
-    def _short_seconds(self, decode_seconds: float) -> float:
-        return min(self.gap_target, max(decode_seconds, self.fastest_seconds + self._spare_seconds))
+    def _short_seconds(self, decode_seconds: float, fixed: float) -> float:
+        short = min(self.gap_target, max(decode_seconds, self.fastest_seconds + self._spare_seconds))
+        return with_room(short, decode_seconds + fixed, fixed)
 
-    def _long_seconds(self, batch: Batch, decode_seconds: float, prompts: float = 1.0) -> float:
-        return long_seconds(decode_seconds, self.fastest_seconds, self.gap_target, batch.gap_cost, prompts)
+    def _long_seconds(self, batch: Batch, decode_seconds: float, fixed: float, prompts: float = 1.0) -> float:
+        fastest, gap = self.fastest_seconds, self.gap_target
+        return long_seconds(decode_seconds, fastest, gap, batch.gap_cost, prompts, fixed)
+
+    def _fixed_seconds(self, batch: Batch) -> float:
+        """As in `StepModel.fixed`: of the model that was measured. What was learned has few sizes, from
+        different times."""
+        measured = self.steps.measured
+        return 0.0 if measured is None else measured.fixed(max(1, batch.rows)) * self.steps.factors[0]
 
     @property
     def _spare_seconds(self) -> float:
@@ -164,20 +177,21 @@ class ChunkLimit:
         long step, and by one that ends a short step after a request joins. So a request that joins waits for
         a short step at most, and for its own, which is short, too.
         """
-        decode, prompts = self.decode_seconds(batch), list(prompts)
+        decode, fixed, prompts = self.decode_seconds(batch), self._fixed_seconds(batch), list(prompts)
         behind = list(accumulate(left for left, _ in prompts))
         waiting = sum(behind) / behind[-1] if behind and behind[-1] else 1.0
-        short, long = self._short_seconds(decode), self._long_seconds(batch, decode, waiting)
+        short, long = self._short_seconds(decode, fixed), self._long_seconds(batch, decode, fixed, waiting)
         full = self._mixed_step(batch, long)
         until_join = max(0.0, joins_at - begins) + short
         most = max(LEAST, full.tokens if until_join >= long else self._fitting(batch, until_join))
-        token_seconds = max(0.0, full.seconds - decode) / max(LEAST, full.tokens)
+        begin = decode + fixed  # of a step, with the first prompt token
+        token_seconds = max(0.0, full.seconds - begin) / max(LEAST, full.tokens)
         tokens, ahead, begins = LEAST, 0, begins + short
         for left, due in prompts:
             ahead += left
-            # ahead / tokens steps must decode in the time that the prompts leave
+            # ahead / tokens steps must begin in the time that the prompts leave
             spare = due - begins - ahead * token_seconds
-            tokens = max(tokens, int(ahead * decode / spare) + 1) if spare > 0 else most
+            tokens = max(tokens, int(ahead * begin / spare) + 1) if spare > 0 else most
             if tokens >= most:
                 return most
         return max(tokens, min(most, self._fitting(batch, short)))

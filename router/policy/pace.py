@@ -89,7 +89,8 @@ class Pace:
         if not decodes or not gap:
             return PROMPTS_ALONE
         step = model.decode(decodes, context)
-        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost)
+        fixed = model.fixed(decodes)
+        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost, fixed=fixed)
         # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
         shared = model.overlap * (step - context * model.context_seconds)
         spare = long - step + shared

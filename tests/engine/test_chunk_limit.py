@@ -260,3 +260,19 @@ def test_the_limit_about_doubles_the_largest_chunk_that_was_seen() -> None:
     assert limit.tokens(ONE, LATE, 0.0) == pytest.approx(128, abs=2)
     record(limit, 1, 3, STEP)
     assert limit.tokens(ONE, LATE, 0.0) == pytest.approx(128, abs=2), "a short last chunk does not lower it"
+
+
+def test_a_mixture_of_experts_does_not_read_them_all_for_a_few_tokens() -> None:
+    """With the gap target as the bound, a step beside one decode would take 16 tokens of a prompt, for which
+    it reads half of the experts: a thousand tokens a second in place of thirty thousand."""
+    rows, decodes = (1, 8, 32, 256), (0.0029, 0.0063, 0.0133, 0.0285)
+    tokens, prompts = (16, 64, 128, 512, 2048, 8192), (0.0087, 0.018, 0.0205, 0.022, 0.044, 0.133)
+    model = StepModel(rows, decodes, 0.0, tokens, prompts, 0.0, 1.0)
+    limit = measured(None, model=model)
+    for count, least in ((1, 400), (8, 600)):
+        late = limit.tokens(Batch(count, 0.0, 0.0), [(1000, 0.0)] * 8, 1.0)
+        assert late >= least
+        longest = max(limit.gap_target, model.decode(count, 0.0) * LONG)
+        assert model.step(count, 0.0, late) <= model.fixed(count) + longest
+    calm = limit.tokens(Batch(1, 0.0, 0.0), [(1000, 1e9)], 1.0)
+    assert LEAST < calm < late

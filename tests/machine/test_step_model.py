@@ -325,19 +325,35 @@ def test_sizes_end_with_the_most() -> None:
 @pytest.mark.parametrize("decode", [0.005, 0.014, 0.040])
 @pytest.mark.parametrize("gap_cost", [0.5, 4.0, 30.0])
 @pytest.mark.parametrize("prompts", [1.0, 3.0])
+@pytest.mark.parametrize("fixed", [0.0, 0.011])
 def test_a_long_step_has_the_least_cost_within_its_bounds(
-    decode: float, gap_cost: float, prompts: float
+    decode: float, gap_cost: float, prompts: float, fixed: float
 ) -> None:
     """A prompt of a second: all steps that it takes, and what they cost those that decode."""
     gap, fastest = 0.015, 0.004
 
     def cost(long: float) -> float:
-        steps = 1 / (long - decode)
+        steps = 1 / (long - decode - fixed)
         return prompts * steps * long + gap_cost * steps * long**2 / (2 * min(decode, gap))
 
-    best = min((decode * (1 + number / 1000) for number in range(1, 10_000)), key=cost)
-    expected = max(gap, min(best, decode * gap / fastest))
-    assert long_seconds(decode, fastest, gap, gap_cost, prompts) == pytest.approx(expected, rel=0.002)
+    best = min((decode * (1 + number / 1000) + fixed for number in range(1, 10_000)), key=cost)
+    bound = decode * gap / fastest
+    expected = max(gap, min(best, max(bound, min(bound + fixed, 2 * (decode + fixed)))))
+    assert long_seconds(decode, fastest, gap, gap_cost, prompts, fixed) == pytest.approx(expected, rel=0.002)
+
+
+def test_what_the_first_tokens_of_a_prompt_take_is_known() -> None:
+    """A dense model reads its weights for decodes, too. A mixture of experts reads 8 of 256 for one token and
+    nearly all for 64: those of an H200 with the shape of Qwen3.5-35B-A3B."""
+    tokens = (16, 64, 128, 512, 2048, 8192)
+    dense = tuple(max(0.0042, 24e-6 * n) for n in tokens)
+    assert StepModel((1, 256), (0.0042, 0.0065), 0.0, tokens, dense, 0.0, 1.0).fixed(1) == 0
+    experts = (0.0087, 0.018, 0.0205, 0.022, 0.044, 0.133)
+    model = StepModel((1, 8, 32, 256), (0.0029, 0.0063, 0.0133, 0.0285), 0.0, tokens, experts, 0.0, 1.0)
+    assert model.fixed(1) == pytest.approx(0.0117, abs=0.0005)
+    assert model.fixed(8) == pytest.approx(0.0084, abs=0.0005)
+    assert model.fixed(256) == 0
+    assert StepModel((1,), (0.01,), 0.0, (1,), (0.01,), 0.0, 1.0).fixed(1) == 0, "one size tells nothing"
 
 
 def test_gaps_that_cost_nothing_are_bounded_all_the_same() -> None:
