@@ -41,7 +41,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
 UPLOT := uplot@1.6.32
 PAGES := router/endpoints/pages
 
-.PHONY: vendor screenshots prometheus venv venv-vllm install serve test test-long lint bench proto reference manifests shape pins clean
+.PHONY: wheel vendor screenshots prometheus venv venv-vllm install serve test test-long lint bench proto reference manifests shape pins clean
 venv: $(ALL)
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -128,6 +128,10 @@ vendor:
 	npm install --no-audit --no-fund --prefix $(VENV) $(UPLOT)
 	cp $(VENV)/node_modules/uplot/dist/uPlot.iife.min.js $(VENV)/node_modules/uplot/dist/uPlot.min.css $(PAGES)
 	cp $(VENV)/node_modules/uplot/LICENSE $(PAGES)/uPlot.LICENSE
+
+# For `pip install dist/*.whl` on other machines.
+wheel: $(SERVE)
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 # The pictures of the pages in docs/images, from the tests of these pages.
 screenshots: venv $(NODE_MODULES)

@@ -155,7 +155,7 @@ function drawWorkers(now, before) {
   for (const role of roles)
     if (["prefill", "decode"].includes(role.role) && !known.has(role.address))
       rows.push({ worker: element("span", { className: "nowrap" }, `${role.role} ${role.index}`), pool: role.role,
-        state: element("span", { className: "warn" }, `${role.phase} ${role.stage ?? ""} ${role.last_exit ?? ""}`),
+        state: element("span", { className: "warn" }, [...new Set([role.phase, role.stage, role.last_exit])].filter(Boolean).join(": ")),
         restarts: role.restarts });
   rows.sort((a, b) => (a.pool < b.pool) - (a.pool > b.pool) || a.worker.textContent.localeCompare(b.worker.textContent, "en", { numeric: true }));
   table(at.workers, ["worker", "pool", "state", "seats", "waiting", "KV used", "prompt/s", "output/s",
