@@ -64,6 +64,7 @@ async def test_a_load_with_a_killed_worker_is_seen(tmp_path: Path) -> None:
             await asyncio.gather(*talks)
             # The killed worker's last request went on elsewhere, and its timeline shows how.
             name = json.loads(await page.run("JSON.stringify(failures.rows[1].cells[1].textContent)"))
+            life: dict[str, Any] = {}
             kinds: set[str] = set()
             async with asyncio.timeout(WITHIN):
                 while "decode" not in kinds:  # the worker reports it behind the last token
