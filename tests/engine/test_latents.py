@@ -138,7 +138,7 @@ def test_an_index_in_fp8_is_handed_over(tmp_path: Path) -> None:
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 64, 150)]
     requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
     settings: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True}
-    expected = tokens_of(load(tmp_path, num_blocks=60, **settings), requests)
+    expected = tokens_of(load(tmp_path, device=DEVICE, num_blocks=60, **settings), requests)
     layout = layout_of("GlmMoeDsa", "bfloat16", FP8)
     assert layout.bytes_per_token == 3 * 48 * 2 + 2 * (32 + 4)
     assert layout.fingerprint != layout_of("GlmMoeDsa", "bfloat16").fingerprint
