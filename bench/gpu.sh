@@ -72,6 +72,7 @@ latent() {
     python3 -m baton.bench.engine --device cuda --model-shape glm-4.7-flash --json "$out/latent.json"
     python3 -m baton.bench.engine --device cuda --model-shape glm-4.7-flash --quantization fp8 --json "$out/fp8_latent.json"
     python3 -m baton.bench.kernels --device cuda --model-shape glm-4.7-flash --json "$out/latent_kernels.json"
+    python3 -m baton.bench.engine --device cuda --model-shape deepseek-v3.2-4-layers --quantization fp8 --positions --json "$out/fp8_sparse.json"
 }
 exact() {
     python3 -m baton.bench.engine --device cuda --batch-invariant --json "$out/exact.json"
