@@ -44,7 +44,8 @@ def model(**changes: Any) -> pb.StepModel:
 
 def test_a_model_of_steps_has_its_factors():
     found = step_model(model(context_seconds=0.125, pair_seconds=0.25))
-    assert found == StepModel((1, 8), (0.5, 1.0), 0.25, (16, 64, 512), (0.25, 0.25, 2.0), 0.125, 1.0)
+    seconds = (0.5, 1.0), 0.25, (16, 64, 512), (0.25, 0.25, 2.0)
+    assert found == StepModel((1, 8), *seconds, 0.125, 1.0, factors=(2.0, 0.5))
 
 
 @pytest.mark.parametrize(
