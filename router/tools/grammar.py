@@ -61,10 +61,15 @@ class Written:
         def arguments(given: Mapping[str, Any]) -> str:
             if self.pair is None:
                 return json.dumps(given, ensure_ascii=False)
-            bare = {
-                k: v if self.value_end and isinstance(v, str) else json.dumps(v) for k, v in given.items()
-            }
-            values = ((key, f"{value}{self.value_end}") for key, value in bare.items())
+
+            def spelled(value: Any) -> str:
+                bare = bool(self.value_end) and isinstance(value, str)
+                text = value if bare else json.dumps(value)
+                if self.value_begin and not bare:
+                    return text
+                return f"{self.value_begin}{text}{self.value_end}"
+
+            values = ((key, spelled(value)) for key, value in given.items())
             return self.between_pairs.join(filled(self.pair, key=key, value=value) for key, value in values)
 
         each = (
