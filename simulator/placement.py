@@ -68,10 +68,10 @@ class _Cluster:
             self._move(row, "prefill")
         first = at_a_time or len(self.sessions)
         self._later = (session for _, session in self.sessions[first:])
+        for row in range(len(self.workers)):  # before the first request, as when a router attaches
+            self.clock.after(0.0, partial(self._report, row))
         for at, session in self.sessions[:first]:
             self.clock.after(at, partial(self._ask, session, 0))
-        for row in range(len(self.workers)):
-            self.clock.after(0.0, partial(self._report, row))
         if flips is not None:
             self.clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
         self.clock.run()
