@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from baton.content import CHUNK_TOKENS
+from baton.content.cache_kinds import Window
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core import state_copies
@@ -68,7 +69,16 @@ class Flight:
 class Operations:
     """All that may be done to a scheduler, in random order."""
 
-    def __init__(self, seed: int, *, states: bool, cache: bool, drafts: bool, scale: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        states: bool,
+        cache: bool,
+        drafts: bool,
+        scale: int,
+        windows: Sequence[Window] = (),
+    ) -> None:
         """With a prefix cache, or with a slot for each request, or with both: more slots than seats, as some
         requests are held, and drafts take a second one. `scale`: of all sizes. Chunks of the larger blocks
         travel between caches."""
@@ -82,7 +92,7 @@ class Operations:
         self.pinned: list[Pin] = []
         self.done = Counter[str]()
         self.block, self.scale = 4 * scale, scale
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"windows": windows}
         if states and cache:
             options["copies"] = StateCopies(SLOTS, COPIES, 2 * self.block, self.block, 2)
         self.scheduler = make(
@@ -277,7 +287,7 @@ class Operations:
             assert chunk.start == live.num_computed < chunk.stop <= len(live.token_ids)
             assert len(live.blocks) * self.block >= chunk.stop, "a token without a slot"
             if live in schedule.started:
-                assert live.num_cached % self.block == 0
+                assert live.num_cached % min(self.block, CHUNK_TOKENS) == 0, "or it goes on with a remnant"
                 assert live.num_cached < len(live.token_ids), "the last position must be computed"
                 assert len(live.blocks) * self.block >= len(live.token_ids)
             else:

@@ -1,0 +1,188 @@
+"""Arrays with windows under random operations: no token reads what did not come and was not computed.
+
+Each place of such an array has a key of the tokens up to its position. What comes from other workers is only
+what the next token reads.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from baton.content import CHUNK_TOKENS, cache_kinds
+from baton.content.cache_kinds import Window, first_read
+from baton.engine.api.request import EngineRequest
+from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.prefix_exchange import Import
+from tests.engine.test_scheduler_stateful import OPERATIONS, Operations
+
+Key = tuple[int, int, int]
+"""Of a place: the family of the request, how many tokens are of its prompt, and the position."""
+SEEDS = 3
+
+
+class WithWindows(Operations):
+    def __init__(self, seed: int, windows: Sequence[Window], **options: Any) -> None:
+        self.windows = windows
+        self.kept: dict[int, Key] = {}
+        self.families: dict[Import, int] = {}
+        super().__init__(seed, windows=windows, **options)
+
+    def first_read(self, position: int) -> int:
+        return first_read(self.windows, position)
+
+    def place(self, table: Sequence[int], position: int) -> int:
+        return table[position // self.block] * self.block + position % self.block
+
+    def write(self, table: Sequence[int], positions: Iterable[int], family: int, prompt: int) -> None:
+        for position in positions:
+            self.kept[self.place(table, position)] = family, min(prompt, position + 1), position
+
+    def check(self, table: Sequence[int], positions: Iterable[int], family: int, prompt: int) -> None:
+        for position in positions:
+            key = family, min(prompt, position + 1), position
+            assert self.kept.get(self.place(table, position)) == key, "a position is missing"
+
+    def of(self, live: LiveRequest) -> tuple[Sequence[int], int, int]:
+        """The table of a request, its family, and the length of its prompt."""
+        prompt = live.request.prompt_ids
+        return live.blocks, prompt[0] // 1000, len(prompt)
+
+    def launch(self, chunk_limit: int | None) -> None:
+        before = len(self.flights)
+        super().launch(chunk_limit)
+        for flight in self.flights[before:]:
+            for live, chunk in flight.schedule.chunks.items():
+                table, family, prompt = self.of(live)
+                # Drafts, and those of the step before, whose end is not known yet.
+                stop = min(chunk.stop + live.slack, len(table) * self.block)
+                self.write(table, range(chunk.start, stop), family, prompt)
+                self.check(table, range(self.first_read(chunk.start), chunk.stop), family, prompt)
+
+    def join(self, live: LiveRequest) -> None:
+        stop, (table, *of) = len(live.token_ids), self.of(live)
+        for position in range(live.num_cached, self.first_read(stop)):
+            self.kept.pop(self.place(table, position), None)  # of a request before
+        self.write(table, range(max(live.num_cached, self.first_read(stop)), stop), *of)
+        super().join(live)
+
+    def start_part(self, cuts: list[int], family: int) -> None:
+        before = {*self.unverified}
+        super().start_part(cuts, family)
+        for live in [live for live in self.scheduler.lives if live.id in self.unverified - before]:
+            (table, *of), cached = self.of(live), live.num_cached
+            self.check(table, range(cached), *of)  # other workers read it
+            own = list(live.shared.ranges)
+            for start in (each.start for each in own):
+                positions = range(max(cached, self.first_read(start)), start)
+                self.write(table, [at for at in positions if not any(at in each for each in own)], *of)
+
+    def start_import(self, length: int, family: int, most: int) -> None:
+        before = len(self.importing)
+        super().start_import(length, family, most)
+        for started in self.importing[before:]:
+            self.families[started] = family
+
+    def end_import(self, ended: Import, chunks: int) -> None:
+        start = ended.missing.first_chunk * CHUNK_TOKENS
+        come = min(chunks, len(ended.missing.chunks))
+        if ended.state_slot is not None and come < len(ended.missing.chunks):
+            come = 0
+        stop = start + come * CHUNK_TOKENS
+        family = self.families.pop(ended)
+        self.write(ended.table, range(max(start, self.first_read(stop)), stop), family, stop)
+        super().end_import(ended, chunks)
+
+    def pin(self, length: int, family: int) -> None:
+        """Another worker reads a prefix, or a store one chunk that has all positions."""
+        exchange, cache = self.scheduler.lives.prefix_exchange, self.scheduler.lives.cache
+        assert exchange is not None
+        assert cache is not None
+        request: EngineRequest = self.request(length, family)
+        names, prompt = cache.names(request), len(request.prompt_ids)
+        names.extend(request.prompt_ids, prompt)
+        if (pin := exchange.pin_prefix(names.chunks, 0)) is not None:
+            stop = pin.num_chunks * CHUNK_TOKENS
+            self.check(pin.table, range(self.first_read(stop), stop), family, prompt)
+            self.pinned.append(pin)
+            self.done["pins"] += 1
+        for chunk, name in enumerate(names.chunks):
+            if exchange.is_whole(name) and (pin := exchange.pin([name], chunk)) is not None:
+                positions = range(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)
+                self.check(pin.table, positions, family, prompt)
+                pin.end()
+
+    def accounts_are_right(self) -> None:
+        super().accounts_are_right()
+        cache = self.scheduler.lives.cache
+        assert cache is not None
+        self.done["thin"] += bool(cache._thin)
+        for name, block in self.scheduler.lives.pool._block_of.items():
+            if name not in cache._thin:
+                keys = [self.kept.get(block * self.block + at, (-1, -1, -1)) for at in range(self.block)]
+                first = keys[0][2]
+                assert not first % self.block
+                assert [key[2] for key in keys] == [*range(first, first + self.block)], "it is thin"
+                assert len({key[0] for key in keys}) == 1
+
+
+@pytest.mark.parametrize("scale", [1, 8, 32])
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize("windows", [[Window(7), Window(3)], [Window(10, chunked=True)]], ids=["", "chunked"])
+def test_no_token_reads_what_is_not_there(
+    windows: Sequence[Window], drafts: bool, scale: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_kinds, "TILE_TOKENS", 2)
+    scaled = [Window(window.length * scale, window.chunked) for window in windows]
+    done = Counter[str]()
+    for seed in range(SEEDS):
+        operations = WithWindows(seed, scaled, states=False, cache=True, drafts=drafts, scale=scale)
+        for _ in range(OPERATIONS):
+            operations.operate()
+            operations.accounts_are_right()
+        operations.end()
+        done += operations.done
+    assert {"steps", "thin"} | ({"imports", "pins"} if scale > 1 else set()) <= done.keys(), done
+
+
+@pytest.mark.parametrize(
+    ("scale", "window", "lengths", "cached"),
+    [
+        (1, 7, (0, 29, 17), 8),  # in blocks of 4: those from position 24 on are whole
+        (1, 7, (0, 29, 29), 20),
+        (32, 3, (0, 8, 7), 128),
+        (32, 2, (5, 7, 7), 128),  # no remnant: of the block of 128 positions from 160 on came
+    ],
+)
+def test_what_follows_begins_with(
+    scale: int, window: int, lengths: tuple[int, int, int], cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt is computed here. The next two come from another worker. The last one is computed."""
+    monkeypatch.setattr(cache_kinds, "TILE_TOKENS", 2)
+    windows = [Window(window * scale)]
+    operations = WithWindows(0, windows, states=False, cache=True, drafts=False, scale=scale)
+    lives, found = operations.scheduler.lives, 0
+
+    def run() -> None:
+        while not all(live.decodes for live in lives):
+            operations.launch(None)
+            operations.land(0)
+        operations.launch(None)
+        operations.land(0)
+        for live in list(lives):
+            lives.drop(live)
+
+    if lengths[0]:
+        operations.start(lengths[0], 0, alone=False)
+        run()
+    for length in lengths[1:]:
+        operations.reserve(length, 0)
+        [live] = lives
+        found = live.num_cached
+        operations.join(live)
+        run()
+    assert found == cached
+    operations.start(lengths[2] + 1, 0, alone=False)
+    run()
+    operations.end()
