@@ -57,7 +57,9 @@ def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callab
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         run = takes_options(function, refuse=panel != CLIENTS)
         epilog = "\n".join(examples)
-        registered = app.command(function.__name__, cls=Command, rich_help_panel=panel, epilog=epilog)
+        registered = app.command(
+            function.__name__.replace("_", "-"), cls=Command, rich_help_panel=panel, epilog=epilog
+        )
         registered(run)
         return function
 
@@ -265,6 +267,17 @@ def chat(endpoint: clients.EndpointOptions, chat: clients.ChatOptions) -> int:
     from baton.cluster.tools.chat import run
 
     return run(endpoint, chat)
+
+
+@command(CLIENTS, "baton run-batch -i requests.jsonl -o responses.jsonl --url http://10.0.0.5:8000")
+def run_batch(endpoint: clients.EndpointOptions, batch: clients.RunBatchOptions) -> int:
+    """Send the requests of a file, and write their responses: OpenAI's batch form.
+
+    A request that the server has no room for is sent again. The exit code is 1 if a request failed.
+    """
+    from baton.cluster.tools.run_batch import run
+
+    return run(endpoint, batch)
 
 
 BENCH = "baton.bench.load.cli"

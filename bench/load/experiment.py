@@ -17,9 +17,10 @@ from baton.bench.load.target import endpoint
 from baton.bench.load.target.request import Dialect, Target, new_http_session
 from baton.bench.load.target.tokenization import Tokenization
 from baton.bench.load.traffic.client import ClientConfig
+from baton.bench.load.traffic.dataset import read_dataset
 from baton.bench.load.traffic.fleet import Harvest
 from baton.bench.load.traffic.trace import read_trace, spread, trace_sessions, until
-from baton.bench.load.traffic.workload import Listed, Synthetic, Workload
+from baton.bench.load.traffic.workload import Dataset, Listed, Synthetic, Workload
 
 _PROBE_TIMEOUT = 120.0
 _CHECKED_SESSIONS = 500
@@ -129,7 +130,8 @@ def client_of(
 ) -> ClientConfig:
     """What one client does for the whole run. A run without any bound gets the default duration; a trace ends
     by itself."""
-    bounds = [n for n in (options.requests, workload.count) if n is not None]
+    most = len(workload.sessions) if isinstance(workload, Dataset) else workload.count
+    bounds = [n for n in (options.requests, most) if n is not None]
     closed = options.rate is None and workload.count is None
     return ClientConfig(
         index=0,
@@ -217,6 +219,15 @@ def _notes(setup: Setup, summary: Summary) -> Iterator[str]:
 
 async def _workload(options: Options, tokenization: Tokenization) -> Workload:
     least = tokenization.overhead + 1
+    if options.dataset is not None:
+        length = None
+        if options.output_len is not None:
+            if (asked := options.output_distribution).kind != "fixed":
+                raise ValueError(f"--output-len {asked}: with --dataset give a number.")
+            length = round(asked.least)
+        return Dataset(
+            await asyncio.to_thread(read_dataset, options.dataset, first=options.requests, output_len=length)
+        )
     if options.trace is not None:
         lines = await asyncio.to_thread(read_trace, options.trace)
         arriving = lines if options.clumps else spread(lines)
@@ -256,6 +267,8 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
     if max_model_len is None:
         return
     count = min(workload.count or _CHECKED_SESSIONS, options.requests or sys.maxsize)
+    if isinstance(workload, Dataset):
+        count = min(count, len(workload.sessions))
     # The last turn has the history before it.
     lengths = [
         sum(turn.input_tokens + turn.output_tokens for turn in workload.session(i).turns)
@@ -272,6 +285,9 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
 
 
 def _described(options: Options) -> dict[str, Any]:
+    if options.dataset is not None:
+        length = {} if options.output_len is None else {"output_len": options.output_len}
+        return {"dataset": options.dataset.name, **length}
     if options.trace is not None:
         found = {"trace": options.trace.name, "block_size": options.block_size}
         found |= {"session_blocks": options.session_blocks, "clumps": options.clumps or None}

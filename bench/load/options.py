@@ -24,7 +24,7 @@ from baton.bench.load.traffic.workload import (
     Arrivals,
     Distribution,
 )
-from baton.cluster.options.parameters import argument, opt
+from baton.cluster.options.parameters import OLD_FILE, argument, opt
 from baton.machine import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -85,6 +85,15 @@ class Target:
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     panel: ClassVar = "Workload"
+    dataset: Path | None = opt(
+        None,
+        "Send the prompts of this file, each once: ShareGPT's JSON, JSONL with messages, or OpenAI's batch "
+        "form.",
+        "FILE",
+        shown="random words",
+        also="--dataset-path",
+        **OLD_FILE,
+    )
     preset: str | None = opt(None, f"Lengths by name: {', '.join(PRESETS)}.", "IN/OUT", shown=DEFAULT_PRESET)
     input_len: str | None = opt(
         None, f"Prompt tokens, exact: {SYNTAX}", "TOKENS", shown="the preset's", also="--random-input-len"
@@ -308,6 +317,10 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
             raise ValueError(f"--attainment {self.attainment:g} must be a share: more than 0, at most 1.")
 
     def _check_workload(self) -> None:
+        given = {"--preset": self.preset, "--input-len": self.input_len, "--prefix-len": self.prefix_len}
+        given |= {"--turns": self.turns != "1", "--prompts ids": self.prompts == "ids"}
+        if self.dataset is not None and (other := [name for name, value in given.items() if value]):
+            raise ValueError(f"--dataset {self.dataset} has its own prompts: leave out {', '.join(other)}.")
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset!r} is unknown. There are {', '.join(PRESETS)}.")
         is_in_input = self.context_len is None  # the prefix

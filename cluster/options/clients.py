@@ -43,6 +43,18 @@ class TopOptions:
 
 
 @dataclass(frozen=True)
+class RunBatchOptions:
+    panel: ClassVar[str] = "Batch"
+    input_file: Path | None = opt(
+        None, "Requests, in OpenAI's batch form.", "FILE", shown="must be given", also="-i", **OLD_FILE
+    )
+    output_file: Path | None = opt(
+        None, "Responses, one line each.", "FILE", shown="must be given", also="-o", dir_okay=False
+    )
+    concurrency: int = opt(32, "Requests at a time.", "N", check=between(1, 10_000))
+
+
+@dataclass(frozen=True)
 class SizingOptions:
     """The load and the hardware for `baton plan`."""
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from baton.bench.load.cli import app
 from baton.bench.load.target.answer import Failure, Record
+from baton.bench.load.traffic.dataset import read_dataset
 from baton.bench.load.traffic.fleet import REFUSALS, Refusals
 from baton.bench.load.traffic.trace import SAMPLE_TRACE, read_trace
 from tests.bench.mock_server import Behavior, Fault, MockServer, Served
@@ -233,6 +234,62 @@ async def test_a_search_without_a_good_rate_exits_with_1(tmp_path: Path) -> None
     assert code in (1, 3), err
     assert "max_rate" not in _rows(tmp_path / "r.json")
     assert "No rate meets ttft.p50=1ms" in err or code == 3
+
+
+QUESTION = {"role": "user", "content": "Why?"}
+SHAREGPT = [
+    {"conversations": [
+        {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So." * 8},
+        {"from": "human", "value": "And?"}, {"from": "gpt", "value": "Thus" * 3},
+    ]},
+    {"conversations": [{"from": "gpt", "value": "No question."}]},
+]  # fmt: skip
+BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions"}
+DATASETS: dict[str, tuple[str, list[tuple[list[str], int]]]] = {
+    "ShareGPT": (json.dumps(SHAREGPT), [(["Why?"], 6), (["Why?", "ANSWER", "And?"], 3)]),
+    "messages": (
+        "\n".join(
+            json.dumps({"messages": [{"role": "system", "content": "Be."}, QUESTION], "max_tokens": n})
+            for n in (2, 3)
+        ),
+        [(["Be.", "Why?"], 2), (["Be.", "Why?"], 3)],
+    ),
+    "batch": (
+        json.dumps(BATCH | {"body": {"model": "x", "max_completion_tokens": 4, "messages": [QUESTION]}}),
+        [(["Why?"], 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", DATASETS)
+async def test_a_dataset_is_sent_as_it_is_and_once(tmp_path: Path, form: str) -> None:
+    text, expected = DATASETS[form]
+    file = tmp_path / "data"
+    file.write_text(text)
+    code, _, err, served = await _against(
+        Behavior(ttft=0.001), "run", "--dataset", file, "--api", "chat", "--concurrency", "1",
+        "--warmup", "0", "--processes", "1", "--json", tmp_path / "r.json",
+    )  # fmt: skip
+    assert code in MEASURED, err
+    asked = [each for each in served if "Why?" in str(each.prompt)]
+    assert len(asked) == len(expected)
+    for each, (contents, length) in zip(asked, expected, strict=True):
+        assert each.max_tokens == length
+        for content in set(contents) - {"ANSWER"}:
+            assert content in str(each.prompt)
+    assert json.loads((tmp_path / "r.json").read_text())["parameters"]["workload"] == {"dataset": "data"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "has no questions"), ("[1]", "record 1 is no object"), ("{", "cannot be read"),
+     ('{"messages": 5}', "record 1 has no messages"), ('{"messages": [{"content": 5}]}', "is no text")],
+)  # fmt: skip
+def test_a_dataset_of_another_form_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "data"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_dataset(file, first=None, output_len=None)
 
 
 async def test_replay_keeps_the_lengths_and_times_of_the_trace(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ class Conversation:
         self._said = ""
         self._messages: list[dict[str, str]] = []
 
-    def ask(self, segments: Sequence[Segment]) -> Prompt:
-        """The prompt of the next turn."""
+    def ask(self, segments: Sequence[Segment], messages: Sequence[dict[str, str]] = ()) -> Prompt:
+        """The prompt of the next turn. `messages`: of a dataset, in place of segments."""
+        if messages:
+            return self._ask_messages(messages)
         self._unanswered += segments
         first = not (self._said or self._messages)
         self._new = self._composer.compose(self._unanswered, first=first)
@@ -28,15 +30,24 @@ class Conversation:
             return [*self._messages, _message("user", self._new)]
         return self._said + self._new
 
+    def _ask_messages(self, messages: Sequence[dict[str, str]]) -> Prompt:
+        if self._target.api == "chat":
+            self._messages += messages
+            return [*self._messages]
+        self._new += "".join(f"{each['content']}\n" for each in messages)
+        return self._said + self._new
+
     def heard(self, answer: Answer) -> None:
         """The answer becomes part of the next prompts."""
-        self._unanswered = []
+        asked, self._unanswered = bool(self._unanswered), []
         if self._target.api == "chat":
-            self._messages += [_message("user", self._new), _message("assistant", answer.text)]
+            self._messages += [_message("user", self._new)] if asked else []
+            self._messages.append(_message("assistant", answer.text))
         elif self._target.form == "ids":
             self._said += "".join(f"{number}," for number in (self._new, *answer.token_ids))
         else:
             self._said += f"{self._new}{answer.text}\n"
+        self._new = ""
 
 
 def _message(role: str, content: str) -> dict[str, str]:

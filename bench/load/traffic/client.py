@@ -74,7 +74,7 @@ class Talk:
 
     def ask(self, number: int) -> None:
         target, turn = self._config.target, self.session.turns[number]
-        prompt = self._conversation.ask(turn.segments)
+        prompt = self._conversation.ask(turn.segments, turn.messages)
         self._asked_input = turn.input_tokens if number == 0 else 0
         if target.form == "ids":
             assert isinstance(prompt, str)

@@ -1,9 +1,9 @@
 """What is sent and when: pure functions of a specification and a seed.
 
 Sessions of one or more turns follow from their index. `Synthetic` draws them from distributions. `Listed`
-holds the requests of a trace. `Arrivals` has the times of an open loop. Every client process
-computes the same sessions and times, and takes its share of them. A closed loop has no times: a user starts
-its next session when the last one ended.
+holds the requests of a trace, `Dataset` those of a file with texts. `Arrivals` has the times of an open loop.
+Every client process computes the same sessions and times, and takes its share of them. A closed loop has no
+times: a user starts its next session when the last one ended.
 """
 
 import itertools
@@ -147,11 +147,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """One request. In a later turn the history precedes its prompt.
 
     `think_seconds` is the time from the end of the last answer to the intended send time of this turn.
+    `messages` are those of a dataset, in place of the segments.
     """
 
     output_tokens: int
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...] = ()
     think_seconds: float = 0.0
+    messages: tuple[dict[str, str], ...] = ()
 
     @property
     def input_tokens(self) -> int:
@@ -231,4 +233,18 @@ class Listed(msgspec.Struct, frozen=True, tag=True):
         return self.sessions[index]
 
 
-Workload = Synthetic | Listed
+class Dataset(msgspec.Struct, frozen=True, tag=True):
+    """The sessions of a file. The load decides when each is sent, and how many of them."""
+
+    count: ClassVar[None] = None
+    sessions: tuple[Session, ...]
+
+    @property
+    def keeps_sessions(self) -> bool:
+        return any(len(session.turns) > 1 for session in self.sessions)
+
+    def session(self, index: int) -> Session:
+        return self.sessions[index]
+
+
+Workload = Synthetic | Listed | Dataset

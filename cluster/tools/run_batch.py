@@ -1,0 +1,95 @@
+"""`baton run-batch`: sends the requests of a file in OpenAI's batch form, and writes their responses.
+
+A line of the input is `{"custom_id": …, "method": "POST", "url": "/v1/completions", "body": {…}}`. A line of
+the output has the `custom_id`, and a `response` or an `error`. Lines are written as answers come.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import aiohttp
+
+from baton.cluster.options.clients import EndpointOptions, RunBatchOptions
+from baton.cluster.tools.http import session
+
+TRIES = 20
+"""Of a request that the server has no room for (429), or no worker (503)."""
+LONGEST_PAUSE = 30.0
+AGAIN = (429, 503)
+
+
+def run(endpoint: EndpointOptions, batch: RunBatchOptions) -> int:
+    """Returns 1 if a request failed. Raises ValueError for unusable files, and without a server."""
+    if batch.input_file is None or batch.output_file is None:
+        raise ValueError("give both files: -i INPUT -o OUTPUT")
+    with batch.output_file.open("w", encoding="utf-8") as output:
+        done, failed = asyncio.run(send(endpoint, batch.input_file, output, batch.concurrency))
+    print(f"{done} requests, {failed} failed; {batch.output_file} written.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+async def send(endpoint: EndpointOptions, source: Path, output: IO[str], concurrency: int) -> tuple[int, int]:
+    """Sends all requests, so many at a time. Returns how many there were, and how many failed."""
+    lines, counts = _lines(source), [0, 0]
+
+    async def work(http: aiohttp.ClientSession) -> None:
+        for request in lines:  # all tasks take from it
+            result = await _answer(http, request)
+            counts[0] += 1
+            counts[1] += result["error"] is not None or result["response"]["status_code"] != 200
+            output.write(json.dumps(result) + "\n")
+            output.flush()
+
+    async with session(endpoint, aiohttp.ClientTimeout(total=None)) as http:
+        tasks = [asyncio.create_task(work(http)) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+    return counts[0], counts[1]
+
+
+def _lines(source: Path) -> Iterator[dict[str, Any]]:
+    """Raises ValueError that names the line."""
+    with source.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{source}, line {number}: {error}") from None
+            if not isinstance(found, dict) or not str(found.get("url", "")).startswith("/"):
+                raise ValueError(f"{source}, line {number}: give custom_id, method, url (/v1/…) and body")
+            yield found
+
+
+async def _answer(http: aiohttp.ClientSession, request: dict[str, Any]) -> dict[str, Any]:
+    """The line of the output. Asks again while the server has no room."""
+    result: dict[str, Any] = {
+        "id": None,
+        "custom_id": request.get("custom_id"),
+        "response": None,
+        "error": None,
+    }
+    body = {**request.get("body", {}), "stream": False}
+    for left in reversed(range(TRIES)):
+        async with http.post(request["url"].lstrip("/"), json=body) as response:
+            name = response.headers.get("x-request-id", "")
+            if response.status in AGAIN and left:
+                wait = response.headers.get("Retry-After", "")
+                await asyncio.sleep(min(float(wait) if wait.isdecimal() else 1.0, LONGEST_PAUSE))
+                continue
+            text = await response.text()
+            try:
+                found = json.loads(text)
+            except ValueError:
+                return result | {"error": {"code": "invalid_response", "message": text[:1000]}}
+            answered = {"status_code": response.status, "request_id": name, "body": found}
+            return result | {"id": f"batch_req_{name}", "response": answered}
+    raise AssertionError("the last try returns")
