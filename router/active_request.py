@@ -222,6 +222,8 @@ class ActiveRequest:
                 metrics.prompt_tokens.inc(len(self.jobs[index].prompt_ids))
             if delta.finish_reason:
                 self._unfinished -= 1
+                names, cut = self.jobs[index].answer_names, delta.finish_reason == "length"
+                self.services.pool.answers.ended(names, choice.num_tokens, cut=cut)
                 self._generations[index].cancel()
             deltas.append((index, delta))
         return deltas

@@ -232,8 +232,6 @@ class Generation:
         logprobs = event.logprobs if event.HasField("logprobs") else None
         self.tokens.put(self.index, Token(event.token_id, logprobs, finish_reason, scores))
         if finish_reason:
-            cut = finish_reason == "length"
-            self.pool.answers.ended(self.job.answer_names, len(pair.output_ids), cut=cut)
             self.cancel()
         elif pair.decode is None:
             self.advance()

@@ -7,6 +7,8 @@ import pytest
 from baton.router.policy import answers
 from baton.router.policy.answers import AnswerLengths
 
+from .conftest import Cluster
+
 NAMES = (7, b"key", "")
 """A session, its key, and the model."""
 
@@ -63,3 +65,13 @@ def test_later_answers_weigh_more_and_names_are_forgotten(monkeypatch: pytest.Mo
     assert len(lengths) == 4
     assert lengths.expected((99, b"key", ""), 0, 4_096) == 500
     assert lengths.expected((1, b"new", ""), 0, 4_096) > 10, "the model is always in use"
+
+
+async def test_an_answer_that_a_stop_string_ends_counts(cluster: Cluster) -> None:
+    """One that is cut tells no length."""
+    lengths = cluster.pool.answers
+    await cluster.complete(max_tokens=2)
+    assert lengths.expected(("",), 0, 4_096) == 4_096
+    stopped = await cluster.complete(max_tokens=99, stop=["France"])
+    tokens = stopped["usage"]["completion_tokens"]
+    assert lengths.expected(("",), 0, 4_096) == pytest.approx(2 + tokens, abs=1)
