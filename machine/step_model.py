@@ -69,7 +69,9 @@ def long_seconds(
         fixed: as `StepModel.fixed` gives it.
     """
     begins = decode + fixed
-    longest = with_room(decode * max(1.0, gap / fastest) if fastest > 0 else decode, begins, fixed)
+    longest = decode * max(1.0, gap / fastest) if fastest > 0 else decode
+    if fixed:
+        longest = with_room(longest, begins, fixed)
     if gap_cost > 0:
         square = begins * (begins + 2 * min(decode, gap) * prompts / gap_cost)
         longest = min(longest, begins + math.sqrt(square))

@@ -88,12 +88,11 @@ class Pace:
         model, gap = self.model, self.gap
         if not decodes or not gap:
             return PROMPTS_ALONE
-        step = model.decode(decodes, context)
-        fixed = model.fixed(decodes)
+        alone, fixed = _without_context(model, decodes)
+        step = alone + context * model.context_seconds
         long = long_seconds(step, model.decode_seconds[0], gap, gap_cost, fixed=fixed)
         # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
-        shared = model.overlap * (step - context * model.context_seconds)
-        spare = long - step + shared
+        spare = long - step + model.overlap * alone
         tokens = _fitting(model, spare) - model.overlap * decodes
         if tokens > 0 and spare > 0:  # those far behind the beginning take longer
             tokens *= spare / (spare + tokens * self.position * model.pair_seconds)
@@ -126,6 +125,12 @@ class Pace:
         if long > base:
             late = busy * gap * (long - base)
         return gap, late + base - self.short
+
+
+@lru_cache(KEPT)
+def _without_context(model: StepModel, decodes: int) -> tuple[float, float]:
+    """Seconds of a step that only decodes so many without context, and `StepModel.fixed`."""
+    return model.decode(decodes, 0.0), model.fixed(decodes)
 
 
 def _fitting(model: StepModel, seconds: float) -> float:
