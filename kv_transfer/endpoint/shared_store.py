@@ -52,7 +52,6 @@ class SharedStore:
 
     Attributes:
         offers: what is written to the store.
-        unanswered: probes, and fetches that were given up before the store had said what it has.
         missed: objects that it had, and that were wrong or gone when they were read.
     """
 
@@ -79,7 +78,14 @@ class SharedStore:
         self.offers = StoreOffers(self._orders, lend, lambda name: self._knows(name, True))
         self._fetches: dict[bytes, _Fetch] = {}
         self._events: list[Injected | FetchFailed | Closed] = []
-        self.missed = self.unanswered = 0
+        self.missed = 0
+        self._given_up = 0  # fetches, before the store had said what it has
+        self._probing = 0  # readers of a probe that is not measured yet
+
+    @property
+    def unanswered(self) -> int:
+        """Fetches that were given up before the store had said what it has, and readers that measure it."""
+        return self._given_up + self._probing
 
     def fileno(self) -> int:
         return self._orders.channel.fileno()
@@ -105,7 +111,7 @@ class SharedStore:
 
         def answered(there: list[bool]) -> None:
             fetch.found_at = time.monotonic()
-            self.unanswered -= fetch.ended
+            self._given_up -= fetch.ended
             if there:  # the process goes on
                 self._on_answer(fetch.found_at - fetch.asked_at)
             count = [*there[: len(names)], False].index(False)
@@ -127,20 +133,24 @@ class SharedStore:
 
         def answered(units: Sequence[int], _: list[bool]) -> None:
             self._orders.free += units
-            self.unanswered -= 1
+            self._probing = max(0, self._probing - 1)
 
         for _ in range(READERS):
             units = [self._orders.free.pop() for _ in range(self._batch)]
             names = [label(b"", os.urandom(16)) for _ in units]
             self._orders.order(partial(answered, units), names, units, is_urgent=True, is_put=True)
-        self.unanswered += READERS
+        self._probing = READERS
         return True
+
+    def _measured(self, waited: float, seconds: float) -> None:
+        self._probing = 0  # the readers have only to remove what they have read
+        self._on_probe(waited, seconds)
 
     def cancel(self, fetch_id: bytes) -> None:
         """`poll` then reports Closed, unless the fetch has ended."""
         if (fetch := self._fetches.get(fetch_id)) is not None and not fetch.ended:
             fetch.stop, fetch.ended = 0, True
-            self.unanswered += not fetch.found_at
+            self._given_up += not fetch.found_at
 
     def began(self, fetch_id: bytes) -> bool:
         """Whether the store has answered."""
@@ -182,7 +192,7 @@ class SharedStore:
 
     def move(self, *, busy: bool) -> None:
         """Takes answers, and starts what is due. `busy`: requests run, so writes may take little time."""
-        if self._orders.receive(self._on_probe):
+        if self._orders.receive(self._measured):
             self.offers.resume()
         now = time.monotonic()
         for fetch in list(self._fetches.values()):

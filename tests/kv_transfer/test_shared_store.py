@@ -148,10 +148,10 @@ class Worker:
         fds, self.ranks = (self._arena_fd, ours.detach()), OtherRanks([mine for mine, _ in pairs])
         self.units = Units(layout, ranks)
         self.waited: list[float] = []
-        self.probed: list[float] = []
+        self.probed: list[tuple[float, int]] = []  # seconds, and what is unanswered then
         self.store = SharedStore(
             self._of_rank(0, ranks), fds, self.ranks, "model", lend=self._lend, known=self._knows,
-            answered=self.waited.append, probed=lambda *seconds: self.probed.append(seconds[1]),
+            answered=self.waited.append, probed=lambda _, seconds: self.probed.append((seconds, self.store.unanswered)),
         )  # fmt: skip
         for rank, (_, theirs) in enumerate(pairs, start=1):
             unused, units = Arena.create(1, 4096), self.units.map(self._arena_fd)
@@ -553,12 +553,12 @@ def test_a_probe_measures_all_readers_and_leaves_nothing(two: tuple[DictStore, W
     store, worker, _ = two
     assert worker.store.probe()
     assert worker.store.unanswered, "no prompt should wait meanwhile"
-    worker.until(lambda: not worker.store.unanswered, "all answers")
     worker.until(lambda: worker.probed, "how long it took")
-    assert len(worker.probed) == 1
+    [(_, unanswered)] = worker.probed
+    assert not unanswered, "prompts may wait for it from now on"
     worker.until(lambda: not store.objects, "its objects to be removed")
     store.full = True
-    assert worker.store.probe()
+    worker.until(worker.store.probe, "the units of the first probe")
     assert not worker.store.probe(), "its units are in use"
     worker.until(lambda: not worker.store.unanswered, "all answers")
     assert len(worker.probed) == 1, "nothing was read"
