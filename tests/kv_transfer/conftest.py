@@ -155,6 +155,7 @@ class Prefill(Worker):
         if chunks:
             stop = (first + len(chunks)) * 64
             self.held[wanted.pin_id] = []
+            self.released.pop(wanted.pin_id, None)  # a peer may use the id of a transfer again
             self.sender.serve(wanted.pin_id, self.cached_blocks, first * 64, stop, state_slot=1)
         else:
             self.sender.close(wanted.pin_id, "gone")

@@ -151,7 +151,8 @@ class Worker:
         self.probed: list[tuple[float, int]] = []  # seconds, and what is unanswered then
         self.store = SharedStore(
             self._of_rank(0, ranks), fds, self.ranks, "model", lend=self._lend, known=self._knows,
-            answered=self.waited.append, probed=lambda _, seconds: self.probed.append((seconds, self.store.unanswered)),
+            answered=self.waited.append,
+            probed=lambda _, seconds: self.probed.append((seconds, self.store.unanswered)),
         )  # fmt: skip
         for rank, (_, theirs) in enumerate(pairs, start=1):
             unused, units = Arena.create(1, 4096), self.units.map(self._arena_fd)
