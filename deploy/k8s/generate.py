@@ -40,7 +40,8 @@ def overlay(values: Path) -> dict[Path, str]:
         rendered = chart.render(given, name="baton", namespace="baton")
     # Kustomize makes these of files: users add settings.
     settings = yaml.safe_load(rendered.pop("baton/templates/settings.yaml"))["data"]
-    del rendered["baton/templates/dashboards.yaml"]
+    for other in ("dashboards.yaml", "NOTES.txt"):  # what no object of an overlay is
+        del rendered[f"baton/templates/{other}"]
     alerts = rendered.pop("baton/templates/alerts.yaml").strip()
     resources = ["../../base", *(["../../../grafana"] if alerts else []), "objects.yaml"]
     made = MADE.format(name=values.stem)

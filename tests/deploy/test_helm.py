@@ -53,8 +53,10 @@ def test_values_are_validated(wrong: dict[str, Any], message: str) -> None:
 def rendered(values: dict[str, Any], name: str = "baton") -> dict[tuple[str, str], Object]:
     """The objects of a release, by kind and name."""
     with helm_python.Chart.load(CHART) as chart:
-        texts = chart.render(copy.deepcopy(values), name=name, namespace="baton").values()
-    objects = [each for text in texts for each in parsed(text) if each]
+        texts = chart.render(copy.deepcopy(values), name=name, namespace="baton")
+    notes = texts.pop("baton/templates/NOTES.txt")
+    assert "port-forward service/" in notes
+    objects = [each for text in texts.values() for each in parsed(text) if each]
     return {(each["kind"], each["metadata"]["name"]): each for each in objects}
 
 
@@ -136,7 +138,10 @@ def test_values_change_what_they_name() -> None:
         "autoscaling": {"enabled": False},
         "gateway": {"enabled": True, "name": "shared", "className": ""},
         "weights": {"claim": "models", "create": False},
+        "monitoring": {"labels": {"release": "prometheus"}},
     }
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
+    values["prefill"] |= {"podLabels": {"team": "a: b"}, "affinity": affinity}
     objects = rendered(values)
     deployment = objects["Deployment", "baton-prefill"]["spec"]
     assert deployment["replicas"] == 3
@@ -146,6 +151,11 @@ def test_values_change_what_they_name() -> None:
     assert container["args"][0] == "prefill"
     assert container["args"][-1] == "--max-num-seqs=8"
     assert pod["nodeSelector"] == {"pool": "a"}
+    assert pod["affinity"] == affinity
+    assert deployment["template"]["metadata"]["labels"]["team"] == "a: b"
+    assert "team" not in deployment["selector"]["matchLabels"]
+    for monitor in ("ServiceMonitor", "PrometheusRule"):
+        assert objects[monitor, "baton"]["metadata"]["labels"]["release"] == "prometheus"
     assert {"name": "weights", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}} in pod[
         "volumes"
     ]
@@ -153,12 +163,22 @@ def test_values_change_what_they_name() -> None:
     assert settings == VALUES["settings"] | values["settings"]
     assert objects["HTTPRoute", "baton"]["spec"]["parentRefs"] == [{"name": "shared"}]
     kinds = {kind for kind, _ in objects}
-    assert not {"Gateway", "HorizontalPodAutoscaler", "PersistentVolumeClaim"} & kinds
+    assert not {"Gateway", "HorizontalPodAutoscaler", "PersistentVolumeClaim", "NetworkPolicy"} & kinds
+
+
+def test_policies_are_asked_for_and_name_the_dns_of_the_cluster() -> None:
+    dns = {"namespace": "dns", "pods": "app: coredns"}
+    objects = rendered({"networkPolicies": {"enabled": True, "dns": dns}})
+    [rule] = objects["NetworkPolicy", "baton-dns"]["spec"]["egress"]
+    [pods] = rule["to"]
+    assert pods["podSelector"] == {"matchLabels": {"app": "coredns"}}
+    assert pods["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "dns"}}
+    assert ("NetworkPolicy", "baton-default-deny") in objects
 
 
 def test_a_store_is_where_its_etcd_and_the_settings_say() -> None:
     store = {"enabled": True, "size": "10GiB", "etcd": {"address": "e:99", "podLabels": {"app": "e"}}}
-    objects = rendered({"store": store})
+    objects = rendered({"store": store, "networkPolicies": {"enabled": True}})
     assert objects["ConfigMap", "baton-settings"]["data"]["BATON_KV_STORE"] == "mooncake://e:99?ha=etcd"
     [rule] = objects["NetworkPolicy", "baton-store-to-etcd"]["spec"]["egress"]
     assert rule["ports"] == [{"port": 99, "protocol": "TCP"}]

@@ -24,6 +24,11 @@
 app.kubernetes.io/part-of: baton{{ with include "baton.selector" . }}, {{ . }}{{ end }}
 {{- end }}
 
+{{/* Takes a map of labels, which follow others. */}}
+{{- define "baton.more" -}}
+{{- range $name, $value := . }}, {{ $name }}: {{ quote $value }}{{ end -}}
+{{- end }}
+
 {{/* Takes (list $ component…). Selects the pods of these components; without a component all pods. */}}
 {{- define "baton.pods" -}}
 {{- $found := list -}}

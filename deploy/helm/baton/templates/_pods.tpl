@@ -7,7 +7,7 @@ that is its container); account; token (if it uses the API server); the mounts o
 {{- $root := .root -}}
 {{- $labels := default (include "baton.selector" (list $root .component)) .labels -}}
 metadata:
-  labels: { {{- $labels -}} }
+  labels: { {{- $labels -}} {{- include "baton.more" .values.podLabels -}} }
   {{- $checksum := dict -}}
   {{- if and .settings (not $root.Values.kustomize) -}}
   {{- $checksum = dict "checksum/settings" (include "baton.settings" $root | sha256sum) -}}
@@ -29,8 +29,10 @@ spec:
       topologyKey: kubernetes.io/hostname
       whenUnsatisfiable: ScheduleAnyway
       labelSelector: {matchLabels: { {{- $labels -}} }}
-  {{- with .affinity }}
-  affinity: {{- nindent 4 . }}
+  {{- if .values.affinity }}
+  affinity: {{- toYaml .values.affinity | nindent 4 }}
+  {{- else if .affinity }}
+  affinity: {{- nindent 4 .affinity }}
   {{- end }}
   {{- with .values.nodeSelector }}
   nodeSelector: {{- toYaml . | nindent 4 }}
