@@ -131,7 +131,7 @@ def test_pods_have_time_to_drain_and_pull_secrets() -> None:
 
 
 def test_values_change_what_they_name() -> None:
-    values = {
+    values: dict[str, Any] = {
         "image": {"repository": "REGISTRY/baton"},
         "settings": {"BATON_MAX_MODEL_LEN": "16384"},
         "prefill": {"replicas": 3, "args": ["--max-num-seqs=8"], "nodeSelector": {"pool": "a"}},

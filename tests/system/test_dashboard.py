@@ -17,7 +17,7 @@ from tests.within import WITHIN
 from .machine import Machine
 from .serve import Serve
 
-STREAMS = 6
+STREAMS = 4
 QUESTIONS = ("Why is the sky blue?", "Name the planets of the solar system.", "How do bridges stand?")
 
 
@@ -28,7 +28,7 @@ async def talk(http: aiohttp.ClientSession, url: str, name: str, until: asyncio.
             "role": "user",
             "content": f"{QUESTIONS[turn % len(QUESTIONS)]} ({name}, {turn})" + " Please." * 90,
         }
-        body: dict[str, Any] = {"messages": [question], "max_tokens": 60, "stream": True, "ignore_eos": True}
+        body: dict[str, Any] = {"messages": [question], "max_tokens": 32, "stream": True, "ignore_eos": True}
         headers = {"x-request-id": f"{name}-{turn}"}
         async with http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
             text = await response.text()
@@ -51,7 +51,7 @@ async def test_a_load_with_a_killed_worker_is_seen(tmp_path: Path) -> None:
             await page.until("globalThis.main && !main.hidden", WITHIN)
             await page.show_as(1280, 1320, dark=False)
             talks = [asyncio.create_task(talk(http, server.url, f"user{n}", ending)) for n in range(STREAMS)]
-            await page.until("requests.rows.length > 12", 10 * WITHIN)
+            await page.until("requests.rows.length > 6", 10 * WITHIN)
             decode = server.role("decode 1")
             assert decode is not None
             decode.send_signal(signal.SIGKILL)
