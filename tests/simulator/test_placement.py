@@ -92,7 +92,7 @@ def test_a_worker_that_has_computed_no_prompt_beside_decodes_gets_some():
     ("load", "slower"), [(Load(2000, 150, 22), 8), (Load(8000, 200, 3), 8), (Load(500, 500, 12), 2)], ids=str
 )
 def test_slower_workers_keep_the_order(load: Load, slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policies have no constants of one model on one GPU: on one that is half as fast (2), and with a model
+    """The policies have no constants of one model on one GPU: on one half as fast (2), and with a model
     four times as large there (8)."""
     policy, colocated = outcome(load, "policy").quantiles(), outcome(load, "colocated").quantiles()
     monkeypatch.setattr(
