@@ -10,7 +10,7 @@ Users have two targets: F seconds for a first token, and G seconds for a gap. A 
 answer of N tokens begins is ready to wait for G · N from then on. So a second of one gap costs
 c = F / (G · N) seconds of a first token, and all costs are in these:
 
-    prompt = first + behind + C · longer
+    prompt = first + behind + C · longer + forgotten
     decode = N · (c · d' + C · (d' - d)) + slower + forgotten
 
     C          the sum of c of all requests that decode there
@@ -20,8 +20,7 @@ c = F / (G · N) seconds of a first token, and all costs are in these:
     d, d'      how much a gap is longer than a short step where the request decodes, without and with it
     slower     added to the first tokens of prompts that come there while it decodes
     forgotten  what the cache loses that no other worker has, if the request needs more memory than is spare.
-               As large a share of that as is cached of prompts will be computed there again. A prompt that is
-               handed over leaves as much to spare as it took
+               As large a share of that as is cached of prompts will be computed there again
 
 A short step takes the geometric mean of G and of the fastest step, as in the engine's `ChunkLimit`. With as
 many tokens of prompts as may be, a step takes `step_model.long_seconds`. So a worker that decodes computes
@@ -153,10 +152,9 @@ class Offer:
         slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))
         return answer * gaps + slower
 
-    @property
-    def memory_cost(self) -> float:
-        """Of what its cache forgets for the prompt and the answer."""
-        needed = self.request.tokens - self.here + self.request.answer
+    def memory_cost(self, answer: int = 0) -> float:
+        """Of what its cache forgets for the prompt, and for so many tokens of the answer."""
+        needed = self.request.tokens - self.here + answer
         forgotten = min(needed, needed - self.spare)
         if forgotten <= 0:
             return 0.0
@@ -266,9 +264,10 @@ def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
 
     `prefill`: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
     `decodes`: decode workers with room."""
+    answer = decodes[0].request.answer
     inline, best, joined, to = math.inf, decodes[0], math.inf, decodes[0]
     for found in decodes:
-        cost = found.decode_cost() + found.memory_cost
+        cost = found.decode_cost() + found.memory_cost(answer)
         if found.pace.gap and found.prompt_cost + cost < inline:
             inline, best = found.prompt_cost + cost, found
         if found.join_cost + cost < joined:
@@ -276,12 +275,12 @@ def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
     alone = best.first if best.pace.gap else math.inf
     if prefill is None:  # the only way to compute the prompt
         return _inline("decode", best, "no_prefill", {"decode": inline}, alone)
-    costs = {"handover": prefill.prompt_cost + joined, "decode": inline}
+    costs = {"handover": prefill.prompt_cost + prefill.memory_cost() + joined, "decode": inline}
     if prefill.room and prefill.pace.gap:
         # If prompts take more time beside decodes than both have, one worker must be free of decodes.
         needs_all = prefill.pace.prompt_share + decodes[0].pace.prompt_share > 2
         decode = prefill.decode_cost(decodes[0].pace.busy if needs_all else 0.0)
-        costs["prefill"] = prefill.prompt_cost + decode + prefill.memory_cost
+        costs["prefill"] = prefill.prompt_cost + decode + prefill.memory_cost(answer)
     match min(costs, key=costs.__getitem__):
         case "prefill":
             return _inline("prefill", prefill, "no_handover", costs, alone)

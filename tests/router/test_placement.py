@@ -151,14 +151,13 @@ def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> Non
     settings: dict[str, Any] = {"model": FIXED, "here": 200, "reuse": 0.8}
     for spare, forgotten in ((950, 0), (750, 200), (0, 950)):
         found = offer(1000, **settings, spare=spare)
-        assert found.memory_cost == pytest.approx(0.8 * forgotten * 0.0001)
+        assert found.memory_cost(150) == pytest.approx(0.8 * forgotten * 0.0001)
     beside = offer(1000, **settings, spare=0, decodes=2)
-    gaps = 2 / 150 / GAP * 0.095 / 0.006 * (GAP - SHORT)
-    assert beside.memory_cost == pytest.approx(0.8 * (0.095 * 16 / 6 + gaps))
+    gaps = 2 / 150 / GAP * 0.8 / 0.006 * (GAP - SHORT)
+    assert beside.memory_cost() == pytest.approx(0.8 * (0.8 * 0.1 * 16 / 6) + 0.8 * 0.1 * gaps)
     full = {"spare": 0.0, "reuse": 1.0}
-    assert place(offer(row=1), [offer(**full)]).place == "prefill"
-    prefill, decode = offer(row=1, rate=20_000.0, **full), offer(decodes=4, **full)
-    assert place(prefill, [decode]).place == "handover", "what is handed over is spare"
+    assert place(offer(row=1), [offer()]).place == "handover"
+    assert place(offer(row=1, **full, here=0), [offer(**full, here=2000)]).place == "decode"
 
 
 def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> None:
