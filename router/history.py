@@ -25,7 +25,6 @@ ATTEMPT_REMEDIES = {
     "engine": "see the log of the worker: its engine failed on this request",
     "kv_failed": "see `baton doctor --cluster`: KV did not reach the decode worker",
     "mismatch": "see --batch-invariant: a worker computed another text than the one before",
-    "invalid": "give the workers the same model and --max-model-len as the router",
 }
 _SEE_LOG = "see the log of the worker"
 

@@ -293,8 +293,8 @@ async function update() {
     drawWorkers(now, before);
     drawRecords(now);
     drawPlots();
-    // What few readers need stays out of memory: of old scrapes only counts are compared.
-    if (before) before.status = { router: {}, workers: before.status.workers };
+    // Of scrapes that no rate needs any more only the histograms stay: a thousand workers are megabytes.
+    Object.assign(scrapes.at(-10) ?? {}, { status: { router: {}, workers: [] }, workers: new Map() });
   } catch (error) {
     at.state.className = "bad";
     at.state.textContent = error.status === 401 ? "This cluster has API keys." : `No answer: ${error.message}`;
