@@ -152,9 +152,10 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 async def test_calls_of_each_format_are_read_and_forced(
-    tool_model: dict[str, str], tmp_path: Path, forks_fd: int, name: str
+    tool_model: dict[str, str], small_directory: Path, tmp_path: Path, forks_fd: int, name: str
 ):
-    tokenizer = load_tokenizer(**tool_model, tool_call_parser=name)
+    small = tool_model | {"model": str(small_directory)}
+    tokenizer = load_tokenizer(**small, tool_call_parser=name)
     async with make_cluster(tokenizer, tmp_path, text=WRITTEN[name], forks_fd=forks_fd) as made:
         for choice in ("auto", "required"):
             body = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice}
@@ -294,12 +295,12 @@ async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
 
 
 async def test_earlier_calls_are_in_the_prompt_of_a_template_that_knows_none(
-    directory: Path, tmp_path: Path, forks_fd: int
+    small_directory: Path, tmp_path: Path, forks_fd: int
 ):
     """As older templates of LFM2, to which the calls are a part of the content."""
     source = "<|tool_list_start|>{{ tools }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     (tmp_path / "t.jinja").write_text(source)
-    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
+    tokenizer = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "t.jinja"))
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": '{"a":  "x"}'}}
     said = {"role": "assistant", "content": "Wait.", "tool_calls": [call, call]}
     async with make_cluster(tokenizer, tmp_path, forks_fd=forks_fd) as made:
@@ -308,10 +309,10 @@ async def test_earlier_calls_are_in_the_prompt_of_a_template_that_knows_none(
     assert text.endswith('|<|tool_call_start|>[now(a="x"), now(a="x")]<|tool_call_end|>Wait.')
 
 
-async def test_template_variables_of_the_client(directory: Path, tmp_path: Path, forks_fd: int):
+async def test_template_variables_of_the_client(small_directory: Path, tmp_path: Path, forks_fd: int):
     source = "{{ messages[0].content }}{{ eos_token }}{{ think.how if think }}{{ verbosity }}"
     (tmp_path / "t.jinja").write_text(source)
-    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
+    tokenizer = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "t.jinja"))
     async with make_cluster(tokenizer, tmp_path, forks_fd=forks_fd) as made:
         told = {"think": {"how": "slowly"}, "messages": [], "eos_token": "!"}
         for settings, text in (
@@ -437,10 +438,10 @@ RECURSES = """{%- macro type_of(spec) %}
 
 
 async def test_any_failure_of_a_template_is_the_clients_error(
-    directory: Path, tmp_path: Path, forks_fd: int, caplog: pytest.LogCaptureFixture
+    small_directory: Path, tmp_path: Path, forks_fd: int, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "recurses.jinja").write_text(RECURSES)
-    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "recurses.jinja"))
+    tokenizer = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "recurses.jinja"))
     async with make_cluster(tokenizer, tmp_path, forks_fd=forks_fd) as made:
         caplog.clear()
         for content, tools, reason in (("Hi", TOOLS, "recursion"), ("", [], "division")):
@@ -457,7 +458,7 @@ async def test_any_failure_of_a_template_is_the_clients_error(
 
 
 async def test_errors_about_tools_name_their_field(
-    cluster: Cluster, calling: Cluster, directory: Path, tmp_path: Path, forks_fd: int
+    cluster: Cluster, calling: Cluster, small_directory: Path, tmp_path: Path, forks_fd: int
 ):
     async def refused(made: Cluster, **body: Any) -> tuple[str, str]:
         status, result = await made.post("/v1/chat/completions", **{"messages": CHAT, **body})
@@ -481,7 +482,7 @@ async def test_errors_about_tools_name_their_field(
         assert param.startswith("tools[0]")
         assert "defer_loading is not supported" in message
     (tmp_path / "unknown.jinja").write_text("{{ tools }}{{ messages }}")
-    unknown = load_tokenizer(str(directory), chat_template=str(tmp_path / "unknown.jinja"))
+    unknown = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "unknown.jinja"))
     async with make_cluster(unknown, tmp_path, forks_fd=forks_fd) as made:
         param, message = await refused(made, tools=TOOLS)
         assert "--tool-call-parser" in message
@@ -491,10 +492,10 @@ async def test_errors_about_tools_name_their_field(
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ tools }}{{ messages[0].content }}"])
 async def test_a_call_can_be_forced_with_any_template(
-    directory: Path, tmp_path: Path, forks_fd: int, template: str
+    small_directory: Path, tmp_path: Path, forks_fd: int, template: str
 ):
     (tmp_path / "plain.jinja").write_text(template)
-    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "plain.jinja"))
+    tokenizer = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "plain.jinja"))
     assert tokenizer.tool_format is None
     async with make_cluster(tokenizer, tmp_path, text=ONE, forks_fd=forks_fd) as made:
         for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
