@@ -19,8 +19,7 @@ evicted, restored and counted. An array carries its kind, so processes that only
 
 import enum
 import math
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 FP8 = "float8_e4m3fn"
@@ -128,23 +127,10 @@ class CacheArray:
         """Of one token, or of one request, in one layer."""
         return self.heads * self.head_bytes
 
-    def read_of(self, ranges: Iterable[Range], next_positions: Sequence[int]) -> Iterator[Range]:
-        """Of these positions, those before one of `next_positions` that the token there reads, and the last
-        one of each range. Both ascend. Without a window or a next position: all."""
-        if self.window is None or not next_positions:
-            yield from ranges
-            return
-        reads = [(self.window.first_read(position), position) for position in next_positions]
-        for start, stop in ranges:
-            end = start  # of what was found
-            for first, last in reads[bisect_right(next_positions, start) :]:
-                if first >= stop:
-                    break
-                if max(first, end) < min(last, stop):
-                    yield max(first, end), min(last, stop)
-                    end = min(last, stop)
-            if end < stop:
-                yield stop - 1, stop
+    def read_of(self, ranges: Iterable[Range], next_position: int) -> Iterator[Range]:
+        """Of these positions, those that the token at `next_position` or a later one reads. 0: all."""
+        first = 0 if self.window is None else self.window.first_read(next_position)
+        return ((max(start, first), stop) for start, stop in ranges if first < stop)
 
     def bytes_of(self, heads: int, tokens: int) -> int:
         """Of some heads of some tokens, or of a request."""

@@ -172,7 +172,6 @@ class PartAttempt(PrefillAttempt):
             incarnation=worker.incarnation,
             block_ids=tuple(live.blocks),
             ranges=wanted,
-            next_positions=sorted(max(start, cached) for start in starts),
             states_at=[stop for _, stop in wanted if stop in starts],
             state_slot=live.state_slot,
             owner=Writing(self, fetch_id),

@@ -171,7 +171,6 @@ class RequestLives:
         live.num_computed = live.num_cached
         uncached = (range(max(each.start, live.num_cached), each.stop) for each in ranges)
         live.shared = SharedPrompt(deque(filter(None, uncached)), unverified=True)
-        self.memory.came(live, max((each.start for each in live.shared.ranges), default=0))
         live.tag = self.shares.tag(request.tenant, live.num_left)
         states = self.memory.states
         if states is not None and live.shared.ranges and live.shared.ranges[0].start > live.num_cached:
@@ -220,7 +219,7 @@ class RequestLives:
         """Moves a reservation with all its KV to the batch. The caller then appends its first token."""
         assert live.phase is Phase.RESERVED
         live.num_computed = len(live.token_ids)
-        self.memory.came(live, len(live.token_ids))
+        self.memory.came(live)
         live.decodes = True
         self._move(live, Phase.RUNNING)
 

@@ -209,10 +209,10 @@ class RequestMemory:
         if self.states is not None:
             self.states.publish(live, computed)
 
-    def came(self, live: LiveRequest, position: int) -> None:
-        """The KV behind its cached blocks comes from other workers, for the token at `position`."""
+    def came(self, live: LiveRequest) -> None:
+        """The KV of all its tokens came from another worker, behind its cached blocks."""
         if self._cache is not None:
-            live.thin_before = self._cache.thin_before(position)
+            live.thin_before = self._cache.thin_before(len(live.token_ids))
 
     def free(self, live: LiveRequest) -> None:
         if self.states is not None:

@@ -36,23 +36,15 @@ class LayersThere:
 
     A layer needs its states before it begins. So they count with the layer before: the first ones with −1."""
 
-    def __init__(
-        self,
-        ranges: Sequence[Range],
-        layout: KVLayout,
-        states_at: Sequence[int],
-        next_positions: Sequence[int] = (),
-    ) -> None:
-        """`states_at`: ends of ranges after which states come. `next_positions`: as in
-        `Receiver.fetch_ranges`."""
+    def __init__(self, ranges: Sequence[Range], layout: KVLayout, states_at: Sequence[int]) -> None:
+        """`states_at`: ends of ranges after which states come."""
         self._ranges = ranges
         # Of each layer and range: heads of positions and of states that are not in their place.
         self._missing = {layer: [0] * len(ranges) for layer in range(-1, layout.num_layers)}
         for array, layers in zip(layout.arrays, layout.layers, strict=True):
             for layer, (i, (start, stop)) in itertools.product(layers, enumerate(ranges)):
                 if array.per_token:
-                    read = array.read_of([(start, stop)], next_positions)
-                    self._missing[layer][i] += array.heads * sum(b - a for a, b in read)
+                    self._missing[layer][i] += array.heads * (stop - start)
                 else:
                     self._missing[layer - 1][i] += array.heads * (stop in states_at)
         self._scatters: deque[tuple[Any, Slice]] = deque()  # under way, with their events

@@ -50,12 +50,11 @@ class OutgoingTransfer:
     slot_bytes: int
     large: bool  # its slices only fit into slots that peers read
     ranges: tuple[Range, ...]
-    next_positions: tuple[int, ...] = ()  # as in `Fetch`
+    next_position: int = 0  # as in `Fetch`
     pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
     frames: int = 0  # pending and handed over
     bytes: int = 0
     seq: int = 0
-    read: list[list[Range]] = field(default_factory=list)  # of each array, what is sent of `ranges`
 
 
 class Slicing:
@@ -86,14 +85,12 @@ class Slicing:
     def add(self, transfer: OutgoingTransfer, ready: ReadyLayer) -> None:
         """Adds the slices of all arrays of the layer to the transfer."""
         layout, pieces = self._layout, []
-        if not transfer.read:
-            read = (array.read_of(transfer.ranges, transfer.next_positions) for array in layout.arrays)
-            transfer.read = [[*of_array] for of_array in read]
         for number in layout.numbers[ready.layer]:
             # An array of the request goes in full, whatever positions the peer asks for.
             ranges = [(ready.start, ready.stop)] if ready.states else []
             if layout.sizes[number][0]:
-                ranges = intersect(ready.start, ready.stop, transfer.read[number])
+                read = layout.arrays[number].read_of(transfer.ranges, transfer.next_position)
+                ranges = intersect(ready.start, ready.stop, read)
             elif transfer.prefill.is_part:
                 ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
             for tokens, held in itertools.product(ranges, self._heads[number]):

@@ -290,7 +290,7 @@ class Pump:
         large = account.reached and self._exported_slot_bytes > m.slot_bytes
         slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
         transfer = OutgoingTransfer(
-            m.transfer_id, prefill, account, slot_bytes, large, m.ranges, m.next_positions
+            m.transfer_id, prefill, account, slot_bytes, large, m.ranges, m.next_position
         )
         prefill.transfer = transfer
         self.fetched.add(prefill.id)

@@ -310,7 +310,7 @@ class PrefillSide:
                             session.slot_bytes,
                             slots,
                             fetch.ranges,
-                            fetch.next_positions,
+                            fetch.next_position,
                         )
                     )
                 case local.ReleasedOut(_, reason):

@@ -6,7 +6,6 @@ before it is read, and its fields are validated while it is decoded. Nothing els
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -112,8 +111,9 @@ class Fetch(Message):
     prefill_id: Id
     attempt: U64  # of decode: a FETCH of a newer attempt ends the transfers of older ones
     ranges: Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=MAX_RANGES)]  # [start, stop), ascending
-    next_positions: Annotated[tuple[U32, ...], Meta(max_length=MAX_RANGES)] = ()
-    """Ascending: where the receiver goes on. Of an array with a window, what is read there. Empty: all."""
+    next_position: U32 = (
+        0  # that the receiver computes: of an array with a window, what is read there. 0: all
+    )
 
 
 class FetchContent(Message):
@@ -292,6 +292,3 @@ def _check_ranges(message: Fetch) -> None:
             text = f"FETCH: ranges must be ascending, disjoint and not empty: {start}, {stop}"
             raise ProtocolError("message", text)
         previous = stop
-    if any(a >= b for a, b in pairwise(message.next_positions)):
-        text = f"FETCH: next positions must be ascending: {message.next_positions[:8]}"
-        raise ProtocolError("message", text)

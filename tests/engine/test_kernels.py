@@ -104,7 +104,8 @@ def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
 def test_a_gpu_replaces_every_operation() -> None:
     from baton.engine.kernels.triton_kernels import TritonKernels
 
-    operations = {name for name in vars(Kernels) if not name.startswith("_")}
+    of_cpus = {"rotate"}  # of Gemma 4, which a GPU refuses by name
+    operations = {name for name in vars(Kernels) if not name.startswith("_")} - of_cpus
     assert operations <= vars(TritonKernels).keys()
 
 

@@ -91,7 +91,7 @@ def expected(path: Path, requests: Sequence[EngineRequest]) -> list[list[int]]:
 def needed(layout: KVLayout, start: int, stop: int) -> int:
     """Bytes of what the token at `stop` and later ones read of positions from `start` on."""
     return sum(
-        array.bytes * len(layers) * sum(b - a for a, b in array.read_of([(start, stop)], [stop]))
+        array.bytes * len(layers) * sum(b - a for a, b in array.read_of([(start, stop)], stop))
         for array, layers in layout.token_arrays
     )
 

@@ -74,9 +74,8 @@ class WithWindows(Operations):
             (table, *of), cached = self.of(live), live.num_cached
             self.check(table, range(cached), *of)  # other workers read it
             own = list(live.shared.ranges)
-            for start in (each.start for each in own):
-                positions = range(max(cached, self.first_read(start)), start)
-                self.write(table, [at for at in positions if not any(at in each for each in own)], *of)
+            positions = range(cached, own[-1].start if own else 0)
+            self.write(table, [at for at in positions if not any(at in each for each in own)], *of)
 
     def start_import(self, length: int, family: int, most: int) -> None:
         before = len(self.importing)

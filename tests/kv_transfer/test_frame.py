@@ -33,7 +33,7 @@ headers = st.one_of(
 def test_every_byte_is_where_the_table_says() -> None:
     header = Header(FrameType.KV, bytes(range(16)), Slice(1, 2, 3, 4, 5, 9), 6, 7)
     expected = (
-        b"BtKV\x09\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 9, 2, 3)
+        b"BtKV\x0a\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 9, 2, 3)
         + struct.pack("<4I", 4, 5, 6, 7) + bytes(12)
     )  # fmt: skip
     check = struct.pack("<I", xxhash.xxh3_64_intdigest(expected) & 0xFFFFFFFF)

@@ -251,16 +251,10 @@ class Worker:
         self.outgoing.send(local.ReleasedOut(prefill_id, reason))
         self.move()
 
-    def fetched(
-        self,
-        prefill_id: bytes,
-        transfer_id: bytes,
-        *ranges: tuple[int, int],
-        next_positions: tuple[int, ...] = (),
-    ) -> None:
+    def fetched(self, prefill_id: bytes, transfer_id: bytes, *ranges: tuple[int, int]) -> None:
         """Another worker asks for these positions."""
         self.outgoing.send(
-            local.StartOut(prefill_id, transfer_id, 1, SLOT_BYTES, SLOTS, ranges, next_positions),
+            local.StartOut(prefill_id, transfer_id, 1, SLOT_BYTES, SLOTS, ranges),
             local.Granted(1, CREDIT, False),
         )
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from baton.kv_transfer import Began, FetchFailed, Injected
 from baton.kv_transfer.protocol import local_messages as local
@@ -267,60 +266,3 @@ def test_a_part_with_several_ranges_computes_each_after_the_range_before(path: P
         first.released(pair_id(A, B), "acked")
         last.released(pair_id(B, A), "acked")
         last.cancel(B)
-
-
-def test_a_part_gets_what_windows_read(tmp_path: Path) -> None:
-    """What does not come is NaN. The last range of a worker begins behind positions that it lacks, so a later
-    prompt that ends there begins with none of them."""
-    model = tiny_model(tmp_path)
-    kinds = ["full_attention", "sliding_attention"]
-    edit_json(model / "config.json", num_hidden_layers=2, layer_types=kinds, sliding_window=20)
-    spans = plan((A, 1, 0, 150), (B, 2, 150, 300), (A, 1, 300, 400), (B, 2, 400, 430))
-    options = {"max_num_batched_tokens": 512, "block_size": 16, "enable_prefix_caching": True}
-    with workers(model, 3, **options) as [first, last, alone]:
-        for worker in (first, last):
-            for cache in worker.engine.caches:
-                cache.fill_(torch.nan)
-        first.prefill(A, 400, plan=spans)
-        last.prefill(B, 430, plan=spans)
-        fetches = [first.asks(), last.asks()]
-        assert [fetch.next_positions for fetch in fetches] == [(0, 300), (150, 400)]
-        for near, fetch in zip((last, first), fetches, strict=True):
-            near.fetched(
-                fetch.prefill_id, fetch.transfer_id, *fetch.ranges, next_positions=fetch.next_positions
-            )
-        arrays = kv_layout(first.engine).arrays
-        came = []
-        for near, far, fetch in (
-            (first, last, fetches[1]),
-            (last, first, fetches[0]),
-            (first, last, fetches[1]),
-        ):
-            [chunk] = near.step().prompts.values()
-            ranges = [[*array.read_of([(chunk.start, chunk.stop)], fetch.next_positions)] for array in arrays]
-            slices = near.slices(sum(map(len, ranges)))
-            came += [(h.piece.token_start, h.piece.token_start + h.piece.token_count) for h, _ in slices]
-            far.arrive(slices)
-            far.take_in(Began)
-        last.step()
-        assert sorted(came) == sorted([(0, 150), (128, 150), (150, 300), (256, 300), (300, 400), (300, 400)])
-        for near, far in ((first, last), (last, first)):
-            far.complete(near.told(local.CommitOut))
-            far.take_in(Injected)
-        last.released(pair_id(B, A), "acked")
-        first.released(pair_id(A, B), "acked")
-        last.cancel(B)
-        last.settle()
-        first.settle()
-        alone.prefill(B, 430, handover=False)
-        alone.compute()
-        for number, tokens in enumerate((300, 160, 430)):
-            for worker in (first, last, alone):
-                worker.prefill(bytes([number]) * 16, tokens, handover=False)
-                worker.compute()
-        found = [
-            [token.token for message in worker.of(messages.Tokens) for token in message.tokens]
-            for worker in (first, last, alone)
-        ]
-        assert found[1] == found[2]
-        assert found[0][1:] == found[2][1:]

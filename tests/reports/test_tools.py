@@ -219,7 +219,7 @@ def test_reports_in_pieces_of_every_size(parsers: tuple[str, str], name: str):
 UNKNOWN = {
     "<seed:tool_call>\n<function=NAME>\n<parameter=KEY>VALUE</parameter></function></seed:tool_call>": "seed_oss",
     '<function=NAME>{"KEY": "VALUE"}</function>': "Functionary",
-    "<|tool_call>call:NAME{KEY:VALUE}<tool_call|>": "Gemma 4",
+    "<start_function_call>call:NAME{KEY:VALUE}<end_function_call>": "FunctionGemma",
 }
 
 
