@@ -304,8 +304,8 @@ def arrange(
     if keys is None:
         ahead = NOT_AHEAD
     else:
-        # A step with drafts has no prompts. With states, drafts attend together.
-        last = len(ends) if drafts else num_decodes
+        # With states, requests with drafts come after those without, and attend as prompts do.
+        last = max(num_decodes, 1 + max(drafts, default=-1))
         rows = int(ends[last - 1]) if last else 0
         later = positions[:rows, None] + np.arange(keys.shape[1])
         blocks = padded[request[:rows, None], np.minimum(later // block_size, padded.shape[1] - 1)]

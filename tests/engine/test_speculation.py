@@ -222,8 +222,8 @@ def test_a_step_says_where_the_device_finds_what_the_host_does_not_know() -> Non
         keys=np.zeros((sampled_rows, 4), np.int32), following={}, guessed=range(4), guesses=3,
     )  # fmt: skip
     assert step.source_rows.tolist() == [-1, -1, -1, 3, 4, -1, 7, -1, -1, -1, -1, -1]
-    assert step.ahead.shift_rows.tolist() == [-1, -1, -1, -1, 4, 4, 7, 7, 7, -1, -1, -1]
-    assert step.ahead.guess_index.tolist() == [-1] * 7 + [21, 22] + [-1] * 3
+    assert step.ahead.shift_rows.tolist() == [-1, -1, -1, -1, 4, 4, 7, 7, 7]
+    assert step.ahead.guess_index.tolist() == [-1] * 7 + [21, 22]
     assert step.drafting.next_rows.tolist() == [*range(9), -1, -1, 9]
     assert step.drafting.next_ids[9:11].tolist() == [21, 22]
     # The step before sampled 100 + i in row i, accepted one draft in rows 4 and 7, and guessed 1000 + index.
