@@ -134,15 +134,10 @@ class StepModel:
             return 0.0
         # Without the factors: they change at different times, and would then say that all steps begin late.
         of_decodes, of_prompts = self.factors
-        decode = interpolated(self.rows, self.decode_seconds, rows) / of_decodes
-
-        def step(tokens: int) -> float:
-            shared, alone = (self._prompt_rows(count) / of_prompts for count in (rows + tokens, tokens))
-            return self.overlap * max(decode, shared) + (1.0 - self.overlap) * (decode + alone)
-
-        seconds = step(large)
-        each = (step(most) - seconds) / (most - large)
-        return of_decodes * max(0.0, seconds - large * each - decode)
+        measured = self.corrected(1 / of_decodes, 1 / of_prompts)
+        seconds = measured.step(rows, 0.0, large)
+        each = (measured.step(rows, 0.0, most) - seconds) / (most - large)
+        return of_decodes * max(0.0, seconds - large * each - measured.decode(rows, 0.0))
 
     def prefill(self, tokens: int, position: float = 0.0) -> float:
         """Seconds to compute so many prompt tokens, in as few steps with prompts alone as may be."""

@@ -19,6 +19,7 @@ from baton.cluster.tools.http import session
 TRIES = 20
 """Of a request that the server has no room for (429), or no worker (503)."""
 LONGEST_PAUSE = 30.0
+"""Seconds before another try, whatever the server asks for."""
 AGAIN = (429, 503)
 
 

@@ -92,13 +92,15 @@ def about(router: dict[str, Any]) -> str:
     minute = router["last_minute"]
     lines = [
         f"Router: Baton {router['version']}, up {up}; last minute: {minute['requests']} requests ended, "
+        f"{minute['errors']} errors"
     ]
-    lines[0] += f"{minute['errors']} errors"
     for failure in router["failures"][-SHOWN_FAILURES:]:
         when = datetime.fromtimestamp(failure["at"]).strftime("%H:%M:%S")
         where = f" at {failure['worker']}" if failure["worker"] else ""
-        lines.append(f"{when} request {failure['request_id'] or UNKNOWN}: {failure['code']}{where}: ")
-        lines[-1] += f"{failure['message'][:200]}. Remedy: {failure['remedy']}"
+        lines.append(
+            f"{when} request {failure['request_id'] or UNKNOWN}: {failure['code']}{where}: "
+            f"{failure['message'][:200]}. Remedy: {failure['remedy']}"
+        )
     return "\n".join(lines)
 
 

@@ -235,8 +235,8 @@ class PrefixCache:
         return ends
 
     def usable_before(self, names: Sequence[bytes], position: int) -> int:
-        """How many of these cached blocks a request can begin with whose KV behind them comes from another
-        worker, for the token at `position`: no window reaches from there to a thin block. 0: none of them is
+        """How many of these cached blocks a request can begin with, if the KV behind them comes from another
+        worker for the token at `position`: no window reaches from there to a thin block. 0: none of them is
         thin."""
         first = first_read(self._windows, position) // self._block_size
         return next((i for i in range(first, len(names)) if names[i] in self._thin), len(names))

@@ -153,7 +153,7 @@ class ModelRunner:
         self._sources = [
             layer.source if isinstance(layer, SharedCache) else number for number, layer in enumerate(cache)
         ]
-        """Of each layer, the layer whose cache it reads."""
+        """Of each layer, the layer that keeps the cache it reads."""
         self._has_states = any(not array.per_token for layer in cache for array in layer.arrays)
         self._slots: list[list[Tensor]] = []
         """The tensors [slots, …] of all arrays of requests, those of one dtype together."""

@@ -234,7 +234,7 @@ class Kernels:
         return latent.latent_attention(q, kv, tiling, heads)
 
     def choose_positions(self, queries: IndexQueries, keys: KV, tiling: Any) -> None:
-        """Each query of a step chooses among the positions up to its own, whose keys are in the cache. With
+        """Each query of a step chooses among the positions up to its own. Their keys are in the cache. With
         this tiling, that of `tile_latent`, it then attends to what it chose, until it chooses again."""
         tiling.groups = index.choose(queries, keys, tiling.unmasked, tiling.most_chosen)
 

@@ -127,6 +127,4 @@ def not_supported(settings: Settings, *, v2: bool = False) -> Iterator[str]:
         "sliding_window": (),
         "topk_method": methods,
     }
-    for name, values in supported.items():
-        if settings.get(name) not in (None, *values):
-            yield f"{name} {settings.get(name)!r} of {settings.architecture}"
+    yield from settings.unlike(supported)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ class Settings:
     def get(self, name: str, default: Any = None) -> Any:
         """The value of any kind, also null."""
         return self.values.get(name, default)
+
+    def unlike(self, supported: Mapping[str, Collection[Any]]) -> Iterator[str]:
+        """Describes each of these settings that is neither null nor one of its supported values."""
+        for name, values in supported.items():
+            if self.get(name) not in (None, *values):
+                yield f"{name} {self.get(name)!r} of {self.architecture}"
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Above 0."""

@@ -60,6 +60,13 @@ def random_eagle(directory: Path, target: Path, **changes: Any) -> None:
     save_eagle(directory, target, tensors, **changes)
 
 
+def _add_shuffled(tensors: dict[str, Tensor], layer: str, added: str, generator: torch.Generator) -> None:
+    """Adds a layer with the numbers of another one, in another order."""
+    for name, tensor in [each for each in tensors.items() if each[0].startswith(layer)]:
+        order = torch.randperm(tensor.numel(), generator=generator)
+        tensors[name.replace(layer, added)] = tensor.flatten()[order].view(tensor.shape)
+
+
 def save_mtp(directory: Path, kind: str, **changes: Any) -> Any:
     """Writes a tiny model with a layer that predicts a token further. Returns transformers' own instance,
     which leaves it out."""
@@ -67,10 +74,7 @@ def save_mtp(directory: Path, kind: str, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(7)
     with edited_tensors(directory) as tensors:
         size = tensors["model.norm.weight"].shape[0]
-        last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
-        for name, tensor in last.items():
-            order = torch.randperm(tensor.numel(), generator=generator)
-            tensors[name.replace("model.layers.2.", LAYER)] = tensor.flatten()[order].view(tensor.shape)
+        _add_shuffled(tensors, "model.layers.2.", LAYER, generator)
         for name in ("enorm", "hnorm", "shared_head.norm"):
             tensors[f"{LAYER}{name}.weight"] = torch.rand(size, generator=generator) + 0.5
         tensors[f"{LAYER}eh_proj.weight"] = torch.randn((size, 2 * size), generator=generator) * 0.2
@@ -90,10 +94,7 @@ def save_qwen_mtp(directory: Path, kind: str, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(7)
     with edited_tensors(directory) as tensors:
         size = tensors["model.norm.weight"].shape[0]
-        last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
-        for name, tensor in last.items():
-            order = torch.randperm(tensor.numel(), generator=generator)
-            tensors[name.replace("model.layers.1.", QWEN_LAYER)] = tensor.flatten()[order].view(tensor.shape)
+        _add_shuffled(tensors, "model.layers.1.", QWEN_LAYER, generator)
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             tensors[f"mtp.{name}.weight"] = torch.rand(size, generator=generator) - 0.5
         tensors["mtp.fc.weight"] = torch.randn((size, 2 * size), generator=generator) * 0.2

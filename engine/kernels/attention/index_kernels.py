@@ -67,7 +67,7 @@ def choice_of_chunk(
 
 
 def rows_at_once(longest: int, most: int) -> int:
-    """Rows of a chunk whose scores fit their memory: at most `most`."""
+    """Rows of a chunk: as many as the memory of scores has room for, and at most `most`."""
     return max(QUERIES, min(most, SCORES_BYTES // (4 * longest)))
 
 

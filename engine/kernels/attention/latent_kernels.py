@@ -53,7 +53,7 @@ WEIGHTS = 16384  # of a program of `_multiply`
 EXPANDED = Shape(prefill_wgmma.BLOCK_M, 64, 8)  # measured on an H200; of tiles in 16 bits
 SCRATCH_BYTES = 1 << 30
 SCRATCH_BLOCK = 128  # positions; the tiles of `prefill` divide it
-GATHERED = 1 << 15  # positions whose latents are copied out of the cache at a time
+GATHERED = 1 << 15  # positions: so many latents are copied out of the cache at a time
 MOST_ABSORBED = 512
 """Queries of a chunk at a time: their partial results are larger than those of other kernels."""
 MOST_EXACT = 128
@@ -147,13 +147,14 @@ def tile_latent(
     decodes, device = metadata.num_decodes, metadata.contexts.device
     dense = form_of(num_heads, shape, dtype, metadata.block_size, fp8=fp8)
     sparse = form_of(num_heads, shape, dtype, 1, fp8=fp8)
-    most = shape.index.most_chosen if shape.index else None
     longest = metadata.block_tables.shape[1] * metadata.block_size
+    # None: no query sees more than it may choose.
+    most = shape.index.most_chosen if shape.index and longest > shape.index.most_chosen else None
     tiling: list[Absorbed | ExpandedChunks] = []
     for first in range(0, decodes, MOST_EXACT if exact else max(1, decodes)):
         rows = slice(first, min(first + MOST_EXACT, decodes) if exact else decodes)
         contexts, tables, form, choice = metadata.contexts[rows], metadata.block_tables[rows], dense, None
-        if most is not None and longest > most:
+        if most is not None:
             count = most_pieces(len(contexts), 1, multiprocessors)
             work = partition(contexts, 1, count, block_n=index_kernels.BLOCK_N).work
             slots = tables.new_empty(len(contexts), most)
@@ -206,11 +207,11 @@ def _chunks(
     metadata: AttentionMetadata, most: int | None, *, exact: bool
 ) -> Iterator[tuple[int, int, int, bool]]:
     """The chunks of a step: request, start, stop, and whether its queries choose. Those of a chunk that see
-    at most `most` positions attend to all of them, but in the exact mode, where they do as decodes do."""
-    longest = metadata.block_tables.shape[1] * metadata.block_size
+    at most `most` positions attend to all of them, but in the exact mode, where they do as decodes do.
+    `most` is None if none chooses."""
     for request, (start, stop) in enumerate(metadata.prefills, metadata.num_decodes):
         middle = stop
-        if most is not None and longest > most:
+        if most is not None:
             middle = start if exact else min(stop, max(start, most))
         if start < middle:
             yield request, start, middle, False

@@ -106,7 +106,7 @@ def gemma_config(settings: Settings) -> GemmaConfig:
 
 
 def _sources(settings: Settings, types: list[str], count: int) -> tuple[int, ...]:
-    """Of each layer, the layer whose KV it reads: the last one of its type that keeps its own."""
+    """Of each layer, the layer that keeps the KV it reads: the last one of its type that keeps some."""
     shared = settings.integer("num_kv_shared_layers") if settings.get("num_kv_shared_layers") else 0
     own = types[: count - shared]
     if shared >= count or any(kind not in own for kind in types):
@@ -124,9 +124,7 @@ def not_supported(settings: Settings) -> Iterator[str]:
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": ("vision",),  # which text does not have
     }
-    for name, values in supported.items():
-        if settings.get(name) not in (None, *values):
-            yield f"{name} {settings.get(name)!r} of {settings.architecture}"
+    yield from settings.unlike(supported)
 
 
 FAMILY = Family(

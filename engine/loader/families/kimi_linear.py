@@ -97,14 +97,12 @@ def kda_config(settings: Settings, norm_eps: float) -> StateConfig:
 
 def not_supported(settings: Settings) -> Iterator[str]:
     supported = {
-        "attention_bias": False,
-        "mla_use_nope": True,
-        "moe_layer_freq": 1,
-        "moe_router_activation_func": "sigmoid",
+        "attention_bias": (False,),
+        "mla_use_nope": (True,),
+        "moe_layer_freq": (1,),
+        "moe_router_activation_func": ("sigmoid",),
     }
-    for name, value in supported.items():
-        if settings.get(name) not in (None, value):
-            yield f"{name} {settings.get(name)!r} of {settings.architecture}"
+    yield from settings.unlike(supported)
 
 
 FAMILY = Family(

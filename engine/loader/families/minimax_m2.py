@@ -48,19 +48,17 @@ def experts(settings: Settings) -> ExpertsConfig:
 
 
 def not_supported(settings: Settings) -> Iterator[str]:
+    kinds = settings.get("attn_type_list")
+    if kinds is not None and not (isinstance(kinds, list) and all(each == 1 for each in kinds)):
+        yield f"attn_type_list {kinds!r} of {settings.architecture}"
     supported = {
-        "attn_type_list": None,
         "qk_norm_type": ("per_layer",),
         "scoring_func": ("sigmoid",),
         "shared_intermediate_size": (0,),
         "use_qk_norm": (True,),
         "use_routing_bias": (True,),
     }
-    for name, values in supported.items():
-        value = settings.get(name)
-        of_attention = isinstance(value, list) and all(each == 1 for each in value)
-        if value is not None and not (of_attention if values is None else value in values):
-            yield f"{name} {value!r} of {settings.architecture}"
+    yield from settings.unlike(supported)
 
 
 FAMILY = Family(
