@@ -93,27 +93,29 @@ def stop(ray: pools.RayOptions, what: pools.StopOptions) -> int:
     """Stop a cluster that was started with --ray-address. (A local one stops with Ctrl-C.)"""
     from baton.cluster.on_ray import joined
 
-    address = _ray_address(ray, "to stop a local cluster, press Ctrl-C in its `baton serve`")
-    return joined.stop(address, routers_only=what.routers)
-
-
-def _ray_address(ray: pools.RayOptions, locally: str) -> str:
     if ray.ray_address is None:
-        raise ValueError(f"--ray-address: required, it names the cluster; {locally}")
-    return ray.ray_address
+        raise ValueError(
+            "--ray-address: required, it names the cluster; to stop a local cluster, press Ctrl-C in its "
+            "`baton serve`"
+        )
+    return joined.stop(ray.ray_address, routers_only=what.routers)
 
 
-@command(CLUSTER, "baton restart --ray-address 10.0.0.1:6379")
-def restart(ray: pools.RayOptions) -> int:
-    """Restart the workers of a cluster on Ray, one after the other, without a failed request.
+@command(CLUSTER, "baton restart", "baton restart --ray-address 10.0.0.1:6379")
+def restart(ray: pools.RayOptions, endpoint: clients.EndpointOptions, local: clients.LocalOptions) -> int:
+    """Restart the workers of a cluster, one after the other, without a failed request.
 
-    Each worker drains first. The next worker follows when the restarted one serves again. To restart the
-    workers of a local cluster, send SIGUSR1 to its `baton serve`.
+    The cluster is that of a `baton serve` of yours on this machine, with its router at --url, or the one on
+    Ray. Each worker drains first. The next worker follows when the restarted one serves again. The command
+    ends when all of them do.
     """
-    from baton.cluster.on_ray import joined
+    if ray.ray_address is not None:
+        from baton.cluster.on_ray import joined
 
-    locally = "to restart the workers of a local cluster, send SIGUSR1 to its `baton serve`"
-    return joined.restart(_ray_address(ray, locally))
+        return joined.restart(ray.ray_address)
+    from baton.cluster.tools.restart import run
+
+    return run(endpoint, local)
 
 
 @command(
@@ -188,6 +190,7 @@ def status(
     output: clients.JsonOptions,
     options: clients.StatusOptions,
     secret: roles.SecretOptions,
+    local: clients.LocalOptions,
 ) -> int:
     """Show the workers of a cluster: pool, state, load, KV use.
 
@@ -196,7 +199,7 @@ def status(
     """
     from baton.cluster.tools.status import run
 
-    return run(endpoint, output, options, secret)
+    return run(endpoint, output, options, secret, local)
 
 
 @command(
@@ -204,18 +207,22 @@ def status(
     "baton flip decode-1 prefill",
     "baton flip 10.0.0.6:7001 decode --url http://10.0.0.5:8000 --cluster-secret-file secret",
 )
-def flip(flip: clients.FlipOptions, endpoint: clients.EndpointOptions, secret: roles.SecretOptions) -> int:
+def flip(
+    flip: clients.FlipOptions,
+    endpoint: clients.EndpointOptions,
+    secret: roles.SecretOptions,
+    local: clients.LocalOptions,
+) -> int:
     """Move a worker to the other pool: routers then send it prompts (prefill) or generations (decode).
 
     Every worker can do both, so nothing is loaded or interrupted: what runs on the worker goes on to its end.
     The worker keeps its name. When it restarts, it is in the pool of its name again.
 
-    Needs the secret of the cluster. `baton serve` makes its own, which this command cannot have, unless
-    BATON_CLUSTER_SECRET is set for both.
+    Needs the secret of the cluster. That of a `baton serve` of yours on this machine is found by --url.
     """
     from baton.cluster.tools.flip import run
 
-    return run(flip, endpoint, secret)
+    return run(flip, endpoint, secret, local)
 
 
 @command(CLIENTS, "baton top", "baton top --once --interval 10 --url http://10.0.0.5:8000")

@@ -6,12 +6,14 @@ wait for all descendants → remove the run directory.
 
 import asyncio
 import contextlib
+import os
 import signal
 import urllib.request
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import setproctitle
 
@@ -22,6 +24,7 @@ from baton.cluster.check_model import check_files
 from baton.cluster.gpu_pools import GpuPools, Needs, Ranks, choose_pools, free_gpus
 from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.roles import router_config, worker_config
+from baton.cluster.supervision import announcement
 from baton.cluster.supervision.blueprint import POOLS, Blueprint, RoleSpec, check_ports
 from baton.cluster.supervision.display import Display
 from baton.cluster.supervision.processes import StopSignals, adopt_orphans, end_descendants, reap_orphans
@@ -166,7 +169,9 @@ class LocalCluster:
         if self._failure is not None:
             raise self._failure
         self._up = True
-        self._display.ready(self._blueprint, self._blueprint.admin_url(supervisor.states()), self._logs)
+        admin = self._blueprint.admin_url(supervisor.states())
+        self._announce(run_dir, admin)
+        self._display.ready(self._blueprint, admin, self._logs)
         given, first = self._blueprint, self._roles[0]
         balancer = Balancer(given.pool, given.front.ttft_target, given.engine.ttit_target)
         scaling = asyncio.create_task(Autoscaler(supervisor, balancer, first.secret, first.tls).run())
@@ -174,6 +179,17 @@ class LocalCluster:
         restarting = asyncio.create_task(self._restart_when_told(supervisor))
         to_stop.callback(restarting.cancel)
         await self._signals.unless_stopped(following, scaling, restarting)
+
+    def _announce(self, run_dir: RunDir, admin_url: str) -> None:
+        ports = {self._blueprint.front.port, urlsplit(admin_url).port or 0}
+        secret = self._roles[0].secret.decode()
+        try:
+            announcement.Announcement(os.getpid(), tuple(sorted(ports)), secret).announce(run_dir.path)
+        except OSError as error:
+            self._display.line(
+                f"`baton flip` and `baton restart` will not find this cluster: {error.strerror} "
+                f"({run_dir.path / announcement.NAME})"
+            )
 
     async def _restart_when_told(self, supervisor: Supervisor) -> None:
         while True:

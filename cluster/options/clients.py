@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from baton.cluster.options.engine import kv_cache_dtype
-from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, argument, between, opt
+from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, argument, between, directory, opt
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,14 @@ class EndpointOptions:
     panel: ClassVar[str] = "Endpoint"
     url: str = opt("http://127.0.0.1:8000", "Base URL of a router.")
     api_key: list[str] = opt([], f"API key. {NO_ARGV}", "KEY")
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Where a cluster of this machine tells its secret to commands of the same user."""
+
+    panel: ClassVar[str] = "Endpoint"
+    run_dir: Path | None = directory("--run-dir of a `baton serve` on this machine.", shown="$TMPDIR")
 
 
 @dataclass(frozen=True)

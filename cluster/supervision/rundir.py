@@ -39,11 +39,7 @@ class RunDir:
         lose its sockets. Raises ValueError if the path of `parent` is too long for sockets in it, or if no
         directory can be made there.
         """
-        if parent is None:
-            parent = Path(tempfile.gettempdir())
-            if len(os.fsencode(parent)) > MAX_PARENT:
-                parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a private directory in it
-        parent = parent.absolute()
+        parent = default_parent(parent)
         if len(os.fsencode(parent)) > MAX_PARENT:
             raise ValueError(
                 f"--run-dir {parent}: too long for the sockets in it; use at most {MAX_PARENT} characters"
@@ -64,6 +60,15 @@ class RunDir:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def default_parent(given: Path | None) -> Path:
+    """The directory of run directories: the given one, else the system's temporary directory."""
+    if given is None:
+        given = Path(tempfile.gettempdir())
+        if len(os.fsencode(given)) > MAX_PARENT:
+            given = Path("/tmp")  # noqa: S108 - mkdtemp makes a private directory in it
+    return given.absolute()
 
 
 def remove_stale(parent: Path) -> None:

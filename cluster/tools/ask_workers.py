@@ -6,9 +6,7 @@ from typing import Any
 
 from grpc.aio import AioRpcError
 
-from baton.cluster.options.roles import SecretOptions
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.auth import load_secret
 from baton.rpc.channel import connect
 from baton.rpc.plain import described_as
 from baton.rpc.stubs import WorkerStub
@@ -18,10 +16,9 @@ ASK_SECONDS = 5.0
 """For a worker to answer."""
 
 
-async def report_of(addresses: Sequence[str], secret: SecretOptions) -> dict[str, Any]:
-    """Returns a report in the form of a router's. It is ready if all workers answer. Raises ValueError."""
-    key, tls = load_secret(secret.cluster_secret_file), secret.tls()
-    workers = await asyncio.gather(*(_ask(address, key, tls) for address in addresses))
+async def report_of(addresses: Sequence[str], secret: bytes, tls: TlsFiles | None) -> dict[str, Any]:
+    """Returns a report in the form of a router's. It is ready if all workers answer."""
+    workers = await asyncio.gather(*(_ask(address, secret, tls) for address in addresses))
     answered = all(worker["state"] != "silent" for worker in workers)
     return {"router": {"ready": answered}, "workers": workers, "cluster": None}
 

@@ -6,33 +6,26 @@ from typing import Any
 
 from grpc import RpcError
 
-from baton.cluster.options.clients import EndpointOptions, FlipOptions
+from baton.cluster.options.clients import EndpointOptions, FlipOptions, LocalOptions
 from baton.cluster.options.roles import SecretOptions
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.tools.http import fetch
+from baton.cluster.tools.secret import LOCAL, secret_for
 from baton.cluster.tools.status import name_of, pool_of, ready
-from baton.rpc.auth import load_secret
 from baton.rpc.channel import connect
 from baton.rpc.tls import TlsFiles
 
 PATIENCE = 10.0  # seconds for the worker to answer
-OWN_SECRET = (
-    "A `baton serve` without that variable has a secret that only its own processes know: stop it, set the "
-    "variable in both terminals, and start it again."
-)
 
 
-def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions) -> int:
+def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions, local: LocalOptions) -> int:
     """Prints what changed. Returns 0, also if the worker is in that pool already.
 
     Raises ValueError for an unknown worker, a refused secret, a worker that cannot be reached, and the last
     worker of a pool without `--force`.
     """
-    try:
-        key, tls = load_secret(secret.cluster_secret_file), secret.tls()
-    except ValueError as error:
-        raise ValueError(f"{error}. {OWN_SECRET}") from error
-    print(asyncio.run(_flip(flip, endpoint, key, tls)))
+    key = secret_for(endpoint, secret, local)
+    print(asyncio.run(_flip(flip, endpoint, key, secret.tls())))
     return 0
 
 
@@ -79,7 +72,7 @@ def _reason(error: RpcError) -> str:
     if code is StatusCode.UNAUTHENTICATED or "CERTIFICATE_VERIFY_FAILED" in details:
         return (
             f"it does not prove this secret ({details}); set BATON_CLUSTER_SECRET or --cluster-secret-file "
-            f"to the secret of the cluster. {OWN_SECRET}"
+            f"to the secret of the cluster. {LOCAL}"
         )
     if code is StatusCode.UNIMPLEMENTED:
         return "its version of Baton cannot change the pool; upgrade it"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from baton.cluster.options.clients import EndpointOptions, JsonOptions, StatusOptions
+from baton.cluster.options.clients import EndpointOptions, JsonOptions, LocalOptions, StatusOptions
 from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
@@ -15,13 +15,20 @@ from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
 SHOWN_FAILURES = 5
 
 
-def run(endpoint: EndpointOptions, output: JsonOptions, options: StatusOptions, secret: SecretOptions) -> int:
+def run(
+    endpoint: EndpointOptions,
+    output: JsonOptions,
+    options: StatusOptions,
+    secret: SecretOptions,
+    local: LocalOptions,
+) -> int:
     """Prints the status. Returns exit code 1 if the router misses a worker of one of its pools, or if a
     worker that was asked does not answer. Raises ValueError."""
     if options.worker:
         from baton.cluster.tools.ask_workers import report_of
+        from baton.cluster.tools.secret import secret_for
 
-        report = asyncio.run(report_of(options.worker, secret))
+        report = asyncio.run(report_of(options.worker, secret_for(endpoint, secret, local), secret.tls()))
     else:
         report = asyncio.run(fetch(endpoint, "status"))
     if output.json:

@@ -321,7 +321,7 @@ def test_errors_name_the_flag(
         ("router --request-timeout inf", "inf is out of range: must be 1 to 1000000."),  # 32 bits of ms
         ("picker --router here", "Error: --router must be IP:PORT, not 'here'"),
         ("plan --rate much", "'--rate': 'much' is not a number."),
-        ("restart", "Error: --ray-address: required"),
+        ("stop", "Error: --ray-address: required"),
     ],
 )
 def test_errors_of_other_commands(command: str, words: str) -> None:

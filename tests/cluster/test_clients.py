@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from typer.testing import CliRunner, Result
 
 from baton.bench.router.stand_in import Lanes
 from baton.cluster.cli import app
-from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools import status
 from baton.cluster.tools.ask_workers import report_of
 from baton.cluster.tools.status import device_of, name_of
@@ -244,16 +242,12 @@ def test_status_shows_the_router_and_its_last_failures(monkeypatch: pytest.Monke
     assert told in shown
 
 
-async def test_status_asks_workers_where_no_router_runs(tmp_path: Path) -> None:
+async def test_status_asks_workers_where_no_router_runs() -> None:
     worker = await FakeWorker(pb.POOL_DECODE, Lanes(), [], index=4).start()
-    secret = tmp_path / "secret"
-    secret.write_bytes(SECRET)
     try:
         addresses = [worker.address, "127.0.0.1:9"]
-        report = await report_of(addresses, SecretOptions(cluster_secret_file=secret))
-        other = tmp_path / "other"
-        other.write_bytes(b"another secret of another cluster")
-        refused = await report_of(addresses[:1], SecretOptions(cluster_secret_file=other))
+        report = await report_of(addresses, SECRET, None)
+        refused = await report_of(addresses[:1], b"another secret of another cluster", None)
     finally:
         await worker.kill()
     assert not report["router"]["ready"]

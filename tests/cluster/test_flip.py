@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner, Result
 
 from baton.cluster.cli import app
+from baton.cluster.supervision.announcement import Announcement
+from baton.cluster.supervision.rundir import RunDir
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 
@@ -42,8 +46,8 @@ class Flipped:
     def pools(self) -> list[str]:
         return [NAMES[worker.status.pool] for worker in self.workers]
 
-    async def flip(self, *args: str, secret: bytes = SECRET) -> Result:
-        environment = {"BATON_CLUSTER_SECRET": secret.decode(), "COLUMNS": "400"}
+    async def flip(self, *args: str, secret: bytes | None = SECRET) -> Result:
+        environment = {"BATON_CLUSTER_SECRET": secret and secret.decode(), "COLUMNS": "400"}
         return await asyncio.to_thread(
             CliRunner().invoke, app, ["flip", *args, "--url", self.url], env=environment
         )
@@ -97,7 +101,7 @@ async def test_errors_name_the_remedy(cluster: Flipped) -> None:
     assert "decode 1" in secret.stderr
     assert "does not prove this secret" in secret.stderr
     assert "BATON_CLUSTER_SECRET" in secret.stderr
-    assert "A `baton serve` without that variable" in secret.stderr
+    assert "a `baton serve` of the same user on this machine is found by --url" in secret.stderr
     cluster.workers[2].index = 0
     several = await cluster.flip("decode-0", "prefill")
     assert cluster.workers[2].address in several.stderr
@@ -105,3 +109,18 @@ async def test_errors_name_the_remedy(cluster: Flipped) -> None:
     gone = await cluster.flip(cluster.workers[2].address, "prefill")
     assert "no answer" in gone.stderr
     assert cluster.pools() == ["prefill", "decode", "decode"]
+
+
+async def test_the_secret_of_a_cluster_of_this_user_is_found(cluster: Flipped, tmp_path: Path) -> None:
+    where = "--run-dir", str(tmp_path)
+    run_dir = RunDir.create(tmp_path)
+    without = await cluster.flip("decode-1", "prefill", *where, secret=None)
+    assert without.exit_code == 2
+    assert "no cluster secret" in without.stderr
+    port = int(cluster.url.rpartition(":")[2])
+    Announcement(os.getpid(), (port,), SECRET.decode()).announce(run_dir.path)
+    moved = await cluster.flip("decode-1", "prefill", *where, secret=None)
+    assert (moved.exit_code, cluster.pools()) == (0, ["prefill", "decode", "prefill"]), moved.stderr
+    given = await cluster.flip("decode-1", "decode", *where, secret=b"another secret of theirs")
+    assert "does not prove this secret" in given.stderr, "the one that the user gives wins"
+    run_dir.remove()

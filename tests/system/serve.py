@@ -13,6 +13,7 @@ import psutil
 
 from baton.bench.harness.cluster import free_port, leaks_when_idle
 from baton.cluster.supervision.processes import alive
+from baton.cluster.tools.status import name_of, pool_of
 from tests.forked import FreshPopen
 from tests.within import WITHIN
 
@@ -79,6 +80,10 @@ class Serve:
         """Of the workers that serve, by name."""
         workers = self.get("/status")["workers"]
         return {f"{w['role']} {w['index']}": w["incarnation"] for w in workers if w["state"] == "ready"}
+
+    def pool_of(self, name: str) -> str:
+        """In which pool the router has a worker."""
+        return next(pool_of(each) for each in self.get("/status")["workers"] if name_of(each) == name)
 
     def assert_whole(self) -> None:
         """All pools are whole, soon after the last answer: releases are asynchronous."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 
@@ -27,10 +26,10 @@ async def test_every_worker_is_restarted_under_load() -> None:
         before = await asyncio.to_thread(served.incarnations)
         load = Load(served.url, CASES, random.Random(0))
         async with load.of(6):
-            os.kill(served.process.pid, signal.SIGUSR1)
-            while "All workers have restarted." not in await asyncio.to_thread(served.output):
-                assert served.process.poll() is None
-                await asyncio.sleep(0.2)
+            told = await asyncio.to_thread(machine.baton, "restart", "--url", served.url, within=600)
+        assert told.returncode == 0, told.stderr
+        names = "prefill 0", "prefill 1", "decode 0", "decode 1"
+        assert set(told.stdout.splitlines()[1:]) == {f"{name}: restarted" for name in names}
         verdict = judge(load.streams, right)
         assert (verdict.failed, verdict.lost_or_repeated, verdict.different) == (0, 0, 0), verdict.errors
         assert verdict.requests > 6

@@ -65,6 +65,18 @@ def test_status_shows_every_worker(served: Serve) -> None:
         assert words in table.stdout
 
 
+def test_workers_are_moved_without_a_secret_set_by_hand(served: Serve) -> None:
+    for pool, other in (("prefill", "decode"), ("decode", "prefill")):
+        moved = served.machine.baton("flip", "decode-0", pool, "--force", "--url", served.url)
+        told = f"decode 0: {other} → {pool}. What runs on it goes on to its end.\n"
+        assert (moved.stdout, moved.stderr) == (told, "")
+        until(lambda pool=pool: served.pool_of("decode 0") == pool or None, WITHIN, "the router sees it")
+    (worker,) = (each for each in served.get("/status")["workers"] if each["role"] == "decode")
+    asked = served.machine.baton("status", "--worker", worker["address"], "--url", served.url)
+    assert asked.returncode == 0, asked.stderr
+    assert "decode 0" in asked.stdout
+
+
 def test_chat_answers_and_shows_its_figures(served: Serve) -> None:
     question = ("--temperature", "0", "--max-tokens", "12", "What is the capital of Japan?")
     done = served.machine.baton("chat", "--url", served.url, *question)
