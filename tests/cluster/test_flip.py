@@ -47,10 +47,10 @@ class Flipped:
         return [NAMES[worker.status.pool] for worker in self.workers]
 
     async def flip(self, *args: str, secret: bytes | None = SECRET) -> Result:
-        environment = {"BATON_CLUSTER_SECRET": secret and secret.decode(), "COLUMNS": "400"}
-        return await asyncio.to_thread(
-            CliRunner().invoke, app, ["flip", *args, "--url", self.url], env=environment
-        )
+        known = None if secret is None else secret.decode()
+        environment: dict[str, str | None] = {"BATON_CLUSTER_SECRET": known, "COLUMNS": "400"}
+        command = ["flip", *args, "--url", self.url]
+        return await asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
 
 
 @pytest.fixture
