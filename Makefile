@@ -41,7 +41,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
 UPLOT := uplot@1.6.32
 PAGES := router/endpoints/pages
 
-.PHONY: wheel vendor screenshots prometheus venv venv-vllm install serve test test-long lint bench proto reference manifests shape pins clean
+.PHONY: wheel vendor screenshots prometheus venv venv-vllm install serve test test-long lint bench proto reference figures manifests shape pins clean
 venv: $(ALL)
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -136,6 +136,10 @@ wheel: $(SERVE)
 # The pictures of the pages in docs/images, from the tests of these pages.
 screenshots: venv $(NODE_MODULES)
 	SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -m 'long or not long' tests/*/test_dashboard.py tests/router/test_chat_page.py
+
+# The plots of README.md and docs/lab, from the results in docs/figures.
+figures: venv
+	$(BIN)/python -m docs.figures.generate
 
 reference: venv
 	$(BIN)/python -m docs.reference.generate

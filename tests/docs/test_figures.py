@@ -1,0 +1,49 @@
+"""The plots of pages are what `make figures` draws from the committed results, and show what tables say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.figures.generate import HERE, Dots, figures, ratios, svg
+
+ROOT = Path(__file__).parents[2]
+LOADS = re.compile(
+    r"^\| (\S+/\S+), ([\d.]+)(?: on (four) GPUs a side)? \(.*\| \**([\d.]+)\** \| \**([\d.]+)\** \|$", re.M
+)
+
+
+def test_the_plots_are_drawn_from_the_results() -> None:
+    stale = [path.name for path, text in figures().items() if path.read_text() != text]
+    assert not stale, "run `make figures`"
+
+
+def test_the_table_of_the_readme_has_the_same_ratios() -> None:
+    rows = LOADS.findall((ROOT / "README.md").read_text())
+    assert len(rows) > 7
+    for lengths, rate, four, ttft, gap in rows:
+        known = ratios(HERE / ("four-gpus.json" if four else "two-gpus.json"))
+        load = f"{lengths.replace('/', '_')}.r{rate}"
+        told = known[f"{load}.ttft.p99"][0], known[f"{load}.gap.p99"][0]
+        assert told == (float(ttft), float(gap)), f"docs/figures has others: {load}"
+
+
+def test_dots_stand_at_their_ratios() -> None:
+    """A ratio that is better when higher stands on the other side of 1."""
+    known = {"low": (0.5, 0.5, 0.5), "high": (0.5, 0.4, 0.6), "speed": (0.5, 0.5, 0.5)}
+    names = [("a & b", [(known, "low")]), ("c", [(known, "high")]), ("d", [(known, "speed")])]
+    drawn = ElementTree.fromstring(svg(Dots("title", ["one"], names, inverse=["speed"])))  # noqa: S314 - ours
+    (one,) = drawn.findall(".//{*}path[@class='one']")
+    at = float(one.attrib["d"].split()[0][1:])
+    dots = {
+        dot.findtext("{*}title"): float(dot.attrib["transform"][10:].split()[0])
+        for dot in drawn.findall(".//{*}path")
+        if dot.find("{*}title") is not None
+    }
+    assert list(dots) == ["a & b, one: 0.50", "c, one: 0.50", "d, one: 2.00"]
+    low, high, inverse = dots.values()
+    assert low == high < at < inverse
+    assert at - low == pytest.approx((inverse - at) / 2, abs=0.2)
