@@ -74,7 +74,8 @@ def files() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    made = files()
     shutil.rmtree(OVERLAYS, ignore_errors=True)
-    for path, text in files().items():
+    for path, text in made.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

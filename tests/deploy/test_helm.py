@@ -113,7 +113,7 @@ def test_pods_have_time_to_drain_and_pull_secrets() -> None:
         "imagePullSecrets": [{"name": "registry"}],
         "weights": {"storageClassName": "fast"},
         "prefill": {"args": ["--drain-timeout=900.5"]},
-        "decode": {"terminationGracePeriodSeconds": 700, "maxSurge": 1},
+        "decode": {"terminationGracePeriodSeconds": 700, "maxSurge": 0},
         "gateway": {"enabled": True},
     }
     objects = rendered(values)
@@ -127,7 +127,20 @@ def test_pods_have_time_to_drain_and_pull_secrets() -> None:
     assert [pod["imagePullSecrets"] for pod in pods.values()] == [[{"name": "registry"}]] * 4
     assert objects["PersistentVolumeClaim", "baton-weights"]["spec"]["storageClassName"] == "fast"
     update = objects["Deployment", "baton-decode"]["spec"]["strategy"]["rollingUpdate"]
-    assert update == {"maxSurge": 1, "maxUnavailable": 0}
+    assert update == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({}, "starts a new decode worker before it ends an old one. Without a free GPU it waits"),
+        ({"decode": {"maxSurge": 0}}, "The decode pool may have one worker, and an upgrade ends it"),
+    ],
+)
+def test_notes_say_what_an_upgrade_does(values: dict[str, Any], told: str) -> None:
+    with helm_python.Chart.load(CHART) as chart:
+        notes = chart.render(values, name="baton", namespace="baton")["baton/templates/NOTES.txt"]
+    assert told in notes
 
 
 def test_values_change_what_they_name() -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from .conftest import Object, PodTemplate, of_kind, pod_templates, settings_of
+from .conftest import K8S, Object, PodTemplate, of_kind, pod_templates, settings_of
 
 DRAIN_SECONDS = 60
 
@@ -211,6 +211,25 @@ def test_pools_are_spread_and_never_lost_to_a_drained_node_at_once(overlay: list
         assert 1 in (budget.get("maxUnavailable"), budget.get("minAvailable"))
 
 
+def test_an_upgrade_takes_no_pools_only_worker_unsaid(
+    overlays: dict[str, list[Object]],
+) -> None:
+    name = "single-gpu"
+    told = (K8S / "overlays" / name / "kustomization.yaml").read_text()
+    assert "an upgrade ends both workers before it starts new ones" in " ".join(told.replace("#", "").split())
+    for overlay in overlays.keys() - {name}:
+        for each in of_kind(overlays[overlay], "Deployment"):
+            if each["metadata"].get("labels", {}).get("baton/worker") != "true":
+                continue
+            update = each["spec"]["strategy"]["rollingUpdate"]
+            share = int(str(update["maxUnavailable"]).removesuffix("%")) / 100
+            assert int(share * 3) == 0, f"{overlay}: of three, Kubernetes rounds down"
+            assert update["maxSurge"] == 1
+        for group in of_kind(overlays[overlay], "RoleBasedGroup"):
+            for role in group["spec"]["roles"][:2]:
+                assert role["rolloutStrategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+
+
 def test_selectors_select_their_pods(overlay: list[Object]) -> None:
     pods = list(pod_templates(overlay))
     for each in of_kind(overlay, "Service"):
@@ -243,6 +262,7 @@ def test_claims_and_settings_that_pods_name_exist(overlay: list[Object]) -> None
         ("plain", "nvidia.com/gpu"),
         ("single-gpu", "nvidia.com/gpu.shared"),
         ("tensor-parallel", "nvidia.com/gpu"),
+        ("vllm-tensor-parallel", "nvidia.com/gpu"),
     ],
 )
 def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: str, resource: str) -> None:
@@ -255,8 +275,9 @@ def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: st
             assert devices == {resource}
 
 
-def test_a_worker_has_a_gpu_for_each_rank(overlays: dict[str, list[Object]]) -> None:
-    objects = overlays["tensor-parallel"]
+@pytest.mark.parametrize("name", ["tensor-parallel", "vllm-tensor-parallel"])
+def test_a_worker_has_a_gpu_for_each_rank(overlays: dict[str, list[Object]], name: str) -> None:
+    objects = overlays[name]
     settings = settings_of(objects)["data"]
     assert int(settings["BATON_TENSOR_PARALLEL_SIZE"]) > 1
     workers = ("Deployment baton-prefill", "Deployment baton-decode")

@@ -96,9 +96,16 @@ mooncake://{{ include "baton.fullname" . }}-store-master:50051
 {{- default (add 30 (ceil (float64 $drain))) .values.terminationGracePeriodSeconds -}}
 {{- end }}
 
-{{/* Takes the values of a component. Without a surge one pod ends before its successor starts. */}}
+{{/*
+Takes (list $ values), those of a component. Without a surge one pod ends before its successor starts. With one, Kubernetes rounds the
+quarter down: a component of three pods or fewer loses none before a new one is ready. Groups may round it up.
+*/}}
 {{- define "baton.rollingUpdate" -}}
-{maxUnavailable: {{ eq (int .maxSurge) 0 | ternary 1 0 }}, maxSurge: {{ .maxSurge }}}
+{{- $root := first . -}}
+{{- with last . -}}
+{{- $lost := eq $root.Values.workload "RoleBasedGroup" | ternary "0" "25%" -}}
+{maxUnavailable: {{ eq (int .maxSurge) 0 | ternary "1" $lost }}, maxSurge: {{ .maxSurge }}}
+{{- end -}}
 {{- end }}
 
 {{/* Whether an autoscaler of Kubernetes sets the number of workers. */}}
