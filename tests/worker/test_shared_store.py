@@ -215,8 +215,8 @@ async def test_a_store_that_comes_back_is_used_again(
             await assert_whole(first)
             store.kill()
             assert await answers(stream, 7) == expected[:7]
+            opened = first.log.read_text().count(" is open")  # before there is a store that it may find
             with mooncake(tmp_path, port=store.port) as again:
-                opened = first.log.read_text().count(" is open")
                 until(lambda: first.log.read_text().count(" is open") > opened, "the new store")
                 await measured(stream)  # the engine knows that it is another store
                 # It may find the master before the store has memory. Then the first writes fail.
@@ -280,6 +280,7 @@ async def test_garbage_in_the_store_is_never_used_and_written_again(
             assert [await generate(stream, prompt) for prompt in prompts(12)] == [
                 (tokens, 0) for tokens in expected
             ]
+        await assert_whole(second)  # the metrics follow its report
         missed = (await asyncio.to_thread(metrics, second))['baton:store_chunks_total{result="missed"}']
         assert missed >= 12, "the first chunk of each was read"
         assert await asyncio.to_thread(second.stop) == 0
