@@ -146,6 +146,9 @@ def test_a_curve_is_bounded_and_true() -> None:
     assert sum(line["tokens_per_s"]) * line["at"][0] * 2 == pytest.approx(2000, rel=0.01)
     assert max(line["in_flight"]) > 50
     assert curves([], 0, 0) == {"distributions": {}, "timeline": {}}
+    two = curves([record(0.0, ttft=0.1), record(0.0, ttft=0.2, index=1)], 0, 5)
+    assert {*two["distributions"]["ttft"]} == {100, 200}, "a quantile is a sample, as in the table"
+    assert {*two["timeline"]["ttft.p50"]} <= {100, 200, None}
 
 
 def test_requests_are_written_in_order_with_their_failures(tmp_path: Path) -> None:

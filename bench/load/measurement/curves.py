@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from baton.bench.load.target.answer import Record
+from baton.machine.quantiles import percentile, percentiles
 
 QUANTILES, BINS = 100, 60
 """Points of a distribution, and of a timeline."""
@@ -33,7 +34,7 @@ def curves(records: Sequence[Record], begin: float, end: float) -> dict[str, Any
 
 
 def _distribution(seconds: Sequence[float]) -> list[float]:
-    found = np.quantile(np.asarray(seconds) * 1e3, np.linspace(0, 1, QUANTILES + 1))
+    found = percentiles(np.asarray(seconds) * 1e3, np.linspace(0, 1, QUANTILES + 1))
     return [_digits(value) for value in found]
 
 
@@ -54,7 +55,7 @@ def _timeline(records: Sequence[Record], ok: Sequence[Record]) -> dict[str, Any]
             return [None] * BINS
         at, sizes = bins([when for when, _ in values]), np.asarray([size for _, size in values]) * 1e3
         return [
-            _digits(np.quantile(sizes[at == each], q)) if (at == each).any() else None for each in range(BINS)
+            _digits(percentile(sizes[at == each], q)) if (at == each).any() else None for each in range(BINS)
         ]
 
     edges = np.arange(1, BINS + 1) * width
