@@ -29,6 +29,8 @@ SCALE_BYTES = 4
 TILE_TOKENS = 128
 """Attention reads tiles of at most so many positions. It multiplies those that a token does not see by zero,
 so they must be numbers."""
+AHEAD_TOKENS = 24
+"""Tokens behind the last one that is known to be right: of two steps under way, and of the next one."""
 Range = tuple[int, int]
 """[start, stop), of positions or heads."""
 
@@ -85,6 +87,12 @@ def first_read(windows: Collection[Window], position: int) -> int:
 def last_unread(windows: Collection[Window], position: int) -> int:
     """The position from which on tokens from this position on may read all arrays with these windows."""
     return max((window.first_read(position) for window in windows), default=0)
+
+
+def window_blocks(windows: Collection[Window], block_size: int) -> int:
+    """Blocks with what a request reads in arrays with these windows, at most, while it decodes."""
+    longest = max(window.length for window in windows)
+    return -(-(longest + TILE_TOKENS + AHEAD_TOKENS) // block_size) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.core.state_copies import StateCopies
+from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.graphs import batch_sizes
 from baton.engine.execution.memory_sizing import COPY_TOKENS, tier_places
 from baton.engine.execution.rank import commands, join
@@ -28,7 +29,7 @@ from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
 from baton.engine.loader.tokenizer_json import eos_of_tokenizer, tokenizer_json
 from baton.engine.model_config import ModelConfig, known_ids
-from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
+from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.outputs import Outputs
 from baton.engine.step_loop import StepLoop
 from baton.machine.step_model import LARGE, LearnedSteps, StepModel, row_sizes, token_sizes
@@ -110,7 +111,10 @@ class Engine:
         self._steps = steps = LearnedSteps(*sizes, started.steps)
         budget = config.max_num_batched_tokens
         limit = ChunkLimit(steps, config.ttit_target, budget, config.ttit_target_steps)
-        pool = BlockPool(self.num_blocks, self.block_size)
+        pool = BlockPool(self.num_blocks, self.block_size, self._windows(config, started))
+        self.window_blocks = None if pool.windows is None else pool.windows.of
+        """int32, by block: the block in layers with windows, 0 if it has none. None: all layers have the same
+        blocks."""
         self.lives = lives = RequestLives(
             pool,
             max_num_seqs=config.max_num_seqs,
@@ -189,8 +193,16 @@ class Engine:
             offload_places=places,
             prompt_seconds=self.prompt_seconds,
             copies=copies,
-            windows={x.window for layer in self.cache_arrays for x in layer if x.window is not None},
+            windows=windows_of(self.cache_arrays),
         )
+
+    def _windows(self, config: EngineConfig, started: Started) -> WindowBlocks | None:
+        """None: all layers have the same blocks."""
+        if (count := started.pool.window_blocks) is None:
+            return None
+        windows = windows_of(self.cache_arrays)
+        tokens = config.max_num_batched_tokens
+        return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens)
 
     # The life of a request
 
@@ -288,7 +300,7 @@ class Engine:
 
     @property
     def blocks_free(self) -> int:
-        return self.lives.pool.free
+        return self.lives.blocks_free
 
     @property
     def idle(self) -> bool:
@@ -318,8 +330,8 @@ class Engine:
             requests_decoding=batch.rows,
             requests_waiting=len(lives.waiting) + len(lives.compiling) + len(lives.loading),
             tokens_waiting=sum(tokens for tokens, _ in waiting),
-            blocks_free=lives.pool.free,
-            blocks_spare=lives.pool.spare,
+            blocks_free=lives.blocks_free,
+            blocks_spare=min(lives.pool.spare, lives.blocks_free),
             blocks_total=lives.pool.num_blocks,
             blocks_cached=lives.pool.cached,
             held_prefills=len(lives.held),

@@ -28,6 +28,7 @@ class Outputs:
         """Adds to the result what a step has computed. `tokens`: by sampled row."""
         if launched.scored is not None:
             result.prompt_logprobs = _of_prompts(schedule.scored, launched.scored)
+        self._memory.landed(schedule)
         logprobs = _of_outputs(schedule.sampled, launched.logprobs)
         accepted = launched.accepted if schedule.drafts else ()
         guesses = launched.guesses

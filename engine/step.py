@@ -135,12 +135,15 @@ class Step:
     positions: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
     slots: Annotated[np.ndarray, Layout(np.int64, ("tokens",), padding=-1)]
     """Where the KV of each token goes."""
+    window_slots: Annotated[np.ndarray, Layout(np.int64, ("window rows",), padding=-1)]
+    """The same, of layers with windows. Empty: all layers have the same blocks."""
     query_lengths: Annotated[np.ndarray, Layout(np.int64, ("requests",), on_device=False)]
     """Tokens of each request in this step."""
     contexts: Annotated[np.ndarray, Layout(np.int32, ("requests",))]
     """Positions of each request, those of this step included."""
     block_tables: Annotated[np.ndarray, Layout(np.int32, ("requests", "width"), padding=None)]
-    """Zero past the blocks of a request."""
+    """Zero past the blocks of a request. If layers with windows have blocks of their own, the second half of
+    each row has these."""
     sampled_rows: Annotated[np.ndarray, Layout(np.int64, ("sampled",))]
     """Indices of the tokens that get a next token."""
     draws: Draws[np.ndarray]
@@ -267,19 +270,21 @@ def arrange(
     following: Mapping[int, int] | None = None,
     guessed: Sequence[int] = (),
     guesses: int = 0,
+    window_blocks: np.ndarray | None = None,
 ) -> Step:
     """Lays out a step.
 
     Request i computes positions [starts[i], stops[i]) with block table tables[i]. `token_ids` has the tokens
     of all requests in order. `sampled` has the numbers of the requests that get a token, ascending.
-    `table_width`: blocks in a row of the block tables; None: as many as the longest table has. `source_rows`:
+    `table_width`: of the block tables; None: as many blocks as the longest table has. `source_rows`:
     of each request, the first row in which the step before samples it, if the host does not know the first of
     its tokens here; else −1. None: the host knows all tokens. `state_slots`
     None: no layer has states. `copies` (row, slot): the states after this row of a prompt are copied to the
     slot, before the step computes later rows. `drafts`: by number of the request, behind its tokens. `keys`
     as in `Ahead`; None: the engine has no drafts. `following`: the token after the last one of each request
     that gets none; None: there is no draft head. It makes `guesses` for each of the requests `guessed`, which
-    are among `sampled`. The other arguments are as in `Step`."""
+    are among `sampled`. `window_blocks`: the block in layers with windows, by that in other layers. None: it
+    is the same. The other arguments are as in `Step`."""
     drafts = drafts or {}
     ends_at = np.array(stops)
     for i, draft in drafts.items():
@@ -287,9 +292,12 @@ def arrange(
     lengths = ends_at - np.array(starts)
     ends = np.cumsum(lengths)
     positions = np.arange(ends[-1]) - np.repeat(ends - ends_at, lengths)
-    padded = _padded(tables, table_width)
+    padded, width = _padded(tables, table_width, window_blocks)
     request = np.repeat(np.arange(len(lengths)), lengths)
-    slots = padded[request, positions // block_size] * np.int64(block_size) + positions % block_size
+    index, offset, size = positions // block_size, positions % block_size, np.int64(block_size)
+    slots = padded[request, index] * size + offset
+    in_windows = window_blocks is not None
+    window_slots = padded[request, width + index] * size + offset if in_windows else NO_ROWS
     state_copies = np.zeros(0 if state_slots is None else len(positions), dtype=np.int32)
     for row, slot in copies:
         state_copies[row] = slot + 1
@@ -308,7 +316,7 @@ def arrange(
         last = max(num_decodes, 1 + max(drafts, default=-1))
         rows = int(ends[last - 1]) if last else 0
         later = positions[:rows, None] + np.arange(keys.shape[1])
-        blocks = padded[request[:rows, None], np.minimum(later // block_size, padded.shape[1] - 1)]
+        blocks = padded[request[:rows, None], np.minimum(later // block_size, width - 1)]
         ahead = Ahead(
             shift_rows=np.full(rows, -1, dtype=np.int32),
             token_ids=np.repeat(ids[:rows, None], keys.shape[1], axis=1),
@@ -340,6 +348,7 @@ def arrange(
         source_rows=sources,
         positions=positions,
         slots=slots,
+        window_slots=window_slots,
         query_lengths=lengths,
         contexts=ends_at.astype(np.int32),
         block_tables=padded,
@@ -401,11 +410,18 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.array(pairs, dtype=np.int64) if pairs else NO_PAIRS
 
 
-def _padded(tables: Sequence["array[int]"], width: int | None) -> np.ndarray:
-    """[requests, width] int32. A loop over the rows would take longer than the rest of `arrange`."""
-    used = np.array([len(table) for table in tables])
-    padded = np.zeros((len(tables), width or int(used.max())), dtype=np.int32)
+def _padded(
+    tables: Sequence["array[int]"], width: int | None, window_blocks: np.ndarray | None
+) -> tuple[np.ndarray, int]:
+    """[requests, width] int32, and how many of the columns are for the tables themselves. A loop over the
+    rows would take longer than the rest of `arrange`."""
+    used, halves = np.array([len(table) for table in tables]), 1 if window_blocks is None else 2
+    columns = width // halves if width else int(used.max())
+    padded = np.zeros((len(tables), columns * halves), dtype=np.int32)
     begins = np.arange(len(tables)) * padded.shape[1] - (np.cumsum(used) - used)
     flat = np.frombuffer(b"".join(tables), dtype=np.int32)
-    padded.reshape(-1)[np.arange(len(flat)) + np.repeat(begins, used)] = flat
-    return padded
+    at = np.arange(len(flat)) + np.repeat(begins, used)
+    padded.reshape(-1)[at] = flat
+    if window_blocks is not None:
+        padded.reshape(-1)[at + columns] = window_blocks[flat]
+    return padded, columns

@@ -182,6 +182,7 @@ class StepLoop:
             saves=() if states is None else states.saves(schedule.chunks),
             ahead=self._runner.ahead,
             draft_head=self._runner.drafter is not None,
+            window_blocks=None if lives.pool.windows is None else lives.pool.windows.of,
         )
 
     def _run(self, schedule: Schedule, step: Step) -> Launched:

@@ -13,6 +13,7 @@ from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     Rows = Sequence[torch.Tensor] | torch.Tensor
@@ -38,6 +39,9 @@ class PagedKV:
     layers_ready: Callable[[], int] = lambda: 0
     """With several ranks: how many layers are ready so far, over all steps that hand over KV. All ranks count
     the same layers."""
+    window_blocks: "np.ndarray | None" = None
+    """int32, by block: the block in arrays with windows, which the engine changes. 0: none, so that what is
+    written there is lost. None: it is the same, or block tables have those of an array already."""
 
     @property
     def heads(self) -> Sequence[Range]:

@@ -54,7 +54,7 @@ class LedgerCache:
         )
 
     def allocate(self, places: Places, device: torch.device) -> LedgerState:
-        blocks, size, slots = places
+        blocks, size, slots = places.num_blocks, places.block_size, places.num_slots
         shapes = (1, blocks, size, self.heads, 1), (1, blocks, size, 2, 3), (slots, 1, self.heads, 2)
         return LedgerState(*(torch.full(shape, torch.nan, device=device) for shape in shapes))
 

@@ -23,15 +23,22 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
+from baton.engine.core.window_blocks import WindowBlocks
+
 
 class BlockPool:
     """Owns all blocks that no request owns. `on_evicted` is called with the name of each block that leaves
-    the cache."""
+    the cache, `on_window_lost` with that of each cached block that loses its window block."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: WindowBlocks | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         """Positions of a block."""
+        self.windows = windows
+        """None: all layers have the same blocks."""
+        if windows is not None:
+            windows.on_lost = self._window_lost
+        self.on_window_lost: Callable[[bytes], None] = lambda _: None
         self.on_evicted: Callable[[bytes], None] = lambda _: None
         self.moves = 0
         """Blocks that changed their state so far. Each counts as often as it did."""
@@ -66,14 +73,14 @@ class BlockPool:
         """Returns `count` private blocks with undefined content. Evicts cached blocks where needed."""
         assert count <= self.free, f"{count} blocks wanted, {self.free} free"
         while len(self._free) < count and self._remnants:
-            self._free.append(self._remnants.popitem(last=False)[1])
+            self._has_no_content(self._remnants.popitem(last=False)[1])
         while len(self._free) < count:
             evicted, _ = (self._unreferenced_copies or self._unreferenced).popitem(last=False)
             self._copies.discard(evicted)
             evicted_name = self._name_of.pop(evicted)
             del self._block_of[evicted_name]
             self.on_evicted(evicted_name)
-            self._free.append(evicted)
+            self._has_no_content(evicted)
         blocks = [self._free.pop() for _ in range(count)]
         self._private.update(blocks)
         self.moves += count
@@ -153,7 +160,7 @@ class BlockPool:
         for unreferenced in (self._unreferenced, self._unreferenced_copies):
             if block in unreferenced:
                 del unreferenced[block]
-                self._free.append(block)
+                self._has_no_content(block)
 
     def release(
         self,
@@ -177,18 +184,36 @@ class BlockPool:
         for block in reversed(blocks):
             if block in self._private:
                 self._private.remove(block)
-                if remnant is not None and block == remnant[0] and remnant[1] not in self._remnants:
+                is_remnant = remnant is not None and block == remnant[0] and self.has_window(block)
+                if remnant is not None and is_remnant and remnant[1] not in self._remnants:
                     self._remnants[remnant[1]] = block
                 else:
-                    self._free.append(block)
+                    self._has_no_content(block)
                 continue
             self._references[block] -= 1
             if self._references[block] == 0:
                 del self._references[block]
                 if block not in self._name_of:
-                    self._free.append(block)
+                    self._has_no_content(block)
                     continue
                 (self._unreferenced_copies if block in self._copies else self._unreferenced)[block] = None
+
+    def _has_no_content(self, block: int) -> None:
+        if self.windows is not None:
+            self.windows.freed(block)
+        self._free.append(block)
+
+    def has_window(self, block: int) -> bool:
+        """Whether the block has KV of layers with windows, as far as it has that of others."""
+        return self.windows is None or self.windows.has(block)
+
+    def _window_lost(self, block: int) -> None:
+        if (name := self._name_of.get(block)) is not None:
+            self.on_window_lost(name)
+            return
+        for remnant in [name for name, each in self._remnants.items() if each == block]:
+            del self._remnants[remnant]
+            self._free.append(block)
 
     def only_here(self, blocks: Iterable[int] | None) -> None:
         """No other worker has these blocks any more. None: none of the blocks."""
@@ -209,12 +234,18 @@ class BlockPool:
         assert unreferenced <= self._name_of.keys() <= self._references.keys() | unreferenced
         assert self._copies <= self._name_of.keys()
         assert self._copies & unreferenced == self._unreferenced_copies.keys()
+        if self.windows is not None:
+            self.windows.assert_consistent()
+            assert not any(self.windows.has(block) for block in self._free)
+            assert all(self.windows.has(block) for block in self._remnants.values())
 
     def assert_whole(self) -> None:
         """Asserts that no request holds a block."""
         self.assert_consistent()
         assert not self._private, f"private blocks left: {sorted(self._private)}"
         assert not self._references, f"cached blocks still referenced: {sorted(self._references)}"
+        if self.windows is not None:
+            self.windows.assert_whole()
 
 
 class StatePool:

@@ -15,6 +15,7 @@ from baton.content import packed
 from baton.engine.api.request import EngineRequest, Logprobs
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.state_copies import Copy, CopyLease
+from baton.engine.core.window_blocks import WindowSpan
 from baton.engine.grammar import CompiledGrammar
 from baton.machine.leases import Leases
 
@@ -178,6 +179,8 @@ class LiveRequest:
 
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
     """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
+    windows: WindowSpan = field(default_factory=WindowSpan)
+    """What it reads of layers with windows, if these have blocks of their own."""
     states: States | None = None
     """None: the model has no state layers, or the request has no blocks."""
     cached_when_queued: int = 0

@@ -32,13 +32,17 @@ def to_drop(
         droppable.remove(reserved)
         droppable.insert(0, reserved)
         seats = min_drops = 1
-    tables = [live.blocks for live in (*lives.leaving, *droppable)]
+    holders = [*lives.leaving, *droppable]
+    tables = [live.blocks for live in holders]
     certain = len(tables) - len(droppable)
-    need, hits, count, dropped = 0, set[int](), 0, 0
+    need, window_need, hits, count, dropped = 0, 0, set[int](), 0, 0
 
     def is_enough(drops: int) -> bool:
         going = tables[: certain + drops]
         if states is not None and count > states.free + len(going):
+            return False
+        promised = sum(live.windows.promised for live in holders[: len(going)])
+        if not memory.has_windows(window_need - promised):
             return False
         spare_blocks = pool.free_after(going, hits) - need
         if 0 <= spare_blocks < memory.watermark and count == 1:
@@ -50,6 +54,7 @@ def to_drop(
         cached = memory.hits(live)
         hits.update(cached)
         need += memory.blocks_for(len(live.token_ids)) - len(cached)
+        window_need += memory.window_need(len(live.token_ids))
         if not is_enough(len(droppable)):
             break
         dropped = bisect_left(range(len(droppable)), True, lo=max(min_drops, dropped), key=is_enough)

@@ -1,9 +1,9 @@
 """The prefix cache: which blocks are found by the names of their content, in the pool and in the tiers below.
 Pure.
 
-A block is *thin* if it lacks positions of arrays with windows. It came from another worker, which left out
-what no later token of that prompt reads. A request may begin behind thin blocks if no window reaches back to
-them. A block that has all positions takes the place of a thin one.
+A block is *thin* if it lacks positions of arrays with windows. It lost its window block (`window_blocks`), or
+came from another worker, which left out what no later token of that prompt reads. A request may begin behind
+thin blocks if no window reaches back to them. A block that has all positions takes the place of a thin one.
 """
 
 from array import array
@@ -108,7 +108,7 @@ class PrefixCache:
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
         # By name, the blocks that are in any tier. The last used one is last.
         self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
-        pool.on_evicted = self._evicted
+        pool.on_evicted, pool.on_window_lost = self._evicted, self._window_lost
         tiers: list[OffloadTier] = []
         for (tier, of_states), places in sorted(offload_places.items()):
             if of_states:
@@ -135,16 +135,17 @@ class PrefixCache:
         self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: int = 0
     ) -> None:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
-        indices below `thin` are thin."""
+        indices below `thin` are thin, and those without a window block."""
         entered: list[int] = []
         for index in range(start, stop):
             name = names.blocks[index]
-            if index >= thin and name in self._thin:
+            is_thin = index < thin or not self._pool.has_window(blocks[index])
+            if name in self._thin and not is_thin:
                 self._forget_thin(name)
-            is_whole_below = index < thin and name in self._cached and name not in self._thin
+            is_whole_below = is_thin and name in self._cached and name not in self._thin
             if is_whole_below or not self._pool.publish(blocks[index], name):
                 continue
-            if index < thin:
+            if is_thin:
                 self._thin.add(name)
             if name in self._cached:
                 self._place_changed(name)
@@ -330,6 +331,8 @@ class PrefixCache:
         """Offers a block with KV from a tier below, which is verified. The tier had it when the copy
         began."""
         if name in self._cached and self._pool.publish(block, name):
+            if not self._pool.has_window(block):
+                self._thin.add(name)
             self._place_changed(name)
 
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
@@ -353,6 +356,11 @@ class PrefixCache:
         for tier in self._block_tiers:
             tier.evicted(name)
         self._place_changed(name)
+
+    def _window_lost(self, name: bytes) -> None:
+        for tier in self._block_tiers:
+            tier.evicted(name)  # a copy under way may read another block
+        self._thin.add(name)
 
     def _states_evicted(self, name: bytes) -> None:
         for tier in self._state_tiers:

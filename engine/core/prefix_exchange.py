@@ -17,13 +17,14 @@ an import. A request that waits for an import has no block. So nothing here wait
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.state_copies import CopyLease
+from baton.engine.core.window_blocks import WindowSpan
 
 PINNED_SHARE = 4
 """One in so many blocks may be pinned."""
@@ -58,6 +59,8 @@ class Pin:
     """The name of the chunk, if it is in a block that is not full."""
     states: CopyLease | None = None
     """On the states after the last chunk. None: the model has none, or they are not read."""
+    windows: WindowSpan = field(default_factory=WindowSpan)
+    """What it keeps of the table in layers with windows."""
 
     def end(self, *, copied: bool | None = None) -> None:
         """Nothing reads the blocks any more. `copied`: as in `BlockPool.release`."""
@@ -80,6 +83,8 @@ class Import:
     state_slot: int | None
     """For the states after the last chunk. None: the model has none."""
     exchange: "PrefixExchange"
+    windows: WindowSpan = field(default_factory=WindowSpan)
+    """The blocks that get what comes of layers with windows."""
 
     def end(self, num_tokens: int, *, whole: bool = False) -> None:
         """Nothing is written into the blocks any more. The cache gets what is complete among the first
@@ -91,12 +96,21 @@ class Import:
 class PrefixExchange:
     """Makes pins and imports. Each ends once."""
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, spare_blocks: Callable[[], int]) -> None:
-        """`spare_blocks`: how many of the free blocks an import or a pin may take."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        spare_blocks: Callable[[], int],
+        has_windows: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """`spare_blocks`: how many of the free blocks an import or a pin may take. `has_windows`: whether it
+        may take so many window blocks."""
         self._block_size = pool.block_size
         self._pool = pool
         self._cache = cache
         self._spare_blocks = spare_blocks
+        self._has_windows = has_windows
+        self._windows = pool.windows
         self._open = set[Pin | Import]()
         self._brought = 0
 
@@ -116,6 +130,8 @@ class PrefixExchange:
         self._open.remove(lease)
         whole = self._cache.thin_before(len(lease.table) * self._block_size)
         first = max(0, whole - (len(lease.table) - len(blocks)))
+        if self._windows is not None:
+            self._windows.end(lease.windows, lease.table)
         self._pool.release(blocks, remnant, copied=copied, first_copied=first)
 
     def imported(self, ended: Import, num_tokens: int, *, whole: bool) -> None:
@@ -150,6 +166,7 @@ class PrefixExchange:
         lacks_states = copies is not None and bool(chunks) and chunks[-1] not in copies
         if not (wanted or lacks_states) or (
             len(wanted) + self._pool.unreferenced(cached) > self._spare_blocks()
+            or not self._has_least_windows(len(wanted))
         ):
             return False
         if copies is not None and lacks_states:
@@ -158,6 +175,8 @@ class PrefixExchange:
             states = chunks[-1], slot
         self._pool.share(cached)
         blocks = self._pool.allocate(len(wanted))
+        span = WindowSpan()
+        self._read_windows(span, blocks, 0)
 
         def ended(whole: bool) -> None:
             self._brought -= 1
@@ -169,6 +188,8 @@ class PrefixExchange:
             if whole:
                 for name, block in zip(wanted, blocks, strict=True):
                     self._cache.restore(name, block)
+            if self._windows is not None:
+                self._windows.end(span, blocks)
             self._pool.release([*cached, *blocks])
             then()
 
@@ -193,19 +214,58 @@ class PrefixExchange:
             len(lease.blocks) for lease in self._open if isinstance(lease, Pin)
         )
 
-    def pin(self, chunks: Sequence[bytes], first_chunk: int, states: CopyLease | None = None) -> Pin | None:
+    def pin(
+        self,
+        chunks: Sequence[bytes],
+        first_chunk: int,
+        states: CopyLease | None = None,
+        *,
+        is_prefix: bool = False,
+    ) -> Pin | None:
         """Keeps the cached KV of these chunks in its blocks, from the first one on. None: no chunk is cached,
         or there is no room beside the queue.
 
-        `first_chunk`: the position of the first one in its prompt, in chunks. `states` end with the pin."""
+        `first_chunk`: the position of the first one in its prompt, in chunks. `states` end with the pin.
+        `is_prefix`: of layers with windows, only what the token behind the chunks reads is kept."""
         count, blocks = self._cache.table(chunks, first_chunk, self._may_pin)
         # Otherwise pins could delay the first request of the queue forever.
         if not count or self._pool.unreferenced(blocks) > self._spare_blocks():
             return None  # without the table: `first_chunk` comes from a peer, and may be any number
+        table = [*self._before(first_chunk), *blocks]
+        first = len(table) - len(blocks)
+        if is_prefix and self._windows is not None:
+            first = max(first, self._windows.first((first_chunk + count) * CHUNK_TOKENS))
+        pin = Pin(count, table, blocks, self, states=states)
         self._pool.share(blocks)
-        pin = Pin(count, [*self._before(first_chunk), *blocks], blocks, self, states=states)
+        if not self._keep_windows(pin.windows, table, first):
+            self._pool.release(blocks)
+            return None
         self._open.add(pin)
         return pin
+
+    def _keep_windows(self, span: WindowSpan, table: Sequence[int], first: int) -> bool:
+        """Keeps the window blocks of these blocks, behind the last one that has none. False: no room."""
+        if (windows := self._windows) is None:
+            return True
+        first = 1 + max((i for i in range(first, len(table)) if not windows.has(table[i])), default=first - 1)
+        if not self._has_windows(len(table) - first):
+            return False
+        windows.promise(span, len(table) - first)
+        windows.begin(span, table, first, len(table))
+        return True
+
+    def _has_least_windows(self, count: int) -> bool:
+        """Whether there is room for the window at the end of so many blocks."""
+        return self._windows is None or self._has_windows(self._windows.need(count))
+
+    def _read_windows(self, span: WindowSpan, table: Sequence[int], first: int) -> None:
+        """Gives these blocks window blocks, or the last ones alone if there is no room for all."""
+        if (windows := self._windows) is None:
+            return
+        if not self._has_windows(len(table) - first):
+            first = max(first, len(table) - windows.most)
+        windows.promise(span, len(table) - first)
+        windows.begin(span, table, first, len(table))
 
     def pin_prefix(self, chunks: Sequence[bytes], first_chunk: int) -> Pin | None:
         """As `pin`, for another worker. No window reaches from the end to a thin block. If the model has
@@ -220,7 +280,7 @@ class PrefixExchange:
         chunks = chunks[: ends[-1]]
         if copies is not None and (lease := copies.lend(chunks[-1])) is None:
             return None
-        pin = self.pin(chunks, first_chunk, lease)
+        pin = self.pin(chunks, first_chunk, lease, is_prefix=True)
         if pin is None and lease is not None:
             lease.end()
         return pin
@@ -230,8 +290,11 @@ class PrefixExchange:
         chunks. None: there is none, or no room beside the queue."""
         if not self._pool.has_remnant(chunk) or not self._spare_blocks():
             return None
+        if not self._has_windows(1):
+            return None
         block = self._pool.adopt(chunk)
         pin = Pin(1, [*self._before(position), block], [block], self, chunk)
+        self._keep_windows(pin.windows, pin.table, len(pin.table) - 1)
         self._open.add(pin)
         return pin
 
@@ -288,11 +351,14 @@ class PrefixExchange:
         last = -(-stop * CHUNK_TOKENS // self._block_size)
         if last - first + self._pool.unreferenced(missing.hits) > self._spare_blocks():
             return None
+        if not self._has_least_windows(last - first):
+            return None
         slot, copies = None, self._cache.copies
         if copies is not None and (slot := copies.allocate()) is None:
             return None
         self._pool.share(missing.hits)
         blocks = self._pool.allocate(last - first)
         started = Import(missing, [*[0] * first, *blocks], blocks, slot, self)
+        self._read_windows(started.windows, started.table, first)
         self._open.add(started)
         return started

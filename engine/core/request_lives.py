@@ -87,7 +87,9 @@ class RequestLives:
         self._max_model_len = max_model_len
         self.prefix_exchange: PrefixExchange | None = None
         if cache is not None:
-            self.prefix_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
+            self.prefix_exchange = PrefixExchange(
+                pool, cache, lambda: self._spare_blocks, self._has_spare_windows
+            )
         self.memory = RequestMemory(pool, states, cache)
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]
@@ -108,6 +110,15 @@ class RequestLives:
     def some(self) -> bool:
         """Whether there is a request in any phase, or one that has ended with leases on it."""
         return any(self._of_phase.values())
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks for further requests: fewer than the pool has, if there are too few window blocks for a long
+        one."""
+        windows = self.pool.windows
+        if windows is None or windows.available >= windows.most:
+            return self.pool.free
+        return min(self.pool.free, windows.available)
 
     # Coming in
 
@@ -138,7 +149,7 @@ class RequestLives:
         live = self._new(request, owner)
         live.phase = Phase.RESERVED
         tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
-        if not self._has_spare_room(self.memory.need(tokens, hits)):
+        if not self._has_spare_room(self.memory.need(tokens, hits), self.memory.window_need(tokens)):
             return None
         live.tag = self.shares.now  # nothing of its prompt is computed here
         live.hand_back = True
@@ -149,8 +160,8 @@ class RequestLives:
     def start(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
         live = self._new(request, owner)
-        hits = self.memory.hits(live)
-        if not self._has_spare_room(self.memory.need(len(live.token_ids), hits)):
+        hits, tokens = self.memory.hits(live), len(live.token_ids)
+        if not self._has_spare_room(self.memory.need(tokens, hits), self.memory.window_need(tokens)):
             return None
         live.tag = self._tag(live)
         live.hand_back = True
@@ -163,11 +174,12 @@ class RequestLives:
         """Gives a request its blocks at once. These ranges of its prompt are computed here, each after
         `begin_range`, and the caller writes the KV of the other positions. None: no room."""
         live = self._new(request, owner)
-        hits = self.memory.hits(live, before=ranges[0].stop)
-        if not self._has_spare_room(self.memory.need(len(live.token_ids), hits)):
+        hits, tokens = self.memory.hits(live, before=ranges[0].stop), len(live.token_ids)
+        window_need = self.memory.window_need(tokens, is_whole=True)
+        if not self._has_spare_room(self.memory.need(tokens, hits), window_need):
             return None
         live.handover = True
-        self.memory.take(live, len(live.token_ids), hits)
+        self.memory.take(live, tokens, hits, is_whole=True)
         live.num_computed = live.num_cached
         uncached = (range(max(each.start, live.num_cached), each.stop) for each in ranges)
         live.shared = SharedPrompt(deque(filter(None, uncached)), unverified=True)
@@ -208,11 +220,9 @@ class RequestLives:
         assert live.phase is Phase.RESERVED
         tokens = array("i", [*live.request.prompt_ids, *output_ids])
         assert len(tokens) >= len(live.token_ids), "an emitted token is never taken back"
-        need = self.memory.blocks_for(len(tokens) + 1) - len(live.blocks)
-        if need > self.pool.free:
+        if not self.memory.extend(live, len(tokens)):
             return False
         live.token_ids = tokens
-        live.blocks.extend(self.pool.allocate(max(0, need)))
         return True
 
     def join(self, live: LiveRequest) -> None:
@@ -265,12 +275,22 @@ class RequestLives:
         it."""
         if not self.waiting or self._places <= 0:
             return False
-        return self._need(self.waiting[0]) + self.memory.headroom <= self.pool.free
+        first = self.waiting[0]
+        if not self.memory.has_windows(self.memory.window_need(len(first.token_ids))):
+            return False
+        return self._need(first) + self.memory.headroom <= self.pool.free
 
-    def _has_spare_room(self, need: int) -> bool:
-        """Whether a request that is not queued may take a seat and `need` blocks. The first request of the
-        queue keeps a seat and its blocks, or requests that are not queued could delay it forever."""
-        return self._places > bool(self.waiting) and need <= self._spare_blocks
+    def _has_spare_room(self, need: int, window_need: int) -> bool:
+        """Whether a request that is not queued may take a seat, `need` blocks and `window_need` window
+        blocks. The first request of the queue keeps a seat and its blocks, or requests that are not queued
+        could delay it forever."""
+        has_windows = self._has_spare_windows(window_need)
+        return self._places > bool(self.waiting) and need <= self._spare_blocks and has_windows
+
+    def _has_spare_windows(self, need: int) -> bool:
+        """Whether so many window blocks may be taken without a delay for the first request of the queue."""
+        first = self.memory.window_need(len(self.waiting[0].token_ids)) if self.waiting else 0
+        return not need or self.memory.has_windows(need + first)
 
     @property
     def _spare_blocks(self) -> int:

@@ -8,6 +8,7 @@ from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.request_states import RequestStates
+from baton.engine.core.step_builder import Schedule
 
 
 class RequestMemory:
@@ -19,6 +20,7 @@ class RequestMemory:
         """None: the model has no state layers."""
         self._pool = pool
         self._cache = cache
+        self._windows = pool.windows
         self._block_size = pool.block_size
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
@@ -31,6 +33,13 @@ class RequestMemory:
     def need(self, num_tokens: int, hits: Sequence[int]) -> int:
         """Free blocks that `take` takes."""
         return self.blocks_for(num_tokens) - len(hits) + self._pool.unreferenced(hits)
+
+    def window_need(self, num_tokens: int, *, is_whole: bool = False) -> int:
+        """Window blocks that `take` is promised. `is_whole` as there."""
+        if self._windows is None:
+            return 0
+        blocks = self.blocks_for(num_tokens)
+        return blocks if is_whole else self._windows.need(blocks)
 
     def known(self, live: LiveRequest) -> int:
         """Blocks that any tier has of the beginning of a request."""
@@ -62,13 +71,82 @@ class RequestMemory:
             return 0
         return max(0, (live.num_computed + live.slack) // self._block_size + 1 - len(live.blocks))
 
+    def lacks_windows(self, live: LiveRequest, lacking: int) -> int:
+        """Window blocks that the request must be promised to have so many blocks more."""
+        if self._windows is None:
+            return 0
+        return max(0, self._windows.need(len(live.blocks) + lacking) - live.windows.promised)
+
+    def grow(self, live: LiveRequest, lacking: int, keep: int = 0) -> bool:
+        """Gives a request so many blocks more, if `keep` blocks are free after that. False: they are not, or
+        there are too few window blocks."""
+        lacks_windows = self.lacks_windows(live, lacking)
+        if self._pool.free - lacking < keep or not self.has_windows(lacks_windows, keep > 0):
+            return False
+        live.blocks.extend(self._pool.allocate(lacking))
+        if self._windows is not None and lacks_windows:
+            self._windows.promise(live.windows, live.windows.promised + lacks_windows)
+        return True
+
+    def can_grow(self, running: Sequence[LiveRequest], *, one_block: bool) -> bool:
+        """Whether all these requests can grow by what they lack, and chunks of prompts find window blocks.
+        `one_block`: a request grows by at most one block in a step."""
+        free, windows = self._pool.free, self._windows
+        if windows is not None:
+            if not windows.spare:
+                return False
+            free = min(free, windows.available)
+        if one_block and len(running) <= free:
+            return True
+        lacking = [self.lacks(live) for live in running]
+        if windows is None:
+            return sum(lacking) <= free
+        needs = sum(map(self.lacks_windows, running, lacking))
+        return sum(lacking) <= self._pool.free and needs <= windows.available
+
     def has_room_for(self, live: LiveRequest, tokens: int) -> bool:
         """Gives a request blocks for so many tokens behind its next one, if they are spare."""
         lacking = self.blocks_for(len(live.token_ids) + tokens) - len(live.blocks)
-        if lacking > 0:
-            if self._pool.free - lacking < self.watermark:
-                return False
-            live.blocks.extend(self._pool.allocate(lacking))
+        if lacking > 0 and not self.grow(live, lacking, self.watermark):
+            return False
+        self.reach(live, len(live.blocks) * self._block_size)
+        return True
+
+    def has_windows(self, need: int, keeps_some: bool = True) -> bool:
+        """Whether so many window blocks may be promised. `keeps_some`: and running requests can grow."""
+        windows = self._windows
+        if windows is None or not need:
+            return True
+        keep = max(1, windows.count // 100) if keeps_some and not windows.unused else 0
+        return need + keep <= windows.available
+
+    def within_windows(self, live: LiveRequest, count: int) -> int:
+        """`count` tokens, or fewer: those of the next chunk that find window blocks."""
+        if self._windows is None:
+            return count
+        return min(count, self._windows.reachable(live.windows) * self._block_size - live.num_computed)
+
+    def reach(self, live: LiveRequest, stop: int) -> None:
+        """A step computes positions of a request up to this one."""
+        if self._windows is not None:
+            self._windows.reach(live.windows, live.blocks, self.blocks_for(stop))
+
+    def landed(self, schedule: Schedule) -> None:
+        """A step has landed: what its requests read no more of layers with windows is free."""
+        if (windows := self._windows) is None:
+            return
+        for live, chunk in schedule.chunks.items():
+            if live.blocks:  # a decode may compute its token again, if a draft after it is wrong
+                position = chunk.stop if live in schedule.prompts else chunk.start
+                windows.pass_to(live.windows, live.blocks, position)
+
+    def extend(self, live: LiveRequest, num_tokens: int) -> bool:
+        """Extends a reservation to so many tokens, and one more. False: no room."""
+        if not self.grow(live, max(0, self.blocks_for(num_tokens + 1) - len(live.blocks))):
+            return False
+        if self._windows is not None:
+            self._windows.pass_to(live.windows, live.blocks, num_tokens)
+        self.reach(live, num_tokens + 1)
         return True
 
     @property
@@ -79,13 +157,22 @@ class RequestMemory:
 
     # Giving and taking back
 
-    def take(self, live: LiveRequest, num_tokens: int, hits: Sequence[int]) -> None:
+    def take(
+        self, live: LiveRequest, num_tokens: int, hits: Sequence[int], *, is_whole: bool = False
+    ) -> None:
         """Gives the request blocks for the tokens, and a state slot. The first blocks are `hits`, those of
-        the method of this name."""
+        the method of this name. `is_whole`: it keeps all positions of layers with windows, too."""
         self._pool.share(hits)
         known, remnant = self._adopt(live, hits)
         new = self._pool.allocate(self.blocks_for(num_tokens) - len(hits) - len(remnant))
         live.blocks = array("i", [*hits, *remnant, *new])
+        if (windows := self._windows) is not None:
+            live.windows.is_whole = is_whole
+            windows.promise(live.windows, self.window_need(num_tokens, is_whole=is_whole))
+            position, stop = known, self.blocks_for(known)
+            if is_whole or live.phase is Phase.RESERVED:  # other workers write the KV behind the hits
+                position, stop = 0 if is_whole else len(live.token_ids), len(live.blocks)
+            windows.begin(live.windows, live.blocks, windows.first(position), stop)
         if self.states is not None:
             self.states.take(live, len(hits), self._branch(live, len(hits)))
         live.num_cached = known
@@ -120,6 +207,8 @@ class RequestMemory:
         index = end // self._block_size
         if index != live.num_verified // self._block_size or index < live.thin_before:
             return None  # no chunk ends in the last block, or the block is thin
+        if not self._pool.has_window(live.blocks[index]):
+            return None
         return live.blocks[index], self._names(live, self._cache).of_chunk(live.token_ids, end)
 
     def load(self, live: LiveRequest, ended: Callable[[bool], None]) -> bool:
@@ -145,15 +234,7 @@ class RequestMemory:
                 self._begin_at(live, names, begin)
                 return False
         cache.used(usable[first:stop])
-        wanted: list[tuple[bytes, int]] = []
-        for index in range(first, stop):
-            # The pool may have blocks again behind those that it lacks.
-            if cached := self._pool.lookup([usable[index]]):
-                self._pool.release([live.blocks[index]])
-                self._pool.share(cached)
-                live.blocks[index] = cached[0]
-            else:
-                wanted.append((usable[index], live.blocks[index]))
+        wanted = self._wanted(live, usable[:stop], first)
 
         def landed(intact: bool) -> None:
             has_kv = intact and live.phase is not Phase.GONE
@@ -168,6 +249,24 @@ class RequestMemory:
 
         cache.load(wanted, landed, None if states is None else states.wanted)
         return True
+
+    def _wanted(self, live: LiveRequest, names: Sequence[bytes], first: int) -> list[tuple[bytes, int]]:
+        """What a request must load to begin behind the blocks with these names, of which it has `first`."""
+        if (windows := self._windows) is not None:
+            windows.leave(live.windows, live.blocks, live.windows.stop)
+        wanted: list[tuple[bytes, int]] = []
+        for index in range(first, len(names)):
+            # The pool may have blocks again behind those that it lacks.
+            if cached := self._pool.lookup([names[index]]):
+                self._pool.release([live.blocks[index]])
+                self._pool.share(cached)
+                live.blocks[index] = cached[0]
+            else:
+                wanted.append((names[index], live.blocks[index]))
+        if windows is not None:
+            begin = windows.first(len(names) * self._block_size)
+            windows.begin(live.windows, live.blocks, begin, len(names))
+        return wanted
 
     def _loadable(self, live: LiveRequest, cache: PrefixCache, usable: Sequence[bytes]) -> int:
         """How many blocks the request begins with, once what pays of its blocks is loaded."""
@@ -218,6 +317,8 @@ class RequestMemory:
         if self.states is not None:
             self.states.free(live)
         remnant = self._remnant(live)
+        if self._windows is not None:
+            self._windows.end(live.windows, live.blocks)
         # The other worker has thin blocks before this one: these are whole here only.
         whole = 0 if self._cache is None else self._cache.thin_before(live.num_verified)
         self._pool.release(live.blocks, remnant, copied=live.handed_over, first_copied=whole)

@@ -156,10 +156,11 @@ class Scheduler:
 
     def _add_chunk(self, live: LiveRequest, budget: int, schedule: Schedule) -> int:
         """Adds the next chunk of a request to the schedule. Returns its number of tokens."""
-        count = min(live.num_computable, budget)
+        count = self._memory.within_windows(live, min(live.num_computable, budget))
         if count:
             if self._memory.states is not None:
                 count = self._memory.states.until_copy(live, count)
+            self._memory.reach(live, live.num_computed + count + live.slack)
             schedule.chunks[live] = range(live.num_computed, live.num_computed + count)
             if not live.decodes:
                 schedule.prompts[live] = schedule.chunks[live]
@@ -188,10 +189,7 @@ class Scheduler:
             return False
         if self._waiting and self._waiting[0].alone:
             return False
-        free = self._pool.free
-        if self.speculation is None and len(self._running) <= free:
-            return True  # a request grows by at most one block in a step
-        return sum(self._memory.lacks(live) for live in self._running) <= free
+        return self._memory.can_grow(self._running, one_block=self.speculation is None)
 
     def prompts(self) -> Iterator[tuple[int, float]]:
         """Yields (tokens left, due time) of each prompt that is not computed, about in the order of the
@@ -259,10 +257,7 @@ class Scheduler:
     def _grow(self, live: LiveRequest, schedule: Schedule) -> bool:
         """Gives the request the blocks that it needs, and preempts others for it. False: the request itself
         was preempted."""
-        while lacking := self._memory.lacks(live):
-            if lacking <= self._pool.free:
-                live.blocks.extend(self._pool.allocate(lacking))
-                break
+        while not self._memory.grow(live, self._memory.lacks(live)):
             victim = max((r for r in self._running if not r.handover), key=lambda r: r.order)
             self._preempt(victim, schedule)
             if victim is live:

@@ -157,10 +157,12 @@ def build_step(
     saves: Sequence[Save] = (),
     ahead: int = 1,
     draft_head: bool = False,
+    window_blocks: np.ndarray | None = None,
 ) -> Step:
     """The step. Also sets `schedule.sampled`, in the order of the step's sampled rows, and `schedule.scored`,
     in that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`. `ahead`:
-    the size of this dimension, 1 if the engine has no drafts. `draft_head`: whether there is one."""
+    the size of this dimension, 1 if the engine has no drafts. `draft_head`: whether there is one.
+    `window_blocks`: as in `arrange`; 0: the block has none, and no token is written there."""
     # The state of a request takes one token, or several in the way of a prompt.
     most = 1 if has_states else MOST_ROWS
     one_by_one: list[_Chunk] = []
@@ -186,7 +188,7 @@ def build_step(
     scored, schedule.scored = _scored(chunks)
     variant, draws = draws_of(schedule.sampled, vocabulary, behind)
     after, within = _saves(chunks, saves) if saves else ((), ())
-    return arrange(
+    step = arrange(
         np.frombuffer(b"".join(tokens), np.int32),
         [positions.start for _, positions in chunks],
         [positions.stop for _, positions in chunks],
@@ -210,7 +212,10 @@ def build_step(
         following=_following(chunks) if draft_head else None,
         guessed=[i for i in sampled if not chunks[i][0].handover] if schedule.guesses else (),
         guesses=schedule.guesses,
+        window_blocks=window_blocks,
     )
+    assert not len(step.window_slots) or step.window_slots.min() >= block_size, "a token without a slot"
+    return step
 
 
 def _following(chunks: Sequence[_Chunk]) -> dict[int, int]:

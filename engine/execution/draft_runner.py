@@ -93,7 +93,7 @@ class DraftRunner:
         self._hidden = hidden = graphs.hidden.new_zeros((sizes[-1], self._config.hidden_size))
 
         def read(rows: int, _: LayerDone) -> None:
-            filled = dict.fromkeys(("tokens", "decode rows", "requests", "followed"), rows)
+            filled = dict.fromkeys(("tokens", "window rows", "decode rows", "requests", "followed"), rows)
             # These graphs are for steps that only decode. The work of chunks is that of an earlier step.
             inputs = static.first({**filled, "pieces": 0, "scans": 0})
             hidden[:rows].copy_(self._read(inputs, graphs.hidden, rows, [], lambda _: None))

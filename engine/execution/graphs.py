@@ -64,7 +64,7 @@ Attends = Callable[[AttentionMetadata], LayerDone]
 class Widths(NamedTuple):
     """Sizes of the arrays for one row or one request."""
 
-    table: int  # blocks
+    table: int  # of the block tables
     hidden: int
     vocabulary: int
     tile: int  # tokens of a tile of attention; 0: chunks attend between graphs
@@ -72,6 +72,7 @@ class Widths(NamedTuple):
     scan: int  # tokens of a chunk of state layers; 0: no layer has states
     ahead: int = 1  # as in `arrange`
     head: bool = False  # whether there is a draft head
+    windows: bool = False  # whether layers with windows have blocks of their own
 
     def pieces(self, rows: int) -> int:
         """The most pieces of tiles in a step of so many rows."""
@@ -99,6 +100,7 @@ class Widths(NamedTuple):
             "state rows": rows if self.scan else 0,
             "pieces": self.pieces(rows),
             "scans": self.scans(rows),
+            "window rows": rows if self.windows else 0,
         }
 
 
@@ -188,7 +190,8 @@ class StepGraphs:
         self.capture = Capture()
         """For graphs that share the memory pool of these."""
         self._lengths: dict[str, int] = {}  # of the arrays of the last step
-        self.static.tensors["slots"].fill_(-1)
+        for name in ("slots", "window_slots"):
+            self.static.tensors[name].fill_(-1)
         del with_chunks[bisect_left(with_chunks, True, key=self._outlasts_launches) :]
         self._sizes = [Size(rows, False, True) for rows in with_chunks]
         self._sizes += [Size(rows, True, True) for rows in with_chunks if rows <= LARGEST]
@@ -320,6 +323,7 @@ class StepGraphs:
             {
                 "tokens": rows,
                 "state rows": rows,
+                "window rows": rows,
                 "pieces": widths.pieces(rows) if size.chunks else 0,
                 "scans": widths.scans(rows) if size.chunks else 0,
             }

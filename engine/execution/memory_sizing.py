@@ -111,6 +111,8 @@ class PoolSize:
     """Requests that have states at the same time. 0: no layer has states."""
     num_copies: int = 0
     """Copies of states for the prefix cache, in the slots behind those of the requests."""
+    window_blocks: int | None = None
+    """Blocks of layers with windows, and one that stands for none. None: they have those of all layers."""
 
 
 def choose_limits(

@@ -64,6 +64,7 @@ def commands(config: EngineConfig, started: Started, files: RankFiles) -> Comman
     """The stream of commands, as one rank sees it."""
     runner = started.runner
     longest = -(-started.model_config.max_model_len // runner.block_size)
+    longest *= 1 if started.pool.window_blocks is None else 2
     return Commands(
         files,
         tokens=config.max_num_batched_tokens,

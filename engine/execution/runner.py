@@ -154,6 +154,8 @@ class ModelRunner:
             layer.source if isinstance(layer, SharedCache) else number for number, layer in enumerate(cache)
         ]
         """Of each layer, the layer that keeps the cache it reads."""
+        self._window_blocks: int | None = None
+        """Blocks of layers with windows, if they have blocks of their own."""
         self._has_states = any(not array.per_token for layer in cache for array in layer.arrays)
         self._slots: list[list[Tensor]] = []
         """The tensors [slots, …] of all arrays of requests, those of one dtype together."""
@@ -191,15 +193,25 @@ class ModelRunner:
                 *head, len(cache) - 1, self.sampled, self._resolved, self._guesses, attends, ranks, block_size
             )
         self.table_width: int | None = None
-        """Blocks in a row of the block tables; None: as many as a step needs."""
-        if device.type == "cuda":
-            # One width: Triton compiles a kernel anew for strides that differ in their divisibility.
-            self.table_width = -(-config.max_model_len // (16 * block_size)) * 16
+        """Of the block tables; None: as many blocks as a step needs."""
 
-    def open(self, num_blocks: int, num_slots: int = 0, *, shared: bool = False) -> None:
+    def open(
+        self,
+        num_blocks: int,
+        num_slots: int = 0,
+        *,
+        window_blocks: int | None = None,
+        shared: bool = False,
+    ) -> None:
         """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
-        `shared`: all layers with the same arrays share the memory of one."""
-        places, alike = Places(num_blocks, self.block_size, num_slots), dict[Any, Any]()
+        `window_blocks`: as in `Places`. `shared`: all layers with the same arrays share the memory of one."""
+        places = Places(num_blocks, self.block_size, num_slots, window_blocks)
+        alike = dict[Any, Any]()
+        self._window_blocks = window_blocks
+        if self.device.type == "cuda":
+            # One width: Triton compiles a kernel anew for strides that differ in their divisibility.
+            width = -(-self._config.max_model_len // (16 * self.block_size)) * 16
+            self.table_width = width if window_blocks is None else 2 * width
         self.caches = []
         for layer, spec in enumerate(self._cache):
             key = spec.arrays if shared else layer
@@ -242,6 +254,7 @@ class ModelRunner:
             self.chunk_tokens,
             self.ahead,
             self.drafter is not None,
+            self._window_blocks is not None,
         )
         self._graphs = StepGraphs(
             (self.forward, self.logits, self.choose, self._apart),
@@ -413,21 +426,23 @@ class ModelRunner:
         latent_tiling: Any = None
         if latents is not None:
             latent_tiling = self._tile_latent(attention, config)
+        of_layers = [attention.of_layers(windowed=windowed) for windowed in (False, True)]
         tilings = {
-            span: kernels.tile(attention, heads, kv_heads, self._dtype, span)
+            span: kernels.tile(of_layers[span is not None], heads, kv_heads, self._dtype, span)
             for span in (() if latents is not None else set(self._spans))
         }
 
         def attend(
             layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None, scale: float
         ) -> Tensor:
-            kv = self.caches[self._sources[layer]]
+            kv, span = self.caches[self._sources[layer]], self._spans[layer]
             if self._sources[layer] == layer:
-                q = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+                slots = of_layers[span is not None].slots
+                q = kernels.rope_and_write(qkv, rotary, norm, kv, slots)
             else:
                 q = kernels.rotate(qkv, rotary, norm)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, kv, tilings[self._spans[layer]], sinks, scale)
+            return kernels.attention(q, kv, tilings[span], sinks, scale)
 
         def attend_latent(
             layer: int,
@@ -484,8 +499,26 @@ class ModelRunner:
         planned = StepInputs(token_ids, positions, attention.slots, attention.contexts)
         sources = Sources(inputs["source_rows"], *(inputs[f"ahead.{name}"] for name in Sources._fields[1:]))
         actual = self._kernels.follow(planned, sources, self.sampled, self._guesses, self._resolved)
-        attention = replace(attention, slots=actual.slots, contexts=actual.contexts)
+        window_slots = self._window_slots(attention, sources.shift_rows, actual.positions)
+        attention = replace(
+            attention, slots=actual.slots, contexts=actual.contexts, window_slots=window_slots
+        )
         return actual.token_ids, actual.positions, attention
+
+    def _window_slots(
+        self, attention: AttentionMetadata, shift_rows: Tensor, positions: Tensor
+    ) -> Tensor | None:
+        """As in `AttentionMetadata`, at these positions: the step before may shift requests that decode. Each
+        token of these has a row of its own in the block tables."""
+        planned, size = attention.window_slots, self.block_size
+        if planned is None:
+            return None
+        rows = min(len(shift_rows), len(positions))
+        tables, at = attention.of_layers(windowed=True).block_tables[:rows], positions[:rows]
+        index = (at // size).clamp_max(tables.shape[1] - 1)
+        moved = tables.gather(1, index[:, None])[:, 0].long() * size + at % size
+        moved = torch.where(shift_rows[:rows] < 0, planned[:rows], moved)
+        return torch.cat((moved, planned[rows:]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocabulary], in the model's dtype. Columns behind are those of

@@ -111,7 +111,7 @@ def start_rank(
     use = _measure(config, runner, limits, model_config.full_step, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
-        runner.open(pool.num_blocks, pool.num_slots + pool.num_copies)
+        runner.open(pool.num_blocks, pool.num_slots + pool.num_copies, window_blocks=pool.window_blocks)
         if on_gpu:
             rehearsal = Rehearsal(
                 config, pool.max_model_len, limits.block_size, pool=pool.num_blocks, num_slots=pool.num_slots

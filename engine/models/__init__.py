@@ -3,8 +3,9 @@
 Knows nothing of requests and of the formats of checkpoints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from baton.content.cache_kinds import CacheArray, Window
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec
 
 
@@ -15,6 +16,11 @@ def attention_caches(cache: Sequence[CacheSpec]) -> list[AttentionCache]:
 def cache_bytes_per_token(cache: Sequence[CacheSpec]) -> int:
     """Bytes that the cache of all layers needs for one token."""
     return sum(array.bytes for layer in cache for array in layer.arrays if array.per_token)
+
+
+def windows_of(layers: Iterable[Iterable[CacheArray]]) -> set[Window]:
+    """Those of all arrays that layers keep."""
+    return {array.window for arrays in layers for array in arrays if array.window is not None}
 
 
 def state_bytes_per_request(cache: Sequence[CacheSpec]) -> int:

@@ -18,8 +18,10 @@ class Places(NamedTuple):
 
     num_blocks: int
     block_size: int
-    num_slots: int
+    num_slots: int = 0
     """Requests, and copies of what layers keep of a request. 0: no layer keeps an array of a request."""
+    window_blocks: int | None = None
+    """Blocks of layers with windows. None: they have those of all layers."""
 
 
 class CacheSpec(Protocol):
@@ -47,8 +49,7 @@ class CacheSpec(Protocol):
 class AttentionCache:
     """An attention layer: one K and one V vector for each token and KV head, one latent, or one index key.
 
-    The cache has room for all tokens of a request, also for those before the span of its next query. They are
-    not sent, so another worker may lack them."""
+    Tokens before the span of the next query are not sent, so another worker may lack them."""
 
     num_kv_heads: int
     """Of this rank, or the heads of a latent. 1: of an index key."""
@@ -74,7 +75,9 @@ class AttentionCache:
 
     def allocate(self, places: Places, device: torch.device) -> KV:
         """[rows, num_blocks, block_size, num_kv_heads, head_dim]."""
-        (num_blocks, block_size, _), heads = places, self.num_kv_heads
+        block_size, heads, num_blocks = places.block_size, self.num_kv_heads, places.num_blocks
+        if self.span is not None and places.window_blocks is not None:
+            num_blocks = places.window_blocks
         shape = (self.rows, num_blocks, block_size, heads, self.head_dim)
         values = torch.empty(shape, dtype=self.dtype, device=device)
         if self.dtype is not FP8:

@@ -10,7 +10,7 @@ import torch
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
 from baton.kv_transfer.device.pool import Event, Outcome, Rest, Staged
-from baton.kv_transfer.device.slice_kernels import SliceKernels
+from baton.kv_transfer.device.slice_kernels import RequestTable, SliceKernels
 from baton.kv_transfer.device.tables import Tables, pin, unpin
 from baton.kv_transfer.peer_memory import PeerMemories, Unreachable
 from baton.kv_transfer.protocol.messages import Export
@@ -49,6 +49,7 @@ class CudaPool:
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._heads = kv.heads
+        self._window_blocks = kv.window_blocks
         self._slot_bytes = arena.slot_bytes
         self.gather_most = at_once(_SLICES, GATHER_BYTES, arena.slot_bytes)
         self._num_slots = arena.num_slots
@@ -79,13 +80,14 @@ class CudaPool:
         torch.cuda.set_device(self._device)
         torch.cuda.synchronize(self._device)  # `cuda_memory` needs the context, which `set_device` may leave
 
-    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> torch.Tensor:
-        """int64 [blocks + 1] on the device: the blocks, and behind them the slot of the states."""
+    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> RequestTable:
         assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
-        # Not of `_tables`: another thread may call this, and the table lives as long as the request.
+        return RequestTable(block_ids, state_slot, self._block_size, self._window_blocks, self._on_device)
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        """int64. Not of `_tables`: another thread may call this, and a table lives as long as its request."""
         with torch.cuda.stream(self._stream):
-            table = torch.tensor([*block_ids, state_slot], pin_memory=True)
-            return table.to(self._device, non_blocking=True)
+            return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
 
     def record(self) -> Event:
         return _event(torch.cuda.current_stream(self._device))

@@ -63,6 +63,7 @@ class HostPool:
             for of_array in planes(kv)
         ]
         self._block_size = kv.block_size
+        self._window_blocks = kv.window_blocks
         self._layout = kv.layout
         self._arrays = arrays_sent(kv.layout)
         self._heads = kv.heads
@@ -143,10 +144,13 @@ class HostPool:
         self, item: Staged, held: Window, dense: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
-        blocks, block_size = item.table, self._block_size
-        if not self._layout.arrays[item.piece.array].per_token:
+        blocks, block_size, array = item.table, self._block_size, self._layout.arrays[item.piece.array]
+        if not array.per_token:
             first, last = self._heads[item.piece.array]
             blocks, block_size = blocks[-1:], last - first
+        elif array.window is not None and self._window_blocks is not None:
+            first, last = held.start // block_size, -(-(held.start + held.count) // block_size)
+            blocks = [0] * first + self._window_blocks[blocks[first:last]].tolist()
         heads = slice(held.first_head, held.first_head + held.heads)
         for plane, whole in zip(self._planes[item.piece.array], dense, strict=True):
             rows = plane[item.piece.layer]

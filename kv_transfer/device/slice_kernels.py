@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
+import numpy as np
 import torch
 
-from baton.content.cache_kinds import ITEM_BYTES
+from baton.content.cache_kinds import ITEM_BYTES, CacheArray
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.pool import Staged, Window, arrays_sent, tensor_planes, window
@@ -20,6 +21,47 @@ _Launch = tuple[Callable[..., None], list[list[int]]]
 """Of a kernel, with its lines of the table."""
 
 
+class RequestTable:
+    """The blocks of a request on the device, and its slot of states."""
+
+    def __init__(
+        self,
+        block_ids: Sequence[int],
+        state_slot: int,
+        block_size: int,
+        window_blocks: np.ndarray | None,
+        on_device: Callable[[Sequence[int]], torch.Tensor],
+    ) -> None:
+        """`window_blocks`: as in `PagedKV`. `on_device` copies numbers there, on the stream of the copies."""
+        self._table = on_device([*block_ids, state_slot])
+        self._block_ids = np.array(block_ids)
+        self._block_size = block_size
+        self._window_blocks = window_blocks
+        self._on_device = on_device
+        self._in_windows: list[tuple[np.ndarray, torch.Tensor]] = []
+        """The newest is last. Kernels that are not launched yet may read an older one."""
+
+    @property
+    def device(self) -> torch.device:
+        return self._table.device
+
+    def address(self, piece: Slice, array: CacheArray) -> int:
+        """Of int64 [blocks] in this array, or of the slot of an array of each request. It lives as long as
+        this object."""
+        if not array.per_token:
+            return self._table.data_ptr() + 8 * len(self._block_ids)
+        if array.window is None or self._window_blocks is None:
+            return self._table.data_ptr()
+        stop = piece.token_start + piece.token_count
+        needed = slice(piece.token_start // self._block_size, -(-stop // self._block_size))
+        there = self._window_blocks[self._block_ids[needed]]
+        # A prompt gets them chunk by chunk.
+        if not self._in_windows or (self._in_windows[-1][0][needed] != there).any():
+            blocks = self._window_blocks[self._block_ids]
+            self._in_windows.append((blocks, self._on_device(blocks.tolist())))
+        return self._in_windows[-1][1].data_ptr()
+
+
 class SliceKernels:
     """Copies slices between the KV pool of a rank and dense memory on its GPU, on the stream of `tables`.
 
@@ -27,7 +69,7 @@ class SliceKernels:
     *item* is a slice with the address of its dense memory.
     """
 
-    def __init__(self, kv: PagedKV, tables: Tables, table: torch.Tensor, *, exported: bool) -> None:
+    def __init__(self, kv: PagedKV, tables: Tables, table: RequestTable, *, exported: bool) -> None:
         """Compiles all kernels that will be needed; the caller has set the stream.
 
         `table`: of a request that has block 0 and state slot 0. `exported`: peers read slots, so kernels also
@@ -141,7 +183,7 @@ class SliceKernels:
         array = self._layout.arrays[number]
         windows = [self.window(x.piece) for x, _, _ in items]
         most = max([held.count for held in windows]), max([held.heads for held in windows])
-        tables = [_blocks(x, per_token=array.per_token) for x, _, _ in items]
+        tables = [x.table.address(x.piece, array) for x, _, _ in items]
         before = 0  # bytes of a head that stand before these in a slice: scales follow values
         launches: list[_Launch] = []
         for addresses, pages in self._pools[number]:
@@ -160,11 +202,12 @@ class SliceKernels:
         """As `into_pool`, for slices of one array, from memory in another dtype."""
         number = items[0][0].piece.array
         values, *scales = self._pools[number]
+        array = self._layout.arrays[number]
         windows = [self.window(x.piece) for x, _ in items]
         lines = [
             copy_kernels.line_to_convert(
-                values[0][x.piece.layer], scales[0][0][x.piece.layer] if scales else 0, x.table.data_ptr(),
-                address, held,
+                values[0][x.piece.layer], scales[0][0][x.piece.layer] if scales else 0,
+                x.table.address(x.piece, array), address, held,
             )
             for (x, address), held in zip(items, windows, strict=True)
         ]  # fmt: skip
@@ -172,8 +215,3 @@ class SliceKernels:
         pools = [next(iter(plane.values())) for plane in self._planes[number]]
         most = max(1, *(held.dense_size for held in windows))
         copy_kernels.launch_converting(table, pools, getattr(torch, dtype), most)
-
-
-def _blocks(item: Staged, *, per_token: bool) -> int:
-    """The address of the request's blocks, or of its slot behind them."""
-    return item.table.data_ptr() + (0 if per_token else 8 * (len(item.table) - 1))

@@ -225,7 +225,8 @@ class _Cells:
     def turn(self) -> Iterator[Copied]:
         while batch := self._next():
             pairs = [(order.cell, order.place) for order in batch]
-            self._store.copy(pairs, is_load=batch[0].into_pool)
+            cells = [order.window_cell for order in batch]
+            self._store.copy(pairs, is_load=batch[0].into_pool, window_cells=cells)
             self._under_way += len(batch)
         if intact := self._store.ended():
             self._under_way -= len(intact)

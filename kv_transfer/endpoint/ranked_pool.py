@@ -100,6 +100,7 @@ class RankedPool:
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._layers_ready = kv.layers_ready
+        self._window_blocks = kv.window_blocks
         # Of each array of the layout, by rank.
         self._heads = [
             [array.heads_of(rank, kv.ranks) for rank in range(kv.ranks)] for array in kv.layout.arrays
@@ -244,6 +245,8 @@ class RankedPool:
         piece, size = item.piece, self._block_size
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
+        if self._layout.arrays[piece.array].window is not None and self._window_blocks is not None:
+            blocks = self._window_blocks[list(blocks)].tolist()
         table = blocks, item.table.state_slot
         item = replace(item, piece=replace(piece, token_start=start), table=table)
         return local.Copy(item, into_pool, ready.layers_ready, memory)

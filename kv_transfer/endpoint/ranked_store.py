@@ -34,10 +34,14 @@ class RankedStore(CellStore):
         """As here: the other ranks begin a copy when they have room for it."""
         return self._rank0.room
 
-    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        self._rank0.copy(pairs, is_load=is_load)
+    def copy(
+        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
+    ) -> None:
+        cells = window_cells or [cell for cell, _ in pairs]
+        self._rank0.copy(pairs, is_load=is_load, window_cells=cells)
         for rank in range(len(self._line.ordered)):
-            self._line.order(rank, [CopyCell(cell, place, is_load) for cell, place in pairs])
+            of_pairs = zip(pairs, cells, strict=True)
+            self._line.order(rank, [CopyCell(*pair, is_load, window_cell) for pair, window_cell in of_pairs])
 
     def ended(self) -> list[bool]:
         """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if one hangs."""

@@ -286,6 +286,7 @@ class CopyCell(Local):
     cell: int
     place: int
     into_pool: bool
+    window_cell: int  # the cell in arrays with windows
 
 
 class Copied(Local):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
+from baton.content.cache_kinds import FP8
 from baton.kv_transfer.device.pool import tensor_planes
 from baton.kv_transfer.transport import PagedKV
 
@@ -35,6 +36,12 @@ class CacheCells:
         """By layer, as in `pool.planes`: [rows, cells, positions, heads, head_dim]."""
         of_arrays = zip(self.kv.layout.arrays, tensor_planes(self.kv), strict=True)
         return [*chain.from_iterable(x for array, x in of_arrays if array.per_token != self.of_states)]
+
+    @property
+    def windowed(self) -> list[bool]:
+        """Of each of `planes`, whether its array has a window."""
+        arrays = (array for array in self.kv.layout.arrays if array.per_token != self.of_states)
+        return [array.window is not None for array in arrays for _ in range(1 + (array.dtype == FP8))]
 
     @property
     def cell_bytes(self) -> int:
@@ -62,9 +69,12 @@ class CellStore(Protocol):
     def room(self) -> int:
         """How many cells may be copied now."""
 
-    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+    def copy(
+        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
+    ) -> None:
         """Starts to copy cells to places, or places into cells. No step writes a cell that is saved, or the
-        caller does not use its place. No step uses a cell that is loaded."""
+        caller does not use its place. No step uses a cell that is loaded. `window_cells`: of each pair, the
+        cell in arrays with windows; None: it is the same."""
 
     def ended(self) -> list[bool]:
         """Of each cell with a copy that is over, in the order of the copies: whether it is whole. A cell that

@@ -49,30 +49,42 @@ class CellLines:
                 lines[-1].append(pages.line(pool.data_ptr(), 0, at, cell, first_word=at // 4))
                 at += pool[:, 0].nbytes
         self.cell_bytes = at
+        self._windowed = np.array(cells.windowed)
         self.lines = np.array(lines, dtype=np.int64)[:, None]  # [planes, 1, layers, fields]
         self._block_sizes = np.array([pages.block_size for pages, _ in self._pages])[:, None, None]
 
     def words(self, cells: int) -> int:
-        """Size of `fill`'s table for so many cells: their numbers, their checksums, and the lines."""
-        return 2 * cells + cells * self.lines.size
+        """Size of `fill`'s table for so many cells: their numbers, their checksums, their numbers in arrays
+        with windows, and the lines."""
+        return 3 * cells + cells * self.lines.size
 
-    def fill(self, words: np.ndarray, address: int, cells: Sequence[int], dense: int, stride: int) -> None:
+    def fill(
+        self,
+        words: np.ndarray,
+        address: int,
+        cells: Sequence[int],
+        window_cells: Sequence[int],
+        dense: int,
+        stride: int,
+    ) -> None:
         """Writes the table for these cells, which the device will have at `address`. In dense memory at
         `dense` a cell begins every `stride` bytes."""
         count = len(cells)
         words[:count] = cells
         words[count : 2 * count] = 0
+        words[2 * count : 3 * count] = window_cells
         number = np.arange(count)[:, None]
-        table = words[2 * count :].reshape(len(self._pages), count, -1, copy_kernels.FIELDS)
+        table = words[3 * count :].reshape(len(self._pages), count, -1, copy_kernels.FIELDS)
         table[:] = self.lines
         table[..., 1] = address
+        table[self._windowed, ..., 1] = address + 16 * count
         table[..., 2] += dense + stride * number
         table[..., 3] = self._block_sizes * number
         table[..., 8] = address + 8 * (count + number)
 
     def launch(self, words: torch.Tensor, count: int, *, into_pool: bool) -> None:
         """Copies the cells of a table that is on the device, and adds up their checksums there."""
-        tables = words[2 * count :].view(len(self._pages), -1, copy_kernels.FIELDS)
+        tables = words[3 * count :].view(len(self._pages), -1, copy_kernels.FIELDS)
         for (pages, most), table in zip(self._pages, tables, strict=True):
             copy_kernels.launch(table, pages, most, into_pool=into_pool, sums=True)
 
@@ -171,19 +183,22 @@ class CudaStore(HostStore):
     def room(self) -> int:
         return len(self._spare) * self.batch
 
-    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+    def copy(
+        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
+    ) -> None:
+        window_cells = window_cells or [cell for cell, _ in pairs]
         with torch.cuda.stream(self._stream):
             for first in range(0, len(pairs), self.batch):
-                self._start_batch(pairs[first : first + self.batch], is_load=is_load)
+                some = slice(first, first + self.batch)
+                self._start_batch(pairs[some], window_cells[some], is_load=is_load)
 
-    def _start_batch(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+    def _start_batch(self, pairs: Sequence[Pair], window_cells: Sequence[int], *, is_load: bool) -> None:
         count, size = len(pairs), self._lines.cell_bytes
         batch = self._spare.pop()
         batch.places, batch.is_load = [place for _, place in pairs], is_load
         used, table, cells = self._lines.words(count), batch.table, [cell for cell, _ in pairs]
-        self._lines.fill(
-            table.words[:used], table.on_device.data_ptr(), cells, self._staging.data_ptr(), self._stride
-        )
+        address, dense = table.on_device.data_ptr(), self._staging.data_ptr()
+        self._lines.fill(table.words[:used], address, cells, window_cells, dense, self._stride)
         # By torch, which gives this thread the context of the device if it has none yet.
         table.on_device[:used].copy_(table.pinned[:used], non_blocking=True)
         staged = [self._staging[i * self._stride : i * self._stride + size] for i in range(count)]

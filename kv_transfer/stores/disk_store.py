@@ -30,6 +30,7 @@ class _Copy:
     place: int
     slot: int
     is_load: bool
+    window_cell: int
     io: Future[bool] | None = None
     """Whether the file was read or written."""
     intact: bool | None = None
@@ -63,8 +64,14 @@ class DiskStore(CellStore):
     def room(self) -> int:
         return min(len(self._free), self._staging.room) // self.batch * self.batch
 
-    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        copies = [_Copy(cell, place, self._free.pop(), is_load) for cell, place in pairs]
+    def copy(
+        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
+    ) -> None:
+        cells = window_cells or [cell for cell, _ in pairs]
+        copies = [
+            _Copy(cell, place, self._free.pop(), is_load, window_cell)
+            for (cell, place), window_cell in zip(pairs, cells, strict=True)
+        ]
         self._under_way += copies
         if not is_load:
             self._stage(copies)
@@ -110,7 +117,8 @@ class DiskStore(CellStore):
             self._reading.remove(copy)
             is_read = copy.io is not None and copy.io.result()
             self._staging.sums[copy.slot] = self._sums[copy.place] if is_read else None
-        self._staging.copy([(copy.cell, copy.slot) for copy in copies], is_load=is_load)
+        pairs, cells = [(copy.cell, copy.slot) for copy in copies], [copy.window_cell for copy in copies]
+        self._staging.copy(pairs, is_load=is_load, window_cells=cells)
 
     def _move(self, copy: _Copy) -> bool:
         """Reads or writes the file, in a thread."""

@@ -26,6 +26,8 @@ class CpuStore(HostStore):
 
     def __init__(self, cells: CacheCells, num_places: int) -> None:
         pools = [pool for plane in cells.planes for pool in plane.values()]
+        of_planes = zip(cells.planes, cells.windowed, strict=True)
+        self._windowed = [windowed for plane, windowed in of_planes for _ in plane]
         self._pools = [pool.view(torch.uint8).numpy() for pool in pools]
         self._ends = np.cumsum([pool[:, 0].size for pool in self._pools]).tolist()
         size = cells.cell_bytes
@@ -40,14 +42,18 @@ class CpuStore(HostStore):
     def room(self) -> int:
         return BATCHES * self.batch
 
-    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        for cell, place in pairs:
+    def copy(
+        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
+    ) -> None:
+        cells = window_cells or [cell for cell, _ in pairs]
+        for (cell, place), window_cell in zip(pairs, cells, strict=True):
             whole = not is_load or self._sum(place) == self.sums[place]
-            for pool, there in self._parts(place) if whole else ():
+            for pool, there, windowed in self._parts(place) if whole else ():
+                at = window_cell if windowed else cell
                 if is_load:
-                    pool[:, cell] = there
+                    pool[:, at] = there
                 else:
-                    there[:] = pool[:, cell]
+                    there[:] = pool[:, at]
             if not is_load:
                 self.sums[place] = self._sum(place)
             self._ended.append(whole)
@@ -66,8 +72,8 @@ class CpuStore(HostStore):
     def _sum(self, place: int) -> int:
         return xxhash.xxh3_64_intdigest(self._memory[place])
 
-    def _parts(self, place: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each pool, and the cell of it that the place has."""
+    def _parts(self, place: int) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
+        """Each pool, the cell of it that the place has, and whether its array has a window."""
         parts = np.split(self._memory[place], self._ends[:-1])
-        for pool, part in zip(self._pools, parts, strict=True):
-            yield pool, part.reshape(pool[:, 0].shape)
+        for pool, part, windowed in zip(self._pools, parts, self._windowed, strict=True):
+            yield pool, part.reshape(pool[:, 0].shape), windowed

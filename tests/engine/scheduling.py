@@ -14,6 +14,7 @@ from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
+from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.model_config import FULL_STEP
 
 BLOCK = 4
@@ -30,10 +31,15 @@ def make(
     states: int = 0,
     block_size: int = BLOCK,
     speculation: Speculation | None = None,
+    window_blocks: int | None = None,
     **cache: Any,
 ) -> Scheduler:
-    """`cache`: options of the prefix cache."""
-    pool = BlockPool(num_blocks, block_size)
+    """`window_blocks`: of layers with windows, for the `windows` of the cache. `cache`: options of the prefix
+    cache."""
+    windows = None
+    if window_blocks is not None:
+        windows = WindowBlocks(num_blocks, window_blocks, block_size, cache["windows"], budget)
+    pool = BlockPool(num_blocks, block_size, windows)
     lives = RequestLives(
         pool,
         max_num_seqs=seqs,
@@ -73,6 +79,7 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     schedule = scheduler.schedule(None if chunk_limit is None else lambda _: chunk_limit)
     scheduler.launched(schedule)
     schedule.end_leases()
+    scheduler.lives.memory.landed(schedule)
     for live, positions in schedule.chunks.items():
         if live.num_left == 0:
             if not live.shared.unverified:

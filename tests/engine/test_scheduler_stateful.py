@@ -78,6 +78,7 @@ class Operations:
         drafts: bool,
         scale: int,
         windows: Sequence[Window] = (),
+        window_blocks: int | None = None,
     ) -> None:
         """With a prefix cache, or with a slot for each request, or with both: more slots than seats, as some
         requests are held, and drafts take a second one. `scale`: of all sizes. Chunks of the larger blocks
@@ -103,6 +104,7 @@ class Operations:
             states=SLOTS if states else 0,
             block_size=self.block,
             speculation=speculation() if drafts else None,
+            window_blocks=window_blocks,
             **options,
         )
 
@@ -320,6 +322,7 @@ class Operations:
             restores=() if states is None else states.take_restores(schedule),
             saves=() if states is None else states.saves(schedule.chunks),
             ahead=1 if scheduler.speculation is None or scheduler.lives.states is not None else 1 + DRAFTS,
+            window_blocks=None if (windows := scheduler.lives.pool.windows) is None else windows.of,
         )
         scheduler.launched(schedule)
         for live, row, count in schedule.requests():
@@ -334,6 +337,7 @@ class Operations:
         """As the engine's loop does, with at most `right` drafts of each request that are right."""
         scheduler, schedule = self.scheduler, self.flights.pop(0).schedule
         schedule.end_leases()
+        scheduler.lives.memory.landed(schedule)
         for live, _, count in schedule.requests():
             live.slack -= count
             if live.phase is Phase.GONE:

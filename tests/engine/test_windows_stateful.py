@@ -1,11 +1,12 @@
 """Arrays with windows under random operations: no token reads what did not come and was not computed.
 
 Each place of such an array has a key of the tokens up to its position. What comes from other workers is only
-what the next token reads.
+what the next token reads. If these arrays have blocks of their own, places are in these.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from baton.content.cache_kinds import Window, first_read
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_exchange import Import
-from tests.engine.test_scheduler_stateful import OPERATIONS, Operations
+from tests.engine.test_scheduler_stateful import DRAFTS, OPERATIONS, Operations
 
 Key = tuple[int, int, int]
 """Of a place: the family of the request, how many tokens are of its prompt, and the position."""
@@ -33,11 +34,16 @@ class WithWindows(Operations):
         return first_read(self.windows, position)
 
     def place(self, table: Sequence[int], position: int) -> int:
-        return table[position // self.block] * self.block + position % self.block
+        block = table[position // self.block]
+        if (windows := self.scheduler.lives.pool.windows) is not None:
+            block = int(windows.of[block])
+        return block * self.block + position % self.block
 
     def write(self, table: Sequence[int], positions: Iterable[int], family: int, prompt: int) -> None:
         for position in positions:
-            self.kept[self.place(table, position)] = family, min(prompt, position + 1), position
+            place = self.place(table, position)
+            assert place >= self.block or self.scheduler.lives.pool.windows is None, "a token without a slot"
+            self.kept[place] = family, min(prompt, position + 1), position
 
     def check(self, table: Sequence[int], positions: Iterable[int], family: int, prompt: int) -> None:
         for position in positions:
@@ -85,12 +91,14 @@ class WithWindows(Operations):
 
     def end_import(self, ended: Import, chunks: int) -> None:
         start = ended.missing.first_chunk * CHUNK_TOKENS
-        come = min(chunks, len(ended.missing.chunks))
-        if ended.state_slot is not None and come < len(ended.missing.chunks):
-            come = 0
-        stop = start + come * CHUNK_TOKENS
+        count = min(chunks, len(ended.missing.chunks))
+        if ended.state_slot is not None and count < len(ended.missing.chunks):
+            count = 0
+        stop = start + count * CHUNK_TOKENS
         family = self.families.pop(ended)
-        self.write(ended.table, range(max(start, self.first_read(stop)), stop), family, stop)
+        windows, come = self.scheduler.lives.pool.windows, range(max(start, self.first_read(stop)), stop)
+        has_window = [windows is None or windows.has(ended.table[at // self.block]) for at in come]
+        self.write(ended.table, compress(come, has_window), family, stop)
         super().end_import(ended, chunks)
 
     def pin(self, length: int, family: int) -> None:
@@ -119,30 +127,36 @@ class WithWindows(Operations):
         self.done["thin"] += bool(cache._thin)
         for name, block in self.scheduler.lives.pool._block_of.items():
             if name not in cache._thin:
-                keys = [self.kept.get(block * self.block + at, (-1, -1, -1)) for at in range(self.block)]
+                keys = [self.kept.get(self.place([block], at), (-1, -1, -1)) for at in range(self.block)]
                 first = keys[0][2]
                 assert not first % self.block
                 assert [key[2] for key in keys] == [*range(first, first + self.block)], "it is thin"
                 assert len({key[0] for key in keys}) == 1
 
 
-@pytest.mark.parametrize("scale", [1, 8, 32])
+@pytest.mark.parametrize(("scale", "spare"), [(1, None), (8, None), (32, None), (1, 1), (8, 5), (32, 5)])
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 @pytest.mark.parametrize("windows", [[Window(7), Window(3)], [Window(10, chunked=True)]], ids=["", "chunked"])
 def test_no_token_reads_what_is_not_there(
-    windows: Sequence[Window], drafts: bool, scale: int, monkeypatch: pytest.MonkeyPatch
+    windows: Sequence[Window], drafts: bool, scale: int, spare: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`spare`: window blocks beyond those that one request and a step need. None: all blocks have windows."""
     monkeypatch.setattr(cache_kinds, "TILE_TOKENS", 2)
+    monkeypatch.setattr(cache_kinds, "AHEAD_TOKENS", 3 * (1 + DRAFTS))
     scaled = [Window(window.length * scale, window.chunked) for window in windows]
+    count = None if spare is None else 1 + 3 + cache_kinds.window_blocks(scaled, 4 * scale) + spare
     done = Counter[str]()
     for seed in range(SEEDS):
-        operations = WithWindows(seed, scaled, states=False, cache=True, drafts=drafts, scale=scale)
+        operations = WithWindows(
+            seed, scaled, states=False, cache=True, drafts=drafts, scale=scale, window_blocks=count
+        )
         for _ in range(OPERATIONS):
             operations.operate()
             operations.accounts_are_right()
         operations.end()
         done += operations.done
-    assert {"steps", "thin"} | ({"imports", "pins"} if scale > 1 else set()) <= done.keys(), done
+    travels = scale > 1 and spare != 1
+    assert {"steps", "thin"} | ({"imports", "pins"} if travels else set()) <= done.keys(), done
 
 
 @pytest.mark.parametrize(

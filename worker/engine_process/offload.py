@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from baton.content import Tier
 from baton.engine import Engine, EngineConfig
 from baton.engine.api.config import TierCells
@@ -33,7 +35,9 @@ case."""
 class OffloadPump:
     """Makes the copies that a tier wants. It starts some in each call, and never waits for one."""
 
-    def __init__(self, tier: OffloadTier, store: CellStore) -> None:
+    def __init__(self, tier: OffloadTier, store: CellStore, window_blocks: np.ndarray | None = None) -> None:
+        """`window_blocks`: as in `PagedKV`."""
+        self._window_blocks = window_blocks
         self._tier = tier
         self._store = store
         self._under_way: deque[CellCopy] = deque()  # in the order of the store
@@ -61,7 +65,11 @@ class OffloadPump:
     def _start(self, copies: Sequence[CellCopy], *, is_load: bool) -> None:
         self._busy = True
         self._under_way += copies
-        self._store.copy([(copy.cell, copy.place) for copy in copies], is_load=is_load)
+        cells, window_cells = [copy.cell for copy in copies], None
+        if self._window_blocks is not None:
+            window_cells = self._window_blocks[cells].tolist()
+        pairs = [(copy.cell, copy.place) for copy in copies]
+        self._store.copy(pairs, is_load=is_load, window_cells=window_cells)
         self._end()
 
     def _end(self) -> None:
@@ -89,7 +97,8 @@ def offload_pumps(engine: Engine, config: EngineConfig, ranks: OtherRanks = NO_R
     Raises `ValueError` if the disk has too little space."""
     pumps: list[OffloadPump] = []
     for tier in engine.offload:
-        kept = CacheCells(paged_kv(engine), tier.of_states)
+        kv = paged_kv(engine)
+        kept = CacheCells(kv, tier.of_states)
         try:
             store = _open_store(tier.tier, kept, tier.num_places, config.disk_cache_dir)
         except MemoryError as error:
@@ -102,7 +111,7 @@ def offload_pumps(engine: Engine, config: EngineConfig, ranks: OtherRanks = NO_R
         if len(ranks):
             number = TIERS + _number(TierCells(tier.tier, tier.of_states))
             store = RankedStore(store, Line(ranks, number, SILENCE[tier.tier]))
-        pumps.append(OffloadPump(tier, store))
+        pumps.append(OffloadPump(tier, store, None if tier.of_states else kv.window_blocks))
     return pumps
 
 

@@ -23,7 +23,10 @@ def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda
         of_array = [of_layers[i][engine.cache_arrays[i].index(array)] for i in layers]
         planes.append(list(zip(*of_array, strict=True)))
     device = str(planes[0][0][0].device)
-    return PagedKV(planes, engine.block_size, layout, device, ranks.rank, ranks.size, layers_ready)
+    window_blocks = engine.window_blocks if isinstance(engine, Engine) else None
+    return PagedKV(
+        planes, engine.block_size, layout, device, ranks.rank, ranks.size, layers_ready, window_blocks
+    )
 
 
 def kv_layout(engine: Engine | Follower) -> KVLayout:

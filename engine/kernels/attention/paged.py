@@ -126,6 +126,18 @@ class AttentionMetadata:
     state_copies: Tensor | None = None
     """[rows] int32: 1 + the slot that gets a copy of the states after this row of a prompt; 0: none. Only
     rows that end a chunk of `Kernels.chunk_tokens` have one. None: there are no copies."""
+    window_slots: Tensor | None = None
+    """As `slots`, of layers with windows, whose blocks are in the second half of `block_tables`. None: all
+    layers have the same blocks."""
+
+    def of_layers(self, *, windowed: bool) -> "AttentionMetadata":
+        """As layers with windows, or those without, read and write their blocks."""
+        if self.window_slots is None:
+            return self
+        half = self.block_tables.shape[1] // 2
+        slots, first = (self.window_slots, half) if windowed else (self.slots, 0)
+        tables = self.block_tables[:, first : first + half]
+        return replace(self, slots=slots, block_tables=tables, window_slots=None)
 
 
 @dataclass(frozen=True, slots=True)
