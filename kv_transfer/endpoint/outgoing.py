@@ -7,7 +7,7 @@ Its slices need credit and room in the window of the session with that peer.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class OutgoingTransfer:
     slot_bytes: int
     large: bool  # its slices only fit into slots that peers read
     ranges: tuple[Range, ...]
-    next_position: int = 0  # as in `Fetch`
+    reads: Sequence[Sequence[Range]] = ()  # of each array of the layout, the positions that the peer reads
     pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
     frames: int = 0  # pending and handed over
     bytes: int = 0
@@ -82,6 +82,10 @@ class Slicing:
         least = max(array.bytes if array.per_token else array.head_bytes for array in self._layout.arrays)
         return last <= transfer.prefill.num_tokens and least <= transfer.slot_bytes
 
+    def reads(self, ranges: Sequence[Range], next_position: int) -> list[list[Range]]:
+        """Of each array, the positions in `ranges` that a peer reads. `next_position`: as in `Fetch`."""
+        return [[*array.read_of(ranges, next_position)] for array in self._layout.arrays]
+
     def add(self, transfer: OutgoingTransfer, ready: ReadyLayer) -> None:
         """Adds the slices of all arrays of the layer to the transfer."""
         layout, pieces = self._layout, []
@@ -89,8 +93,7 @@ class Slicing:
             # An array of the request goes in full, whatever positions the peer asks for.
             ranges = [(ready.start, ready.stop)] if ready.states else []
             if layout.sizes[number][0]:
-                read = layout.arrays[number].read_of(transfer.ranges, transfer.next_position)
-                ranges = intersect(ready.start, ready.stop, read)
+                ranges = intersect(ready.start, ready.stop, transfer.reads[number])
             elif transfer.prefill.is_part:
                 ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
             for tokens, held in itertools.product(ranges, self._heads[number]):

@@ -289,9 +289,8 @@ class Pump:
         account.window = m.window
         large = account.reached and self._exported_slot_bytes > m.slot_bytes
         slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
-        transfer = OutgoingTransfer(
-            m.transfer_id, prefill, account, slot_bytes, large, m.ranges, m.next_position
-        )
+        reads = self._slicing.reads(m.ranges, m.next_position)
+        transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges, reads)
         prefill.transfer = transfer
         self.fetched.add(prefill.id)
         self._turns.add(transfer)

@@ -318,7 +318,9 @@ def test_an_entry_of_the_registry_makes_a_kind(
     source, targets = of_rank(0, 1, 16), [of_rank(rank, 2, 32) for rank in (0, 1)]
     slices = Slicing(layout, ranks=1)
     account = SenderSlots(SLOTS).account(1)
-    transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ((7, TOKENS),))
+    ranges = ((7, TOKENS),)
+    reads = slices.reads(ranges, 0)
+    transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ranges, reads)
     for layer in (0, 1):
         slices.add(transfer, ReadyLayer(layer, 0, TOKENS, None))
     assert transfer.bytes == (TOKENS - 7) * layout.bytes_per_token

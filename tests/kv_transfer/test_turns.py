@@ -11,7 +11,7 @@ def transfer(name: bytes, *layers: int, launched: bool) -> OutgoingTransfer:
     pieces = deque((Slice(layer, 0, 1, 0, 64, 0), None) for layer in layers)
     account = SenderAccount(granted=1)
     return OutgoingTransfer(
-        name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), 0, pieces
+        name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), (), pieces
     )
 
 
