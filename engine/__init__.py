@@ -23,6 +23,7 @@ from baton.engine.api.request import (
     CachedBlock,
     EngineRequest,
     Hooks,
+    Image,
     Logprobs,
     Output,
     PromptLogprobs,

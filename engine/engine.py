@@ -4,17 +4,21 @@ itself. `engine.step_loop` computes them."""
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from baton.engine.api.config import EngineConfig, TierCells
-from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output
+from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import ChunkLimit, Meters
 from baton.engine.core.offload_tier import stats_of
 from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prompt_images import PromptImages
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import PromptLookup, Speculation
@@ -134,6 +138,8 @@ class Engine:
         self._outputs = Outputs(lives, speculation, model.eos_ids)
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
         self._meters = Meters(limit, _large(started.steps))
+        self.encoder = started.encoder
+        """Of images. None: the model sees none, or transformers is not installed."""
         self._runner = runner
         self.loop = StepLoop(
             runner,
@@ -144,6 +150,7 @@ class Engine:
             self._meters,
             hooks,
             overlap=runner.device.type == "cuda" if config.overlap is None else config.overlap,
+            encoder=started.encoder,
         )
         """Computes the requests. The caller calls its `step` while it `has_work`."""
         self.caches = runner.caches
@@ -286,13 +293,26 @@ class Engine:
 
     def _prepare(self, live: LiveRequest, started: float | None) -> LiveRequest:
         live.started = started
+        if live.request.images:
+            live.images = PromptImages(live.request.images, self._embeddings)
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)
             self.lives.await_grammar(live)
         return live
 
+    def _embeddings(self, image: Image) -> "Future[np.ndarray]":
+        if self.encoder is None:
+            failed: Future[np.ndarray] = Future()
+            failed.set_exception(
+                ValueError("this worker has no encoder: install Baton with the extra `images`")
+            )
+            return failed
+        return self.encoder.embeddings(image.name, image.pixels, image.rows, image.columns)
+
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""
+        if self.encoder is not None:
+            self.encoder.close()
         self._runner.stop()
         self._grammars.close()
 

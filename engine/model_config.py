@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from baton.content.images import ImageSettings
+
 log = logging.getLogger(__name__)
 
 MOST_HEAD_DIM = 1024
@@ -302,6 +304,21 @@ class GemmaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """How a model takes images."""
+
+    settings: ImageSettings
+    sections: tuple[int, int, int]
+    """Of the frequencies of a head: how many turn by the position in time, from the top and from the left.
+    They take turns, and the rest turns by the position in time (interleaved M-RoPE, Qwen3-VL)."""
+    deepstack: int
+    """Layers of the model, the first ones, behind which features of an image are added (DeepStack, Meng
+    2024)."""
+    tower: str
+    """`vision_config` of the checkpoint, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class Multipliers:
     """Factors of Granite and Gemma models."""
 
@@ -367,6 +384,8 @@ class ModelConfig:
     is the size of what a token has in the cache."""
     gemma: GemmaConfig | None = None
     """None: a model of another family."""
+    vision: VisionConfig | None = None
+    """None: the model takes no images."""
     without_mlp: tuple[int, ...] = ()
     """Layers with neither an MLP nor experts."""
     squared_relu: bool = False

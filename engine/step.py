@@ -114,7 +114,21 @@ class Drafting(NamedTuple):
     """Guesses of each of them."""
 
 
+class ImageInputs(NamedTuple):
+    """The tokens of a step that are part of an image."""
+
+    rows: Annotated[np.ndarray, Layout(np.int64, ("image rows",))]
+    """Their indices among the tokens, in ascending order."""
+    embeddings: Annotated[np.ndarray, Layout(np.uint8, ("image rows", "image bytes"))]
+    """Of each of them, in the dtype of the model: what takes the place of the token's embedding, then what is
+    added behind the first layers of the model."""
+    positions: Annotated[np.ndarray, Layout(np.int64, ("image rows", 3))]
+    """Positions in time, from the top and from the left, for rotation."""
+
+
 NO_ROWS = np.zeros(0, dtype=np.int64)
+NO_IMAGES = ImageInputs(NO_ROWS, np.zeros((0, 0), np.uint8), np.zeros((0, 3), np.int64))
+NO_SHIFT = NO_ROWS.astype(np.int32)
 NO_DRAFTING = Drafting(NO_ROWS.astype(np.int32), NO_ROWS.astype(np.int32), NO_ROWS, NO_ROWS, NO_ROWS, 0)
 
 
@@ -158,6 +172,10 @@ class Step:
     scored: Scored
     ahead: Ahead
     drafting: Drafting
+    images: ImageInputs
+    rotary_shift: Annotated[np.ndarray, Layout(np.int32, ("shifted",))]
+    """For each token that is not part of an image: its position for rotation, less its position. An image has
+    as many positions for rotation as its longer side has tokens. Empty: no request has an image."""
     num_decodes: int
     """Requests whose queries attend one by one, each with a context of its own. The queries of a later
     request attend together."""
@@ -188,7 +206,13 @@ class Step:
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-RECORDS: Mapping[str, Any] = {"draws": Draws, "scored": Scored, "ahead": Ahead, "drafting": Drafting}
+RECORDS: Mapping[str, Any] = {
+    "draws": Draws,
+    "scored": Scored,
+    "ahead": Ahead,
+    "drafting": Drafting,
+    "images": ImageInputs,
+}
 """The fields of a step that are records."""
 
 
@@ -361,6 +385,8 @@ def arrange(
         scored=scored,
         ahead=ahead,
         drafting=drafting,
+        images=NO_IMAGES,
+        rotary_shift=NO_SHIFT,
         num_decodes=num_decodes,
         hands_over=hands_over,
         awaits_kv=awaits_kv,

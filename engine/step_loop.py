@@ -11,6 +11,7 @@ import math
 import time
 from array import array
 
+from baton.encode_worker.encoder import Encoder
 from baton.engine.api.request import Hooks, StepResult
 from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import Phase
@@ -29,7 +30,7 @@ MOST_WAITED = 0.1
 """Share of a step in which the host may wait for KV from other workers, if the step is to show a speed. The
 speed is wrong by no more than this share."""
 GRAMMAR_WAIT = 0.05
-"""Seconds that a step with nothing to compute waits for a grammar."""
+"""Seconds that a step with nothing to compute waits for an image or a grammar."""
 
 
 class StepLoop:
@@ -53,8 +54,9 @@ class StepLoop:
         hooks: Hooks,
         *,
         overlap: bool,
+        encoder: Encoder | None = None,
     ) -> None:
-        """`overlap`: as in `EngineConfig`."""
+        """`overlap`: as in `EngineConfig`. `encoder`: of images. None: there is none."""
         self.under_way: list[tuple[Schedule, Launched]] = []
         self.joins_at = math.inf
         self.hooks = hooks
@@ -67,6 +69,7 @@ class StepLoop:
         self._model_config = model_config
         self._meters = meters
         self._overlap = overlap
+        self._encoder = encoder
         self._pace = Pace()
         self._landed_at = 0.0  # when the last step was over, as the host saw it
         self._landings = Landings()
@@ -122,7 +125,7 @@ class StepLoop:
         began = time.monotonic()
         schedule = self._schedule(began, result)
         if not schedule.chunks:
-            if not self.under_way:
+            if not self.under_way and not (self._encoder is not None and self._encoder.wait(GRAMMAR_WAIT)):
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
         self._computing(schedule)
@@ -163,6 +166,8 @@ class StepLoop:
         schedule.began = began
         schedule.ids = frozenset([live.id for live in schedule.chunks])
         result.preempted += [live.id for live in schedule.preempted if live.hand_back]
+        if self._model_config.vision is not None:
+            self._outputs.drop_unseen(result)
         for live in schedule.started:
             live.started = live.started or began
             if live.handover:
@@ -183,6 +188,7 @@ class StepLoop:
             ahead=self._runner.ahead,
             draft_head=self._runner.drafter is not None,
             window_blocks=None if lives.pool.windows is None else lives.pool.windows.of,
+            sees=self._model_config.vision is not None,
         )
 
     def _run(self, schedule: Schedule, step: Step) -> Launched:

@@ -6,11 +6,34 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from baton.content import Tier
+from baton.content import IMAGE_NAME_BYTES, ImageSpan, Tier
+from baton.content.images import ImageSettings
 from baton.engine.api.sampling_params import SamplingParams
 
 PROMPT_PIECE = 64
 """Most tokens in a `PromptLogprobs`: a router writes them to a response in 9 ms, between two other tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image in a prompt. A grid of tokens stands for it, row by row."""
+
+    name: bytes
+    """`IMAGE_NAME_BYTES` bytes: of its file, and of the settings that made its pixels."""
+    start: int
+    """The position of its first token."""
+    rows: int
+    columns: int
+    pixels: bytes = b""
+    """Red, green and blue of each pixel, row by row. Empty: its KV comes from another worker."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+    @property
+    def span(self) -> ImageSpan:
+        return ImageSpan(self.start, self.stop, self.name)
 
 
 @dataclass(slots=True)
@@ -40,14 +63,18 @@ class EngineRequest:
     gap_cost: float = 0.0
     """What a second more in one of its gaps costs, in seconds of a first token. The more it is, the shorter
     are the steps that also compute prompts. 0: not known, it does not count."""
+    images: tuple[Image, ...] = ()
+    """Those of the prompt, in order."""
     arrived: float = field(default_factory=time.monotonic)
     """When it came to the worker (time.monotonic()). It may wait for a prefix before it comes to the
     engine."""
 
 
-def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None:
+def check_request(
+    request: EngineRequest, vocabulary: int, longest: int, images: ImageSettings | None = None
+) -> None:
     """Raises `ValueError` if a model with `vocabulary` tokens and a context of `longest` positions can never
-    serve the request."""
+    serve the request. `images`: how the model sees images. None: it sees none."""
     if not request.prompt_ids:
         raise ValueError("prompt_ids is empty")
     for name, ids in (
@@ -71,6 +98,28 @@ def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None
             f"prompt_ids and output_ids have {len(request.prompt_ids) + given} tokens; "
             f"with at least one more, the limit is {longest} (max_model_len)"
         )
+    if request.images:
+        _check_images(request, images)
+
+
+def _check_images(request: EngineRequest, settings: ImageSettings | None) -> None:
+    if settings is None:
+        raise ValueError("images: this model takes none")
+    end = 0
+    for i, image in enumerate(request.images):
+        if len(image.name) != IMAGE_NAME_BYTES:
+            raise ValueError(f"images[{i}]: its name must have {IMAGE_NAME_BYTES} bytes")
+        if image.rows < 1 or image.columns < 1 or image.start < end or image.stop > len(request.prompt_ids):
+            raise ValueError(
+                f"images[{i}]: {image.rows} × {image.columns} tokens from position {image.start} on are not "
+                "in the prompt, or not behind those of the image before"
+            )
+        end = image.stop
+        if any(token != settings.token_id for token in request.prompt_ids[image.start : image.stop]):
+            raise ValueError(f"images[{i}]: its tokens must all be {settings.token_id}")
+        wanted = settings.pixel_bytes(image.rows, image.columns)
+        if len(image.pixels) not in (0, wanted):
+            raise ValueError(f"images[{i}]: {len(image.pixels)} bytes of pixels, not {wanted}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 from baton.content import packed
 from baton.engine.api.request import EngineRequest, Logprobs
 from baton.engine.core.prefix_cache import PrefixNames
+from baton.engine.core.prompt_images import PromptImages
 from baton.engine.core.state_copies import Copy, CopyLease
 from baton.engine.core.window_blocks import WindowSpan
 from baton.engine.grammar import CompiledGrammar
@@ -169,6 +170,8 @@ class LiveRequest:
     """When the request got its blocks for prefill here. None: still waiting, or prefilled elsewhere."""
     grammar: CompiledGrammar | None = None
     """Limits the next token. None: any token is allowed. Set by the `Engine`."""
+    images: PromptImages | None = None
+    """Those of its prompt. None: there are none. Set by the `Engine`."""
     shared: SharedPrompt = WHOLE
     num_computed: int = 0
     """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
@@ -294,10 +297,13 @@ class LiveRequest:
     @property
     def num_computable(self) -> int:
         """Tokens that a step may compute now: `num_left`, or one less while the grammar compiles. Computing
-        the last one would sample the next token."""
+        the last one would sample the next token. Those of an image wait until it is encoded."""
         stop = self.shared.range_stop
         left = self.num_left if stop is None else stop - self.num_computed
-        return left if self.may_sample else min(left, self.num_left - 1)
+        count = left if self.may_sample else min(left, self.num_left - 1)
+        if self.images is None or self.phase is not Phase.RUNNING:  # what is cached of it is not known yet
+            return count
+        return self.images.computable(self.num_computed, count)
 
     @property
     def may_sample(self) -> bool:

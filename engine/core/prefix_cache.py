@@ -13,7 +13,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS, Tier, extend_names, name_of_prefix, packed, salted
+from baton.content import CHUNK_TOKENS, ImageSpan, Tier, extend_names, name_of_prefix, packed, salted
 from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine.api.config import TierCells
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
@@ -31,13 +31,21 @@ class PrefixNames:
         salt, tenant: of the request.
     """
 
-    def __init__(self, root: bytes, salt: bytes, block_size: int, tenant: bytes = b"") -> None:
+    def __init__(
+        self,
+        root: bytes,
+        salt: bytes,
+        block_size: int,
+        tenant: bytes = b"",
+        images: Sequence[ImageSpan] = (),
+    ) -> None:
         self.salt = salt
         self.tenant = tenant
         self.blocks: list[bytes] = []
         self.chunks: list[bytes] = []
         self._root = salted(root, salt)
         self._block_size = block_size
+        self._images = images
         self._token_ids = array("i")  # of `blocks` at least
 
     def extend(self, token_ids: Sequence[int], count: int) -> None:
@@ -46,15 +54,15 @@ class PrefixNames:
             return
         tokens = self._token_ids
         tokens.extend(packed(token_ids[len(tokens) : count]))
-        extend_names(self.chunks, tokens, count, self._root)
+        extend_names(self.chunks, tokens, count, self._root, self._images)
         for index in range(len(self.blocks) + 1, count // self._block_size + 1):
             end = index * self._block_size
-            self.blocks.append(name_of_prefix(self.chunks, tokens, end, self._root))
+            self.blocks.append(name_of_prefix(self.chunks, tokens, end, self._root, self._images))
 
     def of_chunk(self, token_ids: Sequence[int], end: int) -> bytes:
         """The name of the first `end` tokens, which are full chunks."""
         self._token_ids.extend(packed(token_ids[len(self._token_ids) : end]))
-        extend_names(self.chunks, self._token_ids, end, self._root)
+        extend_names(self.chunks, self._token_ids, end, self._root, self._images)
         return self.chunks[end // CHUNK_TOKENS - 1]
 
     def cached(self, indices: Sequence[int]) -> Iterator[CachedBlock]:
@@ -127,7 +135,8 @@ class PrefixCache:
         """Names for the tokens of a request. A prompt is looked up for a fetch, and again when it is added.
         It is hashed once, if no other request comes between."""
         if self._named is None or self._named[0] is not request:
-            names = PrefixNames(self._root, request.cache_salt, self._block_size, request.tenant)
+            spans = [image.span for image in request.images]
+            names = PrefixNames(self._root, request.cache_salt, self._block_size, request.tenant, spans)
             self._named = request, names
         return self._named[1]
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.engine.core.live_request import DRAW, LiveRequest
+from baton.engine.core.prompt_images import with_images
 from baton.engine.core.state_copies import CopyLease, Save
 from baton.engine.step import ARRAYS, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
 
@@ -158,11 +159,13 @@ def build_step(
     ahead: int = 1,
     draft_head: bool = False,
     window_blocks: np.ndarray | None = None,
+    sees: bool = False,
 ) -> Step:
     """The step. Also sets `schedule.sampled`, in the order of the step's sampled rows, and `schedule.scored`,
     in that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`. `ahead`:
     the size of this dimension, 1 if the engine has no drafts. `draft_head`: whether there is one.
-    `window_blocks`: as in `arrange`; 0: the block has none, and no token is written there."""
+    `window_blocks`: as in `arrange`; 0: the block has none, and no token is written there. `sees`:
+    the model takes images."""
     # The state of a request takes one token, or several in the way of a prompt.
     most = 1 if has_states else MOST_ROWS
     one_by_one: list[_Chunk] = []
@@ -215,7 +218,7 @@ def build_step(
         window_blocks=window_blocks,
     )
     assert not len(step.window_slots) or step.window_slots.min() >= block_size, "a token without a slot"
-    return step
+    return with_images(step, [(live.images, positions) for live, positions in chunks]) if sees else step
 
 
 def _following(chunks: Sequence[_Chunk]) -> dict[int, int]:

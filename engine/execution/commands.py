@@ -50,12 +50,19 @@ class Commands:
     All ranks make one, with equal sizes, before the first command."""
 
     def __init__(
-        self, files: RankFiles, *, tokens: int, requests: int, table_width: int, ahead: int = 1
+        self,
+        files: RankFiles,
+        *,
+        tokens: int,
+        requests: int,
+        table_width: int,
+        ahead: int = 1,
+        image_bytes: int = 0,
     ) -> None:
-        """`tokens`, `requests`: most of them in a step. `ahead`: the size of this
-        dimension."""
+        """`tokens`, `requests`: most of them in a step. `ahead`, `image_bytes`: the sizes of these
+        dimensions. Without images it is 0."""
         sizes = dict.fromkeys(DIMENSIONS, tokens)
-        sizes |= {"requests": requests, "width": table_width, "ahead": ahead}
+        sizes |= {"requests": requests, "width": table_width, "ahead": ahead, "image bytes": image_bytes}
         items = [(math.prod(layout.shape(sizes)), np.dtype(layout.dtype)) for layout in ARRAYS.values()]
         self._slot_bytes = aligned(8 * HEAD) + sum(aligned(n * dtype.itemsize) for n, dtype in items)
         self._wakes = files.wakes

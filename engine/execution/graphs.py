@@ -73,6 +73,7 @@ class Widths(NamedTuple):
     ahead: int = 1  # as in `arrange`
     head: bool = False  # whether there is a draft head
     windows: bool = False  # whether layers with windows have blocks of their own
+    sees: bool = False  # whether the model takes images
 
     def pieces(self, rows: int) -> int:
         """The most pieces of tiles in a step of so many rows."""
@@ -96,6 +97,9 @@ class Widths(NamedTuple):
             "sampled": requests,
             "followed": rows if self.head else 0,
             "drafting": requests if self.head else 0,
+            "image rows": 0,  # no graph replays a step with tokens of images
+            "image bytes": 0,
+            "shifted": rows if self.sees else 0,
             "states": requests if self.scan else 0,
             "state rows": rows if self.scan else 0,
             "pieces": self.pieces(rows),
@@ -324,6 +328,7 @@ class StepGraphs:
                 "tokens": rows,
                 "state rows": rows,
                 "window rows": rows,
+                "shifted": rows,
                 "pieces": widths.pieces(rows) if size.chunks else 0,
                 "scans": widths.scans(rows) if size.chunks else 0,
             }

@@ -71,6 +71,7 @@ def commands(config: EngineConfig, started: Started, files: RankFiles) -> Comman
         requests=config.max_num_seqs,
         table_width=runner.table_width or longest,
         ahead=runner.ahead,
+        image_bytes=runner.image_bytes,
     )
 
 

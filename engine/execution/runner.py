@@ -43,7 +43,7 @@ from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs
 from baton.engine.kernels.sampling.reference import with_sampled
 from baton.engine.kernels.upload import upload
-from baton.engine.layers.current_step import CurrentStep, computing
+from baton.engine.layers.current_step import CurrentStep, ImageRows, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, Places, SharedCache
@@ -160,6 +160,11 @@ class ModelRunner:
         self._slots: list[list[Tensor]] = []
         """The tensors [slots, …] of all arrays of requests, those of one dtype together."""
         self._dtype = dtype
+        vision = config.vision
+        self.image_bytes = (
+            0 if vision is None else (1 + vision.deepstack) * config.hidden_size * dtype.itemsize
+        )
+        """Of the embeddings of a token of an image. 0: the model takes none."""
         self.chunk_tokens = kernels.chunk_tokens(dtype) if self._has_states else 0
         """As `Kernels.chunk_tokens`; 0: no layer has states."""
         self.expert_load = ExpertLoad(config.experts, device) if config.experts else None
@@ -255,6 +260,7 @@ class ModelRunner:
             self.ahead,
             self.drafter is not None,
             self._window_blocks is not None,
+            config.vision is not None,
         )
         self._graphs = StepGraphs(
             (self.forward, self.logits, self.choose, self._apart),
@@ -319,7 +325,7 @@ class ModelRunner:
 
     def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
         rows, graphs = len(step.sampled_rows), self._graphs
-        size = graphs.size(step) if graphs is not None else None
+        size = graphs.size(step) if graphs is not None and not len(step.images.rows) else None
         tensors: Mapping[str, Tensor]
         if graphs is not None and size is not None:
             graphs.forward(size, step, layer_done)
@@ -404,7 +410,15 @@ class ModelRunner:
         attend = self._attends(attention, layer_done, self._config)
         if (load := self.expert_load) is not None:
             load.begin_step()
-        step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
+        counts = None if load is None else load.counts
+        shift = inputs["rotary_shift"]
+        step = CurrentStep(
+            attention.num_decodes,
+            attention.slots,
+            counts,
+            images=self._images(inputs) if len(inputs["images.rows"]) else None,
+            rotary_shift=shift if len(shift) else None,
+        )
         callers, kernels = [attend], self._kernels
         if self._has_states:
             states = kernels.tile_states(attention, self._dtype)
@@ -418,6 +432,12 @@ class ModelRunner:
         with computing(step):
             hidden = self.model(token_ids, positions, *callers)
         return torch.cat((hidden, *step.taps), dim=1) if step.taps else hidden
+
+    def _images(self, inputs: Mapping[str, Tensor]) -> ImageRows:
+        """The images of a step with these arrays."""
+        rows, embeddings = inputs["images.rows"], inputs["images.embeddings"]
+        features = embeddings.view(self._dtype).view(len(rows), -1, self._config.hidden_size)
+        return ImageRows(rows, features, inputs["images.positions"])
 
     def _attends(self, attention: AttentionMetadata, layer_done: LayerDone, config: ModelConfig) -> Any:
         """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""

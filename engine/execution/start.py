@@ -7,14 +7,19 @@ A CPU skips all that measures, compiles or captures. All ranks take these steps 
 they measure, compile and capture have sums over ranks.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from baton.content import content_root
 from baton.content.cache_kinds import CacheArray
+from baton.encode_worker.encoder import Encoder
+from baton.encode_worker.tower import Tower
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.memory_sizing import (
@@ -36,6 +41,8 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
 from baton.machine.step_model import StepModel
+
+log = logging.getLogger(__name__)
 
 MEASURED = 0.05
 """Share of the time of the start that it may take to measure what steps cost."""
@@ -60,6 +67,8 @@ class Started:
     cache_arrays: Sequence[Sequence[CacheArray]]
     """What each layer caches over all ranks."""
     pool: PoolSize
+    encoder: Encoder | None
+    """Of images. None: the model takes none, transformers is not installed, or this is not rank 0."""
     steps: StepModel | None
     """What steps cost, as far as it was measured. None: not at all."""
 
@@ -90,6 +99,7 @@ def start_rank(
             head=head,
             exact=config.batch_invariant,
         )
+    encoder = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     of_model = layer_caches(model_config, limits.dtype, limits.kv_dtype, drafts=head is not None)
     # Where no step is launched before the tokens of the last one are known, drafts cost no step anything. A
@@ -137,8 +147,31 @@ def start_rank(
         limits.cache,
         [layer.arrays for layer in of_model],
         pool,
+        encoder,
         steps,
     )
+
+
+def _encoder(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
+) -> Encoder | None:
+    """Takes the weights of the encoder from the model. None: it takes no images, transformers is not
+    installed, or another rank encodes."""
+    vision = model_config.vision
+    if vision is None or ranks.rank:
+        return None
+    weights, model.tower = model.tower, {}
+    if find_spec("transformers") is None:
+        log.warning("the model takes no images: transformers is missing, install the extra `images`")
+        return None
+    with memory_for("the encoder of images", "choose a smaller --model"):
+        tower = Tower(vision.settings, vision.tower, weights, device, dtype, seed=config.seed)
+    return Encoder(tower.encode)
 
 
 def _measure(

@@ -8,8 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class ImageRows(NamedTuple):
+    """The rows of a step that are part of an image."""
+
+    rows: Tensor  # [image rows] int64
+    features: Tensor  # [image rows, 1 + layers, hidden_size]: the embedding, and what layers add
+    positions: Tensor  # [image rows, 3] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,10 @@ class CurrentStep:
     expert_counts: Tensor | None = None
     """[layers with experts, experts] int32, zeros: each layer counts the rows of its experts. None: a dense
     model."""
+    images: ImageRows | None = None
+    """None: the step has none."""
+    rotary_shift: Tensor | None = None
+    """[rows]: as in `Step`. None: no request has an image."""
     taps: list[Tensor] = field(default_factory=list)
     """Each tapped layer adds its input [rows, hidden_size]."""
 

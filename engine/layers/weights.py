@@ -229,6 +229,17 @@ class Weights:
         """The whole tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""
         return self.stack([name], [[unsharded(size) for size in shape]])
 
+    def below(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose names begin with `prefix`, by the rest of their names, in the model's dtype. Only
+        rank 0 keeps them. Empty: dummy weights, which have no names."""
+        found: dict[str, Tensor] = {}
+        for name in sorted(self._names):
+            if name.startswith(prefix):
+                tensor = self.take(name, self._checkpoint.shape(name) or ())
+                if self.ranks.rank == 0:
+                    found[name.removeprefix(prefix)] = tensor
+        return found
+
     def stack(
         self, names: Sequence[str], parts: Sequence[Sequence[Shard]], *, scratch: bool = False
     ) -> Tensor:

@@ -2,13 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from baton.content.images import image_settings
 from baton.engine.loader.families import family_of
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.rope_config import local_rope, rope_scaling, rope_theta, ropes, rotary_dim
 from baton.engine.loader.settings import Settings, read_json
-from baton.engine.model_config import ModelConfig, Multipliers, NoPEConfig, Span, YarnScaling, known_ids
+from baton.engine.model_config import (
+    ModelConfig,
+    Multipliers,
+    NoPEConfig,
+    Span,
+    VisionConfig,
+    YarnScaling,
+    known_ids,
+)
 
 LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 GRANITE = "GraniteMoeHybridForCausalLM"
@@ -19,6 +29,8 @@ INTERMEDIATE_SIZE = {**dict.fromkeys(LLAMA4, "intermediate_size_mlp"), GRANITE: 
 GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
 GPT_OSS = "GptOssForCausalLM"
+PROCESSOR = "preprocessor_config.json"
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -27,10 +39,13 @@ COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def model_config_from_hf(
-    config: Mapping[str, Any], generation: Mapping[str, Any], source: str
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    source: str,
+    processor: Mapping[str, Any] = NO_SETTINGS,
 ) -> ModelConfig:
-    """The configuration from parsed `config.json` and `generation_config.json`. Raises `ValueError` naming
-    `source` and the key that is wrong or not supported."""
+    """The configuration from parsed `config.json`, `generation_config.json` and `preprocessor_config.json`.
+    Raises `ValueError` naming `source` and the key that is wrong or not supported."""
     architecture, settings = Settings(config, source).architecture, _settings_of_text(config, source)
     family = family_of(architecture, source)
     rotation, local = ropes(settings)
@@ -81,6 +96,7 @@ def model_config_from_hf(
         latent=latent,
         quantization=settings.get("quantization_config"),
         gemma=family.gemma(settings) if family.gemma else None,
+        vision=_vision(settings, rope, family, processor),
         without_mlp=tuple(settings.integers("layers_without_mlp")),
         squared_relu=family.squared_relu,
         further_layers=settings.integer(family.further) if settings.get(family.further) else 0,
@@ -95,9 +111,20 @@ def read_config(directory: Path) -> ModelConfig:
     if not path.is_file():
         raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
     generation = directory / "generation_config.json"
-    return model_config_from_hf(
-        read_json(path), read_json(generation) if generation.is_file() else {}, str(path)
-    )
+    processor = directory / PROCESSOR
+    given, settings = (read_json(file) if file.is_file() else {} for file in (generation, processor))
+    return model_config_from_hf(read_json(path), given, str(path), settings)
+
+
+def _vision(
+    settings: Settings, rope: Settings, family: Family, processor: Mapping[str, Any]
+) -> VisionConfig | None:
+    if family.vision is None:
+        return None
+    images = image_settings(settings.values, processor, settings.source)
+    if images is None:
+        raise ValueError(f"{settings.source}: vision_config is missing, so the model cannot see")
+    return family.vision(settings, rope, images)
 
 
 def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.content import (
     CHUNK_TOKENS,
+    ImageSpan,
     content_root,
     extend_names,
     hint,
@@ -119,3 +120,31 @@ def _default_secret(word: int) -> int:
         "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
     )
     return struct.unpack_from("<Q", secret, word * 8)[0]
+
+
+def test_images_name_the_chunks_that_they_reach_into():
+    """Equal tokens have other names with another image, at another place, or without one; the chunks before
+    it have the same."""
+    ids = list(range(3 * CHUNK_TOKENS))
+    image = ImageSpan(70, 100, bytes(32))
+
+    def named(*images: ImageSpan) -> list[bytes]:
+        found: list[bytes] = []
+        extend_names(found, ids, len(ids), ROOT, images)
+        return found
+
+    variants = [
+        named(),
+        named(image),
+        named(image._replace(name=bytes(31) + b"1")),
+        named(image._replace(start=71)),
+        named(image._replace(stop=101)),
+        named(image, image._replace(start=101, stop=102)),
+    ]
+    for chunk, count in enumerate((1, len(variants), len(variants))):
+        assert len({each[chunk] for each in variants}) == count
+    behind = name_of_prefix(variants[1], ids, 70, ROOT, [image])
+    assert behind == name_of_prefix(variants[0], ids, 70, ROOT)
+    assert name_of_prefix(variants[1], ids, 71, ROOT, [image]) != name_of_prefix(variants[0], ids, 71, ROOT)
+    assert prompt_hints(ids, ROOT, b"", [image])[0] == prompt_hints(ids, ROOT, b"")[0]
+    assert prompt_hints(ids, ROOT, b"", [image])[1] != prompt_hints(ids, ROOT, b"")[1]

@@ -1,3 +1,4 @@
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -321,6 +322,41 @@ def tiny_qwen3_5(kind: str, changes: dict[str, Any]) -> Any:
     return getattr(transformers, f"{name}ForConditionalGeneration")(both)
 
 
+TINY_QWEN3_VL = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+IMAGE_TOKEN, TINY_PIXELS = 190, 1 << 14
+TINY_QWEN3_VISION = {
+    **TINY_QWEN_VISION,
+    "depth": 3,
+    "patch_size": 4,
+    "deepstack_visual_indexes": [0, 1],
+    "initializer_range": 0.4,
+}
+
+
+def tiny_qwen3_vl(kind: str, changes: dict[str, Any]) -> Any:
+    """As `tiny_llama4`. A token is an area of 8 × 8 pixels."""
+    import transformers
+
+    config = transformers.Qwen3VLConfig(
+        text_config={**TINY, **tiny_of_kind(kind), **changes},
+        vision_config=TINY_QWEN3_VISION,
+        image_token_id=IMAGE_TOKEN,
+        vision_start_token_id=IMAGE_TOKEN + 1,
+        vision_end_token_id=IMAGE_TOKEN + 2,
+        video_token_id=IMAGE_TOKEN + 3,
+        tie_word_embeddings=changes.get("tie_word_embeddings", False),
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
 TINY_LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -422,6 +458,7 @@ TINY_OF_KIND = {
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,
     "Gemma4": TINY_GEMMA4,
+    "Qwen3VL": TINY_QWEN3_VL,
 }
 
 
@@ -441,7 +478,13 @@ def tiny_gemma4(kind: str, changes: dict[str, Any]) -> Any:
     )
 
 
-SEES = {"Llama4": tiny_llama4, "Gemma3": tiny_gemma3, "Gemma4": tiny_gemma4, "Qwen3_5": tiny_qwen3_5}
+SEES = {
+    "Qwen3VL": tiny_qwen3_vl,
+    "Llama4": tiny_llama4,
+    "Gemma3": tiny_gemma3,
+    "Gemma4": tiny_gemma4,
+    "Qwen3_5": tiny_qwen3_5,
+}
 """What makes a model of a kind that also sees images."""
 
 
@@ -464,6 +507,10 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
         elif name.endswith(".A_log"):  # states that outlive some tokens
             torch.nn.init.uniform_(parameter, -3.0, 0.0)
     model.save_pretrained(directory)
+    if kind == "Qwen3VL":
+        size = {"shortest_edge": 64, "longest_edge": TINY_PIXELS}
+        settings = {"size": size, "patch_size": 4, "merge_size": 2, "image_mean": [0.5, 0.4, 0.3]}
+        (directory / "preprocessor_config.json").write_text(json.dumps(settings))
     return model
 
 

@@ -24,6 +24,7 @@ from baton.engine.loader.families import (
     minimax_m2,
     nemotron_h,
     qwen3_5,
+    qwen3_vl,
     sparse_latents,
 )
 from baton.engine.loader.families.family import Family
@@ -110,6 +111,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": qwen3_5.DENSE,  # its text model
     "Qwen3_5MoeForCausalLM": qwen3_5.MOE,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5.MOE,  # its text model
+    "Qwen3VLForConditionalGeneration": qwen3_vl.DENSE,
     "KimiLinearForCausalLM": kimi_linear.FAMILY,
     "Lfm2ForCausalLM": lfm2.DENSE,
     "Lfm2MoeForCausalLM": lfm2.MOE,

@@ -4,9 +4,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from baton.content.images import ImageSettings
 from baton.engine.loader.rearranged import Rearranged
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import ExpertsConfig, GemmaConfig, LatentConfig, StateConfig
+from baton.engine.model_config import (
+    ExpertsConfig,
+    GemmaConfig,
+    LatentConfig,
+    StateConfig,
+    VisionConfig,
+)
 from baton.engine.models.llama import Llama
 
 
@@ -36,6 +43,9 @@ class Family:
     """The setting with the number of layers behind the others that predict further tokens."""
     gemma: Callable[[Settings], GemmaConfig] | None = None
     """As in `ModelConfig`. None: a model of another family."""
+    vision: Callable[[Settings, Settings, ImageSettings], VisionConfig] | None = None
+    """How the model takes images, from all settings, those of the rotation, and those of the processor. None:
+    no such model takes any."""
     squared_relu: bool = False
     """As in `ModelConfig`."""
     not_supported: Callable[[Settings], Iterator[str]] = lambda settings: iter(())

@@ -1,0 +1,11 @@
+"""Encodes images: from pixels to the embeddings that a language model takes in place of tokens.
+
+1. A router decodes an image and resizes it (`content.images`). Workers get the pixels of red, green and blue.
+2. `Tower` runs the vision tower of transformers on them. It has the weights of the vision tower only.
+3. `Encoder` has one thread for the tower, and keeps embeddings by the name of their image, up to a limit of
+   bytes. The same image, in whichever request, is encoded once while it is kept.
+
+Prefill workers have an encoder inside their engine. It computes while the engine computes steps, and a prompt
+starts with the text before its first image. transformers is imported when a model that sees images is loaded:
+the extra `images` installs it.
+"""

@@ -1,0 +1,81 @@
+"""Encodes images in a thread of its own, and keeps their embeddings by name."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import numpy as np
+
+Encode = Callable[[bytes, int, int], np.ndarray]
+"""(pixels, rows, columns) → embeddings, as `Tower.encode`."""
+CACHE_BYTES = 1 << 30
+
+
+class Encoder:
+    """One thread that encodes one image after the other, in the order in which they are asked for.
+
+    Attributes:
+        encoded: images that were encoded since the start.
+        hits: images that were kept, or being encoded, when they were asked for.
+    """
+
+    def __init__(self, encode: Encode, cache_bytes: int = CACHE_BYTES) -> None:
+        """`cache_bytes`: of embeddings that are kept. The least recently used ones go first."""
+        self.encoded = 0
+        self.hits = 0
+        self._encode = encode
+        self._most_bytes = cache_bytes
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._under_way: dict[bytes, Future[np.ndarray]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+
+    def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+        """The embeddings of an image, [tokens, bytes] uint8, which nobody changes. They are ready at once if
+        they are kept. `pixels` may be empty if the image is not to be encoded here: if it is not kept, the
+        result is a `ValueError` then."""
+        with self._lock:
+            if (found := self._kept.get(name)) is not None:
+                self._kept.move_to_end(name)
+                self.hits += 1
+                ready: Future[np.ndarray] = Future()
+                ready.set_result(found)
+                return ready
+            if (asked := self._under_way.get(name)) is not None:
+                self.hits += 1
+                return asked
+            future = self._thread.submit(self._run, name, pixels, rows, columns)
+            self._under_way[name] = future
+        future.add_done_callback(lambda _: self._over(name))
+        return future
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until an image is encoded, at most `seconds`. False: none is being encoded."""
+        with self._lock:
+            under_way = list(self._under_way.values())
+        if under_way:
+            wait(under_way, seconds, FIRST_COMPLETED)
+        return bool(under_way)
+
+    def close(self) -> None:
+        """Encodes nothing more. Returns when the thread has ended."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _run(self, name: bytes, pixels: bytes, rows: int, columns: int) -> np.ndarray:
+        if not pixels:
+            raise ValueError("the pixels of an image are missing, and its embeddings are not kept")
+        encoded = self._encode(pixels, rows, columns)
+        with self._lock:
+            self.encoded += 1
+            self._kept[name] = encoded
+            self._bytes += encoded.nbytes
+            while self._bytes > self._most_bytes:
+                _, dropped = self._kept.popitem(last=False)
+                self._bytes -= dropped.nbytes
+        return encoded
+
+    def _over(self, name: bytes) -> None:
+        with self._lock:
+            self._under_way.pop(name, None)

@@ -1,0 +1,100 @@
+"""The images of one prompt: which of its tokens may be computed now, and what a step computes in their place.
+Pure.
+
+An image is encoded when the tokens before it are next. A step computes no token of an image that is not
+encoded yet, so the text before it does not wait. A chunk may end inside an image. What the prefix cache has
+needs no embedding.
+
+Rotation has three positions for a token of an image: in time, from the top and from the left (M-RoPE,
+Qwen2-VL 2024). Text has three equal ones. They go on behind the longest side of an image.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+
+from baton.engine.api.request import Image
+from baton.engine.step import ImageInputs, Step
+
+Encode = Callable[[Image], "Future[np.ndarray]"]
+"""Asks for the embeddings of an image: [tokens, bytes] uint8."""
+
+
+class PromptImages:
+    """Of one request. `failure`: why an image cannot be encoded. Empty: nothing is known to be wrong."""
+
+    def __init__(self, images: Sequence[Image], encode: Encode) -> None:
+        self.failure = ""
+        self._images = images
+        self._encode = encode
+        self._embeddings: dict[int, Future[np.ndarray]] = {}  # by image: those asked for, until they are used
+        self._stops = np.array([image.stop for image in images])
+        saved = [max(image.rows, image.columns) - image.rows * image.columns for image in images]
+        self._shifts = np.cumsum([0, *saved]).astype(np.int32)  # in front of each image, and behind the last
+
+    def computable(self, start: int, count: int) -> int:
+        """How many of the `count` tokens from position `start` on may be computed now. Asks for the
+        embeddings that are missing next."""
+        if start >= self._stops[-1]:
+            return count
+        for i in range(int(np.searchsorted(self._stops, start, side="right")), len(self._images)):
+            image = self._images[i]
+            if image.start >= start + count:
+                break
+            asked = self._asked(i)
+            if asked.done() and asked.exception() is None:
+                continue
+            if asked.done():
+                self.failure = f"images[{i}]: {asked.exception()}"
+            elif i + 1 < len(self._images):
+                self._asked(i + 1)
+            return max(0, image.start - start)
+        return count
+
+    def _asked(self, i: int) -> "Future[np.ndarray]":
+        if i not in self._embeddings:
+            self._embeddings[i] = self._encode(self._images[i])
+        return self._embeddings[i]
+
+    def shift(self, positions: np.ndarray) -> np.ndarray:
+        """As `Step.rotary_shift`, for tokens at these positions."""
+        return self._shifts[np.searchsorted(self._stops, positions, side="right")]
+
+    def inputs(self, positions: range) -> list[ImageInputs]:
+        """What a step computes at these positions, which are computable, by image. Rows count from the first
+        of them. Embeddings that no later position needs are dropped here."""
+        found: list[ImageInputs] = []
+        first = int(np.searchsorted(self._stops, positions.start, side="right"))
+        for i, image in enumerate(self._images[first:], first):
+            start, stop = max(image.start, positions.start), min(image.stop, positions.stop)
+            if start >= stop:
+                break
+            embeddings = self._embeddings[i].result()[start - image.start : stop - image.start]
+            index = np.arange(start, stop) - image.start
+            top, left = np.divmod(index, image.columns)
+            places = np.stack((np.zeros_like(index), top, left), axis=1) + image.start + self._shifts[i]
+            found.append(ImageInputs(np.arange(start, stop) - positions.start, embeddings, places))
+            if stop == image.stop:
+                del self._embeddings[i]
+        return found
+
+
+def with_images(step: Step, chunks: Sequence[tuple[PromptImages | None, range]]) -> Step:
+    """The step with the images of its requests: of each one its images and its positions, in the order of the
+    step. Drafts may follow these positions."""
+    if all(images is None for images, _ in chunks):
+        return step
+    shift = np.zeros(len(step.positions), dtype=np.int32)
+    inputs: list[ImageInputs] = []
+    ends = np.cumsum(step.query_lengths)
+    for (images, positions), begin, end in zip(chunks, ends - step.query_lengths, ends, strict=True):
+        if images is None:
+            continue
+        shift[begin:end] = images.shift(step.positions[begin:end])
+        inputs += [each._replace(rows=each.rows + begin) for each in images.inputs(positions)]
+    if not inputs:
+        return replace(step, rotary_shift=shift)
+    joined = ImageInputs(*(np.concatenate(arrays) for arrays in zip(*inputs, strict=True)))
+    return replace(step, rotary_shift=shift, images=joined)

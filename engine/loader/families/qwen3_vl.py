@@ -1,0 +1,40 @@
+"""Qwen3-VL: a text model as Qwen3, which also takes images.
+
+The encoder of images is a part of the checkpoint, under `model.visual.`. `encode_worker` runs it.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import ClassVar
+
+from baton.content.images import ImageSettings
+from baton.engine.loader.families.family import Family
+from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.settings import Settings
+from baton.engine.model_config import VisionConfig
+from baton.engine.models.vision import TOWER, Qwen3VL
+
+SECTIONS = [24, 20, 20]
+
+
+class Qwen3VLCheckpoint(Rearranged):
+    renamed: ClassVar[Mapping[str, str]] = {"model.language_model.": "model.", "model.visual.": TOWER}
+
+
+def vision_config(settings: Settings, rope: Settings, images: ImageSettings) -> VisionConfig:
+    """Raises `ValueError` naming the setting that is wrong."""
+    tower, source = settings.get("vision_config"), settings.source
+    sections = Settings({"mrope_section": SECTIONS, **rope.values}, source).integers("mrope_section")
+    if len(sections) != 3 or min(sections) < 0:
+        raise ValueError(f"{source}: mrope_section must have 3 numbers from 0 on, not {sections}")
+    if rope.get("mrope_interleaved", True) is not True:
+        raise ValueError(f"{source}: mrope_interleaved {rope.get('mrope_interleaved')!r} is not supported")
+    layers = Settings(tower, source).integers("deepstack_visual_indexes")
+    if len(layers) > settings.integer("num_hidden_layers"):
+        raise ValueError(f"{source}: deepstack_visual_indexes has more entries than the model has layers")
+    return VisionConfig(
+        images, (sections[0], sections[1], sections[2]), len(layers), json.dumps(tower, sort_keys=True)
+    )
+
+
+DENSE = Family(model=Qwen3VL, checkpoint=Qwen3VLCheckpoint, vision=vision_config)

@@ -1,0 +1,72 @@
+"""Models that take images: embeddings of an encoder stand in place of tokens, and positions for rotation have
+three parts."""
+
+import torch
+from torch import Tensor
+
+from baton.engine.layers.current_step import ImageRows, current_step
+from baton.engine.layers.rotary import Rotary
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig, VisionConfig
+from baton.engine.models.llama import Attend, Qwen3
+
+TOWER = "visual."
+"""The prefix of the weights of the encoder."""
+
+
+class ImageRotary:
+    """Rotary positions of a step with images (interleaved M-RoPE, Qwen3-VL).
+
+    Each frequency turns by one of three positions. Text has three equal ones, so it needs no more than a
+    shift."""
+
+    def __init__(self, rotary: Rotary, vision: VisionConfig) -> None:
+        self._rotary = rotary
+        half = rotary.table.shape[-1] // 2
+        part = torch.zeros(half, dtype=torch.int64)
+        for i in (1, 2):
+            part[i : 3 * vision.sections[i] : 3] = i
+        self._part = part.repeat(2).to(rotary.table.device)  # [head_dim]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """As `Rotary.at`."""
+        step = current_step()
+        if step.rotary_shift is not None:
+            positions = positions + step.rotary_shift
+        rotary = self._rotary.at(positions)
+        if (images := step.images) is not None:
+            parts = self._rotary.table[images.positions]  # [rows, 3, 2, head_dim]
+            index = self._part.expand(len(parts), 1, 2, -1)
+            rotary.index_copy_(0, images.rows, parts.gather(1, index)[:, 0])
+        return rotary
+
+
+def place(images: ImageRows, residual: Tensor, delta: Tensor | None) -> None:
+    """Writes the embeddings of images in place of those of their tokens, as `Embedding` returns them."""
+    residual.index_copy_(0, images.rows, images.features[:, 0])
+    if delta is not None:
+        delta.index_fill_(0, images.rows, 0)
+
+
+class Qwen3VL(Qwen3):
+    """Qwen3-VL, dense: Qwen3 with images. Features of an image are added behind the first layers."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        assert config.vision is not None, "the loader sets it for this architecture"
+        self.deepstack = config.vision.deepstack
+        self.image_rotary = ImageRotary(self.rotary, config.vision)
+        self.tower = weights.below(TOWER)
+        """The weights of the encoder. The engine takes them."""
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        images = current_step().images
+        residual, delta = self.embed(token_ids)
+        if images is not None:
+            place(images, residual, delta)
+        rotary = self.image_rotary.at(positions)
+        for i, layer in enumerate(self.layers):
+            delta = layer(i, residual, delta, rotary, attend)
+            if images is not None and i < self.deepstack:
+                residual.index_add_(0, images.rows, images.features[:, i + 1])
+        return self.norm(residual, delta)

@@ -1,0 +1,235 @@
+"""Prompts with images: tokens equal transformers', in chunks that end inside an image, behind cached
+prefixes, after preemption and after a handover."""
+
+import random
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from baton.content.images import ImageSettings
+from baton.engine import Engine, EngineConfig, EngineRequest, Image, SpeculativeConfig, check_request
+from baton.engine.loader import model_fingerprint
+from baton.engine.loader.hf_config import read_config
+from tests.engine.checkpoints import edited_tensors, load
+from tests.engine.conftest import IMAGE_TOKEN, request_of, run, save_tiny, tokens_of
+from tests.engine.test_disaggregation import Pair
+
+SIZES = [(40, 24), (16, 80), (32, 32)]  # pixels, from the top and from the left
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint of Qwen3-VL, and the model of transformers."""
+    path = tmp_path_factory.mktemp("qwen3-vl")
+    return path, save_tiny(path, "Qwen3VL")
+
+
+def settings_of(engine: Engine) -> ImageSettings:
+    assert engine.model_config.vision is not None
+    return engine.model_config.vision.settings
+
+
+def pixels_of(seed: int, height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def prompt_of(
+    settings: ImageSettings, pictures: Sequence[np.ndarray], seed: int = 3
+) -> tuple[list[int], tuple[Image, ...]]:
+    """Some text before each image, and behind the last one."""
+    rng = random.Random(seed)
+    ids: list[int] = []
+    images: list[Image] = []
+    for picture in pictures:
+        ids += [rng.randrange(3, 180) for _ in range(7)]
+        rows, columns = settings.grid(*picture.shape[:2])
+        data = picture.tobytes()
+        images.append(Image(settings.name(data), len(ids), rows, columns, data))
+        ids += [IMAGE_TOKEN] * (rows * columns)
+    return [*ids, *(rng.randrange(3, 180) for _ in range(5))], tuple(images)
+
+
+def request_with(
+    number: int, engine: Engine, pictures: Sequence[np.ndarray], *, seed: int = 3, **sampling: Any
+) -> EngineRequest:
+    ids, images = prompt_of(settings_of(engine), pictures, seed)
+    request = request_of(number, ids, max_tokens=10, ignore_eos=True, **sampling)
+    request.images = images
+    config = engine.model_config
+    check_request(request, config.vocab_size, config.max_model_len, settings_of(engine))
+    return request
+
+
+def expected_of(reference: Any, path: Path, ids: list[int], pictures: Sequence[np.ndarray]) -> list[int]:
+    """What transformers generates, with its own processor."""
+    processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+    inputs = processor(images=list(pictures), return_tensors="pt", input_data_format="channels_last")
+    tokens = torch.tensor([ids])
+    with torch.inference_mode():
+        output = reference.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            mm_token_type_ids=(tokens == IMAGE_TOKEN).int(),
+            pixel_values=inputs["pixel_values"],
+            image_grid_thw=inputs["image_grid_thw"],
+            max_new_tokens=10,
+            min_new_tokens=10,
+            do_sample=False,
+        )
+    return output[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+def test_tokens_equal_transformers(seeing: tuple[Path, Any], budget: int) -> None:
+    """With small chunks, most of which end inside an image, and with one chunk."""
+    path, reference = seeing
+    engine = load(path, num_blocks=64, max_num_batched_tokens=budget, max_num_seqs=4)
+    pictures = [pixels_of(i, *size) for i, size in enumerate(SIZES)]
+    requests = [request_with(i, engine, pictures[: i + 1]) for i in range(3)]
+    text = request_of(9, [5, 6, 7, 8], max_tokens=10, ignore_eos=True)
+    found = tokens_of(engine, [*requests, text])
+    for request, tokens, count in zip(requests, found, (1, 2, 3), strict=False):
+        assert tokens == expected_of(reference, path, request.prompt_ids, pictures[:count])
+    assert found[3] == tokens_of(load(path, num_blocks=64), [text])[0]
+    assert engine.encoder is not None
+    assert engine.encoder.encoded == 3  # of six images, three are repeated
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"overlap": True}, id="steps-that-overlap"),
+        pytest.param(
+            {"overlap": True, "speculative_config": SpeculativeConfig(num_speculative_tokens=3)}, id="drafts"
+        ),
+        pytest.param({"num_blocks": 13, "block_size": 4}, id="preemption"),
+    ],
+)
+def test_tokens_do_not_depend_on_the_way_to_them(seeing: tuple[Path, Any], config: dict[str, Any]) -> None:
+    path, _ = seeing
+    pictures = [pixels_of(i, 24, 24) for i in range(2)]
+    one = load(path, num_blocks=64)
+    # Each needs 8 blocks of 4 tokens at its end, and starts with 6.
+    requests = [request_with(i, one, [picture], seed=i) for i, picture in enumerate(pictures)]
+    expected = [tokens_of(one, [request])[0] for request in requests]
+    engine = load(path, **{"num_blocks": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4, **config})
+    assert tokens_of(engine, requests) == expected
+    assert (engine.stats().preemptions > 0) == ("block_size" in config)
+    one.close(), engine.close()
+
+
+def test_a_cached_prefix_ends_behind_its_image_and_never_behind_another_one(seeing: tuple[Path, Any]) -> None:
+    path, _ = seeing
+    engine = load(path, num_blocks=64, block_size=4, enable_prefix_caching=True)
+    first, other = pixels_of(1, 40, 24), pixels_of(2, 40, 24)
+    request = request_with(1, engine, [first])
+    expected = tokens_of(engine, [request])[0]
+    assert engine.encoder is not None
+    again = run(engine, [request_with(2, engine, [first])])
+    [result] = again.values()
+    assert result.tokens == expected
+    assert result.outputs[0].cached_tokens >= request.images[0].stop
+    assert (engine.encoder.encoded, engine.encoder.hits) == (1, 0)  # its tokens came from the prefix cache
+    [result] = run(engine, [request_with(3, engine, [other])]).values()
+    assert result.outputs[0].cached_tokens <= request.images[0].start
+    fresh = load(path, num_blocks=64)
+    assert result.tokens == tokens_of(fresh, [request_with(3, fresh, [other])])[0]
+    assert result.tokens != expected
+    # A hit that ends inside the image: the rest of it gets its embeddings again, from those that are kept.
+    ids, images = prompt_of(settings_of(engine), [first])
+    cut = request_of(4, ids[: images[0].stop], max_tokens=1)
+    cut.images = images
+    run(engine, [cut])
+    assert engine.encoder.hits == 1
+    engine.assert_whole()
+    engine.close(), fresh.close()
+
+
+def test_a_decode_engine_needs_no_pixels(seeing: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = seeing
+    prefill, decode = (
+        load(path, num_blocks=64, max_num_batched_tokens=16, max_num_seqs=4),
+        load(path, num_blocks=64),
+    )
+    request = request_with(1, prefill, [pixels_of(1, 40, 24), pixels_of(2, 16, 16)])
+    expected = tokens_of(decode, [request])[0]
+    decode.encoder = None
+    pair = Pair(prefill, decode)
+    request.images = tuple(replace(image, pixels=b"") for image in request.images)
+    whole = request_with(1, prefill, [pixels_of(1, 40, 24), pixels_of(2, 16, 16)])
+    add = prefill.add
+    monkeypatch.setattr(prefill, "add", lambda _, **how: add(whole, **how))
+    assert pair.run([request])[request.id] == expected
+    prefill.close(), decode.close()
+
+
+def test_ranks_share_what_one_of_them_encodes(seeing: tuple[Path, Any], ranks: Callable[..., Engine]) -> None:
+    path, _ = seeing
+    engine = ranks(path, 2, max_num_batched_tokens=16, max_num_seqs=4)
+    request = request_with(1, engine, [pixels_of(1, 40, 24)])
+    one = load(path, num_blocks=64)
+    assert tokens_of(engine, [request]) == tokens_of(one, [request])
+    one.close()
+
+
+def test_an_image_that_cannot_be_encoded_fails_its_request_alone(seeing: tuple[Path, Any]) -> None:
+    path, _ = seeing
+    engine = load(path, num_blocks=64)
+    lacking = request_with(1, engine, [pixels_of(1, 40, 24)])
+    lacking.images = tuple(replace(image, pixels=b"") for image in lacking.images)
+    text = request_of(2, [5, 6, 7], max_tokens=3, ignore_eos=True)
+    results = run(engine, [lacking, text])
+    assert "images[0]: the pixels of an image are missing" in (results[lacking.id].failed or "")
+    assert len(results[text.id].tokens) == 3
+    engine.assert_whole()
+    engine.close()
+
+
+def test_images_that_do_not_fit_their_prompt_are_refused(seeing: tuple[Path, Any]) -> None:
+    path, _ = seeing
+    settings = read_config(path).vision
+    assert settings is not None
+    ids, (image,) = prompt_of(settings.settings, [pixels_of(1, 40, 24)])
+    request = request_of(1, ids, max_tokens=10)
+    for images, message in (
+        ((replace(image, name=b"short"),), "its name must have 32 bytes"),
+        ((replace(image, start=len(ids) - 3),), "are not in the prompt"),
+        ((image, image), "not behind those of the image before"),
+        ((replace(image, start=image.start - 1),), "its tokens must all be 190"),
+        ((replace(image, pixels=image.pixels[1:]),), "2879 bytes of pixels, not 2880"),
+        ((replace(image, rows=0),), "0 × 3 tokens"),
+    ):
+        request.images = images
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check_request(request, 199, 256, settings.settings)
+    with pytest.raises(ValueError, match="this model takes none"):
+        check_request(request, 199, 256)
+
+
+def test_the_fingerprint_covers_the_encoder(seeing: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = seeing
+    copy = shutil.copytree(path, tmp_path / "copy")
+    before = model_fingerprint(EngineConfig(str(path)), 256)
+    engine = load(path)
+    assert engine.model_fingerprint == before
+    engine.close()
+    with edited_tensors(copy) as tensors:
+        tensors["model.visual.patch_embed.proj.bias"] += 1
+    assert model_fingerprint(EngineConfig(str(copy)), 256) != before
+
+
+def test_dummy_weights_see(seeing: tuple[Path, Any]) -> None:
+    path, _ = seeing
+    engine = load(path, num_blocks=64, load_format="dummy")
+    request = request_with(1, engine, [pixels_of(1, 40, 24)])
+    assert len(tokens_of(engine, [request])[0]) == 10
+    engine.close()
