@@ -196,7 +196,7 @@ def embedded_model_path() -> Path:
 
 @pytest.fixture(scope="session")
 def shallow_model_path(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with fewer layers: `tests.shallow`."""
+    """The embedded model with fewer layers and tokens: `tests.shallow`."""
     return shallow(embedded_model_path, tmp_path_factory.mktemp("shallow") / embedded_model_path.name)
 
 

@@ -94,7 +94,7 @@ def otlp() -> Iterator[Receiver]:
 
 @pytest.fixture(scope="session")
 def shallow_model(shallow_model_path: Path) -> list[str]:
-    """Flags of a worker: the shallow model under the name of the embedded one, which routers ask for."""
+    """Flags of a worker or a router: the shallow model, under the name of the embedded one."""
     return ["--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME]
 
 
@@ -109,7 +109,7 @@ def broken(
     with LocalCluster(
         tmp_path_factory.mktemp("broken"),
         worker_flags=[*FLAGS, *watched, *shallow_model],
-        router_flags=["--no-overflow", "--no-split-prompts", *PATIENT, *watched],
+        router_flags=["--no-overflow", "--no-split-prompts", *PATIENT, *watched, *shallow_model],
     ) as cluster:
         yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))
 

@@ -13,6 +13,7 @@ import pytest
 
 from baton.bench.harness.cluster import LocalCluster
 from baton.bench.harness.streams import Case, Stream, new_session, read
+from tests.shallow import VOCABULARY
 
 from .recovery import FLAGS, Broken
 
@@ -27,7 +28,7 @@ HOST, BOTH = ("--host-cache-size", "64MiB"), ("--host-cache-size", "4MiB", "--di
 
 
 def text(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(1000, 40_000), k=length)
+    return random.Random(seed).choices(range(100, VOCABULARY), k=length)
 
 
 @pytest.fixture
@@ -41,7 +42,8 @@ def reusing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) 
         directory: Path = tmp_path_factory.mktemp("reusing")
         flags = [*FLAGS, *shallow_model, "--enable-prefix-caching", "--num-blocks", str(blocks)]
         flags += [*worker_flags, "--disk-cache-dir", str(directory)]
-        return made.enter_context(LocalCluster(directory, worker_flags=flags, router_flags=router_flags))
+        named = [*router_flags, *shallow_model]
+        return made.enter_context(LocalCluster(directory, worker_flags=flags, router_flags=named))
 
     with contextlib.ExitStack() as made:
         yield make

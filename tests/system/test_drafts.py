@@ -67,14 +67,16 @@ async def test_kills_while_a_head_drafts(
     flags, asked = list(FLAGS), cases(8, 150, repeat=4)
     at = flags.index("--speculative-config")
     with LocalCluster(
-        tmp_path / "plain", worker_flags=[*flags[:at], *flags[at + 2 :], *shallow_model]
+        tmp_path / "plain",
+        worker_flags=[*flags[:at], *flags[at + 2 :], *shallow_model],
+        router_flags=shallow_model,
     ) as plain:
         right = await expected(plain.url, asked, at_once=8)
     flags[at + 1] = json.dumps(wanted)
     with LocalCluster(
         tmp_path / "drafting",
         worker_flags=[*flags, *shallow_model],
-        router_flags=["--no-overflow", "--no-split-prompts"],
+        router_flags=["--no-overflow", "--no-split-prompts", *shallow_model],
     ) as cluster:
         broken = Broken(cluster, right)
 

@@ -34,7 +34,10 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[st
     """The right answers are those of the same workers while the decode worker may not prefill."""
     directory: Path = tmp_path_factory.mktemp("overflow")
     flags = [*FLAGS, *shallow_model]
-    with LocalCluster(directory, prefill=1, decode=1, worker_flags=flags, decode_flags=GENEROUS) as cluster:
+    with LocalCluster(
+        directory, prefill=1, decode=1,
+        worker_flags=flags, decode_flags=GENEROUS, router_flags=shallow_model,
+    ) as cluster:  # fmt: skip
         cluster.restart_router("--no-overflow")
         right = asyncio.run(expected(cluster.url, [*ASKED, CACHED], at_once=12))
         cluster.restart_router()

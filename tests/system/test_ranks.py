@@ -29,7 +29,7 @@ async def test_each_rank_is_killed_in_mid_stream(
         tmp_path, prefill=1, decode=1,
         worker_flags=[*FLAGS, *shallow_model, size, str(prefill_ranks), "--block-size", "32"],
         decode_flags=[size, str(decode_ranks), "--block-size", "16"],
-        router_flags=["--no-overflow"],
+        router_flags=["--no-overflow", *shallow_model],
     ) as cluster:  # fmt: skip
         ranked = Broken(cluster, broken.right)
         await ranked.ride(MIXED)

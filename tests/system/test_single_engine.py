@@ -13,6 +13,7 @@ import openai
 
 from baton.cluster.model import EMBEDDED_NAME
 from baton.engine import Engine, EngineRequest, SamplingParams, StructuredOutput
+from tests.shallow import VOCABULARY
 
 from .recovery import Broken
 
@@ -37,7 +38,7 @@ DRAW = random.Random(5)
 
 def prompt(length: int) -> list[int]:
     """Ordinary tokens (no special ones)."""
-    return [DRAW.randrange(100, 20_000) for _ in range(length)]
+    return [DRAW.randrange(100, VOCABULARY) for _ in range(length)]
 
 
 # Prompt, sampling, what only the client's request has, and the same for an engine. The step budget is 64.

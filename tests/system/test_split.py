@@ -41,7 +41,7 @@ def cluster(
     with LocalCluster(
         tmp_path_factory.mktemp("split"), prefill=2, decode=1,
         worker_flags=[*FLAGS, *shallow_model, "--kv-connector", request.param],
-        router_flags=PATIENT,
+        router_flags=[*PATIENT, *shallow_model],
     ) as started:  # fmt: skip
         yield started
 
