@@ -28,6 +28,8 @@ class PlainLinear(LinearMethod):
         self.form = None if weight.is_cuda else in_blocks if exact else in_sizes
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, in]. The kernels of a GPU read dense rows, so a CPU refuses others, too."""
+        assert x.is_contiguous(), "a product takes dense rows"
         return self._multiply(x) if self.form is None else self.form(self._multiply, x)
 
     def _multiply(self, x: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class KimiDeltaMixer(StateMixer):
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
         _, x, low, beta = self.project(x)
         # Kernels take dense rows. Of a single row this is no copy.
-        decay, gate = low.unflatten(1, (2, -1)).transpose(0, 1).reshape(2, len(low), -1)
+        decay, gate = low.unflatten(1, (2, -1)).transpose(0, 1).contiguous()
         y = mix(layer, x, [self.decay(decay), beta], self.parameters)
         gate = self.gate(gate)
         return self.out(self.kernels.norm_gate(y, gate, self.norm, self.norm_eps, sigmoid=True))
