@@ -156,6 +156,7 @@ def run_router(given: RouterRole) -> int:
 
 def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: bytes) -> RouterConfig:
     """The configuration of a router. Raises ValueError for options that it cannot have."""
+    from baton.cluster.options.parameters import size_in_bytes
     from baton.router.config import RouterConfig
 
     several = given.front.router_processes > 1
@@ -171,6 +172,7 @@ def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: 
         cluster_tls=given.secret.tls(),
         api_keys=given.front.keys(),
         read_api_keys=given.front.keys,
+        batch_bytes=size_in_bytes(given.front.batch_dir_size),
         keep_alive=given.front.timeout_keep_alive,
         ttft_target=None if given.front.ttft_target is None else given.front.ttft_target / 1000,
         overflow=not given.front.no_overflow,

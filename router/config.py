@@ -77,6 +77,10 @@ class RouterConfig:
     """One of `router.policy.prefill.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
     max_wait: float = 60.0
+    batch_dir: str | None = None
+    """Where the router keeps files and batches of OpenAI's API. None: it has none."""
+    batch_bytes: int = 4 << 30
+    """Of these files."""
     log_format: logs.Format = "text"
     log_level: logs.Level = "info"
     otlp_endpoint: str | None = None
@@ -108,6 +112,8 @@ class RouterConfig:
         """Checks what the options of the command line do not check: they know the range of each number."""
         if self.drain_timeout < 0:
             raise ValueError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
+        if self.batch_dir is not None and self.processes > 1:
+            raise ValueError("--batch-dir: one process keeps files and batches; leave out --router-processes")
         if self.decode_only and not self.overflow:
             raise ValueError(
                 "--no-overflow: without prefill workers (--decode-only, or `baton serve --prefill 0`) decode "

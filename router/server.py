@@ -173,6 +173,7 @@ async def running(
     lag = asyncio.create_task(observe_lag(*observed), name="lag")
     collecting = asyncio.create_task(collect_garbage(services.active), name="garbage")
     try:
+        await http.batches.start()
         async with HttpServer(
             http.app, services.metrics.failed, handler_cancellation=True, keepalive_timeout=config.keep_alive
         ) as http_server:
@@ -202,6 +203,7 @@ async def running(
             await stop_listening()
             await _cut(services)
     finally:
+        await http.batches.close()
         await grpc_endpoint.close()
         await frontend.close()
         tasks = following, lag, collecting

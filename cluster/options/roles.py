@@ -293,6 +293,8 @@ class FrontOptions(ServerTlsOptions):
         "S",
         check=between(0, 86_400),
     )
+    batch_dir: Path | None = directory("Keep files and batches of OpenAI's API here.", shown="there are none")
+    batch_dir_size: str = opt("4GiB", "Bytes of these files.", "SIZE", check=check_size)
     ttft_target: float | None = opt(
         None,
         "Target time to first token. Requests are placed by it, and the prefill pool grows to meet it.",

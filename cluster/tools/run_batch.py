@@ -15,11 +15,10 @@ import aiohttp
 
 from baton.cluster.options.clients import EndpointOptions, RunBatchOptions
 from baton.cluster.tools.http import session
+from baton.router.batches.lines import RequestLine, answered, pause, request_of, unanswered
 
 TRIES = 20
 """Of a request that the server has no room for (429), or no worker (503)."""
-LONGEST_PAUSE = 30.0
-"""Seconds before another try, whatever the server asks for."""
 AGAIN = (429, 503)
 
 
@@ -55,42 +54,30 @@ async def send(endpoint: EndpointOptions, source: Path, output: IO[str], concurr
     return counts[0], counts[1]
 
 
-def _lines(source: Path) -> Iterator[dict[str, Any]]:
+def _lines(source: Path) -> Iterator[RequestLine]:
     """Raises ValueError that names the line."""
-    with source.open(encoding="utf-8") as file:
+    with source.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
+                yield request_of(line)
             except ValueError as error:
                 raise ValueError(f"{source}, line {number}: {error}") from None
-            if not isinstance(found, dict) or not str(found.get("url", "")).startswith("/"):
-                raise ValueError(f"{source}, line {number}: give custom_id, method, url (/v1/…) and body")
-            yield found
 
 
-async def _answer(http: aiohttp.ClientSession, request: dict[str, Any]) -> dict[str, Any]:
+async def _answer(http: aiohttp.ClientSession, request: RequestLine) -> dict[str, Any]:
     """The line of the output. Asks again while the server has no room."""
-    result: dict[str, Any] = {
-        "id": None,
-        "custom_id": request.get("custom_id"),
-        "response": None,
-        "error": None,
-    }
-    body = {**request.get("body", {}), "stream": False}
+    body = {**json.loads(bytes(request.body)), "stream": False}
     for left in reversed(range(TRIES)):
-        async with http.post(request["url"].lstrip("/"), json=body) as response:
+        async with http.post(request.url.lstrip("/"), json=body) as response:
             name = response.headers.get("x-request-id", "")
             if response.status in AGAIN and left:
-                wait = response.headers.get("Retry-After", "")
-                await asyncio.sleep(min(float(wait) if wait.isdecimal() else 1.0, LONGEST_PAUSE))
+                await asyncio.sleep(pause(response.headers.get("Retry-After")))
                 continue
             text = await response.text()
             try:
-                found = json.loads(text)
+                return answered(request.custom_id, name, response.status, json.loads(text))
             except ValueError:
-                return result | {"error": {"code": "invalid_response", "message": text[:1000]}}
-            answered = {"status_code": response.status, "request_id": name, "body": found}
-            return result | {"id": f"batch_req_{name}", "response": answered}
+                return unanswered(request.custom_id, "invalid_response", text[:1000])
     raise AssertionError("the last try returns")

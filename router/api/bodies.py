@@ -340,6 +340,20 @@ class DetokenizeBody(Body):
     """False as in vLLM; SGLang's default is true."""
 
 
+Short = Annotated[str, Field(max_length=512)]
+
+
+class BatchBody(BaseModel):
+    """POST /v1/batches."""
+
+    model_config = ConfigDict(strict=True)
+
+    input_file_id: Short
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
+
+
 def parse_message(raw: bytes) -> ChatBody | CompletionBody:
     """Turns the message of a gRPC call into a body. Raises InvalidRequest.
 

@@ -12,13 +12,30 @@ from pydantic.json_schema import models_json_schema
 from baton.router.api import responses
 from baton.router.api.anthropic.body import CountTokensBody, MessagesBody
 from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage
-from baton.router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, InvocationBody, TokenizeBody
+from baton.router.api.bodies import (
+    BatchBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    InvocationBody,
+    TokenizeBody,
+)
 from baton.router.api.openai_responses.body import ResponsesBody
 
 _JSON = "application/json"
 _SCHEMA = "#/components/schemas/{model}"
 REQUEST_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 """HTTP statuses of the errors of an endpoint with a body."""
+
+
+UPLOAD = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "const": "batch"},
+    },
+    "required": ["file", "purpose"],
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,8 @@ class Operation:
     """HTTP statuses of errors that endpoints like this one do not have."""
     error: type[BaseModel] = responses.ErrorResponse
     """The body of its errors."""
+    uploads: bool = False
+    """Takes a form with a file."""
     open: bool = False
     """Needs no API key."""
     admin: bool = False
@@ -45,7 +64,7 @@ class Operation:
     @property
     def errors(self) -> tuple[int, ...]:
         """HTTP statuses of its errors."""
-        if self.body is not None:
+        if self.body is not None or self.uploads:
             return REQUEST_ERRORS
         return tuple(sorted({*self.also, *(() if self.open else (401,))}))
 
@@ -98,6 +117,18 @@ OPERATIONS = (
         "post", "/invocations", "As /v1/chat/completions if the body has messages, else as /v1/completions.",
         _JSON, body=InvocationBody,
     ),
+    Operation(
+        "post", "/v1/files", "Keep a file of requests (fields `file` and `purpose`, which is batch).", _JSON,
+        uploads=True,
+    ),
+    Operation("get", "/v1/files", "The files of this API key.", _JSON, also=(400, 404)),
+    Operation("get", "/v1/files/{id}", "What is known of a file.", _JSON, also=(404,)),
+    Operation("delete", "/v1/files/{id}", "Remove a file.", _JSON, also=(400, 404)),
+    Operation("get", "/v1/files/{id}/content", "The content of a file.", "application/jsonl", also=(404,)),
+    Operation("post", "/v1/batches", "Send the requests of a file.", _JSON, body=BatchBody),
+    Operation("get", "/v1/batches", "The batches of this API key.", _JSON, also=(400, 404)),
+    Operation("get", "/v1/batches/{id}", "How far a batch is, and its files.", _JSON, also=(404,)),
+    Operation("post", "/v1/batches/{id}/cancel", "End a batch. Its results stay.", _JSON, also=(404,)),
     Operation("get", "/v1/models", "The model that is served.", responses.ModelList),
     Operation("get", "/v1/models/{id}", "The model with this id.", responses.ModelCard, also=(404,)),
     Operation("post", "/tokenize", "Text or messages to token ids (`tokens`).", _JSON, body=TokenizeBody),
@@ -182,6 +213,8 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
     }
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": {_JSON: _schema(operation.body)}}
+    if operation.uploads:
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
     if operation.parameters:
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

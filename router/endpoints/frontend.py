@@ -87,6 +87,12 @@ class Frontend:
         """The names of the keys; that of any client without keys."""
         return {key.name for key in self._accounts}
 
+    @property
+    def accounts(self) -> list[Account]:
+        """Those of the keys; without keys that of any client."""
+        known = list(self._accounts.values())
+        return known[1:] or known
+
     def authorize(self, authorization: str) -> Account:
         """Returns the account for the value of the authorization header. Raises Unauthorized."""
         return self._accounts[self._keys.authorize(authorization)]

@@ -5,7 +5,8 @@ A response is sent whole, or as a stream of server-sent events.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -104,6 +105,17 @@ def _check_type(header: str | None) -> None:
         raise errors.UnsupportedMediaType(f"{text}: curl needs -H 'Content-Type: application/json'")
 
 
+def number(request: web.Request, name: str, default: int, least: int, most: int) -> int:
+    """Returns a number of the query. Raises InvalidRequest."""
+    given = request.query.get(name, str(default))
+    number = int(given) if re.fullmatch(r"-?[0-9]{1,10}", given) else None
+    if number is None or not least <= number <= most:
+        raise errors.InvalidRequest(
+            f"{name}: must be a number from {least} to {most}, not {given[:20]!r}", param=name
+        )
+    return number
+
+
 def json_response(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
@@ -133,6 +145,21 @@ class HttpGeneration:
         return await self._frontend.prepare(
             kind, raw, entry, request.headers, history=history, name=name, timeout=timeout
         )
+
+    async def whole(
+        self, kind: Generated, raw: bytes, account: Account, headers: Mapping[str, str], name: str
+    ) -> bytes:
+        """Generates for a request that came with no connection. Returns the response in JSON, never a stream.
+
+        Raises ApiError.
+        """
+        with self._frontend.admit(account) as entry:
+            entry.receive(len(raw))
+            active = await self._frontend.prepare(kind, raw, entry, headers, name=name, timeout=None)
+            builder = _BUILDERS[kind](active)
+            with active.generating():
+                await collect(active, builder)
+                return encode(builder.whole())
 
     async def respond(
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder

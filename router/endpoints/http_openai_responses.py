@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +100,7 @@ class OpenAIResponses:
             if kept.events is None:
                 text = f"stream: {id} was not made with both background and stream"
                 raise InvalidRequest(text, param="stream")
-            after = _number(request, "starting_after", -1, -1, 2**31)
+            after = http.number(request, "starting_after", -1, -1, 2**31)
             return await self._follow(request, kept.events, after + 1)
         if isinstance(kept, _Running):
             status = "in_progress" if kept.builder.begun else "queued"
@@ -112,7 +111,7 @@ class OpenAIResponses:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         if (key, id) in self._running:
             raise InvalidRequest(f"response {id} is not complete yet")
-        order, limit = request.query.get("order", "desc"), _number(request, "limit", 20, 1, 100)
+        order, limit = request.query.get("order", "desc"), http.number(request, "limit", 20, 1, 100)
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"order: must be asc or desc, not {order[:20]!r}", param="order")
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
@@ -223,17 +222,6 @@ class OpenAIResponses:
             if events is not None:
                 events.add(last)
                 events.end()
-
-
-def _number(request: web.Request, name: str, default: int, least: int, most: int) -> int:
-    """Returns a number of the query. Raises InvalidRequest."""
-    given = request.query.get(name, str(default))
-    number = int(given) if re.fullmatch(r"-?[0-9]{1,10}", given) else None
-    if number is None or not least <= number <= most:
-        raise InvalidRequest(
-            f"{name}: must be a number from {least} to {most}, not {given[:20]!r}", param=name
-        )
-    return number
 
 
 def _new_id(request: web.Request) -> str:

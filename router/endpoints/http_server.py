@@ -19,6 +19,7 @@ from baton.router.api.openapi import OPERATIONS, encoded
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints import pages
 from baton.router.endpoints.frontend import Frontend, request_name
+from baton.router.endpoints.http_batches import HttpBatches
 from baton.router.endpoints.http_connections import is_extra
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
 from baton.router.history import REQUESTS
@@ -80,6 +81,7 @@ class HttpEndpoints:
         self._cors = Cors(config.allowed_origins)
         generation = http.HttpGeneration(config, frontend)
         responses = OpenAIResponses(config, frontend, generation)
+        self.batches = HttpBatches(config, frontend, generation)
         self.app = web.Application(middlewares=[self._guard])
         self.app.on_response_prepare.extend([_add_headers, self._cors.add_headers])
         self.app.add_routes(
@@ -110,6 +112,7 @@ class HttpEndpoints:
                 web.get("/tokenizer_info", self._tokenizer_info),
                 web.get("/version", self._version),
                 web.get("/openapi.json", self._openapi),
+                *self.batches.routes(),
                 *pages.routes(("home", "chat", "docs") + (() if config.supervised else ("dashboard",))),
             ]
         )

@@ -1,0 +1,55 @@
+"""The lines of a batch: requests in OpenAI's batch form, and their results."""
+
+from typing import Any
+
+import msgspec
+
+CONCURRENCY = 32
+"""Requests of a batch at a time."""
+LONGEST_PAUSE = 30.0
+"""Seconds before a request is sent again that the server had no room for, whatever it asks for."""
+MAX_CUSTOM_ID = 512
+
+
+class RequestLine(msgspec.Struct):
+    """One request. Its body is not parsed yet."""
+
+    url: str
+    body: msgspec.Raw
+    custom_id: str | None = None
+    method: str = "POST"
+
+
+def request_of(line: bytes) -> RequestLine:
+    """Parses a line. Raises ValueError that says what a line must have."""
+    try:
+        found = msgspec.json.decode(line, type=RequestLine)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"give custom_id, method, url (/v1/…) and body ({error})") from None
+    if not found.url.startswith("/"):
+        raise ValueError(f"give custom_id, method, url (/v1/…) and body: the url is {found.url[:80]!r}")
+    if found.method != "POST":
+        raise ValueError(f"method: must be POST, not {found.method[:20]!r}")
+    if found.custom_id is not None and len(found.custom_id) > MAX_CUSTOM_ID:
+        raise ValueError(f"custom_id: has {len(found.custom_id)} characters; at most {MAX_CUSTOM_ID}")
+    if not bytes(found.body).startswith(b"{"):
+        raise ValueError("body: must be an object")
+    return found
+
+
+def pause(retry_after: object) -> float:
+    """Seconds until a request is sent again for which the server had no room."""
+    given = str(retry_after)
+    return min(float(given) if given.isdecimal() else 1.0, LONGEST_PAUSE)
+
+
+def answered(custom_id: str | None, name: str, status: int, body: Any) -> dict[str, Any]:
+    """The line for a response. `name`: the x-request-id. `body`: its JSON, or objects."""
+    response = {"status_code": status, "request_id": name, "body": body}
+    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}
+
+
+def unanswered(custom_id: str | None, code: str, message: str) -> dict[str, Any]:
+    """The line for a request without a response."""
+    error = {"code": code, "message": message}
+    return {"id": None, "custom_id": custom_id, "response": None, "error": error}

@@ -1,0 +1,245 @@
+"""The endpoints /v1/files and /v1/batches, if the router keeps them (`--batch-dir`)."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import BodyPartReader, web
+
+from baton.router import errors
+from baton.router.api.bodies import BatchBody
+from baton.router.api.validation import parse
+from baton.router.batches.runner import MAX_WAIT, Batches
+from baton.router.batches.storage import (
+    MAX_FILE_BYTES,
+    MAX_SECONDS,
+    BatchObject,
+    FileObject,
+    Storage,
+    new_id,
+    owner_of,
+    timestamp,
+)
+from baton.router.config import RouterConfig
+from baton.router.endpoints import http_generation as http
+from baton.router.endpoints.frontend import Frontend
+from baton.router.preparation.prepare import Generated
+
+ENDPOINTS: dict[str, Generated] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+WINDOW_SECONDS = 24 * 3600
+PAGE = 10_000
+"""Objects of a list, at most."""
+PIECE_BYTES = 1 << 20
+"""Of an upload, that are written at once."""
+MAX_NAME = 256
+MAX_BODY_BYTES = 16 << 10
+OFF = "this router keeps no files and batches: start it with --batch-dir DIR, and one process"
+
+
+class HttpBatches:
+    """The handlers. Owns the storage and the batches between `start` and `close`."""
+
+    def __init__(self, config: RouterConfig, frontend: Frontend, generation: http.HttpGeneration) -> None:
+        self._config = config
+        self._frontend = frontend
+        self._generation = generation
+        self._storage: Storage | None = None
+        if config.batch_dir is not None:
+            self._storage = Storage(
+                Path(config.batch_dir), config.batch_bytes, lambda: len(frontend.accounts)
+            )
+            self._batches = Batches(self._storage, self._send, config.max_body_bytes)
+
+    def routes(self) -> list[web.RouteDef]:
+        file, batch = "/v1/files/{id}", "/v1/batches/{id}"
+        return [
+            web.post("/v1/files", self._upload),
+            web.get("/v1/files", self._files),
+            web.get(file, self._file),
+            web.delete(file, self._delete),
+            web.get(f"{file}/content", self._content),
+            web.post("/v1/batches", self._create),
+            web.get("/v1/batches", self._list),
+            web.get(batch, self._batch),
+            web.post(f"{batch}/cancel", self._cancel),
+        ]
+
+    async def start(self) -> None:
+        """Goes on with batches that have not ended. Raises ValueError for a directory that cannot be used."""
+        if (storage := self._storage) is not None:
+            await storage.call(storage.open)
+            for owner in storage.owners():
+                for batch in await storage.call(storage.all_of, owner, BatchObject):
+                    if not batch.ended:
+                        self._batches.start(owner, batch)
+
+    async def close(self) -> None:
+        if self._storage is not None:
+            await self._batches.close()
+            await asyncio.to_thread(self._storage.close)
+
+    @property
+    def _kept(self) -> tuple[Storage, str]:
+        """The storage, and who asks. Raises NotFound."""
+        if self._storage is None:
+            raise errors.NotFound(OFF)
+        return self._storage, owner_of(http.ACCOUNT.get().key)
+
+    # ------------------------------------------------------------ files
+
+    async def _upload(self, request: web.Request) -> web.Response:
+        storage, owner = self._kept
+        if not request.content_type.startswith("multipart/form-data"):
+            raise errors.UnsupportedMediaType("the Content-Type must be multipart/form-data")
+        if "Origin" in request.headers and not self._config.allowed_origins:
+            # A browser sends a form to another origin without asking for permission first.
+            raise errors.InvalidRequest("pages of other origins may not upload: see --allowed-origins")
+        id, fields = new_id("file"), dict[str, str]()
+        with self._frontend.admit(http.ACCOUNT.get()):
+            try:
+                name, size = await self._receive(request, storage, owner, id, fields)
+                if fields.get("purpose") != "batch":
+                    told = f"purpose: must be batch, not {fields.get('purpose', 'none')[:40]!r}"
+                    raise errors.InvalidRequest(told, param="purpose")
+                now = timestamp()
+                made = FileObject(
+                    id=id,
+                    bytes=size,
+                    created_at=now,
+                    expires_at=now + MAX_SECONDS,
+                    filename=name,
+                    purpose="batch",
+                )
+                await storage.call(storage.put, owner, made)
+            except BaseException:
+                await asyncio.shield(storage.call(storage.drop, owner, id))
+                raise
+        return _json(made)
+
+    async def _receive(
+        self, request: web.Request, storage: Storage, owner: str, id: str, fields: dict[str, str]
+    ) -> tuple[str, int]:
+        """Writes the part `file`, and fills in the other ones. Returns the name and the size of the file."""
+        name, size, seen = "", 0, False
+        try:
+            reader = await request.multipart()
+            while (part := await self._in_time(reader.next())) is not None:
+                if not isinstance(part, BodyPartReader):
+                    raise errors.InvalidRequest("a part of the form has parts of its own")
+                if part.name != "file":
+                    if len(fields) == 8:
+                        raise errors.InvalidRequest("the form has too many fields")
+                    value = await self._in_time(part.read_chunk(1024))
+                    fields[str(part.name)] = value.decode(errors="replace")
+                    await self._in_time(part.release())
+                    continue
+                if seen:
+                    raise errors.InvalidRequest("the form has two files", param="file")
+                name, seen = (part.filename or "file")[:MAX_NAME], True
+                while piece := await self._in_time(part.read_chunk(PIECE_BYTES)):
+                    size += len(piece)
+                    if size > MAX_FILE_BYTES:
+                        raise errors.BodyTooLarge(f"a file has at most {MAX_FILE_BYTES} bytes", param="file")
+                    await storage.call(storage.append, owner, id, bytes(piece))
+        except (ValueError, web.RequestPayloadError, KeyError) as error:
+            raise errors.InvalidRequest(f"the form cannot be read: {error}") from None
+        if not size:
+            raise errors.InvalidRequest("file: must be there, and not be empty", param="file")
+        return name, size
+
+    async def _in_time(self, reading: Any) -> Any:
+        """Raises TooSlow if a client sends nothing for its time."""
+        try:
+            async with asyncio.timeout(self._config.client_timeout):
+                return await reading
+        except TimeoutError:
+            text = f"no part of the file arrived within {self._config.client_timeout:g} s"
+            raise errors.TooSlow(text) from None
+
+    async def _files(self, request: web.Request) -> web.Response:
+        storage, owner = self._kept
+        found = await storage.call(storage.all_of, owner, FileObject)
+        purpose = request.query.get("purpose")
+        return _page(request, [each for each in found if purpose in (None, each.purpose)], PAGE)
+
+    async def _file(self, request: web.Request) -> web.Response:
+        storage, owner = self._kept
+        return _json(await storage.call(storage.get, owner, request.match_info["id"], FileObject))
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        storage, owner = self._kept
+        id = request.match_info["id"]
+        await storage.call(storage.delete, owner, id)
+        return _json({"id": id, "object": "file", "deleted": True})
+
+    async def _content(self, request: web.Request) -> web.StreamResponse:
+        storage, owner = self._kept
+        path = await storage.call(storage.content, owner, request.match_info["id"])
+        return web.FileResponse(path, headers={"Content-Type": "application/jsonl"})
+
+    # ------------------------------------------------------------ batches
+
+    async def _create(self, request: web.Request) -> web.Response:
+        storage, owner = self._kept
+        with self._frontend.admit(http.ACCOUNT.get()) as entry:
+            raw = await http.read_body(request, self._config, entry)
+            if len(raw) > MAX_BODY_BYTES:  # it is parsed here
+                raise errors.BodyTooLarge(f"the body of a batch has at most {MAX_BODY_BYTES} bytes")
+            body = parse(BatchBody, raw)
+            await storage.call(storage.get, owner, body.input_file_id, FileObject)
+            now = timestamp()
+            batch = BatchObject(
+                id=new_id("batch"),
+                endpoint=body.endpoint,
+                input_file_id=body.input_file_id,
+                created_at=now,
+                expires_at=now + WINDOW_SECONDS,
+                metadata=body.metadata,
+            )
+            await storage.call(storage.put, owner, batch)
+        self._batches.start(owner, batch)
+        return _json(batch)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        storage, owner = self._kept
+        return _page(request, await storage.call(storage.all_of, owner, BatchObject), 20)
+
+    async def _batch(self, request: web.Request) -> web.Response:
+        storage, owner = self._kept
+        return _json(await storage.call(storage.get, owner, request.match_info["id"], BatchObject))
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        storage, owner = self._kept
+        batch = await storage.call(storage.get, owner, request.match_info["id"], BatchObject)
+        await self._batches.cancel(owner, batch)
+        return _json(batch)
+
+    async def _send(self, owner: str, path: str, body: bytes, name: str) -> bytes:
+        """Sends a request of a batch. Raises ApiError."""
+        account = next((each for each in self._frontend.accounts if owner_of(each.key) == owner), None)
+        if account is None:
+            raise errors.Unauthorized("the API key that made this batch is gone")
+        headers = {"x-max-wait": f"{MAX_WAIT:g}"}
+        return await self._generation.whole(ENDPOINTS[path], body, account, headers, name)
+
+
+def _json(found: Any) -> web.Response:
+    return http.json_response(msgspec.json.encode(found))
+
+
+def _page(request: web.Request, found: list[Any], most: int) -> web.Response:
+    """A part of a list, the newest first unless `order` is asc."""
+    if request.query.get("order", "desc") != "asc":
+        found = found[::-1]
+    if (after := request.query.get("after")) is not None:
+        ids = [each.id for each in found]
+        if after not in ids:
+            raise errors.NotFound(f"after: there is no {after[:80]!r}", param="after")
+        found = found[ids.index(after) + 1 :]
+    limit = http.number(request, "limit", most, 1, PAGE)
+    shown = found[:limit]
+    ends = (
+        {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {"first_id": None, "last_id": None}
+    )
+    return _json({"object": "list", "data": shown, **ends, "has_more": len(found) > limit})

@@ -1,0 +1,235 @@
+"""Files and batches with OpenAI's client, a real router and fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from baton.router.admission.keys import api_keys
+from baton.router.batches import runner, storage
+from baton.router.batches.storage import BatchObject, Storage, new_id
+from baton.router.errors import BodyTooLarge
+from baton.router.text.tokenizer import ModelTokenizer
+from tests.within import within
+
+from .conftest import TEXT, Cluster, make_cluster
+
+BODY = {"model": "fake", "prompt": "Hello", "max_tokens": 200}
+LINE = {"method": "POST", "url": "/v1/completions", "body": BODY}
+
+
+def jsonl(*lines: dict[str, Any]) -> bytes:
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+def client_of(cluster: Cluster, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0, timeout=60)
+
+
+async def ended(client: openai.AsyncOpenAI, id: str) -> Any:
+    async def wait() -> Any:
+        over = "completed", "failed", "cancelled"
+        while (batch := await client.batches.retrieve(id)).status not in over:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # clients of this API ask again
+        return batch
+
+    return await within(wait())
+
+
+async def batch_of(client: openai.AsyncOpenAI, *lines: dict[str, Any]) -> Any:
+    file = await client.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"a": "b"}
+    )
+
+
+@pytest.fixture
+async def cluster(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    keys = api_keys(["first", "second"], None)
+    async with make_cluster(tokenizer, tmp_path, batch_dir=str(tmp_path / "kept"), api_keys=keys) as cluster:
+        yield cluster
+
+
+async def test_a_batch_and_its_files(cluster: Cluster) -> None:
+    client = client_of(cluster, "first")
+    lines = [LINE | {"custom_id": f"r{n}"} for n in range(5)]
+    lines.append(LINE | {"custom_id": "bad", "body": BODY | {"max_tokens": -1}})
+    lines.append(LINE | {"custom_id": "mine", "body": BODY | {"priority": 3, "stream": True}})
+    made = await batch_of(client, *lines)
+    batch = await ended(client, made.id)
+    assert (batch.status, batch.metadata) == ("completed", {"a": "b"}), batch
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (7, 6, 1)
+    output = (await client.files.content(batch.output_file_id)).text
+    found = {line["custom_id"]: line for line in map(json.loads, output.splitlines())}
+    assert found.keys() == {"mine", *(f"r{n}" for n in range(5))}
+    assert found["r3"]["response"]["body"]["choices"][0]["text"] == TEXT
+    (error,) = map(json.loads, (await client.files.content(batch.error_file_id)).text.splitlines())
+    assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
+    asked = [each.prefill.request.priority for each in cluster.prefills[0].submitted]
+    assert sorted(asked) == [3, *[runner.PRIORITY] * 5], "behind clients, unless the request says so"
+    files = [each.id async for each in client.files.list()]
+    assert files[2:] == [batch.input_file_id]
+    assert [each.id async for each in client.batches.list()] == [batch.id]
+    for id in files:
+        await client.files.delete(id)
+    assert not [each async for each in client.files.list()]
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content(batch.output_file_id)
+
+
+async def test_files_belong_to_the_key_that_made_them(cluster: Cluster) -> None:
+    mine, other = client_of(cluster, "first"), client_of(cluster, "second")
+    batch = await ended(mine, (await batch_of(mine, LINE | {"custom_id": "a"})).id)
+    assert not [each async for each in other.files.list()]
+    for ask in (
+        other.files.retrieve(batch.input_file_id), other.files.content(batch.output_file_id),
+        other.files.delete(batch.input_file_id), other.batches.retrieve(batch.id),
+        other.batches.cancel(batch.id),
+        other.batches.create(
+            input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
+        ),
+    ):  # fmt: skip
+        with pytest.raises(openai.NotFoundError):
+            await ask
+    with pytest.raises(openai.AuthenticationError):
+        await client_of(cluster).files.retrieve(batch.input_file_id)
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (b"x", "line 1: give custom_id"),
+        (jsonl(LINE), "line 1: custom_id: must be there"),
+        (jsonl(*[LINE | {"custom_id": "a"}] * 2), "line 2: custom_id: 'a' has come before"),
+        (
+            b"\n" + jsonl(LINE | {"custom_id": "a", "url": "/v1/chat/completions"}),
+            "line 2: url: must be /v1/com",
+        ),
+        (jsonl(LINE | {"custom_id": "a", "body": []}), "line 1: body: must be an object"),
+        (jsonl(LINE | {"custom_id": "a", "body": {"prompt": "x" * 9000}}), "line 1: a line has at most"),
+        (b"\n\n", "line 1: the file has no request"),
+    ],
+)
+def test_lines_are_checked(tmp_path: Path, lines: bytes, told: str) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(lines)
+    with pytest.raises(runner.InvalidFile) as caught:
+        runner.check(path, "/v1/completions", 8000)
+    (error, *_) = caught.value.errors
+    assert f"line {error['line']}: {error['message']}".startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint: input should be '/v1/chat/completions'"),
+        ({"completion_window": "1h"}, "completion_window: input should be '24h'"),
+        ({"input_file_id": 5}, "input_file_id: input should be a valid string"),
+        ({"metadata": {"a": "b" * 17000}}, "the body of a batch has at most 16384 bytes"),
+    ],
+)
+async def test_what_asks_for_a_batch_is_checked(cluster: Cluster, changed: dict[str, Any], told: str) -> None:
+    body = {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"} | changed
+    status, answer = await cluster.post("/v1/batches", {"Authorization": "Bearer first"}, **body)
+    assert status in (400, 413)
+    assert told in answer["error"]["message"]
+
+
+async def test_a_batch_of_wrong_lines_fails_and_says_why(cluster: Cluster) -> None:
+    client = client_of(cluster, "first")
+    batch = await ended(client, (await batch_of(client, LINE)).id)
+    assert batch.status == "failed"
+    assert "custom_id: must be there" in batch.errors.data[0].message
+
+
+async def test_a_router_that_starts_again_goes_on(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    """Without workers nothing is answered. The next router sends what has no result, and nothing else."""
+    kept = {"batch_dir": str(tmp_path / "kept")}
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **kept) as cluster:
+        batch = await batch_of(client_of(cluster), *(LINE | {"custom_id": f"r{n}"} for n in range(3)))
+        await cluster.until(lambda: len(cluster.router.services.active) > 0)
+    folder = tmp_path / "kept" / "any"
+    done = {"custom_id": "r1", "response": {}}
+    (folder / f"{batch.id}.jsonl.out").write_text(json.dumps(done) + '\n{"custom_id": "r2", "resp')
+    async with make_cluster(tokenizer, tmp_path, **kept) as cluster:
+        client = client_of(cluster)
+        found = await ended(client, batch.id)
+        assert len(cluster.prefills[0].submitted) == 2
+        output = (await client.files.content(found.output_file_id)).text.splitlines()
+    assert json.loads(output[0]) == done
+    assert {json.loads(line)["custom_id"] for line in output} == {"r0", "r1", "r2"}
+
+
+async def test_a_batch_is_cancelled_and_its_results_stay(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    kept = {"batch_dir": str(tmp_path / "kept")}
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **kept) as cluster:
+        client = client_of(cluster)
+        batch = await batch_of(client, LINE | {"custom_id": "a"})
+        with pytest.raises(openai.BadRequestError, match="reads this file; cancel it first"):
+            await client.files.delete(batch.input_file_id)
+        await client.batches.cancel(batch.id)
+        assert (await ended(client, batch.id)).status == "cancelled"
+        await cluster.idle()
+
+
+async def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Storage(tmp_path / "kept", 10, lambda: 2)
+    try:
+        await kept.call(kept.open)
+        first = new_id("file")
+        kept.append("a", first, b"12345")
+        with pytest.raises(BodyTooLarge, match="of this API key have 5 bytes, of 5"):
+            kept.append("a", first, b"6")
+        kept.append("b", new_id("file"), b"12345")
+        kept.drop("a", first)
+        kept.append("a", first, b"12345")
+        monkeypatch.setattr(storage, "MAX_FILES", 1)
+        batch = BatchObject(
+            id=new_id("batch"), endpoint="/", input_file_id=first, created_at=0, expires_at=0, status="failed"
+        )
+        kept.put("a", batch)
+        assert kept.all_of("a", BatchObject) == [], "it is older than thirty days"
+        with pytest.raises(ValueError, match="another router uses it"):
+            Storage(tmp_path / "kept", 10, lambda: 1).open()
+    finally:
+        kept.close()
+
+
+async def test_uploads_are_checked(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    url, key = f"{cluster.url}/v1/files", {"Authorization": "Bearer first"}
+    monkeypatch.setattr("baton.router.endpoints.http_batches.MAX_FILE_BYTES", 8)
+
+    async def upload(headers: dict[str, str] = key, **fields: Any) -> tuple[int, str]:
+        form = aiohttp.FormData()
+        for name, value in fields.items():
+            form.add_field(name, value, filename="f" if name == "file" else None)
+        async with cluster.http.post(url, data=form, headers=headers) as response:
+            return response.status, json.dumps(await response.json())
+
+    status, told = await upload(purpose="batch", file=b"123456789")
+    assert (status, "at most 8 bytes" in told) == (413, True)
+    status, told = await upload(purpose="vision", file=b"1")
+    assert (status, "purpose: must be batch" in told) == (400, True)
+    assert (await upload(purpose="batch"))[0] == 415, "without a file it is another form"
+    assert (await upload(key | {"Origin": "http://elsewhere"}, purpose="batch", file=b"1"))[0] == 400
+    async with cluster.http.post(
+        url, data=b"x", headers=key | {"Content-Type": "multipart/form-data"}
+    ) as cut:
+        assert cut.status == 400
+    async with cluster.http.post(url, json={}, headers=key) as other:
+        assert other.status == 415
+    assert [path.name for path in (tmp_path / "kept").rglob("*.*")] == [], "nothing of them is kept"
+
+
+async def test_a_router_that_keeps_none_says_so(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        with pytest.raises(openai.NotFoundError, match="start it with --batch-dir DIR"):
+            await batch_of(client_of(cluster), LINE)
