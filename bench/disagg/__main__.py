@@ -15,6 +15,9 @@ session, or the requests of a trace that begin with the same two blocks, go to o
 
 Without --side, Baton with a prefill and a decode worker is compared with Baton whose two workers do both. The
 levels of the loads suit the 8B shape on two GPUs. On a CPU the embedded model gets smaller loads.
+
+A side that did not start, or a machine that was taken away, costs only what it did not measure: give the
+same line again with --resume, and the reports of the earlier run in --reports.
 """
 
 import contextlib
@@ -133,8 +136,8 @@ def started(side: Side, model: Path, first_gpu: int = 0) -> Iterator[str]:
         yield ",".join(servers)
 
 
-def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
-    """Runs `baton bench ARGUMENTS` in a child process. Returns its report.
+def run(url: str, arguments: Sequence[str], out: Path) -> None:
+    """Runs `baton bench ARGUMENTS` in a child process, which writes its report to `out`.
 
     Prints what a reader needs to judge the results. A run whose client was too slow counts: with few cores
     every client is too slow. Raises RuntimeError if there is no report.
@@ -153,7 +156,6 @@ def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
     slow = [f"the client could not keep up: {reason}" for reason in detail["invalid_reasons"]]
     for said in (*slow, *detail["notes"]):
         print(f"bench.disagg: {' '.join(arguments)}: {said}", file=sys.stderr)
-    return report
 
 
 def requests_of(lines: Path) -> list[Request]:
@@ -208,6 +210,34 @@ def ratio(
     return value, *interval(np.median(draws, axis=0))
 
 
+def files(reports: Path, load: Load, level: float, side: Side, seed: int) -> tuple[Path, Path]:
+    """The report of a run, which is written last, and its requests."""
+    name = f"{load.name_at(level)}.{side.name}.{seed}"
+    return reports / f"{name}.json", reports / f"{name}.jsonl"
+
+
+def measure_side(
+    side: Side, loads: Sequence[Load], args: Any, reports: Path, model: Path, seed: int, first_gpu: int
+) -> None:
+    """Writes the files of all loads. With `--resume` only those that are not there."""
+
+    def is_left(load: Load, level: float) -> bool:
+        return not (args.resume and files(reports, load, level, side, seed)[0].exists())
+
+    left = {load: [level for level in load.levels if is_left(load, level)] for load in loads}
+    if not any(left.values()):
+        return
+    with started(side, model, first_gpu) as url:
+        for load, levels in left.items():
+            for arguments in () if args.short or not levels else warm_up(load, seed):
+                run(url, arguments, reports / f"warm-up.{side.name}")
+            for level in levels:
+                report, lines = files(reports, load, level, side, seed)
+                count = min(args.requests, round(level * args.seconds) or 1)
+                arguments = command(load, level, count, seed, reports)
+                run(url, [*arguments, "--jsonl", str(lines)], report)
+
+
 def measure(
     sides: Sequence[Side], loads: Sequence[Load], args: Any, reports: Path, model: Path
 ) -> Iterator[Found]:
@@ -215,20 +245,14 @@ def measure(
     found: Found = {}
 
     def turn(side: Side, seed: int, first_gpu: int) -> None:
-        with started(side, model, first_gpu) as url:
-            for load in loads:
-                for arguments in () if args.short else warm_up(load, seed):
-                    run(url, arguments, reports / f"warm-up.{side.name}")
-                for level in load.levels:
-                    name = load.name_at(level)
-                    files = [reports / f"{name}.{side.name}.{seed}.{kind}" for kind in ("json", "jsonl")]
-                    count = min(args.requests, round(level * args.seconds) or 1)
-                    arguments = command(load, level, count, seed, reports)
-                    report = run(url, [*arguments, "--jsonl", str(files[1])], files[0])
-                    values = {row["name"]: row["value"] for row in report["results"]}
-                    measured = found[name][side.name]
-                    measured.requests.append(requests_of(files[1]))
-                    measured.totals.append({total: values[total] for total in TOTALS if total in values})
+        measure_side(side, loads, args, reports, model, seed, first_gpu)
+        for load in loads:
+            for level in load.levels:
+                report, lines = files(reports, load, level, side, seed)
+                values = {row["name"]: row["value"] for row in json.loads(report.read_text())["results"]}
+                measured = found[load.name_at(level)][side.name]
+                measured.requests.append(requests_of(lines))
+                measured.totals.append({total: values[total] for total in TOTALS if total in values})
 
     for load in loads:
         for level in load.levels:
@@ -313,7 +337,13 @@ def main() -> int:
     add("--seconds", type=float, default=600.0, metavar="S", help=most)
     add("--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"{{model}} (default: {DENSE})")
     add("--reports", type=Path, metavar="DIR", help="keep the reports of all runs, for `baton bench compare`")
+    resume = (
+        "measure only what has no report in --reports yet. The earlier run must have had the same options"
+    )
+    add("--resume", action="store_true", help=resume)
     args = p.parse_args()
+    if args.resume and args.reports is None:
+        p.error("--resume: name the reports of the earlier run with --reports DIR")
     args.seeds = args.seeds or (1 if args.short else 3)
     args.requests = args.requests or REQUESTS[args.device][args.short]
     try:

@@ -443,6 +443,16 @@ def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rows["disagg.agents.a16.1p1d.e2e.per_token.p50"] == 75
     assert (tmp_path / "reports" / "500_500.r24.colocated.1.json").exists()
 
+    (tmp_path / "reports" / "500_500.r24.colocated.1.json").unlink()
+    turns.clear()
+    loads.clear()
+    again = ("--seeds", "2", "--model-shape", TINY, "--reports", str(tmp_path / "reports"), "--resume")
+    assert run("disagg", *again) == rows
+    assert turns == [("colocated", 0)], "the other runs have reports"
+    assert [line[line.index("--requests") + 1] for line in loads] == ["8", "300"], (
+        "a warm-up and what is left"
+    )
+
     turns.clear()
     sides = [word for name in ("one 1x2", "two 2") for word in ("--side", f"{name} {disagg.SERVE}")]
     rows = run("disagg", "--seeds", "1", "--model-shape", TINY, "--loads", "steps", "--at-once", *sides)
