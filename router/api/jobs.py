@@ -48,6 +48,8 @@ class Job:
     priority: int = 0
     cache_salt: bytes = b""
     tenant: bytes = b""
+    pair: tuple[str, str] | None = None
+    """As in `PrefillRequest`."""
 
     @property
     def answer_names(self) -> tuple[int, bytes, str]:

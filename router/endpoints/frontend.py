@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
@@ -186,6 +187,9 @@ class Frontend:
                 ):
                     jobs += made
                     await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
+        if (sent := headers.get("x-handover")) is not None:
+            pair = self._pair(sent)
+            jobs = [replace(job, pair=pair) for job in jobs]
         self.metrics.preparation.observe(time.monotonic() - entry.began_at)
         return ActiveRequest(
             self._services,
@@ -196,6 +200,15 @@ class Frontend:
             deadline=deadline,
             traceparent=valid_traceparent(headers.get("traceparent")),
         )
+
+    def _pair(self, sent: str) -> tuple[str, str]:
+        """Returns the two workers that a header names. Raises InvalidRequest."""
+        listed = self._services.pool.listed
+        match sent.split():
+            case [prefill, decode] if prefill != decode and {prefill, decode} <= listed.keys():
+                return prefill, decode
+        text = f"x-handover: must be the addresses of two workers, as /status shows them, not {sent[:80]!r}"
+        raise InvalidRequest(text, param="x-handover")
 
     async def convert(
         self, kind: Converted, raw: bytes | bytearray, entry: Entry, history: bytes = b""

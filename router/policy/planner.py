@@ -79,6 +79,8 @@ def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
 
 
 def _plan(request: PrefillRequest, held: Held, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
+    if request.pair is not None:
+        return _proof(request, held, fleet, *request.pair)
     if held.prefill is not None:
         return _decode_of(request, held, held.prefill, fleet)
     if request.one_token and (offer := _offer(request, fleet, prefixes)) is not None:
@@ -86,6 +88,20 @@ def _plan(request: PrefillRequest, held: Held, fleet: Fleet, prefixes: Prefixes)
     if held.decode is not None:
         return Lack.TURN if request.one_token else _prefill_for(request, held.decode, fleet, prefixes)
     return _first(request, fleet, prefixes)
+
+
+def _proof(request: PrefillRequest, held: Held, fleet: Fleet, computes: str, decodes: str) -> Plan | Lack:
+    """A handover between two named workers, whatever it costs."""
+    prefill, decode = fleet.named.get(computes), fleet.named.get(decodes)
+    if prefill is None or not prefill.ready:
+        return Lack.PREFILL
+    if decode is None or not decode.ready:
+        return Lack.DECODE
+    if held.decode is None and not decode.load.fits(request.tokens + 1):
+        return Lack.ROOM
+    if held.prefill is not None:
+        return Plan("held", decode=decode.row)
+    return placement.handover(placement.offer(fleet, request, prefill.row, 0), decode.row)
 
 
 def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:

@@ -100,6 +100,8 @@ class PrefillRequest:
     """An attempt of it ended before its time."""
     may_split: bool = False
     """Several workers may compute it."""
+    pair: tuple[str, str] | None = None
+    """The addresses of the workers that must compute and decode it, to prove that KV gets to the second."""
 
 
 class PrefillSnapshot(NamedTuple):

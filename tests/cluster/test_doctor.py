@@ -19,7 +19,7 @@ from baton.cluster.cli import app
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions, JsonOptions
 from baton.cluster.tools.doctor import command, node
 from baton.cluster.tools.doctor.finding import Finding, bad, good, warning
-from baton.cluster.tools.doctor.running import LONGEST_REPORT, running, workers
+from baton.cluster.tools.doctor.running import MOST_PAIRS, running, workers
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
 
@@ -203,34 +203,50 @@ async def front(
     admin: bool = True,
     processes: bool = False,
     tls: ssl.SSLContext | None = None,
-    hands_over: int = 0,
-    reported: Callable[[], bool] = lambda: True,
+    size: tuple[int, int] = (1, 1),
+    blocked: str = "",
 ) -> AsyncIterator[str]:
     """The ports of a router: `tokens` of an answer, and `/status` (`admin`; of several `processes`).
 
-    Prompts of `hands_over` words and more are handed over. `reported`: whether the router knows that."""
-    transfers = 0
+    `size`: of the pools. `blocked`: the address of a prefill worker from which no KV comes."""
+    asked: dict[str, str] = {}
+    listed = [worker("prefill", i, address=f"p{i}:1") for i in range(size[0])]
+    listed += [worker("decode", i, address=f"d{i}:1") for i in range(size[1])]
 
     async def status(_: web.Request) -> web.Response:
         if not admin:
             return web.json_response(
                 {"error": {"message": "/status is on the admin port, http://it"}}, status=404
             )
-        found = {"router": {"ready": True}, "workers": [worker("prefill", 0), worker("decode", 0)]}
-        found["workers"][1]["status"] = {"kv_transfers": reported() and transfers}  # type: ignore[index]
+        failures = [
+            {"request_id": name, "message": "no lane to 10.0.0.5:7002: timed out"}
+            for name, pair in asked.items()
+            if pair.startswith(blocked or "-")
+        ]
+        found = {"router": {"ready": True, "failures": failures}, "workers": listed}
         return web.json_response(found | ({"processes": []} if processes else {}))
+
+    async def timeline(request: web.Request) -> web.Response:
+        pair = asked[request.match_info["id"]]
+        number = int(pair.split()[1][1:].partition(":")[0])
+        joined = [] if pair.startswith(blocked or "-") else ["decode has the KV"]
+        events = [
+            {"what": what, "worker": f"decode {number} at d{number}:1"}
+            for what in ["planned: handover", *joined]
+        ]
+        return web.json_response({"events": events})
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m", "max_model_len": 3000}]})
 
     async def completions(request: web.Request) -> web.Response:
-        nonlocal transfers
         words = len((await request.json())["prompt"].split())
-        transfers += words >= hands_over
+        if "x-handover" in request.headers:
+            asked[request.headers["x-request-id"]] = request.headers["x-handover"]
         return web.json_response({"usage": {"prompt_tokens": words, "completion_tokens": tokens}})
 
     app = web.Application()
-    app.add_routes([web.get("/status", status)])
+    app.add_routes([web.get("/status", status), web.get("/status/requests/{id}", timeline)])
     if not processes:
         app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
     runner = web.AppRunner(app)
@@ -251,35 +267,29 @@ async def test_a_request_that_comes_back_short() -> None:
         assert level(await looked_at(url), "a request") == "bad"
 
 
-@pytest.mark.parametrize(
-    ("hands_over", "expected"),
-    [
-        (100, "good: KV came from another worker for a prompt of 128 tokens"),
-        (1400, "good: KV came from another worker for a prompt of 1500 tokens"),  # half of the context
-        (9999, "warning: none: the router had each prompt of up to 1500 tokens computed on one worker"),
-    ],
-)
-async def test_a_cluster_proves_a_handover(
-    hands_over: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Short prompts stay on one worker, so one request proves nothing."""
-    monkeypatch.setattr("baton.cluster.tools.doctor.running.LONGEST_REPORT", 0)
-    async with front(hands_over=hands_over) as url:
+async def test_each_pair_of_workers_hands_over() -> None:
+    async with front(size=(2, 3)) as url:
         *_, found = await looked_at(url)
-    assert found.check == "a handover"
-    assert f"{found.level}: {found.found}".startswith(expected)
+    assert (found.check, found.level) == ("handovers", "good")
+    assert found.found.startswith("KV came over for 6 of 6 pairs of workers")
 
 
-async def test_a_router_may_learn_of_a_handover_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
+async def test_a_port_for_kv_that_is_blocked_is_found() -> None:
+    async with front(size=(2, 2), blocked="p1:1") as url:
+        *_, first, second, rest = await looked_at(url)
+    assert {first.check, second.check} == {
+        f"KV from prefill 1 at p1:1 to decode {i} at d{i}:1" for i in (0, 1)
+    }
+    assert (first.level, first.found) == ("bad", "no lane to 10.0.0.5:7002: timed out")
+    assert "the port for KV of prefill 1: look at firewalls" in first.remedy
+    assert rest.found.startswith("KV came over for 2 of 4 pairs")
 
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
 
-    monkeypatch.setattr("baton.cluster.tools.doctor.running.asyncio.sleep", sleep)
-    async with front(hands_over=100, reported=lambda: LONGEST_REPORT in slept) as url:
-        *_, found = await looked_at(url)
-    assert (found.level, found.found) == ("good", "KV came from another worker")
+async def test_of_many_pairs_each_worker_is_in_one() -> None:
+    async with front(size=(2, MOST_PAIRS)) as url:
+        *_, told, found = await looked_at(url)
+    assert told.found.startswith(f"{MOST_PAIRS} pairs are tried, in which each worker is")
+    assert found.found.startswith(f"KV came over for {MOST_PAIRS} of {MOST_PAIRS} pairs")
 
 
 async def test_a_cluster_with_tls(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:

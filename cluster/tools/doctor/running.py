@@ -1,10 +1,13 @@
-"""Checks a running cluster through its router: states and KV of workers, a real request, and a handover."""
+"""Checks a running cluster through its router: states and KV of workers, a real request, and a handover for
+each pair of workers."""
 
 import asyncio
+import itertools
+import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -23,7 +26,10 @@ ADMIN = (
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 NEARLY_FULL = 0.95
 TOKENS = 3  # of an answer
-LENGTHS = 128, 512, 2048, 8192  # of prompts, in words
+LENGTH = 128  # of a prompt that is handed over, in words
+JOINED = "decode has the KV"
+"""As the timeline of a request says it."""
+MOST_PAIRS, PAIRS_AT_ONCE = 64, 8
 WORDS = (
     "the",
     "of",
@@ -42,7 +48,6 @@ WORDS = (
     "with",
     "as",
 )
-LONGEST_REPORT = 1.0  # seconds until a router knows what a worker counts
 
 
 async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIterator[Finding]:
@@ -66,7 +71,8 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
             yield await request(client, card)
         if {pool_of(each) for each in before if ready(each)} >= {"prefill", "decode"}:
             async with session(endpoint, TIMEOUT) as client, session(admin, TIMEOUT, flag) as to_admin:
-                yield await handover(client, to_admin, card)
+                async for finding in handovers(client, to_admin, card, before):
+                    yield finding
     except ValueError as error:
         yield bad("router", str(error), "Start the router, or correct --url, --admin-url and --api-key.")
 
@@ -132,43 +138,78 @@ async def request(client: aiohttp.ClientSession, card: dict[str, Any]) -> Findin
     return good("a request", f"{TOKENS} tokens in {took * 1e3:.0f} ms")
 
 
-async def handover(
-    client: aiohttp.ClientSession, admin: aiohttp.ClientSession, card: dict[str, Any]
-) -> Finding:
-    """Sends prompts of growing length, until KV has moved between workers.
+async def handovers(
+    client: aiohttp.ClientSession,
+    admin: aiohttp.ClientSession,
+    card: dict[str, Any],
+    found: list[dict[str, Any]],
+) -> AsyncIterator[Finding]:
+    """Has each prefill worker hand KV over to each decode worker.
 
-    A router computes a short prompt on the worker that decodes, if its tokens come earlier so. Other requests
-    may move KV meanwhile, which proves the same."""
-    before, tokens = await _transfers(admin), 0
-    longest = (card.get("max_model_len") or LENGTHS[-1]) // 2
-    for length in dict.fromkeys(min(length, longest) for length in LENGTHS):
-        # Random words of a token each: no cache has such a prompt.
-        usage, took = await _complete(client, card, " ".join(random.choices(WORDS, k=length)))
-        tokens = usage["prompt_tokens"]
-        if await _transfers(admin) > before:
-            told = f"KV came from another worker for a prompt of {tokens} tokens, {TOKENS} tokens in"
-            return good("a handover", f"{told} {took * 1e3:.0f} ms")
-    await asyncio.sleep(LONGEST_REPORT)  # of many workers a router shows the last reports
-    if await _transfers(admin) > before:
-        return good("a handover", "KV came from another worker")
-    return warning(
-        "a handover", f"none: the router had each prompt of up to {tokens} tokens computed on one worker",
-        "It does so where tokens come earlier. `baton serve --no-overflow` hands over each prompt; the logs "
-        "of the workers name a KV transfer that fails.",
+    A header names both, and the timeline of the request proves that the router followed it."""
+    serving = {pool: [w for w in found if pool_of(w) == pool and ready(w)] for pool in ("prefill", "decode")}
+    pairs = list(itertools.product(*serving.values()))
+    if len(pairs) > MOST_PAIRS:
+        most = max(map(len, serving.values()))
+        pairs = [tuple(some[i % len(some)] for some in serving.values()) for i in range(most)]
+        yield note("handovers", f"{most} pairs are tried, in which each worker is; there are more")
+    together = asyncio.Semaphore(PAIRS_AT_ONCE)
+
+    async def tried(prefill: dict[str, Any], decode: dict[str, Any]) -> Finding | float:
+        async with together:
+            return await handover(client, admin, card, prefill, decode)
+
+    results = await asyncio.gather(*(tried(*pair) for pair in pairs))
+    seconds = [each for each in results if isinstance(each, float)]
+    for each in results:
+        if isinstance(each, Finding):
+            yield each
+    if seconds:
+        told = f"KV came over for {len(seconds)} of {len(pairs)} pairs of workers"
+        yield good("handovers", f"{told}, {max(seconds) * 1e3:.0f} ms for the slowest")
+
+
+async def handover(
+    client: aiohttp.ClientSession,
+    admin: aiohttp.ClientSession,
+    card: dict[str, Any],
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+) -> Finding | float:
+    """Returns the seconds of a request that one worker hands over to another, or what is wrong."""
+    check, name = f"KV from {place_of(prefill)} to {place_of(decode)}", f"doctor-{os.urandom(8).hex()}"
+    headers = {"x-handover": f"{prefill['address']} {decode['address']}", "x-request-id": name}
+    length = min(LENGTH, (card.get("max_model_len") or LENGTH) // 2)
+    # Random words of a token each: no cache has such a prompt.
+    prompt, why = " ".join(random.choices(WORDS, k=length)), ""
+    began = time.perf_counter()
+    try:
+        await _complete(client, card, prompt, headers)
+    except ValueError as error:
+        why = str(error)
+    took = time.perf_counter() - began
+    async with admin.get(f"status/requests/{name}") as response:
+        known = await response.json() if response.status == HTTPStatus.OK else None
+    if known is None:
+        why = why or "not proved: another router has the timeline of the request"
+        return warning(check, why, "Give the URL of one router.")
+    if any(each["what"] == JOINED and each["worker"] == place_of(decode) for each in known["events"]):
+        return took
+    failures = (await answer(admin.get("status")))["router"].get("failures", ())
+    why = next((each["message"] for each in failures if each["request_id"] == name), why)
+    kv = (prefill.get("description") or {}).get("kv_address") or "--kv-port"
+    return bad(
+        check, why or "the KV did not arrive",
+        f"Let {name_of(decode)} connect to {kv}, the port for KV of {name_of(prefill)}: look at firewalls, "
+        "network policies and --kv-host. The logs of both workers have more.",
     )  # fmt: skip
 
 
 async def _complete(
-    client: aiohttp.ClientSession, card: dict[str, Any], prompt: str
+    client: aiohttp.ClientSession, card: dict[str, Any], prompt: str, headers: Mapping[str, str] | None = None
 ) -> tuple[dict[str, int], float]:
     """The usage of the answer to a prompt, and its seconds."""
     body = {"model": card["id"], "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     began = time.perf_counter()
-    found = await answer(client.post("v1/completions", json=body | {"ignore_eos": True}))
+    found = await answer(client.post("v1/completions", json=body | {"ignore_eos": True}, headers=headers))
     return found["usage"], time.perf_counter() - began
-
-
-async def _transfers(admin: aiohttp.ClientSession) -> int:
-    """KV transfers of all workers that ended well."""
-    found = (await answer(admin.get("status")))["workers"]
-    return sum((worker.get("status") or {}).get("kv_transfers", 0) for worker in found)
