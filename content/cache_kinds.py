@@ -71,12 +71,14 @@ class Window:
 
     length: int
     chunked: bool = False
+    tile: int = TILE_TOKENS
+    """What is kept and sent begins at a multiple of so many positions."""
 
     def first_read(self, position: int) -> int:
         """The first position that the token at this position reads, and all later tokens: its tile begins
         there."""
         first = position // self.length * self.length if self.chunked else position + 1 - self.length
-        return max(0, first) // TILE_TOKENS * TILE_TOKENS
+        return max(0, first) // self.tile * self.tile
 
 
 def first_read(windows: Collection[Window], position: int) -> int:
@@ -110,6 +112,9 @@ class CacheArray:
     """A key of `ITEM_BYTES`."""
     window: Window | None = None
     """Of an array of tokens. None: a token reads all earlier ones."""
+    block: int = 1
+    """Of an array of tokens: so many neighbours are one block of bytes, of which each has an equal share. The
+    block travels in full, once all of its tokens are computed, or the last one of the request."""
 
     @property
     def per_token(self) -> bool:
@@ -120,9 +125,12 @@ class CacheArray:
         """What peers compare: all but a dtype that a receiver may convert."""
         dtype = "" if self.kind.converts else f":{self.dtype}"
         words = f"{self.kind.name}.{self.name}={self.rows}x{self.heads}x{self.head_dim}{dtype}"
+        if self.block > 1:
+            words += f"/{self.block}"
         if self.window is None:
             return words
-        return f"{words}{'|' if self.window.chunked else '<'}{self.window.length}"
+        words += f"{'|' if self.window.chunked else '<'}{self.window.length}"
+        return words if self.window.tile == TILE_TOKENS else f"{words}%{self.window.tile}"
 
     @property
     def head_bytes(self) -> int:
@@ -136,9 +144,16 @@ class CacheArray:
         return self.heads * self.head_bytes
 
     def read_of(self, ranges: Iterable[Range], next_position: int) -> Iterator[Range]:
-        """Of these positions, those that the token at `next_position` or a later one reads. 0: all."""
+        """Of these positions, those that the token at `next_position` or a later one reads. 0: all. They
+        grow to full blocks."""
         first = 0 if self.window is None else self.window.first_read(next_position)
-        return ((max(start, first), stop) for start, stop in ranges if first < stop)
+        read = ((max(start, first), stop) for start, stop in ranges if first < stop)
+        return read if self.block == 1 else (self.in_blocks(*each) for each in read)
+
+    def in_blocks(self, start: int, stop: int, *, complete: bool = True) -> Range:
+        """The blocks with these positions. Not `complete`: without the last one if it goes on behind them."""
+        last = -(-stop // self.block) if complete else stop // self.block
+        return start // self.block * self.block, last * self.block
 
     def bytes_of(self, heads: int, tokens: int) -> int:
         """Of some heads of some tokens, or of a request."""

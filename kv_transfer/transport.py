@@ -4,11 +4,11 @@ An event names its transfer by id, and by the `owner` that the engine gave with 
 end of the transfer concerns. Only vLLM's connector, whose events cross a socket, gives none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.kv_transfer.layout import KVLayout, Range
+from baton.kv_transfer.layout import KVLayout, Range, Slice
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken
 
@@ -42,11 +42,36 @@ class PagedKV:
     window_blocks: "np.ndarray | None" = None
     """int32, by block: the block in arrays with windows, which the engine changes. 0: none, so that what is
     written there is lost. None: it is the same, or block tables have those of an array already."""
+    num_tables: int = 1
+    """Block tables of a request. They are equally long, and lie behind each other in its block ids."""
+    tables: "Sequence[Mapping[int, int]]" = ()
+    """Of each array of the layout, by layer, the number of its table. Of an array of each request, the slot
+    comes first there. Empty: there is one table, and slots are given apart."""
+    block_sizes: Sequence[int] = ()
+    """Tokens of a block, of each array of the layout. Empty: `block_size`."""
 
     @property
     def heads(self) -> Sequence[Range]:
         """The heads of this rank, of each array of the layout."""
         return [array.heads_of(self.rank, self.ranks) for array in self.layout.arrays]
+
+    def block_size_of(self, number: int) -> int:
+        """Tokens of a block of an array of the layout."""
+        return self.block_sizes[number] if self.block_sizes else self.block_size
+
+    def holds(self, block_ids: Sequence[int], num_tokens: int) -> bool:
+        """Whether these have so many tokens, where blocks are largest."""
+        largest = max(self.block_sizes, default=self.block_size)
+        return num_tokens <= len(block_ids) // self.num_tables * largest
+
+    def part(self, piece: Slice, entries: int) -> Range:
+        """Where the blocks of a slice lie, or its slot, in `entries` block ids with a slot behind them."""
+        per_token, _ = self.layout.sizes[piece.array]
+        if not self.tables:
+            return (0, entries - 1) if per_token else (entries - 1, entries)
+        each = (entries - 1) // self.num_tables
+        start = self.tables[piece.array][piece.layer] * each
+        return start, start + (each if per_token else 1)
 
 
 class Released(Local, frozen=True):

@@ -37,13 +37,25 @@ _ATTACHED_WITHIN = 60.0
 """Seconds for the engine process to answer. It also starts vLLM meanwhile."""
 
 
+class Pool(Local):
+    """vLLM's pool of blocks, as if a request had one block table."""
+
+    block_size: int
+    """Tokens of which each group has whole blocks."""
+    num_blocks: int
+    weight: int = 1
+    """Blocks of vLLM in one of these."""
+    bounded: tuple[tuple[int, int], ...] = ()
+    """Of each group that keeps less than all tokens of a request: tokens of a block of vLLM, and most
+    blocks."""
+
+
 class Attach(Local):
     """Connector → engine process, first: what the KV cache of a rank looks like."""
 
     rank: int
     layout: kv.KVLayout  # of all ranks
-    block_size: int
-    num_blocks: int
+    pool: Pool
     model_fingerprint: str
 
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from baton.content import CHUNK_TOKENS
 from baton.engine import EngineRequest
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
-from baton.vllm_worker.attachment import Close
+from baton.vllm_worker.attachment import Close, Pool
 from baton.worker.engine_process.attempt import Attempt, Lease
 from baton.worker.messages import PrefillSource
 
@@ -88,8 +88,8 @@ class NeededBlocks:
     """Counts the blocks of all attempts. Those of a common prefix count once: vLLM's prefix cache has it, but
     for requests that compute it at the same time."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._chunks = Counter[bytes]()  # of all attempts
 
     def came(self, attempt: VLLMAttempt) -> None:
@@ -103,9 +103,13 @@ class NeededBlocks:
 
     def of(self, attempts: Iterable[VLLMAttempt]) -> int:
         """`attempts`: all that came and have not left. They grow."""
-        shared = len(self._chunks) * CHUNK_TOKENS
+        pool, attempts, shared = self._pool, [*attempts], len(self._chunks) * CHUNK_TOKENS
         unshared = (attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS for attempt in attempts)
-        return sum(-(-tokens // self._block_size) for tokens in (*unshared, shared))
+        blocks = sum(-(-tokens // pool.block_size) for tokens in (*unshared, shared))
+        bounded = sum(
+            min(most, -(-(attempt.length + 1) // size)) for size, most in pool.bounded for attempt in attempts
+        )
+        return blocks + -(-bounded // pool.weight)
 
 
 def waits(attempt: VLLMAttempt, attempts: Collection[VLLMAttempt]) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +26,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
-from baton.content.cache_kinds import ATTENTION, LATENT, latent_head_dim
+from baton.content.cache_kinds import latent_head_dim
 from baton.kv_transfer import TraceWriter, Transport
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.machine.system import die_with_parent
 from baton.vllm_worker.attachment import Attach, WorkerLink
-from baton.vllm_worker.caches import layer_number, paged_kv
+from baton.vllm_worker.caches import Heads, caches_of, keeps_states, pool_of
 from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
 from baton.vllm_worker.mixed_steps import MixedSteps
@@ -52,8 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-_KINDS = {"FullAttentionSpec": ATTENTION, "MLAAttentionSpec": LATENT}
-"""vLLM's kinds of caches, and those of `content.cache_kinds`."""
 _process_transfers: list[Transfers] = []
 """Those of this process, if it has the model. vLLM's scheduler has a connector of its own."""
 
@@ -78,7 +78,7 @@ class FirstTokens(KVConnectorWorkerMetadata):
         raise AssertionError("only one rank has first tokens")
 
 
-class BatonConnector(KVConnectorBase_V1):
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -86,7 +86,7 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config)
-        self._refuse_what_is_unknown()
+        self._refuse_what_is_not_supported()
         if not self._settings.attach:  # else the worker has checked it
             check_version(
                 untested=self._settings.untested,
@@ -95,7 +95,12 @@ class BatonConnector(KVConnectorBase_V1):
             )
         else:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
-        self._scheduler = ConnectorScheduler(named=bool(self._settings.attach))
+        self._groups = kv_cache_config.kv_cache_groups
+        self._has_states = any(keeps_states(group.kv_cache_spec) for group in self._groups)
+        # A client expects the first token from the decode server, which computes the last position again.
+        # Blocks behind a window are gone then, and states would have the position twice.
+        recomputed = int(len(self._groups) > 1 and not self._settings.attach)
+        self._scheduler = ConnectorScheduler(named=bool(self._settings.attach), recomputed=recomputed)
         settings, config = self._settings, vllm_config.scheduler_config
         usual = config.long_prefill_token_threshold
         most = config.max_num_batched_tokens if config.enable_chunked_prefill else 0
@@ -106,20 +111,21 @@ class BatonConnector(KVConnectorBase_V1):
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
         self._metadata = StepMetadata()
-        self._layers: dict[str, int] = {}  # by name. A model may have layers without attention
+        self._layers: Mapping[str, int] = {}  # by name. A model may have layers without attention
         self._layers_written = 0
         self._first_tokens: dict[str, int] = {}  # as in the `StepMetadata` of the step
         self._process: TransferProcess | None = None
 
-    def _refuse_what_is_unknown(self) -> None:
+    def _refuse_what_is_not_supported(self) -> None:
         groups, parallel = self._kv_cache_config.kv_cache_groups, self._vllm_config.parallel_config
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-        if len(groups) != 1 or kinds[0] not in _KINDS:
+        if self._settings.attach:
+            return
+        if len(groups) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
             raise ValueError(
-                "BatonConnector moves full attention or latents, of one shape, and this model has "
-                f"{', '.join(kinds)}"
+                f"this vLLM cannot be told that KV of {len(groups)} groups of layers is lost: use vLLM 0.32, "
+                "`baton serve --engine vllm`, or, for a model with windows, --disable-hybrid-kv-cache-manager"
             )
-        if parallel.world_size != 1 and not self._settings.attach:
+        if parallel.world_size != 1:
             raise ValueError(
                 f"BatonConnector supports one GPU a server, and vLLM was started with {parallel.world_size}: "
                 "use a worker of Baton, `baton serve --engine vllm`"
@@ -134,6 +140,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
+        if self._has_states and not self._settings.attach and params.get("do_remote_decode"):
+            _leave_out_the_last(request)
         self._scheduler.expect(request.request_id, params, request.num_prompt_tokens)
         if self._settings.attach:
             if "decode_id" in params or "first_token" in params:
@@ -183,8 +191,7 @@ class BatonConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        [block_ids] = blocks.get_block_ids()
-        self._scheduler.allocated(request.request_id, block_ids, num_external_tokens)
+        self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         scheduler, steps, counts = self._scheduler, self._steps, scheduler_output.num_scheduled_tokens
@@ -193,13 +200,12 @@ class BatonConnector(KVConnectorBase_V1):
         for new in scheduler_output.scheduled_new_reqs:
             if (request := self._beginning.pop(new.req_id, None)) is not None:
                 scheduler.begins_with(new.req_id, request.output_token_ids[0])
-            [blocks] = new.block_ids
             computed, count = new.num_computed_tokens, counts[new.req_id]
             steps.scheduled(new.req_id, computed, count)
-            scheduler.scheduled(new.req_id, blocks, computed, count, anew=True)
+            scheduler.scheduled(new.req_id, new.block_ids, computed, count, anew=True)
         cached = scheduler_output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
-            [blocks] = cached.new_block_ids[i] or ([],)
+            blocks = cached.new_block_ids[i] or ()
             computed, count = cached.num_computed_tokens[i], counts[request_id]
             steps.scheduled(request_id, computed, count)
             scheduler.scheduled(
@@ -212,6 +218,11 @@ class BatonConnector(KVConnectorBase_V1):
         return metadata
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._beginning.pop(request.request_id, None)
         self._steps.finished(request.request_id)
         match request.status:
@@ -225,30 +236,24 @@ class BatonConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, settings = self._vllm_config, self._settings
-        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        kind, shape = _KINDS[type(spec).__name__], config.model_config
-        all_heads = shape.get_total_num_kv_heads()
-        if kind == LATENT:
-            all_heads = spec.head_size // latent_head_dim(shape.hf_text_config.kv_lora_rank, spec.head_size)
-        kv = paged_kv(
-            kv_caches,
-            spec.block_size,
-            spec.num_kv_heads,
-            spec.head_size,
-            all_heads=all_heads,
-            kind=kind,
-            rank=get_tensor_model_parallel_rank(),
-            ranks=config.parallel_config.tensor_parallel_size,
+        shape, text = config.model_config, config.model_config.hf_text_config
+        latent_rank = getattr(text, "kv_lora_rank", None)
+        heads = Heads(
+            shape.get_total_num_kv_heads(),
+            latent_head_dim(latent_rank, latent_rank + text.qk_rope_head_dim) if latent_rank else 0,
+            get_tensor_model_parallel_rank(),
+            config.parallel_config.tensor_parallel_size,
         )
-        self._layers = {name: i for i, name in enumerate(sorted(kv_caches, key=layer_number))}
+        num_blocks = self._kv_cache_config.num_blocks
+        found = caches_of(kv_caches, self._groups, num_blocks, heads)
+        kv, self._layers = found.kv, found.layers
         model, vocabulary = fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
             if not config.use_v2_model_runner:
                 from baton.vllm_worker.model_runner import let_requests_begin_with
 
                 let_requests_begin_with(self._first_tokens, vocabulary)
-            num_blocks = self._kv_cache_config.num_blocks
-            attach = Attach(kv.rank, kv.layout, kv.block_size, num_blocks, model)
+            attach = Attach(kv.rank, kv.layout, pool_of(self._groups, num_blocks), model)
             link = WorkerLink.open(settings.attach, attach)
             arenas, heartbeat, worker = link.arenas, link.heartbeat, link.channel
             if kv.rank:
@@ -264,7 +269,13 @@ class BatonConnector(KVConnectorBase_V1):
             transport, heartbeat, worker = process.transport, process.heartbeat, None
             self._process = process
         self._transfers = Transfers(
-            kv, transport, heartbeat, timeout=settings.timeout, vocabulary=vocabulary, worker=worker
+            kv,
+            found.tables,
+            transport,
+            heartbeat,
+            timeout=settings.timeout,
+            vocabulary=vocabulary,
+            worker=worker,
         )
         _process_transfers.append(self._transfers)
 
@@ -297,22 +308,30 @@ class BatonConnector(KVConnectorBase_V1):
     ) -> None:
         self._written(self._layers[layer_name])
 
-    def _written(self, layer: int) -> None:
-        self._layers_written = layer + 1
-        if self._transfers is not None:
-            self._transfers.saved(layer)
-        elif self._copier is not None and self._metadata.chunks:  # as rank 0 counts
-            self._copier.layer_done(layer)
+    def _written(self, last: int) -> None:
+        """All layers up to this one are written. vLLM does not call `save_kv_layer` for linear layers."""
+        for layer in range(self._layers_written, last + 1):
+            if self._transfers is not None:
+                self._transfers.saved(layer)
+            elif self._copier is not None and self._metadata.chunks:  # as rank 0 counts
+                self._copier.layer_done(layer)
+        self._layers_written = max(self._layers_written, last + 1)
 
     def wait_for_save(self) -> None:
         """Does not wait: blocks stay until they are sent. A step that one CUDA graph holds has called
         `save_kv_layer` for no layer: the layers of a short prompt leave together."""
         if self._metadata.chunks:
-            for layer in range(self._layers_written, len(self._layers)):
-                self._written(layer)
+            self._written(max(self._layers.values()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         return (set(), set()) if self._transfers is None else self._transfers.ended(finished_req_ids)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As `get_finished`, in vLLM from 0.32 on. It also says which requests have no KV."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._transfers is not None:
+            results.failed_recving |= self._transfers.take_failed()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._transfers is None else self._transfers.take_failed_blocks()
@@ -344,6 +363,14 @@ def check_config(config: VllmConfig) -> None:
     for name, setting in refused.items():
         if setting:
             raise ValueError(f"BatonConnector does not support {name}: start vLLM without it")
+
+
+def _leave_out_the_last(request: Request) -> None:
+    """The prompt ends before its last token, which the decode server computes: states are sent as they are
+    before it."""
+    if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1:], request._all_token_ids[-1:]
+        request.num_prompt_tokens -= 1
 
 
 def _append_output(request: Request, token: int) -> None:

@@ -28,8 +28,8 @@ import zmq.asyncio
 
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
-from baton.vllm_worker.attachment import ConnectorLink, events_address
-from baton.vllm_worker.attempt import VLLMAttempt
+from baton.vllm_worker.attachment import ConnectorLink, Pool, events_address
+from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.roles import Roles
 from baton.worker import messages
@@ -95,7 +95,7 @@ class EngineProcess:
         """Returns the exit code."""
         loop, ticking = asyncio.get_running_loop(), asyncio.create_task(self._tick())
         try:
-            vllm, ready = await self._start()
+            vllm, ready, pool = await self._start()
         except ValueError as error:
             self._link.send(messages.StartFailed(str(error)))
             self._link.close()
@@ -109,6 +109,7 @@ class EngineProcess:
             self._soon,
             lambda: self._end(_EXIT_VLLM_GONE),
             cached.chunks,
+            NeededBlocks(pool),
             self._config,
             ready,
         )
@@ -131,7 +132,7 @@ class EngineProcess:
             self._link.close()
         return code
 
-    async def _start(self) -> tuple[VLLM, EngineReady]:
+    async def _start(self) -> tuple[VLLM, EngineReady, Pool]:
         """Raises ValueError if vLLM does not start."""
         self._send(messages.Progress("starting vLLM", 0.0))
         attaching = asyncio.create_task(self._connector.attached())
@@ -149,7 +150,7 @@ class EngineProcess:
             self._events = await _subscribed(events_address(self._connector.path))
         self._send(messages.Progress("warming up vLLM", 0.8))
         await vllm.warm_up()
-        return vllm, await asyncio.to_thread(vllm.ready, attach)
+        return vllm, await asyncio.to_thread(vllm.ready, attach), attach.pool
 
     def _start_vllm(self) -> VLLM:
         from baton.vllm_worker.llm import VLLM

@@ -112,8 +112,8 @@ class VLLM:
             layout=attach.layout,
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
-            block_size=attach.block_size,
-            num_blocks=attach.num_blocks,
+            block_size=attach.pool.block_size,
+            num_blocks=attach.pool.num_blocks,
             offload_blocks=0,
             vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(tokenizer)),
         )

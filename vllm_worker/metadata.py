@@ -21,6 +21,8 @@ from baton.vllm_worker.mixed_steps import StepStats
 
 Ended = Literal["finished", "cancelled"]
 """Why a prefill is not handed over. "finished": its first token is the last."""
+Blocks = Sequence[Sequence[int]]
+"""Of a request, by group of layers."""
 REJECTED = "its grammar rejects the first token"
 """vLLM's `stop_reason` of such a request, which was begun elsewhere."""
 log = logging.getLogger("vllm.baton")
@@ -62,12 +64,45 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTable:
+    """The blocks that a request has of a group of layers."""
+
+    block_size: int
+    """Tokens of a block."""
+    states: bool = False
+    """A block holds the states after its last token, and the last block those after all tokens."""
+    pieces: int = 1
+    """Blocks of the kernel in a block."""
+
+    def entries(self, num_tokens: int) -> int:
+        return 1 if self.states else -(-num_tokens // self.block_size) * self.pieces
+
+    def of(self, blocks: Sequence[int], num_tokens: int) -> Sequence[int]:
+        """What KV transfer reads: blocks of the kernel, or the slot of the states after `num_tokens`."""
+        if self.states:
+            return blocks[: -(-num_tokens // self.block_size)][-1:]
+        if self.pieces == 1:
+            return blocks
+        return [block * self.pieces + i for block in blocks for i in range(self.pieces)]
+
+
+def block_ids(tables: Sequence[BlockTable], blocks: Blocks, num_tokens: int) -> list[int]:
+    """Returns the block tables of a request behind each other, equally long (`PagedKV.num_tables`). Blocks
+    that are not allocated yet, or are not kept, are the null block."""
+    entries, found = max(table.entries(num_tokens) for table in tables), list[int]()
+    for table, of_group in zip(tables, blocks, strict=True):
+        row = table.of(of_group, num_tokens)[:entries]
+        found += [*row, *[0] * (entries - len(row))]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Positions of a prompt that the step computes. Those of the prefix cache are in the first chunk: another
     prompt of the same step may compute them."""
 
     prefill_id: bytes
-    block_ids: Sequence[int]
+    blocks: Blocks
     """Of all positions up to `stop`."""
     start: int
     stop: int
@@ -84,7 +119,7 @@ class Fetch:
     attempt: int
     """Among the decode attempts of the request."""
     source: Source
-    block_ids: Sequence[int]
+    blocks: Blocks
     start: int
     stop: int
 
@@ -126,7 +161,7 @@ class _Prompt:
     """Drawn by a router. Empty: ids are drawn here."""
     prefill_id: bytes = b""
     """Empty until the first chunk is scheduled, and after a preemption."""
-    block_ids: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
     preempted: bool = False
     awaited: bool = False
     """A router waits for its start."""
@@ -139,12 +174,21 @@ class _Prompt:
 class ConnectorScheduler:
     """The connector's half in vLLM's scheduler."""
 
-    def __init__(self, *, named: bool = False, new_id: Callable[[], bytes] = lambda: os.urandom(16)) -> None:
-        """`named`: requests come from a router, with ids of prefills and decodes. Else clients send them."""
+    def __init__(
+        self,
+        *,
+        named: bool = False,
+        recomputed: int = 0,
+        new_id: Callable[[], bytes] = lambda: os.urandom(16),
+    ) -> None:
+        """`named`: requests come from a router, with ids of prefills and decodes. Else clients send them.
+        `recomputed`: positions at the end of a prompt that a decode server computes again, and does not
+        fetch."""
         self.address: tuple[str, int] | None = None
         """Where KV of this server can be fetched, and its incarnation. Set once its workers have started.
         None: routers know it."""
         self._named = named
+        self._recomputed = recomputed
         self._new_id = new_id
         self._requests: dict[str, _Prompt | Fetch] = {}  # a fetch: until it has blocks
         self._metadata = StepMetadata()
@@ -171,14 +215,15 @@ class ConnectorScheduler:
             decode_id, attempt = self._new_id(), 1
             if self._named:
                 decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
-            self._requests[request_id] = Fetch(request_id, decode_id, attempt, source, (), 0, prompt_tokens)
+            stop = prompt_tokens - self._recomputed
+            self._requests[request_id] = Fetch(request_id, decode_id, attempt, source, (), 0, stop)
 
     def to_fetch(self, request_id: str, computed: int) -> int:
         """Returns how many tokens of a prompt come from the prefill server, beyond those computed here."""
         fetch = self._requests.get(request_id)
         return max(0, fetch.stop - computed) if isinstance(fetch, Fetch) else 0
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], to_fetch: int) -> None:
+    def allocated(self, request_id: str, blocks: Blocks, to_fetch: int) -> None:
         """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
         prompt. After a preemption the prompt is computed here."""
         if not isinstance(fetch := self._requests.get(request_id), Fetch):
@@ -186,23 +231,24 @@ class ConnectorScheduler:
         del self._requests[request_id]
         if to_fetch:
             start = fetch.stop - to_fetch
-            self._metadata.fetches.append(replace(fetch, block_ids=block_ids, start=start))
+            self._metadata.fetches.append(replace(fetch, blocks=blocks, start=start))
 
     def begins_with(self, request_id: str, first_token: int) -> None:
         """The step is the first one of the request, which has this output already."""
         self._metadata.first_tokens[request_id] = first_token
 
     def scheduled(
-        self, request_id: str, new_blocks: Sequence[int], computed: int, count: int, *, anew: bool
+        self, request_id: str, new_blocks: Blocks, computed: int, count: int, *, anew: bool
     ) -> None:
         """The step computes `count` tokens of the request after the first `computed`. `anew`: `new_blocks`
         replace the blocks of the request, since it is new or starts again after a preemption."""
         prompt = self._requests.get(request_id)
         if not isinstance(prompt, _Prompt) or (prompt.preempted and prompt.fixed_id):
             return
-        if anew:
-            prompt.block_ids = []
-        prompt.block_ids += new_blocks
+        if anew or not prompt.blocks:
+            prompt.blocks = [[] for _ in new_blocks]
+        for blocks, new in zip(prompt.blocks, new_blocks, strict=False):  # none in a step without new ones
+            blocks += new
         start, stop = computed, min(computed + count, prompt.num_tokens)
         if not prompt.prefill_id:
             prompt.prefill_id = prompt.fixed_id or self._new_id()
@@ -212,7 +258,7 @@ class ConnectorScheduler:
             start, prompt.cached = 0, computed
         if start < stop:
             self._metadata.chunks.append(
-                Chunk(prompt.prefill_id, tuple(prompt.block_ids), start, stop, prompt.num_tokens)
+                Chunk(prompt.prefill_id, tuple(map(tuple, prompt.blocks)), start, stop, prompt.num_tokens)
             )
 
     def preempted(self, request_id: str) -> None:

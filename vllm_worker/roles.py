@@ -64,6 +64,7 @@ class Roles:
         soon: flushes `attempts` soon.
         gone: vLLM's process has ended. `computing` should keep what it has.
         cached: what vLLM's prefix cache has.
+        needed: counts the blocks of attempts.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Roles:
         soon: Callable[[], None],
         gone: Callable[[], None],
         cached: CachedChunks,
+        needed: NeededBlocks,
         config: EngineProcessConfig,
         ready: messages.EngineReady,
     ) -> None:
@@ -89,7 +91,7 @@ class Roles:
         self._config = config
         self._ready = ready
         self._blocks = ready.num_blocks - 1  # one of vLLM's pool is never used
-        self._needed = NeededBlocks(ready.block_size)
+        self._needed = needed
         self._moved = asyncio.Event()  # an attempt has a token, or has ended
 
     @property
@@ -314,6 +316,11 @@ class Roles:
         else:
             self._attempts.fail(attempt, Code.ENGINE, "vLLM ended the request with an error; see the log")
 
+    def _end_without_kv(self, attempt: VLLMAttempt) -> None:
+        """vLLM cannot fail a request whose layers are in several groups: it keeps it until it is aborted."""
+        self._failed(attempt)
+        attempt.close("gone")
+
     def _computes(self) -> None:
         """The requests in vLLM have changed, or are further."""
         self._moved.set()
@@ -344,8 +351,10 @@ class Roles:
                 if reason not in ("finished", "cancelled"):  # of these the worker of the prefill tells
                     assert attempt.source is not None
                     self._attempts.fail(attempt, Code.KV_FAILED, reason, attempt.source.prefill_id)
+                self._end_without_kv(attempt)
             case Closed():
                 attempt.no_kv = "cancelled"
+                self._end_without_kv(attempt)
             case Released(_, reason):
                 self._released(attempt, reason)
 

@@ -35,7 +35,7 @@ from baton.kv_transfer import (
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Close, Commit, Computed, Costs, Started
-from baton.vllm_worker.metadata import Fetch, StepMetadata, log
+from baton.vllm_worker.metadata import BlockTable, Fetch, StepMetadata, block_ids, log
 
 Event = Injected | FetchFailed | Closed | Released
 
@@ -63,11 +63,13 @@ class Attendant:
     """The thread that has the receiver. Its methods may be called from vLLM's thread."""
 
     def __init__(
-        self, open_receiver: Callable[[], Receiver], sender: Sender, vocabulary: int, worker: Channel | None
-    ) -> None:
-        """`vocabulary`: tokens of the model. `worker`: to the engine process of a worker, which is told of
-        each event."""
+        self, open_receiver: Callable[[], Receiver], sender: Sender, tables: Sequence[BlockTable],
+        vocabulary: int, worker: Channel | None,
+    ) -> None:  # fmt: skip
+        """`tables`: of the groups of layers. `vocabulary`: tokens of the model. `worker`: to the engine
+        process of a worker, which is told of each event."""
         self._sender = sender
+        self._tables = tables
         self._vocabulary = vocabulary
         self._worker = worker
         self._orders: queue.SimpleQueue[Callable[[Receiver], object] | None] = queue.SimpleQueue()
@@ -83,10 +85,11 @@ class Attendant:
 
     def fetch(self, owner: Fetching) -> None:
         fetch, source = owner.fetch, owner.fetch.source
+        ids = block_ids(self._tables, fetch.blocks, fetch.stop)
         self.order(
             lambda receiver: receiver.fetch(
                 fetch.decode_id, prefill_id=source.prefill_id, kv_address=source.kv_address,
-                incarnation=source.incarnation, attempt=fetch.attempt, block_ids=fetch.block_ids,
+                incarnation=source.incarnation, attempt=fetch.attempt, block_ids=ids,
                 num_tokens=fetch.stop, start=fetch.start, owner=owner,
             )
         )  # fmt: skip
@@ -173,6 +176,7 @@ class Transfers:
     def __init__(
         self,
         kv: PagedKV,
+        tables: Sequence[BlockTable],
         transport: Transport,
         heartbeat: Heartbeat,
         *,
@@ -180,15 +184,15 @@ class Transfers:
         vocabulary: int,
         worker: Channel | None = None,
     ) -> None:
-        """`vocabulary`, `worker` as in `Attendant`."""
+        """`tables`, `vocabulary`, `worker` as in `Attendant`."""
         self._layers_ready = 0
         kv = replace(kv, layers_ready=lambda: self._layers_ready)
-        self._block_size = kv.block_size
+        self._tables = tables
         self._timeout = timeout
         self._heartbeat = heartbeat
         self._ranks = transport.ranks
         self._sender = transport.sender(kv)
-        self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, vocabulary, worker)
+        self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, tables, vocabulary, worker)
         self._metadata = StepMetadata()
         # Sending.
         self._prefills: dict[bytes, SentPrefill] = {}  # by id
@@ -197,6 +201,8 @@ class Transfers:
         self._fetches: dict[bytes, Fetching] = {}  # by decode id
         self._fetch_ends: list[FetchFailed | Closed] = []  # that vLLM is not told of yet
         self._failed_blocks: set[int] = set()
+        self._failed: set[str] = set()  # requests, as in `take_failed`
+        self._attached = worker is not None
         self._first_tokens: dict[str, int] = {}  # by request id: vLLM is not told of these yet
         self.asked = False  # `injected` tells of these requests, and `ended` does not
 
@@ -214,8 +220,7 @@ class Transfers:
             self._attendant.tell(messages)
         opened = set(metadata.opened)
         for chunk in metadata.chunks:
-            missing = -(-chunk.num_tokens // self._block_size) - len(chunk.block_ids)
-            blocks = [*chunk.block_ids, *[0] * missing]  # of positions that are not ready yet
+            blocks = block_ids(self._tables, chunk.blocks, chunk.num_tokens)
             if chunk.prefill_id in opened:
                 opened.discard(chunk.prefill_id)
                 owner = self._prefills[chunk.prefill_id]
@@ -268,8 +273,18 @@ class Transfers:
             if fetching.deadline is not None:
                 reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
                 log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
-                self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
+                if len(self._tables) == 1:
+                    [blocks] = fetch.blocks
+                    self._failed_blocks |= set(blocks[fetch.start // self._tables[0].block_size :])
+                elif self._attached:
+                    received.remove(fetch.request_id)
+                    self._failed.add(fetch.request_id)
+                else:
+                    self._failed.add(fetch.request_id)
         self._fetch_ends.clear()
+        if self._attached:
+            received |= self._failed & finished
+            self._failed -= finished
         return sent, received
 
     def injected(self) -> dict[str, int]:
@@ -292,8 +307,17 @@ class Transfers:
             self._attendant.cancel(decode_id)
 
     def take_failed_blocks(self) -> set[int]:
-        """Returns the blocks without KV of the fetches that failed since the last call."""
+        """Returns the blocks without KV of the fetches that failed since the last call. With several groups
+        of layers, vLLM takes no blocks: see `take_failed`."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed(self) -> set[str]:
+        """Returns the requests without KV since the last call, with several groups of layers. In a worker
+        there are none: it ends these requests, and `ended` tells of them when vLLM has ended them."""
+        if self._attached:
+            return set()
+        failed, self._failed = self._failed, set()
         return failed
 
     def take_first_tokens(self) -> dict[str, int]:

@@ -46,10 +46,9 @@ class CudaPool:
     def __init__(self, kv: PagedKV, arena: Arena, *, exported: bool) -> None:
         """`exported` as in `open_pool`."""
         self._device = torch.device(kv.device)
-        self._block_size = kv.block_size
+        self._kv = kv
         self._layout = kv.layout
         self._heads = kv.heads
-        self._window_blocks = kv.window_blocks
         self._slot_bytes = arena.slot_bytes
         self.gather_most = at_once(_SLICES, GATHER_BYTES, arena.slot_bytes)
         self._num_slots = arena.num_slots
@@ -73,7 +72,9 @@ class CudaPool:
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
         with torch.cuda.stream(self._stream):
-            self._kernels = SliceKernels(kv, self._tables, self.table([0], 1), exported=exported)
+            self._kernels = SliceKernels(
+                kv, self._tables, self.table([0] * kv.num_tables, 1), exported=exported
+            )
             self._record()
 
     def enter_thread(self) -> None:
@@ -81,8 +82,8 @@ class CudaPool:
         torch.cuda.synchronize(self._device)  # `cuda_memory` needs the context, which `set_device` may leave
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> RequestTable:
-        assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
-        return RequestTable(block_ids, state_slot, self._block_size, self._window_blocks, self._on_device)
+        assert self._kv.holds(block_ids, num_tokens), "more positions than blocks"
+        return RequestTable(self._kv, block_ids, state_slot, self._on_device)
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """int64. Not of `_tables`: another thread may call this, and a table lives as long as its request."""

@@ -62,8 +62,7 @@ class HostPool:
             [{layer: [_items(x) for x in rows] for layer, rows in plane.items()} for plane in of_array]
             for of_array in planes(kv)
         ]
-        self._block_size = kv.block_size
-        self._window_blocks = kv.window_blocks
+        self._kv = kv
         self._layout = kv.layout
         self._arrays = arrays_sent(kv.layout)
         self._heads = kv.heads
@@ -75,7 +74,7 @@ class HostPool:
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Sequence[int]:
         """The blocks, and behind them the slot of the states."""
-        assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
+        assert self._kv.holds(block_ids, num_tokens), "more positions than blocks"
         return [*block_ids, state_slot]
 
     def record(self) -> Event:
@@ -144,13 +143,18 @@ class HostPool:
         self, item: Staged, held: Window, dense: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
-        blocks, block_size, array = item.table, self._block_size, self._layout.arrays[item.piece.array]
+        number, window_blocks = item.piece.array, self._kv.window_blocks
+        blocks, array = (
+            item.table[slice(*self._kv.part(item.piece, len(item.table)))],
+            self._layout.arrays[number],
+        )
+        block_size = self._kv.block_size_of(number)
         if not array.per_token:
-            first, last = self._heads[item.piece.array]
-            blocks, block_size = blocks[-1:], last - first
-        elif array.window is not None and self._window_blocks is not None:
+            first, last = self._heads[number]
+            block_size = last - first
+        elif array.window is not None and window_blocks is not None:
             first, last = held.start // block_size, -(-(held.start + held.count) // block_size)
-            blocks = [0] * first + self._window_blocks[blocks[first:last]].tolist()
+            blocks = [0] * first + window_blocks[blocks[first:last]].tolist()
         heads = slice(held.first_head, held.first_head + held.heads)
         for plane, whole in zip(self._planes[item.piece.array], dense, strict=True):
             rows = plane[item.piece.layer]

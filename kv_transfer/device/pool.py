@@ -40,7 +40,8 @@ class Pool(Protocol):
         """Call first in each thread that uses the pool."""
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Any:
-        """Where positions [0, num_tokens) and the states of a request lie."""
+        """Where positions [0, num_tokens) and the states of a request lie. `block_ids`: those of all tables
+        of `PagedKV`."""
 
     def record(self) -> Event:
         """An event on the current stream."""
@@ -128,7 +129,7 @@ def planes(kv: PagedKV) -> "list[list[dict[int, Rows]]]":
         layout.arrays, layout.layers, kv.heads, kv.planes, strict=True
     ):
         heads = last - first
-        sizes = (kv.block_size, heads) if array.per_token else (heads, 1)
+        sizes = (kv.block_size_of(len(found)), heads) if array.per_token else (heads, 1)
         dtypes = [(array.head_dim, getattr(torch, array.dtype))]
         if array.dtype == FP8:
             dtypes.append((1, torch.float32))

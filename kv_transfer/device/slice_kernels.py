@@ -26,17 +26,15 @@ class RequestTable:
 
     def __init__(
         self,
+        kv: PagedKV,
         block_ids: Sequence[int],
         state_slot: int,
-        block_size: int,
-        window_blocks: np.ndarray | None,
         on_device: Callable[[Sequence[int]], torch.Tensor],
     ) -> None:
-        """`window_blocks`: as in `PagedKV`. `on_device` copies numbers there, on the stream of the copies."""
+        """`on_device` copies numbers there, on the stream of the copies."""
+        self._kv = kv
         self._table = on_device([*block_ids, state_slot])
         self._block_ids = np.array(block_ids)
-        self._block_size = block_size
-        self._window_blocks = window_blocks
         self._on_device = on_device
         self._in_windows: list[tuple[np.ndarray, torch.Tensor]] = []
         """The newest is last. Kernels that are not launched yet may read an older one."""
@@ -48,16 +46,15 @@ class RequestTable:
     def address(self, piece: Slice, array: CacheArray) -> int:
         """Of int64 [blocks] in this array, or of the slot of an array of each request. It lives as long as
         this object."""
-        if not array.per_token:
-            return self._table.data_ptr() + 8 * len(self._block_ids)
-        if array.window is None or self._window_blocks is None:
-            return self._table.data_ptr()
+        window_blocks, block_size = self._kv.window_blocks, self._kv.block_size
+        if array.window is None or window_blocks is None:
+            return self._table.data_ptr() + 8 * self._kv.part(piece, len(self._block_ids) + 1)[0]
         stop = piece.token_start + piece.token_count
-        needed = slice(piece.token_start // self._block_size, -(-stop // self._block_size))
-        there = self._window_blocks[self._block_ids[needed]]
+        needed = slice(piece.token_start // block_size, -(-stop // block_size))
+        there = window_blocks[self._block_ids[needed]]
         # A prompt gets them chunk by chunk.
         if not self._in_windows or (self._in_windows[-1][0][needed] != there).any():
-            blocks = self._window_blocks[self._block_ids]
+            blocks = window_blocks[self._block_ids]
             self._in_windows.append((blocks, self._on_device(blocks.tolist())))
         return self._in_windows[-1][1].data_ptr()
 

@@ -104,8 +104,9 @@ class Injector:
     def _staged(self, m: local.Arrived, slot: int, taken_at: float) -> local.Staged:
         fetch, piece = self.live[m.header.transfer_id], m.header.piece
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
-        if self._layout.arrays[piece.array].per_token:
-            start, stop = next((r for r in fetch.request.ranges if piece.token_start < r[1]), (0, 0))
+        if (array := self._layout.arrays[piece.array]).per_token:
+            ranges = (array.in_blocks(*each) for each in fetch.request.ranges)
+            start, stop = next((r for r in ranges if piece.token_start < r[1]), (0, 0))
             assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
         else:
             stop = piece.token_start

@@ -93,7 +93,11 @@ class Slicing:
             # An array of the request goes in full, whatever positions the peer asks for.
             ranges = [(ready.start, ready.stop)] if ready.states else []
             if layout.sizes[number][0]:
-                ranges = intersect(ready.start, ready.stop, transfer.reads[number])
+                array, (start, stop) = layout.arrays[number], (ready.start, ready.stop)
+                if array.block > 1:
+                    is_last = stop == transfer.prefill.num_tokens
+                    start, stop = array.in_blocks(start, stop, complete=is_last)
+                ranges = intersect(start, stop, transfer.reads[number])
             elif transfer.prefill.is_part:
                 ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
             for tokens, held in itertools.product(ranges, self._heads[number]):

@@ -97,10 +97,9 @@ class RankedPool:
         self._rank0 = rank0
         self._line = line
         self._ranks = kv.ranks
-        self._block_size = kv.block_size
+        self._kv = kv
         self._layout = kv.layout
         self._layers_ready = kv.layers_ready
-        self._window_blocks = kv.window_blocks
         # Of each array of the layout, by rank.
         self._heads = [
             [array.heads_of(rank, kv.ranks) for rank in range(kv.ranks)] for array in kv.layout.arrays
@@ -242,12 +241,17 @@ class RankedPool:
                 self._line.order(rank, [self._copy(*order, memory, into_pool=into_pool) for order in batch])
 
     def _copy(self, item: Staged, ready: _Ready, memory: int | None, *, into_pool: bool) -> local.Copy:
-        piece, size = item.piece, self._block_size
-        first, start = divmod(piece.token_start, size)
-        blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
-        if self._layout.arrays[piece.array].window is not None and self._window_blocks is not None:
-            blocks = self._window_blocks[list(blocks)].tolist()
-        table = blocks, item.table.state_slot
+        """With the blocks of the slice alone, which all tables of the other rank get."""
+        kv, piece, start = self._kv, item.piece, 0
+        blocks, array = item.table.block_ids, self._layout.arrays[piece.array]
+        if kv.tables:
+            blocks = blocks[slice(*kv.part(piece, len(blocks) + 1))]
+        if array.per_token or not kv.tables:
+            first, start = divmod(piece.token_start, size := kv.block_size_of(piece.array))
+            blocks = blocks[first : -(-(piece.token_start + piece.token_count) // size)]
+        if array.window is not None and kv.window_blocks is not None:
+            blocks = kv.window_blocks[list(blocks)].tolist()
+        table = [*blocks] * kv.num_tables, item.table.state_slot
         item = replace(item, piece=replace(piece, token_start=start), table=table)
         return local.Copy(item, into_pool, ready.layers_ready, memory)
 

@@ -20,14 +20,14 @@ from baton.kv_transfer import FetchFailed, Heartbeat, Injected, InjectStats, Rel
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker import attachment
-from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, WorkerLink
+from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, Pool, WorkerLink
 from tests.layouts import kv_layout
 from tests.vllm_worker.arenas import make_arenas
 from tests.within import WITHIN
 
 SLOTS, SLOT_BYTES = 2, 1 << 16
-SAYS = Attach(0, kv_layout(3, 2, 8, "float32"), 16, 40, "model")
-SAYS_2 = Attach(2, SAYS.layout, SAYS.block_size, SAYS.num_blocks, SAYS.model_fingerprint)
+SAYS = Attach(0, kv_layout(3, 2, 8, "float32"), Pool(16, 40, 3, ((16, 2),)), "model")
+SAYS_2 = Attach(2, SAYS.layout, SAYS.pool, SAYS.model_fingerprint)
 FIRST = FirstToken(7, -0.5, (7,), (-0.5,))
 STATS = InjectStats(1, 2, 3, *map(float, range(7)))
 MESSAGES = 20_000
@@ -53,7 +53,7 @@ def directory() -> Iterator[Path]:
 
 
 def attach(path: str, rank: int, then: Callable[[WorkerLink], None]) -> None:
-    says = Attach(rank, SAYS.layout, SAYS.block_size, SAYS.num_blocks, SAYS.model_fingerprint)
+    says = Attach(rank, SAYS.layout, SAYS.pool, SAYS.model_fingerprint)
     then(WorkerLink.open(path, says))
 
 

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 
-from baton.content.cache_kinds import LATENT
-from baton.vllm_worker.caches import layer_number, paged_kv
+from baton.content.cache_kinds import LATENT, STATE, CacheArray, Window
+from baton.vllm_worker.caches import Caches, Heads, caches_of, layer_number
+from baton.vllm_worker.metadata import BlockTable, block_ids
 from tests.layouts import kv_layout
+from tests.vllm_worker.groups import attention, group
 
 BLOCKS, BLOCK, HEADS, DIM = 5, 16, 3, 8
+NAMES = "model.layers.0.attn", "model.layers.1.attn"
+
+
+def found_in(cache: torch.Tensor, of_group: Any, heads: Heads | None = None) -> Caches:
+    return caches_of({NAMES[0]: cache}, [of_group], BLOCKS, heads or Heads(HEADS))
+
+
+def full(*names: str, block: int = BLOCK) -> Any:
+    return attention(*names, block=block, heads=HEADS, dim=DIM)
 
 
 def test_on_cpus_keys_are_transposed() -> None:
@@ -22,10 +34,11 @@ def test_on_cpus_keys_are_transposed() -> None:
     for i in range(DIM):
         flat[3, head, 0, i * BLOCK + token] = 1 + i
         flat[3, head, 1, token * DIM + i] = 100 + i
-    caches = {"model.layers.1.attn": cache, "model.layers.0.attn": torch.zeros_like(cache)}
-    kv = paged_kv(caches, BLOCK, HEADS, DIM, all_heads=HEADS)
-    assert kv.layout == kv_layout(2, HEADS, DIM, "float32")
-    [[[_, (keys, values)]]] = kv.planes  # in the order of layers
+    caches = {NAMES[1]: cache, NAMES[0]: torch.zeros_like(cache)}
+    found = caches_of(caches, [full(*NAMES)], BLOCKS, Heads(HEADS))
+    assert found.kv.layout == kv_layout(2, HEADS, DIM, "float32")
+    assert found.layers == {NAMES[0]: 0, NAMES[1]: 1}
+    [[[_, (keys, values)]]] = found.kv.planes  # in the order of layers
     assert keys[3, token, head].tolist() == [1 + i for i in range(DIM)]
     assert values[3, token, head].tolist() == [100 + i for i in range(DIM)]
     assert keys.count_nonzero() == values.count_nonzero() == DIM
@@ -34,10 +47,73 @@ def test_on_cpus_keys_are_transposed() -> None:
 @pytest.mark.parametrize("shape", [(BLOCKS, BLOCK, DIM), (BLOCKS, 1, BLOCK, DIM)], ids=str)
 def test_latents_are_one_row_that_is_cut_into_heads(shape: tuple[int, ...]) -> None:
     cache = torch.arange(BLOCKS * BLOCK * DIM, dtype=torch.float32).view(shape)
-    kv = paged_kv({"model.layers.0.attn": cache}, BLOCK, 1, DIM, all_heads=2, kind=LATENT)
+    of_group = attention(NAMES[0], block=BLOCK, heads=1, dim=DIM, kind="MLAAttentionSpec")
+    kv = found_in(cache, of_group, Heads(1, DIM // 2)).kv
     assert kv.layout == kv_layout(1, 2, DIM // 2, "float32", kind=LATENT)
     [[[[latents]]]] = kv.planes
     assert torch.equal(latents[3, 11].flatten(), cache[3].view(BLOCK, DIM)[11])
+
+
+def test_states_are_the_bytes_of_a_page_without_its_padding() -> None:
+    """As vLLM 0.26 has them, a tensor for each state, and as 0.32, all bytes."""
+    shapes, dtypes, page = ((4, 4), (2, 4)), (torch.bfloat16, torch.float32), 128
+    memory = torch.arange(BLOCKS * page, dtype=torch.int64).to(torch.uint8)
+    states = [
+        torch.as_strided(memory.view(torch.bfloat16), (BLOCKS, 4, 4), (page // 2, 4, 1)),
+        torch.as_strided(memory[32:].view(torch.float32), (BLOCKS, 2, 4), (page // 4, 4, 1)),
+    ]
+    whole = memory.view(torch.int8).as_strided((BLOCKS, 1, 1, 64), (page, 64, 64, 1))
+    spec = group("MambaSpec", NAMES[0], block_size=64, shapes=shapes, dtypes=dtypes)
+    for cache in (states, whole):
+        kv = caches_of({NAMES[0]: cache}, [spec], BLOCKS, Heads(HEADS, rank=1, ranks=2)).kv
+        assert kv.layout.arrays == (CacheArray(STATE, "state", 1, 2, 16, "float32"),)
+        assert kv.heads == [(1, 2)], "each rank has its own"
+        [[[rows]]] = kv.planes
+        assert torch.equal(rows[0][3].reshape(-1).view(torch.uint8), memory[3 * page : 3 * page + 64])
+
+
+def test_groups_have_tables_of_their_own() -> None:
+    """A kernel cuts the blocks of the last group into two. States have one slot."""
+    windows = attention(
+        NAMES[0], block=BLOCK, heads=HEADS, dim=DIM, kind="SlidingWindowSpec", sliding_window=20
+    )
+    small = torch.zeros(2 * BLOCKS, HEADS, BLOCK, 2 * DIM)
+    states = group(
+        "MambaSpec", "model.layers.2.mixer", block_size=64, shapes=((8,),), dtypes=(torch.float32,)
+    )
+    caches = {
+        NAMES[0]: torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM), NAMES[1]: small,
+        "model.layers.2.mixer": torch.zeros(BLOCKS, 1, 1, 32, dtype=torch.int8),
+    }  # fmt: skip
+    found = caches_of(caches, [windows, full(NAMES[1], block=2 * BLOCK), states], BLOCKS, Heads(HEADS))
+    assert found.tables == [BlockTable(BLOCK), BlockTable(2 * BLOCK, pieces=2), BlockTable(64, states=True)]
+    assert [array.window for array in found.kv.layout.arrays] == [Window(20, tile=1), None, None]
+    assert found.kv.tables == [{0: 0}, {1: 1}, {2: 2}]
+    ids = block_ids(found.tables, [[0, 4, 3], [2, 1], [0, 6]], 70)
+    assert ids == [0, 4, 3, 0, 0, 0, 4, 5, 2, 3, 0, 0, 6, 0, 0, 0, 0, 0]
+    assert block_ids(found.tables, [[0, 4], [2, 1], [7]], 33)[8:] == [7, 0, 0, 0]
+
+
+def test_a_kind_that_is_not_known_is_blocks_of_bytes() -> None:
+    """Blocks behind a window are not sent."""
+    kind = "SlidingWindowMLASpec"
+    of_group = attention(NAMES[0], block=BLOCK, heads=1, dim=33, kind=kind, sliding_window=20)
+    cache = torch.arange(BLOCKS * BLOCK * 12, dtype=torch.int64).to(torch.uint8).view(BLOCKS, 1, BLOCK, 12)
+    kv = found_in(cache, of_group).kv
+    [array] = kv.layout.arrays
+    assert (array.head_bytes, array.block, array.window) == (12, BLOCK, Window(20, tile=1))
+    assert list(array.read_of([(0, 70)], 70)) == [(48, 80)], "full blocks"
+    [[[rows]]] = kv.planes
+    assert torch.equal(rows[0][3].reshape(-1).view(torch.uint8), cache[3].flatten())
+
+
+def test_a_layer_that_reads_the_cache_of_another_one_is_sent_once() -> None:
+    cache = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM)
+    for names in (NAMES, NAMES[:1]):  # vLLM may name it in the group
+        kv = caches_of(dict.fromkeys(NAMES, cache), [full(*names)], BLOCKS, Heads(HEADS)).kv
+        assert kv.layout.layers == ((0,),)
+    with pytest.raises(ValueError, match=re.escape("no group for the caches of model.layers.1.attn")):
+        caches_of({NAMES[0]: cache, NAMES[1]: cache.clone()}, [full(NAMES[0])], BLOCKS, Heads(HEADS))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +125,13 @@ def test_latents_are_one_row_that_is_cut_into_heads(shape: tuple[int, ...]) -> N
 )
 def test_what_is_not_known_is_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        paged_kv({"model.layers.0.attn": cache}, BLOCK, HEADS, DIM, all_heads=HEADS)
+        found_in(cache, full(NAMES[0]))
+
+
+def test_bytes_that_are_no_words_are_refused() -> None:
+    cache = torch.zeros(BLOCKS, 1, BLOCK, 7, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=re.escape("of model.layers.0.attn has pieces of 7 bytes")):
+        found_in(cache, group("CrossAttentionSpec", NAMES[0], block_size=BLOCK))
 
 
 def test_a_layer_has_one_number() -> None:

@@ -14,6 +14,7 @@ import pytest
 from baton.engine import EngineConfig, EngineRequest, SamplingParams
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
+from baton.vllm_worker.attachment import Pool
 from baton.vllm_worker.engine_process import EngineProcess
 from baton.vllm_worker.roles import EngineGone
 from baton.worker import messages
@@ -39,7 +40,7 @@ class Process(EngineProcess):
 
     async def _start(self) -> Any:
         self._connector.receive = lambda: self.connector  # type: ignore[method-assign,assignment]
-        return played("vllm_worker/llm.py", "VLLM", generate=self._generate), READY
+        return played("vllm_worker/llm.py", "VLLM", generate=self._generate), READY, Pool(16, 11)
 
     async def _generate(self, *_: Any) -> AsyncGenerator[Any, None]:
         self.computes.set()

@@ -28,7 +28,7 @@ def prefill_id(number: int) -> bytes:
 def params_of(scheduler: ConnectorScheduler) -> dict[str, Any]:
     """Those with which a decode server fetches a prompt of 100 tokens."""
     scheduler.expect("p", PREFILLS, 100)
-    scheduler.scheduled("p", [1], 0, 100, anew=True)
+    scheduler.scheduled("p", [[1]], 0, 100, anew=True)
     stays, params = scheduler.finished("p", 7)
     assert stays
     assert params is not None
@@ -37,15 +37,15 @@ def params_of(scheduler: ConnectorScheduler) -> dict[str, Any]:
 
 def test_each_chunk_names_all_blocks_up_to_its_end(scheduler: ConnectorScheduler) -> None:
     scheduler.expect("a", PREFILLS, 100)
-    scheduler.scheduled("a", [4, 5], 32, 16, anew=True)
+    scheduler.scheduled("a", [[4, 5]], 32, 16, anew=True)
     first = scheduler.take()
     assert first.opened == {prefill_id(1): "a"}
-    assert first.chunks == [Chunk(prefill_id(1), (4, 5), 0, 48, 100)], "with what is cached"
-    scheduler.scheduled("a", [9, 6], 48, 60, anew=False)
+    assert first.chunks == [Chunk(prefill_id(1), ((4, 5),), 0, 48, 100)], "with what is cached"
+    scheduler.scheduled("a", [[9, 6]], 48, 60, anew=False)
     second = scheduler.take()
     assert second.opened == {}
-    assert second.chunks == [Chunk(prefill_id(1), (4, 5, 9, 6), 48, 100, 100)], "without what it decodes"
-    scheduler.scheduled("a", [], 100, 1, anew=False)
+    assert second.chunks == [Chunk(prefill_id(1), ((4, 5, 9, 6),), 48, 100, 100)], "without what it decodes"
+    scheduler.scheduled("a", [[]], 100, 1, anew=False)
     assert scheduler.take().chunks == []
 
 
@@ -54,31 +54,31 @@ def test_a_prompt_that_has_finished_can_be_fetched_with_its_parameters(scheduler
     assert scheduler.take().committed == {prefill_id(1): 7}
     scheduler.expect("b", params, 100)
     assert scheduler.to_fetch("b", 40) == scheduler.to_fetch("b", 40) == 60, "there may be no blocks yet"
-    scheduler.allocated("b", [3, 8], 60)
+    scheduler.allocated("b", [[3, 8]], 60)
     assert scheduler.take().fetches == [
-        Fetch("b", prefill_id(2), 1, Source(*HERE, prefill_id(1)), [3, 8], 40, 100)
+        Fetch("b", prefill_id(2), 1, Source(*HERE, prefill_id(1)), [[3, 8]], 40, 100)
     ]
     assert scheduler.to_fetch("b", 0) == 0, "after a preemption it is computed"
 
 
 def test_a_preempted_prompt_starts_again_under_another_name(scheduler: ConnectorScheduler) -> None:
     scheduler.expect("a", PREFILLS, 100)
-    scheduler.scheduled("a", [4], 0, 16, anew=True)
+    scheduler.scheduled("a", [[4]], 0, 16, anew=True)
     scheduler.take()
     scheduler.preempted("a")
     scheduler.preempted("another request")
     assert scheduler.take().preempted == [prefill_id(1)]
-    scheduler.scheduled("a", [7], 0, 16, anew=True)
+    scheduler.scheduled("a", [[7]], 0, 16, anew=True)
     metadata = scheduler.take()
     assert metadata.opened == {prefill_id(2): "a"}
-    assert metadata.chunks == [Chunk(prefill_id(2), (7,), 0, 16, 100)]
+    assert metadata.chunks == [Chunk(prefill_id(2), ((7,),), 0, 16, 100)]
 
 
 def test_blocks_of_an_aborted_prompt_stay_until_nothing_reads_them(scheduler: ConnectorScheduler) -> None:
     scheduler.expect("waits", PREFILLS, 100)
     assert scheduler.finished("waits", None) == (False, None), "nothing has read its blocks"
     scheduler.expect("runs", PREFILLS, 100)
-    scheduler.scheduled("runs", [4], 0, 16, anew=True)
+    scheduler.scheduled("runs", [[4]], 0, 16, anew=True)
     assert scheduler.finished("runs", None) == (True, None)
     assert scheduler.take().aborted == {prefill_id(1): "cancelled"}
     assert scheduler.finished("a request without parameters", 3) == (False, None)
@@ -107,7 +107,7 @@ def test_a_prompt_with_wrong_parameters_is_computed_here(
     scheduler.take()
     scheduler.expect("b", params, 100)
     assert scheduler.to_fetch("b", 0) == 0
-    scheduler.allocated("b", [1], 0)
+    scheduler.allocated("b", [[1]], 0)
     assert scheduler.take().fetches == []
 
 
@@ -128,7 +128,7 @@ class TestIdsOfARouter:
     def test_a_prompt_is_expected_before_it_is_scheduled(self, scheduler: ConnectorScheduler) -> None:
         scheduler.expect("a", self.params, 100)
         assert scheduler.take() == StepMetadata(expected=[prefill_id(77)])
-        scheduler.scheduled("a", [4], 0, 100, anew=True)
+        scheduler.scheduled("a", [[4]], 0, 100, anew=True)
         assert scheduler.take().opened == {prefill_id(77): "a"}
         assert scheduler.finished("a", 7) == (True, None), "the router knows where it is"
         assert scheduler.take().committed == {prefill_id(77): 7}
@@ -137,7 +137,7 @@ class TestIdsOfARouter:
         self, scheduler: ConnectorScheduler
     ) -> None:
         scheduler.expect("a", self.params | {"logprobs": True}, 100)
-        scheduler.scheduled("a", [4], 0, 100, anew=True)
+        scheduler.scheduled("a", [[4]], 0, 100, anew=True)
         assert scheduler.finished("a", 7) == (True, None)
         assert scheduler.take().committed == {prefill_id(77): None}
 
@@ -150,16 +150,16 @@ class TestIdsOfARouter:
 
     def test_a_prompt_whose_first_token_is_the_last(self, scheduler: ConnectorScheduler) -> None:
         scheduler.expect("a", self.params, 100)
-        scheduler.scheduled("a", [4], 0, 100, anew=True)
+        scheduler.scheduled("a", [[4]], 0, 100, anew=True)
         assert scheduler.finished("a", None, "finished") == (True, None)
         assert scheduler.take().aborted == {prefill_id(77): "finished"}
 
     def test_a_preempted_prompt_is_not_sent_again(self, scheduler: ConnectorScheduler) -> None:
         scheduler.expect("a", self.params, 100)
-        scheduler.scheduled("a", [4], 0, 16, anew=True)
+        scheduler.scheduled("a", [[4]], 0, 16, anew=True)
         scheduler.preempted("a")
         assert scheduler.take().preempted == [prefill_id(77)]
-        scheduler.scheduled("a", [7], 0, 100, anew=True)
+        scheduler.scheduled("a", [[7]], 0, 100, anew=True)
         assert scheduler.finished("a", 7) == (False, None)
         assert scheduler.take() == StepMetadata()
 
@@ -170,9 +170,9 @@ class TestIdsOfARouter:
         }  # fmt: skip
         scheduler.expect("b", fetched, 100)
         assert scheduler.to_fetch("b", 0) == 100
-        scheduler.allocated("b", [3, 8], 100)
+        scheduler.allocated("b", [[3, 8]], 100)
         source = Source(*HERE, prefill_id(77))
-        assert scheduler.take().fetches == [Fetch("b", prefill_id(9), 3, source, [3, 8], 0, 100)]
+        assert scheduler.take().fetches == [Fetch("b", prefill_id(9), 3, source, [[3, 8]], 0, 100)]
         scheduler.begins_with("b", 42)
         assert scheduler.take() == StepMetadata(first_tokens={"b": 42})
 
@@ -186,15 +186,15 @@ def test_prompts_that_are_computed_count(
 ) -> None:
     """With the tokens that were cached."""
     scheduler.expect("a", PREFILLS, 100)
-    scheduler.scheduled("a", [4, 5], 32, 40, anew=True)
-    scheduler.scheduled("a", [6], 72, 28, anew=False)
+    scheduler.scheduled("a", [[4, 5]], 32, 40, anew=True)
+    scheduler.scheduled("a", [[6]], 72, 28, anew=False)
     scheduler.finished("a", first_token, reason)
     assert scheduler.take().computed == computed
 
 
 def test_clients_cannot_choose_ids(scheduler: ConnectorScheduler) -> None:
     scheduler.expect("a", PREFILLS | {"prefill_id": "any text"}, 100)
-    scheduler.scheduled("a", [4], 0, 100, anew=True)
+    scheduler.scheduled("a", [[4]], 0, 100, anew=True)
     assert scheduler.take().opened == {prefill_id(1): "a"}
 
 
@@ -203,8 +203,8 @@ def test_a_router_waits_for_the_start_of_a_prompt(scheduler: ConnectorScheduler)
     scheduler.expect("p", PREFILLS | {"report_start": True}, 100)
     scheduler.expect("q", PREFILLS, 100)
     assert scheduler.take().started == []
-    scheduler.scheduled("p", [1], 0, 50, anew=True)
-    scheduler.scheduled("q", [2], 0, 50, anew=True)
+    scheduler.scheduled("p", [[1]], 0, 50, anew=True)
+    scheduler.scheduled("q", [[2]], 0, 50, anew=True)
     assert scheduler.take().started == [prefill_id(1)]
-    scheduler.scheduled("p", [3], 50, 50, anew=False)
+    scheduler.scheduled("p", [[3]], 50, 50, anew=False)
     assert scheduler.take().started == []

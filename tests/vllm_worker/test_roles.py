@@ -14,8 +14,8 @@ from baton.content import extend_names, salted
 from baton.engine import EngineConfig, EngineRequest, Logprobs, SamplingParams
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.vllm_worker.attachment import Close, Commit, Computed, Started
-from baton.vllm_worker.attempt import VLLMAttempt
+from baton.vllm_worker.attachment import Close, Commit, Computed, Pool, Started
+from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.metadata import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
@@ -59,7 +59,7 @@ class Worker:
         self.cached = CachedChunks()
         self.roles = Roles(
             self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush, self._gone,
-            self.cached,
+            self.cached, NeededBlocks(Pool(16, 11)),
             stand_in(
                 EngineProcessConfig, incarnation=OURS,
                 engine=stand_in(EngineConfig, max_num_seqs=3, enable_prefix_caching=True),
@@ -291,23 +291,24 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
 )
 async def test_kv_that_does_not_come(worker: Worker, reason: str, codes: list[Code]) -> None:
     """The router drops a prefill that cannot be fetched, and gets its request back. A prefill that its worker
-    has ended, as vLLM does for room, is no failure."""
+    has ended, as vLLM does for room, is no failure. vLLM is told to end the request: it may not know."""
     worker.roles.handle(messages.Decode(7, work(D), source()))
     await worker.settle()
     worker.roles.heard(FetchFailed(D, reason))
-    assert [failure.prefill_id for failure in worker.of(messages.AttemptFailed)] == [P] * (len(codes) - 1)
-    await worker.says(D, output([], "error"))
-    assert worker.failures() == codes
+    failures = worker.of(messages.AttemptFailed)
+    assert [failure.code for failure in failures] == codes
+    assert [failure.prefill_id for failure in failures] == [P] * (len(codes) - 1) + [b""]
+    await worker.settle()
     assert worker.idle
 
 
 async def test_a_decode_whose_kv_failed_is_handed_back_once(worker: Worker) -> None:
-    """Its router may name another prefill before vLLM ends the request."""
+    """Its router may name another prefill meanwhile."""
     worker.roles.handle(messages.Decode(7, work(D), source()))
     await worker.settle()
     worker.roles.heard(FetchFailed(D, "gone"))
     worker.roles.handle(messages.Retarget(7, D, source(), []))
-    await worker.says(D, output([], "error"))
+    await worker.settle()
     assert worker.failures() == [Code.KV_FAILED, Code.HANDED_BACK]
     assert worker.idle
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import torch
 from baton.kv_transfer import (
     FetchFailed,
     Injected,
-    PagedKV,
     Released,
     TransferConfig,
     TransferDeadlines,
@@ -29,11 +29,12 @@ from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnector
-from baton.vllm_worker.caches import paged_kv
+from baton.vllm_worker.caches import Caches, Heads, caches_of
 from baton.vllm_worker.metadata import Chunk, ConnectorScheduler, Fetch, Source, StepMetadata
 from baton.vllm_worker.transfer_process import Settings, TransferProcess
 from baton.vllm_worker.transfers import Transfers
 from tests.forked import forking
+from tests.vllm_worker.groups import attention, group
 from tests.within import WITHIN
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
@@ -49,11 +50,17 @@ class Server:
         generator = torch.Generator().manual_seed(seed)
         shape = BLOCKS, HEADS, BLOCK, 2 * DIM
         caches = {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)}
-        self.kv: PagedKV = paged_kv(caches, BLOCK, HEADS, DIM, all_heads=HEADS)
+        groups = [attention(*caches, block=BLOCK, heads=HEADS, dim=DIM)]
+        found = caches_of(caches, groups, BLOCKS, Heads(HEADS))
+        self.kv = found.kv
+        self.start(found, name, model, timeout)
+
+    def start(self, found: Caches, name: str, model: str = "model", timeout: float = 60) -> None:
         self.process = TransferProcess(self.kv, Settings(), name, model, SECRET)
         worker, self.worker = (Channel(end, kind) for end, kind in zip(channel_pair(), KINDS, strict=True))
         self.transfers = Transfers(
             self.kv,
+            found.tables,
             self.process.transport,
             self.process.heartbeat,
             timeout=timeout,
@@ -117,7 +124,7 @@ def until(what: Callable[[], bool], *servers: Server) -> None:
 
 
 def fetch(request: str, there: Source, block_ids: list[int], start: int, stop: int) -> Fetch:
-    return Fetch(request, decode_id_of(request), 1, there, block_ids, start, stop)
+    return Fetch(request, decode_id_of(request), 1, there, [block_ids], start, stop)
 
 
 def decode_id_of(request: str) -> bytes:
@@ -138,11 +145,11 @@ def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tupl
     prefill.step(
         StepMetadata(
             opened={prefill_id: "a"},
-            chunks=[Chunk(prefill_id, there[:3], 0, 40, tokens)],
+            chunks=[Chunk(prefill_id, [there[:3]], 0, 40, tokens)],
         )
     )
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), here, 16, tokens)]))
-    prefill.step(StepMetadata(chunks=[Chunk(prefill_id, there, 40, tokens, tokens)]))
+    prefill.step(StepMetadata(chunks=[Chunk(prefill_id, [there], 40, tokens, tokens)]))
     prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
     until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
     assert decode.transfers.take_failed_blocks() == set()
@@ -172,7 +179,7 @@ def test_a_first_token_that_the_model_does_not_have(
     """vLLM, or the router, would crash. The request ends as one whose KV did not come."""
     prefill, decode = servers
     prefill_id = b"p" * 16
-    chunk = Chunk(prefill_id, [7, 3], 0, 20, 20)
+    chunk = Chunk(prefill_id, [[7, 3]], 0, 20, 20)
     prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[chunk]))
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [4, 5], 0, 20)]))
     prefill.step(StepMetadata(committed={prefill_id: None}), {"a"})
@@ -191,7 +198,7 @@ def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Serv
     prefill, _ = servers
     decode = Server("impatient", 3, timeout=0.5)
     prefill_id = b"p" * 16
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2]], 0, 20, 60)]))
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
@@ -209,7 +216,7 @@ def test_a_prefill_that_no_server_fetches_is_freed_and_late_fetches_fail(
     scheduler = ConnectorScheduler(new_id=lambda: next(ids))
     scheduler.address = prefill.process.address
     scheduler.expect("a", {"do_remote_decode": True}, 40)
-    scheduler.scheduled("a", [7, 3, 30], 0, 40, anew=True)
+    scheduler.scheduled("a", [[7, 3, 30]], 0, 40, anew=True)
     prefill.step(scheduler.take())
     stays, params = scheduler.finished("a", 42)
     assert stays, "vLLM keeps the blocks"
@@ -221,7 +228,7 @@ def test_a_prefill_that_no_server_fetches_is_freed_and_late_fetches_fail(
             row[[7, 3, 30]] = 9.0
     before = decode.of([5, 1, 22], 0, 48)
     scheduler.expect("b", params, 40)
-    scheduler.allocated("b", [5, 1, 22], scheduler.to_fetch("b", 0))
+    scheduler.allocated("b", [[5, 1, 22]], scheduler.to_fetch("b", 0))
     decode.step(scheduler.take())
     until(lambda: decode.received == {"b"}, decode)
     assert decode.told(1) == [FetchFailed(b"d" * 16, "gone")]
@@ -236,7 +243,7 @@ def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: t
     """The decode server waits for it, and computes the prompt then."""
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1]], 0, 16, 60)]))
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     prefill.step(StepMetadata(aborted={prefill_id: "cancelled"}), {"a"})
     until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
@@ -246,7 +253,7 @@ def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: t
 def test_a_request_that_ends_while_it_is_fetched_gets_its_blocks_back(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2]], 0, 20, 60)]))
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     decode.idle({"b"})
     until(lambda: decode.received == {"b"}, decode)
@@ -260,14 +267,14 @@ def test_nothing_of_a_preempted_prompt_is_used(servers: tuple[Server, Server]) -
     rng = random.Random(0)
     for turn in range(5):
         old, new, request = rng.randbytes(16), rng.randbytes(16), f"request {turn}"
-        prefill.step(StepMetadata(opened={old: request}, chunks=[Chunk(old, [1, 2, 3], 0, 48, 60)]))
+        prefill.step(StepMetadata(opened={old: request}, chunks=[Chunk(old, [[1, 2, 3]], 0, 48, 60)]))
         decode.step(StepMetadata(fetches=[fetch(f"lost {turn}", source(prefill, old), [1, 2, 3, 4], 0, 60)]))
         prefill.transfers.preempt([old])
         for rows in prefill.kv.planes[0][0]:
             for row in rows:
                 row[[1, 2, 3]] = float(turn)
         whole = prefill.of([9, 8, 7, 6], 0, 60)
-        prefill.step(StepMetadata(opened={new: request}, chunks=[Chunk(new, [9, 8, 7, 6], 0, 60, 60)]))
+        prefill.step(StepMetadata(opened={new: request}, chunks=[Chunk(new, [[9, 8, 7, 6]], 0, 60, 60)]))
         decode.step(
             StepMetadata(fetches=[fetch(f"got {turn}", source(prefill, new), [11, 12, 13, 14], 0, 60)])
         )
@@ -292,7 +299,7 @@ def test_a_preemption_waits_for_no_copy(
         gather(pool, *arguments)
 
     monkeypatch.setattr(HostPool, "_gather", slowly)
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2, 3], 0, 48, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2, 3]], 0, 48, 60)]))
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     assert copying.wait(WITHIN)
     prefill.transfers.preempt([prefill_id])
@@ -322,7 +329,7 @@ def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Ser
     ticks = prefill.process.heartbeat.ticks
     prefill.step(StepMetadata(expected=[prefill_id]))
     assert prefill.process.heartbeat.ticks > ticks + LAYERS
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2]], 0, 20, 20)]))
     prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
     [landed] = decode.told(1)
     assert isinstance(landed, Injected)
@@ -339,7 +346,7 @@ def test_kv_that_comes_after_a_step_was_launched_is_known_before_the_next_one(
     """And it is told once, not with a step. The failure of a fetch is told with a step."""
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2]], 0, 20, 20)]))
     lost = fetch("c", Source(*prefill.process.address[:1], 7, b"q" * 16), [3], 0, 16)
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20), lost]))
     prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
@@ -357,7 +364,7 @@ def test_the_worker_sends_a_first_token(servers: tuple[Server, Server]) -> None:
     """Before vLLM's next step says that the prompt has ended."""
     prefill, decode = servers
     prefill_id = b"p" * 16
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2]], 0, 20, 20)]))
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
     prefill.worker.send(Commit(prefill_id, FirstToken(42, -0.5, (42,), (-0.5,))))
     assert prefill.told(1) == [Released(prefill_id, "acked")]
@@ -374,7 +381,7 @@ def test_the_worker_closes_a_prefill_that_vllm_has_finished(servers: tuple[Serve
     prefill.step(
         StepMetadata(
             opened={held: "a", ending: "b"},
-            chunks=[Chunk(held, [1, 2], 0, 20, 20), Chunk(ending, [3, 4], 0, 20, 20)],
+            chunks=[Chunk(held, [[1, 2]], 0, 20, 20), Chunk(ending, [[3, 4]], 0, 20, 20)],
         )
     )
     decode.step(StepMetadata(fetches=[fetch("d", source(prefill, ending), [1, 2], 0, 20)]))
@@ -401,7 +408,7 @@ def test_a_prompt_that_is_aborted_before_it_starts_is_not_waited_for(servers: tu
 def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> None:
     prefill, _ = servers
     prefill_id = b"p" * 16
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1]], 0, 16, 60)]))
     prefill.transfers.preempt([prefill_id])
     assert prefill.told(1) == [Released(prefill_id, "cancelled")]
 
@@ -425,20 +432,23 @@ class TwoRanks(Server):
     def __init__(self, name: str, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape, half = (BLOCKS, HEADS // 2, BLOCK, 2 * DIM), HEADS // 2
-        self.ranks = [
-            paged_kv(
-                {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)},
-                BLOCK, half, DIM, all_heads=HEADS, rank=rank, ranks=2,
+        names = [f"layers.{i}.attn" for i in range(LAYERS)]
+        groups = [attention(*names, block=BLOCK, heads=half, dim=DIM)]
+        both = [
+            caches_of(
+                {name: torch.rand(shape, generator=generator) for name in names}, groups, BLOCKS,
+                Heads(HEADS, rank=rank, ranks=2),
             )
             for rank in range(2)
         ]  # fmt: skip
+        self.ranks = [found.kv for found in both]
         self.process = TransferProcess(self.ranks[0], Settings(), name, "model", SECRET)
         transport = self.process.transport
         ends, (ours, theirs) = (transport.sending, transport.receiving), channel_pair()
         self.copier = RankCopier(self.ranks[1], theirs, *(end.arena for end in ends), exports=True)
         first = Transport(*ends, transport.trace, exports=True, ranks=OtherRanks([ours]))
         self.transfers = Transfers(
-            self.ranks[0], first, self.process.heartbeat, timeout=60, vocabulary=VOCABULARY
+            self.ranks[0], both[0].tables, first, self.process.heartbeat, timeout=60, vocabulary=VOCABULARY
         )
         self.sent, self.received = set(), set()
 
@@ -467,9 +477,105 @@ def test_each_rank_copies_its_heads(servers: tuple[Server, Server], sender: str)
     prefill.step(StepMetadata())
     for start, stop in ((0, 20), (20, tokens)):
         opened = {} if start else {prefill_id: "a"}
-        prefill.step(StepMetadata(opened=opened, chunks=[Chunk(prefill_id, there, start, stop, tokens)]))
+        prefill.step(StepMetadata(opened=opened, chunks=[Chunk(prefill_id, [there], start, stop, tokens)]))
     prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
     until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
     assert decode.transfers.take_failed_blocks() == set()
     assert all(map(torch.equal, decode.of(here, 0, tokens), prefill.of(there, 0, tokens)))
     two.close()
+
+
+STATE_BYTES, PAGE_BYTES, SHARE_BYTES = 96, 128, 12
+WINDOW = 20
+
+
+class FakeSpec:
+    """Of a kind that Baton has never heard of: its blocks have twice as many tokens."""
+
+    block_size = 2 * BLOCK
+
+
+class Groups(Server):
+    """Layers with windows, of an unknown kind, and with states. Blocks are filled at random."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def fill(*shape: int) -> torch.Tensor:
+            return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+        states = group(
+            "MambaSpec",
+            "layers.2.mixer",
+            block_size=64,
+            shapes=((STATE_BYTES // 4,),),
+            dtypes=(torch.float32,),
+        )
+        windows = attention(
+            "layers.0.attn",
+            block=BLOCK,
+            heads=HEADS,
+            dim=DIM,
+            kind="SlidingWindowSpec",
+            sliding_window=WINDOW,
+        )
+        unknown = SimpleNamespace(layer_names=["layers.1.new"], kv_cache_spec=FakeSpec())
+        self.pages = fill(BLOCKS, PAGE_BYTES)
+        self.blocks = fill(BLOCKS, 1, 2 * BLOCK, SHARE_BYTES)
+        self.windows = torch.rand(BLOCKS, HEADS, BLOCK, 2 * DIM, generator=generator)
+        caches = {
+            "layers.0.attn": self.windows,
+            "layers.1.new": self.blocks,
+            "layers.2.mixer": self.pages.as_strided((BLOCKS, 1, 1, STATE_BYTES), (PAGE_BYTES, 1, 1, 1)),
+        }
+        found = caches_of(caches, [windows, unknown, states], BLOCKS, Heads(HEADS))
+        self.kv = found.kv
+        self.start(found, name)
+
+
+@pytest.mark.parametrize("start", [0, 64])
+def test_groups_of_all_kinds_travel(start: int) -> None:
+    """Also one that is not known. Blocks behind a window, padding, and what is behind the prompt do not."""
+    prefill, decode = Groups("prefill", 0), Groups("decode", 1)
+    before = [x.clone() for x in (decode.windows, decode.blocks, decode.pages)]
+    prefill_id, tokens = b"p" * 16, 85
+    there = [[0, 7, 3, 30, 9, 2], [4, 5, 6], [0, 8]]
+    here = [[0, 0, 0, 0, 22, 23], [24, 25, 26], [0, 27]]
+    source_there = source(prefill, prefill_id)
+    decode.step(StepMetadata(fetches=[Fetch("b", decode_id_of("b"), 1, source_there, here, start, tokens)]))
+    for first, last in ((0, 40), (40, tokens)):
+        opened = {} if first else {prefill_id: "a"}
+        known = [blocks[: -(-last // size)] for blocks, size in zip(there, (16, 32, 64), strict=True)]
+        prefill.step(StepMetadata(opened=opened, chunks=[Chunk(prefill_id, known, first, last, tokens)]))
+    prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
+    until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
+    after = [decode.windows, decode.blocks, decode.pages]
+    [keys, values], [sent_keys, sent_values] = decode.kv.planes[0][0][0], prefill.kv.planes[0][0][0]
+    for rows, sent in ((keys, sent_keys), (values, sent_values)):
+        assert torch.equal(rows[[22, 23]].flatten(0, 1)[2:21], sent[[9, 2]].flatten(0, 1)[2:21])
+    fetched = slice(start // 32, 3)
+    assert torch.equal(decode.blocks[here[1][fetched]], prefill.blocks[there[1][fetched]])
+    assert torch.equal(decode.pages[27, :STATE_BYTES], prefill.pages[8, :STATE_BYTES])
+    changed = [
+        {i for i in range(BLOCKS) if not torch.equal(x[i], y[i])} for x, y in zip(before, after, strict=True)
+    ]
+    assert changed == [{22, 23}, set(here[1][fetched]), {27}]
+    assert torch.equal(decode.pages[27, STATE_BYTES:], before[2][27, STATE_BYTES:])
+    for server in (prefill, decode):
+        server.close()
+
+
+def test_a_worker_ends_a_request_of_several_groups_without_kv() -> None:
+    """vLLM knows no way to fail it. It keeps the request until the worker has aborted it."""
+    decode = Groups("decode", 1)
+    gone = Source("127.0.0.1:1", 7, b"p" * 16)
+    decode.step(StepMetadata(fetches=[Fetch("b", decode_id_of("b"), 1, gone, [[1, 2], [3], [4]], 0, 20)]))
+    [failed] = decode.told(1)
+    assert isinstance(failed, FetchFailed)
+    decode.idle()
+    assert (decode.received, decode.transfers.take_failed_blocks(), decode.transfers.take_failed()) == (
+        set(), set(), set(),
+    )  # fmt: skip
+    decode.idle({"b"})
+    assert decode.received == {"b"}
+    decode.close()

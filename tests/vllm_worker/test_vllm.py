@@ -20,13 +20,13 @@ PREFILL: dict[str, Any] = {"do_remote_decode": True}
 
 
 class Servers:
-    def __init__(self, model: Path, policy: str) -> None:
+    def __init__(self, model: Path, policy: str, **options: Any) -> None:
         def connector(role: str) -> dict[str, Any]:
             return {"kv_role": role, "kv_load_failure_policy": policy}
 
         self.model = model
-        self.prefill = Server(model, kv_transfer_config=connector("kv_producer"))
-        self.decode = Server(model, kv_transfer_config=connector("kv_consumer"))
+        self.prefill = Server(model, kv_transfer_config=connector("kv_producer"), **options)
+        self.decode = Server(model, kv_transfer_config=connector("kv_consumer"), **options)
 
     def prefilled(self, prompts: list[list[int]]) -> Answers:
         return self.prefill.answers([(prompt, GREEDY | {"max_tokens": 1}, PREFILL) for prompt in prompts])
@@ -38,8 +38,8 @@ class Servers:
 
 
 @contextlib.contextmanager
-def started(model: Path, policy: str) -> Iterator[Servers]:
-    pair = Servers(model, policy)
+def started(model: Path, policy: str, **options: Any) -> Iterator[Servers]:
+    pair = Servers(model, policy, **options)
     servers = (pair.prefill, pair.decode)
     try:
         with ThreadPoolExecutor() as pool:
@@ -82,8 +82,9 @@ def test_tokens_are_those_of_one_engine(servers: Servers, lengths: list[int]) ->
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_layers_with_windows_beside_others(tmp_path: Path) -> None:
-    """With a connector vLLM keeps all KV of such layers, as of the others."""
+@pytest.mark.parametrize("groups", [1, 2])
+def test_layers_with_windows_beside_others(tmp_path: Path, groups: int) -> None:
+    """vLLM keeps all KV of such layers, as of the others, or frees their blocks behind the window."""
     from transformers import Olmo3Config, Olmo3ForCausalLM
 
     torch.manual_seed(0)
@@ -93,9 +94,32 @@ def test_layers_with_windows_beside_others(tmp_path: Path) -> None:
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
     Olmo3ForCausalLM(config).save_pretrained(tmp_path)
-    prompts = prompts_of([3, 63, 64, 65, 300], 3)
-    with started(tmp_path, "fail") as servers:
-        assert servers.decoded(prompts, servers.prefilled(prompts)) == generated(tmp_path, prompts)
+    prompts, options = prompts_of([3, 63, 64, 65, 300], 3), {"disable_hybrid_kv_cache_manager": groups == 1}
+    with started(tmp_path, "fail", block_size=32, **options) as servers:
+        expected = generated(tmp_path, prompts)
+        for _ in range(2):  # then from prefix caches
+            assert servers.decoded(prompts, servers.prefilled(prompts)) == expected
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_states_are_those_before_the_last_position(tmp_path: Path) -> None:
+    """The decode server computes it again, and has no KV of the last prompt. Then it computes all of it."""
+    from tests.engine.conftest import save_tiny
+
+    prompts = prompts_of([1, 2, 3, 63, 64, 65, 128, 129, 300], 3)
+    sizes = {"vocab_size": 500, "hidden_size": 128, "max_position_embeddings": 2048, "mamba_n_heads": 16}
+    save_tiny(tmp_path, "GraniteMoeHybrid", **sizes, bos_token_id=None, eos_token_id=0)
+    # vLLM 0.32 cannot cache prefixes of such a model on CPUs.
+    with started(tmp_path, "recompute", enable_prefix_caching=False) as servers:
+        expected = generated(tmp_path, prompts)
+        held = servers.prefilled(prompts)
+        assert servers.decoded(prompts, held) == expected
+        alone = servers.prefill.answers([(prompt, GREEDY, None) for prompt in prompts])
+        assert [tokens for tokens, _ in alone] == expected
+        held = servers.prefilled(prompts)
+        servers.prefill.kill()
+        assert servers.decoded(prompts, held) == expected
 
 
 @pytest.mark.timeout(600)

@@ -1,0 +1,70 @@
+"""Workers with vLLM hand over models whose layers are in several groups: with windows, and with states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.vllm_worker.attachment import Pool
+from baton.vllm_worker.caches import pool_of
+from tests.engine.conftest import save_tiny
+from tests.vllm_worker.engines import TOKENS, generated, prompts_of
+from tests.vllm_worker.groups import attention, group
+from tests.vllm_worker.served import VLLMCluster, save_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 500, "hidden_size": 128, "max_position_embeddings": 2048, "bos_token_id": None,
+    "eos_token_id": 0,
+}  # fmt: skip
+LENGTHS = [1, 3, 31, 32, 33, 64, 127, 128, 129, 300]
+
+
+def states(path: Path) -> tuple[str, ...]:
+    save_tiny(path, "GraniteMoeHybrid", **SIZES, mamba_n_heads=16)
+    return ("--no-enable-prefix-caching",)  # vLLM 0.32 cannot do that with this model on CPUs
+
+
+def windows(path: Path) -> tuple[str, ...]:
+    save_tiny(path, "Gemma3Text", **SIZES, head_dim=32, sliding_window=48, initializer_range=0.1)
+    return ("--block-size", "32")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("save", [states, windows], ids=lambda save: save.__name__)
+def test_tokens_are_those_of_transformers(save: Callable[[Path], tuple[str, ...]], tmp_path: Path) -> None:
+    """A decode worker computes nothing of a prompt. The second time the first blocks are cached."""
+    model = tmp_path / "model"
+    options = save(model)
+    save_tokenizer(model, SIZES["vocab_size"])
+    limits = "--max-model-len", "512", "--num-blocks", "300", "--no-overflow"
+    cluster = VLLMCluster(model, tmp_path, *limits, *options)
+    prompts = prompts_of(LENGTHS, 5)
+    expected = generated(model, prompts)
+    try:
+        cluster.until_ready()
+        with ThreadPoolExecutor() as pool:
+            for _ in range(2):
+                answers = pool.map(lambda x: cluster.ask(prompt=x, max_tokens=TOKENS), prompts)
+                assert [answer["token_ids"] for answer in answers] == expected
+        computed = {role: x["status"]["prompt_tokens"] for role, x in cluster.workers().items()}
+        assert computed["decode"] == 0, "all was handed over"
+        cluster.stop()
+    finally:
+        cluster.kill()
+
+
+def test_a_pool_is_shared_by_all_groups() -> None:
+    """32 tokens take 1 block of vLLM in one group, and 2 in another. A request has at most 3 blocks
+    within a window, and 2 of states."""
+    full = [attention("layers.0", block=size, heads=1, dim=8) for size in (32, 16)]
+    more = {"block": 16, "heads": 1, "dim": 8}
+    window = attention("layers.1", **more, kind="SlidingWindowSpec", sliding_window=20)
+    of_states = group("MambaSpec", "layers.2", block_size=64, shapes=((8,),), dtypes=())
+    assert pool_of([full[0]], 600) == Pool(32, 600)
+    assert pool_of([*full, window, of_states], 600) == Pool(32, 200, 3, ((16, 3), (64, 2)))
+    assert pool_of([window, window], 600) == Pool(16, 600, 1, ((16, 3),))
