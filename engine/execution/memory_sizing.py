@@ -4,19 +4,20 @@ choose_limits ─▶ load the weights ─▶ measure a step (`engine.execution.w
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from baton.content.cache_kinds import Window, window_blocks
 from baton.engine.api.config import EngineConfig, TierCells, check_max_model_len
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader.families import cache_spec
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
+from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, IndexedLatentCache
 from baton.machine import available_memory
 
@@ -33,6 +34,10 @@ COPY_TOKENS = 2048
 COPY_SHARE = 0.25
 """Largest share of memory for copies of states: of what is left beside the states of requests, and
 `TOKENS_BESIDE_STATES` tokens of KV for each request."""
+TOKENS_OF_WINDOW = 4096
+"""Layers with windows have room for the window of one request in so many tokens of the KV pool, whether the
+request runs or is in the prefix cache. So the cache keeps as many ends of prompts of 2,000 tokens as without
+windows, and prompts of 8,000 tokens have more seats."""
 TOKENS_BESIDE_STATES = 2048
 """Each request with states must find room for so many tokens of KV. This bounds the number of state slots."""
 
@@ -61,12 +66,59 @@ class CacheLimits:
 
     @property
     def block_bytes(self) -> int:
-        return self.block_size * self.token_bytes
+        """Of the layers that the block pool is for."""
+        return self.block_size * (self.token_bytes - self.window_token_bytes)
+
+    @property
+    def windows(self) -> Collection[Window]:
+        """Those of layers that have blocks of their own. Layers with states have those of all layers beside
+        them, and so do layers with windows if no other layer has KV."""
+        windowed = cache_bytes_per_token(self.cache, windowed=True)
+        if self.state_bytes or windowed == self.token_bytes:
+            return ()
+        return windows_of(layer.arrays for layer in self.cache)
+
+    @property
+    def window_token_bytes(self) -> int:
+        """The part of `token_bytes` in layers that have blocks of their own."""
+        return cache_bytes_per_token(self.cache, windowed=True) if self.windows else 0
 
     @property
     def min_kv_bytes(self) -> int:
         """Fewest bytes of KV for which a request with states must find room."""
         return min(self.max_model_len, TOKENS_BESIDE_STATES) * self.token_bytes
+
+    def window_blocks(self, num_blocks: int, step_tokens: int) -> int | None:
+        """Blocks of layers with windows beside so many others. None: as many. `step_tokens`: most tokens of a
+        step."""
+        if not self.windows:
+            return None
+        fixed, share, tokens = self._of_windows(step_tokens)
+        count = fixed + num_blocks * share // tokens
+        return count if count < num_blocks else None
+
+    def blocks_in(self, room: int, step_tokens: int) -> int:
+        """How many blocks so many bytes hold, with those of layers with windows."""
+        most = room // (self.block_size * self.token_bytes)
+        if not self.windows:
+            return most
+        window_bytes = self.block_size * self.window_token_bytes
+        fixed, share, tokens = self._of_windows(step_tokens)
+        return max(
+            most, (room - fixed * window_bytes) * tokens // (self.block_bytes * tokens + window_bytes * share)
+        )
+
+    def pool_bytes(self, num_blocks: int, window_blocks: int | None) -> int:
+        """Of so many blocks, and of those of layers with windows."""
+        count = num_blocks if window_blocks is None else window_blocks
+        return num_blocks * self.block_bytes + count * self.block_size * self.window_token_bytes
+
+    def _of_windows(self, step_tokens: int) -> tuple[int, int, int]:
+        """Blocks of layers with windows: for the largest step and one request, with the one that stands for
+        none; and beyond these, how many for how many blocks of other layers."""
+        most = window_blocks(self.windows, self.block_size)
+        fixed = 1 + -(-step_tokens // self.block_size) + most
+        return fixed, most * self.block_size, min(self.max_model_len, TOKENS_OF_WINDOW)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -155,7 +207,8 @@ def choose_limits(
         "weights: %s, %s, %s; KV: %s, %d bytes a token%s",
         weight_format.name, dtype, gib(weights // ranks.size), limits.kv_dtype, limits.token_bytes, states,
     )  # fmt: skip
-    capacity = config.num_blocks * block_size if config.num_blocks else most_bytes // limits.token_bytes
+    bytes_each = limits.token_bytes - limits.window_token_bytes
+    capacity = config.num_blocks * block_size if config.num_blocks else most_bytes // bytes_each
     return limits if config.max_model_len else replace(limits, max_model_len=min(max_model_len, capacity))
 
 
@@ -216,24 +269,27 @@ def size_pool(
 
     The rank with the least room decides for all. `use` None: on a CPU. Raises `ValueError` with the memory
     that each part needs."""
-    share = config.gpu_memory_utilization
+    share, step_tokens = config.gpu_memory_utilization, config.max_num_batched_tokens
     room = CPU_POOL_BYTES // ranks.size if use is None else ranks.minimum(use.room(share))
     if config.num_blocks is None:
         num_slots = _num_slots(config, limits, room)
         room -= num_slots * limits.state_bytes
         num_copies = _num_copies(config, limits, room - num_slots * limits.min_kv_bytes)
-        num_blocks = (room - num_copies * limits.state_bytes) // limits.block_bytes
+        num_blocks = limits.blocks_in(room - num_copies * limits.state_bytes, step_tokens)
     else:
         num_slots = _most_slots(config) if limits.state_bytes else 0
         num_blocks = config.num_blocks
-        taken = num_slots * limits.state_bytes + num_blocks * limits.block_bytes
+        windows = limits.window_blocks(num_blocks, step_tokens)
+        taken = num_slots * limits.state_bytes + limits.pool_bytes(num_blocks, windows)
         num_copies = _num_copies(config, limits, room - taken)
         if use is not None and taken > (gpu_room := ranks.minimum(use.room(1.0))):
             raise _blocks_do_not_fit(config, limits, use, num_slots, gpu_room)
     capacity = max(0, num_blocks) * limits.block_size
     if capacity < (config.max_model_len or 1):
         raise _no_request_fits(config, limits, use, capacity)
-    size = PoolSize(num_blocks, min(limits.max_model_len, capacity), num_slots, num_copies)
+    windows = limits.window_blocks(num_blocks, step_tokens)
+    max_model_len = min(limits.max_model_len, capacity)
+    size = PoolSize(num_blocks, max_model_len, num_slots, num_copies, windows)
     _log(config, model, limits, use, size)
     return size
 
@@ -290,9 +346,12 @@ def _blocks_do_not_fit(
     assert config.num_blocks is not None
     room = max(0, room - num_slots * limits.state_bytes)
     states = f" beside the states of {num_slots} requests" if num_slots else ""
+    step_tokens = config.max_num_batched_tokens
+    windowed = limits.window_blocks(config.num_blocks, step_tokens)
     return ValueError(
-        f"--num-blocks {config.num_blocks}: {gib(config.num_blocks * limits.block_bytes)} of KV, and there "
-        f"is room for {gib(room)}, {room // limits.block_bytes} blocks{states}. {_needs(config, use)}"
+        f"--num-blocks {config.num_blocks}: {gib(limits.pool_bytes(config.num_blocks, windowed))} of KV, and "
+        f"there is room for {gib(room)}, {limits.blocks_in(room, step_tokens)} blocks{states}. "
+        f"{_needs(config, use)}"
     )
 
 
@@ -320,10 +379,12 @@ def _log(
         log.warning("requests can have %d tokens: the model's context of %d does not fit the KV pool",
                     size.max_model_len, model.max_model_len)  # fmt: skip
     states, copies = size.num_slots * limits.state_bytes, size.num_copies * limits.state_bytes
+    windows = size.window_blocks
     log.info(
-        "memory: %sKV pool %s: %d blocks of %d, %d tokens%s%s",
-        f"{use}, " if use else "", gib(size.num_blocks * limits.block_bytes), size.num_blocks,
+        "memory: %sKV pool %s: %d blocks of %d, %d tokens%s%s%s",
+        f"{use}, " if use else "", gib(limits.pool_bytes(size.num_blocks, windows)), size.num_blocks,
         limits.block_size, size.num_blocks * limits.block_size,
+        f"; layers with windows {windows} blocks" if windows is not None else "",
         f"; states of {size.num_slots} requests {gib(states)}" if states else "",
         f"; {size.num_copies} copies of states {gib(copies)}" if copies else "",
     )  # fmt: skip

@@ -33,7 +33,7 @@ from baton.engine.execution.memory_sizing import (
 )
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, warm_up
+from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, rehearsal_in, warm_up
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
@@ -123,10 +123,7 @@ def start_rank(
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         runner.open(pool.num_blocks, pool.num_slots + pool.num_copies, window_blocks=pool.window_blocks)
         if on_gpu:
-            rehearsal = Rehearsal(
-                config, pool.max_model_len, limits.block_size, pool=pool.num_blocks, num_slots=pool.num_slots
-            )
-            warm_up(runner, rehearsal, progress)
+            warm_up(runner, rehearsal_in(pool, config, limits.block_size), progress)
         if on_gpu and config.cuda_graphs:
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
         steps = None

@@ -70,16 +70,20 @@ class Rehearsal:
         *,
         pool: int | None = None,
         num_slots: int = 0,
+        window_blocks: int | None = None,
     ) -> None:
         """`pool`: blocks of the cache; requests that find no more blocks share some. None: the cache will
         have `num_blocks`. `num_slots`: requests with states, which may be fewer than requests; 0: no layer
-        has states."""
+        has states. `window_blocks`: as in `PoolSize`; requests share some of these, too."""
         seats, budget = config.max_num_seqs, config.max_num_batched_tokens
         self._budget = budget
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._pool = pool
         self._num_slots = num_slots
+        self._window_blocks = None
+        if pool is not None and window_blocks is not None:
+            self._window_blocks = (np.arange(pool, dtype=np.int32) % (window_blocks - 1)) + 1
         speculative = config.speculative_config
         self._guesses = config.ahead - 1 if speculative is not None and speculative.by_device else 0
         self._ahead = 1 if num_slots and not self._guesses else config.ahead
@@ -211,7 +215,20 @@ class Rehearsal:
             drafts=drafts, keys=np.zeros((rows, self._ahead), np.int32) if self._drafting else None,
             following={} if self._guesses else None,
             guessed=sampled if self._guesses else (), guesses=self._guesses,
+            window_blocks=self._window_blocks,
         )  # fmt: skip
+
+
+def rehearsal_in(pool: PoolSize, config: EngineConfig, block_size: int) -> Rehearsal:
+    """In the cache of the engine."""
+    return Rehearsal(
+        config,
+        pool.max_model_len,
+        block_size,
+        pool=pool.num_blocks,
+        num_slots=pool.num_slots,
+        window_blocks=pool.window_blocks,
+    )
 
 
 def _draws(rows: int, variant: Variant) -> Draws[np.ndarray]:
@@ -267,9 +284,7 @@ def measure_times(
     decode alone. All ranks run the same steps: those that rank 0 has time for."""
     ranks = runner.ranks
     (budget,) = ranks.agreed([budget])
-    rehearsal = Rehearsal(
-        config, pool.max_model_len, runner.block_size, pool=pool.num_blocks, num_slots=pool.num_slots
-    )
+    rehearsal = rehearsal_in(pool, config, runner.block_size)
 
     def seconds(rows: int, context: float, tokens: int, position: float) -> float:
         timed: list[float] = []

@@ -13,9 +13,10 @@ def attention_caches(cache: Sequence[CacheSpec]) -> list[AttentionCache]:
     return [layer for layer in cache if isinstance(layer, AttentionCache)]
 
 
-def cache_bytes_per_token(cache: Sequence[CacheSpec]) -> int:
-    """Bytes that the cache of all layers needs for one token."""
-    return sum(array.bytes for layer in cache for array in layer.arrays if array.per_token)
+def cache_bytes_per_token(cache: Sequence[CacheSpec], *, windowed: bool = False) -> int:
+    """Bytes that the cache of all layers needs for one token. `windowed`: in arrays with windows alone."""
+    arrays = (array for layer in cache for array in layer.arrays if array.per_token)
+    return sum(array.bytes for array in arrays if array.window is not None or not windowed)
 
 
 def windows_of(layers: Iterable[Iterable[CacheArray]]) -> set[Window]:

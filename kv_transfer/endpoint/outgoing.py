@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from baton.content.cache_kinds import first_read
 from baton.kv_transfer.layout import KVLayout, Range, Slice, cut, intersect, rank_of, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.protocol.messages import FirstToken
@@ -60,9 +61,12 @@ class OutgoingTransfer:
 class Slicing:
     """Cuts KV and states into slices that fit the slots of a transfer. Each slice has heads of one rank."""
 
-    def __init__(self, layout: KVLayout, ranks: int) -> None:
-        """`ranks`: of the sender."""
+    def __init__(self, layout: KVLayout, ranks: int, *, frees_windows: bool = False) -> None:
+        """`ranks`: of the sender. `frees_windows`: a prefill keeps only what the next token reads of arrays
+        with windows, unless it is a part."""
         self._layout = layout
+        windows = {array.window for array in layout.arrays if array.window is not None}
+        self._freed = windows if frees_windows else set()
         # Of each array of the layout. Ranks may hold the same head.
         self._heads = [
             sorted({array.heads_of(rank, ranks) for rank in range(ranks)}) for array in layout.arrays
@@ -78,9 +82,12 @@ class Slicing:
 
     def can_serve(self, transfer: OutgoingTransfer) -> bool:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
-        last = transfer.ranges[-1][1] if transfer.ranges else 0
+        prefill, last = transfer.prefill, transfer.ranges[-1][1] if transfer.ranges else 0
+        read, kept = (first_read(self._freed, at) for at in (transfer.next_position, prefill.num_tokens))
+        if self._freed and read < kept and not prefill.is_part:
+            return False
         least = max(array.bytes if array.per_token else array.head_bytes for array in self._layout.arrays)
-        return last <= transfer.prefill.num_tokens and least <= transfer.slot_bytes
+        return last <= prefill.num_tokens and least <= transfer.slot_bytes
 
     def reads(self, ranges: Sequence[Range], next_position: int) -> list[list[Range]]:
         """Of each array, the positions in `ranges` that a peer reads. `next_position`: as in `Fetch`."""

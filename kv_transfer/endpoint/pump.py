@@ -64,7 +64,7 @@ class Pump:
         self._trace = trace
         self._report = report
         self._prefills: dict[bytes, OutgoingPrefill] = {}
-        self._slicing = Slicing(kv.layout, kv.ranks)
+        self._slicing = Slicing(kv.layout, kv.ranks, frees_windows=kv.window_blocks is not None)
         self._turns = Turns(kv.layout.num_layers)
         self._slots = SenderSlots(end.arena.num_slots)
         # In stream order, with the events.

@@ -88,6 +88,7 @@ class NotingSink(SenderSink):
     def __init__(self) -> None:
         super().__init__(NO_TRACE)
         self.tables: dict[bytes, Sequence[int]] = {}
+        self.in_windows: dict[bytes, Sequence[int]] = {}
         self.lengths: dict[bytes, int] = {}
         self.engine: Engine
         self.prefills: dict[bytes, PrefillAttempt] = {}
@@ -175,6 +176,11 @@ class Side:
         self.windows = [of.arrays[0].window for of in itertools.compress(self.engine.cache_spec, attend)]
         self._heads = [layout.arrays[0].heads_of(rank, ranks) for rank in range(ranks)]
 
+    def in_windows(self, blocks: Sequence[int]) -> Sequence[int]:
+        """The blocks of these in layers with windows, as they are now."""
+        window_blocks = self.engine.window_blocks
+        return blocks if window_blocks is None else window_blocks[list(blocks)].tolist()
+
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of all ranks."""
         index = positions(blocks, self.engine.block_size, start, stop)
@@ -226,6 +232,7 @@ class Pair:
                 released.owner.end()
                 end(prefill.engine, released.prefill_id)
             for output in prefill.engine.loop.step().outputs:
+                prefill.sink.in_windows[output.id] = prefill.in_windows(prefill.sink.tables[output.id])
                 prefill.sender.commit(output.id, kv.FirstToken(output.token))
             for event in decode.receiver.poll():
                 assert isinstance(event, kv.Injected)
@@ -277,9 +284,12 @@ class Pair:
         reservation = self.reserved[request_id]
         start, stop = reservation.num_cached, self.prefill.sink.lengths[request_id]
         for layer, window in enumerate(self.decode.windows):
-            first = start if window is None else max(start, window.first_read(stop))
-            here = self.decode.rows(reservation.blocks, layer, first, stop)
-            there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, first, stop)
+            first, blocks, tables = start, reservation.blocks, self.prefill.sink.tables
+            if window is not None:
+                first, tables = max(start, window.first_read(stop)), self.prefill.sink.in_windows
+                blocks = self.decode.in_windows(blocks)
+            here = self.decode.rows(blocks, layer, first, stop)
+            there = self.prefill.rows(tables[request_id], layer, first, stop)
             error = (here - there).abs().amax(dim=-1) / there.abs().amax(dim=-1)
             assert (error <= self.most_error).all(), f"layer {layer} differs"
 

@@ -21,6 +21,8 @@ from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_exchange import Pin
+from baton.engine.core.window_blocks import WindowBlocks
+from baton.engine.execution.memory_sizing import CacheLimits
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.kv_transfer import KVLayout
@@ -273,6 +275,71 @@ def test_the_bytes_of_a_handover_of_8000_tokens(
     sent = needed(layout, 0, 8000)
     assert exact < sent <= most * exact
     assert sent <= share * 8000 * layout.bytes_per_token
+
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss-20b": (
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 24, "hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 64, "sliding_window": 128, "intermediate_size": 2880, "num_local_experts": 32,
+            "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 131072,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+        },
+    ),
+    "gemma-4": ("Gemma4ForCausalLM", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "before", "after"), [("gpt-oss-20b", 162, 288), ("gemma-4", 55, 125)])
+def test_seats_for_requests_of_8000_tokens(name: str, before: int, after: int) -> None:
+    """In 60 GiB of KV, in blocks of 128."""
+    architecture, sizes = SHAPES[name]
+    config = model_config_from_hf({"architectures": [architecture], **sizes}, {}, "shape")
+    limits = CacheLimits(torch.bfloat16, 128, 131072, cache_spec(config, torch.bfloat16))
+    room, each = 60 << 30, -(-8001 // 128)
+    blocks = limits.blocks_in(room, 2048)
+    windows = limits.window_blocks(blocks, 2048)
+    assert windows is not None
+    assert room * 0.99 < limits.pool_bytes(blocks, windows) <= room
+    owner = WindowBlocks(blocks, windows, 128, limits.windows, 2048)
+    assert room // (128 * limits.token_bytes) // each == before
+    assert min(blocks // each, owner.available // owner.need(each)) == after
+
+
+@pytest.mark.parametrize("kind", ["Gemma3Text", "Gemma4Text", "GptOss", "Llama4Text"])
+def test_blocks_behind_windows_are_free(path_of: Callable[[str], Path], kind: str) -> None:
+    """So many requests are held, and decode together, that their blocks would not find room in layers with
+    windows."""
+    path, asked = path_of(kind), [request(shared, 400 - shared) for shared in (0, 100, 200, 300, 400)]
+    engine = load(
+        path, num_blocks=140, block_size=16, max_num_batched_tokens=64, max_num_seqs=5, device=DEVICE
+    )
+    windows = engine.lives.pool.windows
+    assert windows is not None
+    kept = [
+        sum(x.nbytes for plane in spec.planes(cache) for x in plane)
+        for spec, cache in zip(engine.cache_spec, engine.caches, strict=True)
+    ]
+    assert sum(kept) == 16 * sum(
+        array.bytes * (140 if array.window is None else windows.count)
+        for arrays in engine.cache_arrays for array in arrays
+    )  # fmt: skip
+    tokens = {each.id: list[int]() for each in asked}
+    lives = [engine.add(each, handover=True) for each in asked]
+    while engine.loop.has_work:
+        engine.loop.step()
+    assert sum(len(live.blocks) for live in lives) > windows.count
+    for live in lives:
+        first = engine.resume(live, live.id)
+        assert first is not None
+        tokens[live.id].append(first.token)
+    while engine.loop.has_work:
+        for output in engine.loop.step().outputs:
+            tokens[output.id].append(output.token)
+    assert engine.stats().preemptions == 0
+    engine.assert_whole()
+    assert [*tokens.values()] == expected(path, asked)
 
 
 @pytest.mark.parametrize(
