@@ -83,9 +83,11 @@ class Slicing:
     def can_serve(self, transfer: OutgoingTransfer) -> bool:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
         prefill, last = transfer.prefill, transfer.ranges[-1][1] if transfer.ranges else 0
-        read, kept = (first_read(self._freed, at) for at in (transfer.next_position, prefill.num_tokens))
-        if self._freed and read < kept and not prefill.is_part:
-            return False
+        if self._freed and not prefill.is_part:
+            kept = first_read(self._freed, prefill.num_tokens)
+            of_arrays = zip(self._layout.arrays, transfer.reads, strict=True)
+            if any(reads and reads[0][0] < kept for array, reads in of_arrays if array.window in self._freed):
+                return False
         least = max(array.bytes if array.per_token else array.head_bytes for array in self._layout.arrays)
         return last <= prefill.num_tokens and least <= transfer.slot_bytes
 
