@@ -93,8 +93,8 @@ def last_unread(windows: Collection[Window], position: int) -> int:
 
 def window_blocks(windows: Collection[Window], block_size: int) -> int:
     """Blocks with what a request reads in arrays with these windows, at most, while it decodes."""
-    longest = max(window.length for window in windows)
-    return -(-(longest + TILE_TOKENS + AHEAD_TOKENS) // block_size) + 1
+    longest = max(window.length + window.tile for window in windows)
+    return -(-(longest + AHEAD_TOKENS) // block_size) + 1
 
 
 @dataclass(frozen=True, slots=True)

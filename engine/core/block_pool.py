@@ -39,6 +39,9 @@ class BlockPool:
         if windows is not None:
             windows.on_lost = self._window_lost
         self.on_window_lost: Callable[[bytes], None] = lambda _: None
+        self.halved: set[bytes] = set()
+        """Names of cached blocks without a window block of which a tier has all. The prefix cache writes
+        it."""
         self.on_evicted: Callable[[bytes], None] = lambda _: None
         self.moves = 0
         """Blocks that changed their state so far. Each counts as often as it did."""
@@ -108,10 +111,19 @@ class BlockPool:
         return blocks
 
     def next_evicted(self, most: int) -> Iterator[tuple[int, bytes]]:
-        """The cached blocks that the next `most` blocks of `allocate` would evict, in order, with names."""
+        """The cached blocks that the next `most` blocks of `allocate` would evict, in order, with names. Then
+        those that would lose their window blocks."""
         count = max(0, most - len(self._free) - len(self._remnants))
         evictable = chain(self._unreferenced_copies, self._unreferenced)
-        return ((block, self._name_of[block]) for block in islice(evictable, count))
+        evicted = islice(evictable, count)
+        if self.windows is not None:
+            lost = self.windows.next_lost(self.windows.count * most // self.num_blocks)
+            evicted = chain(evicted, (block for block in lost if self.unreferenced([block])))
+        return ((block, self._name_of[block]) for block in evicted)
+
+    def may_save(self, name: bytes) -> bool:
+        """Whether a tier should have this cached block, if it lacks it."""
+        return name not in self.halved
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these cached blocks `free` counts. `share` would take them out of it."""

@@ -79,6 +79,9 @@ class CellPool(Protocol):
     def lookup(self, names: Sequence[bytes]) -> list[int]:
         """The cached cells with these names, up to the first one that is not in the pool."""
 
+    def may_save(self, name: bytes, /) -> bool:
+        """Whether a tier should have this cell, if it lacks it."""
+
     def unreferenced(self, cells: Iterable[int], /) -> int:
         """How many of these cached cells may be evicted."""
 
@@ -188,7 +191,7 @@ class OffloadTier:
             cell, name = self._to_save.popleft()
             is_evictable = self._pool.lookup([name]) == [cell] and self._pool.unreferenced([cell])
             tenant = self._tenant_of(name)
-            if not is_evictable or not self._lacks(name) or tenant is None:
+            if not (is_evictable and self._pool.may_save(name) and self._lacks(name)) or tenant is None:
                 continue
             place = self._take_place()
             if place is None:

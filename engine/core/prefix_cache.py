@@ -110,7 +110,9 @@ class PrefixCache:
         self._root = content_root
         self._hooks = hooks
         self._windows = windows
-        self._thin: set[bytes] = set()  # the names of thin blocks, in whichever tier they are
+        # The names of blocks that are thin in all tiers. Those of `halved` are thin on the device alone.
+        self._thin: set[bytes] = set()
+        self._halved = pool.halved
         self._named: tuple[EngineRequest, PrefixNames] | None = None  # the last request, and its names
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
@@ -151,6 +153,8 @@ class PrefixCache:
             is_thin = index < thin or not self._pool.has_window(blocks[index])
             if name in self._thin and not is_thin:
                 self._forget_thin(name)
+            elif name in self._halved and not is_thin:
+                self._forget_half(name)
             is_whole_below = is_thin and name in self._cached and name not in self._thin
             if is_whole_below or not self._pool.publish(blocks[index], name):
                 continue
@@ -179,6 +183,11 @@ class PrefixCache:
             tier.drop(name)
         if name in self._cached:  # else it was in no tier but the pool
             self._gone(name)
+
+    def _forget_half(self, name: bytes) -> None:
+        """A block with this name takes the place of that on the device, which is thin."""
+        self._halved.discard(name)
+        self._pool.forget(name)
 
     def thin_before(self, position: int) -> int:
         """The index of the first block that is not thin, if a prompt came for the token at `position`."""
@@ -222,13 +231,14 @@ class PrefixCache:
                 blocks.reverse()
                 yield blocks[0].salt, [chunk for block in blocks for chunk in block.chunks]
 
-    def usable(self, names: Sequence[bytes], *, on_device: bool = False) -> int:
+    def usable(self, names: Sequence[bytes], *, on_device: bool = False, loads: bool = True) -> int:
         """How many of these cached blocks a request can begin with. No window reaches from there to a thin
         block. For a model with states, these are the blocks before the last copy of the states, in any tier
-        or on the device."""
+        or on the device. `loads`: blocks that are thin on the device alone are loaded."""
         ends: Sequence[int] = range(1, len(names) + 1)
-        if self._thin:
-            ends = self._readable([name in self._thin for name in names], self._block_size)
+        if self._thin or (self._halved and not loads):
+            thin = [name in self._thin or (not loads and name in self._halved) for name in names]
+            ends = self._readable(thin, self._block_size)
         if (copies := self.copies) is None:
             return max(ends, default=0)
         kept = [copies] if on_device else [copies, *self._state_tiers]
@@ -249,17 +259,20 @@ class PrefixCache:
         worker for the token at `position`: no window reaches from there to a thin block. 0: none of them is
         thin."""
         first = first_read(self._windows, position) // self._block_size
-        return next((i for i in range(first, len(names)) if names[i] in self._thin), len(names))
+        return next((i for i in range(first, len(names)) if self._is_thin_here(names[i])), len(names))
+
+    def _is_thin_here(self, name: bytes) -> bool:
+        return name in self._thin or name in self._halved
 
     def sendable(self, chunks: Sequence[bytes], first_chunk: int) -> Sequence[int]:
         """Behind how many of these cached chunks another worker can go on, ascending."""
-        if not self._thin:
+        if not self._thin and not self._halved:
             return range(1, len(chunks) + 1)
         return self._readable([not self.is_whole(name) for name in chunks], CHUNK_TOKENS, first_chunk)
 
     def is_whole(self, chunk: bytes) -> bool:
-        """Whether no block with this chunk is thin."""
-        return self._thin.isdisjoint(self._blocks_of.get(chunk, (0, ()))[1])
+        """Whether no block with this chunk is thin on the device."""
+        return not any(map(self._is_thin_here, self._blocks_of.get(chunk, (0, ()))[1]))
 
     def known(self, names: Sequence[bytes]) -> int:
         """How many of these blocks are in any tier, from the first on."""
@@ -339,9 +352,11 @@ class PrefixCache:
     def restore(self, name: bytes, block: int) -> None:
         """Offers a block with KV from a tier below, which is verified. The tier had it when the copy
         began."""
+        if name in self._halved and self._pool.has_window(block):
+            self._forget_half(name)
         if name in self._cached and self._pool.publish(block, name):
             if not self._pool.has_window(block):
-                self._thin.add(name)
+                self._has_half(name)
             self._place_changed(name)
 
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
@@ -362,6 +377,7 @@ class PrefixCache:
         return len(chunks), list(table.values())
 
     def _evicted(self, name: bytes) -> None:
+        self._halved.discard(name)
         for tier in self._block_tiers:
             tier.evicted(name)
         self._place_changed(name)
@@ -369,7 +385,12 @@ class PrefixCache:
     def _window_lost(self, name: bytes) -> None:
         for tier in self._block_tiers:
             tier.evicted(name)  # a copy under way may read another block
-        self._thin.add(name)
+        self._has_half(name)
+
+    def _has_half(self, name: bytes) -> None:
+        """The block of this name on the device has no window block."""
+        if name not in self._thin:
+            (self._thin if self.tier_of(name) is None else self._halved).add(name)
 
     def _states_evicted(self, name: bytes) -> None:
         for tier in self._state_tiers:
@@ -381,6 +402,9 @@ class PrefixCache:
         return None if block is None else block.tenant
 
     def _left(self, name: bytes) -> None:
+        if name in self._halved and self.tier_of(name) is None:
+            self._halved.discard(name)
+            self._thin.add(name)
         if not self._pool.lookup([name]):
             self._place_changed(name)
 

@@ -63,7 +63,7 @@ class RequestMemory:
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
             return blocks[: self._cache.usable_before(names[: len(blocks)], len(live.token_ids))]
-        return blocks[: self._cache.usable(names[: len(blocks)], on_device=on_device)]
+        return blocks[: self._cache.usable(names[: len(blocks)], on_device=on_device, loads=False)]
 
     def lacks(self, live: LiveRequest) -> int:
         """Blocks that the request needs for its next token, wherever the steps under way end."""
@@ -221,7 +221,10 @@ class RequestMemory:
         if cache is None or not cache.offload:
             return False
         names, usable = self._names(live, cache), self._usable(live, cache)
-        first, begin = live.num_published, cache.usable(usable[: live.num_published], on_device=True)
+        first, begin = (
+            live.num_published,
+            cache.usable(usable[: live.num_published], on_device=True, loads=False),
+        )
         stop = self._loadable(live, cache, usable)
         if stop == begin:
             return False
@@ -250,6 +253,16 @@ class RequestMemory:
         cache.load(wanted, landed, None if states is None else states.wanted)
         return True
 
+    def _has(self, names: Sequence[bytes], index: int, stop: int) -> int | None:
+        """The block of the pool with this index, as a request reads it that begins behind `stop` blocks.
+        None: it must be loaded."""
+        cached = self._pool.lookup([names[index]])
+        if not cached:
+            return None
+        windows = self._windows
+        is_read = windows is not None and index >= windows.first(stop * self._block_size)
+        return None if is_read and not self._pool.has_window(cached[0]) else cached[0]
+
     def _wanted(self, live: LiveRequest, names: Sequence[bytes], first: int) -> list[tuple[bytes, int]]:
         """What a request must load to begin behind the blocks with these names, of which it has `first`."""
         if (windows := self._windows) is not None:
@@ -257,10 +270,10 @@ class RequestMemory:
         wanted: list[tuple[bytes, int]] = []
         for index in range(first, len(names)):
             # The pool may have blocks again behind those that it lacks.
-            if cached := self._pool.lookup([names[index]]):
+            if (cached := self._has(names, index, len(names))) is not None:
                 self._pool.release([live.blocks[index]])
-                self._pool.share(cached)
-                live.blocks[index] = cached[0]
+                self._pool.share([cached])
+                live.blocks[index] = cached
             else:
                 wanted.append((names[index], live.blocks[index]))
         if windows is not None:
@@ -271,7 +284,10 @@ class RequestMemory:
     def _loadable(self, live: LiveRequest, cache: PrefixCache, usable: Sequence[bytes]) -> int:
         """How many blocks the request begins with, once what pays of its blocks is loaded."""
         first, stop = live.num_published, cache.usable(usable[: cache.known(usable)])
-        tiers = [None if self._pool.lookup([name]) else cache.tier_of(name) for name in usable[first:stop]]
+        tiers = [
+            cache.tier_of(name) if self._has(usable, index, stop) is None else None
+            for index, name in enumerate(usable[first:stop], first)
+        ]
         for tier in dict.fromkeys(filter(None, tiers)):
             start, count = first + tiers.index(tier), tiers.count(tier)
             if not tier.pays(count, self._seconds(live, cache, start, start + count)):

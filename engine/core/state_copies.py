@@ -155,6 +155,9 @@ class StateCopies:
         """The slots of the copies with these names, up to the first one that is not here."""
         return [self._slot_of[name] for name in takewhile(self._slot_of.__contains__, names)]
 
+    def may_save(self, name: bytes) -> bool:
+        return True
+
     def unreferenced(self, slots: Iterable[int]) -> int:
         """How many of these copies `allocate` may evict."""
         return sum(slot not in self._lent for slot in slots)

@@ -15,8 +15,9 @@ circle.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -164,6 +165,10 @@ class WindowBlocks:
         if not self._readers[block]:
             del self._readers[block]
             self._idle[block] = None
+
+    def next_lost(self, most: int) -> Iterator[int]:
+        """The blocks that would lose their window blocks to the next `most` that need one, in order."""
+        return islice(self._idle, max(0, most - len(self._free)))
 
     def freed(self, block: int) -> None:
         """The block has no content any more."""

@@ -201,11 +201,16 @@ def test_what_only_this_worker_has_in_full_is_no_copy(path_of: Callable[[str], P
     assert (engine.stats().blocks_free, engine.stats().blocks_spare) == (40, 40 - 256 // 16)
 
 
-def test_a_tier_keeps_what_came(path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [2048, 64], ids=["", "few-windows"])
+def test_a_tier_keeps_what_came(
+    path_of: Callable[[str], Path], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`step`: tokens of a step. If they are few, layers with windows have fewer blocks."""
     monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
     path = path_of("Gemma3Text")
     prefill = side(path, block_size=16, num_blocks=99)
-    decode = side(path, block_size=16, num_blocks=40, host_cache_size=1 << 25)
+    decode = side(path, block_size=16, num_blocks=40, host_cache_size=1 << 25, max_num_batched_tokens=step)
+    assert (decode.engine.window_blocks is None) is (step == 2048)
     with closing(prefill), closing(decode):
         engine, [pump] = decode.engine, offload_pumps(decode.engine, EngineConfig("tiny"))
         wave = [request(400, 0)]

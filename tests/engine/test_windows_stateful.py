@@ -126,7 +126,7 @@ class WithWindows(Operations):
         assert cache is not None
         self.done["thin"] += bool(cache._thin)
         for name, block in self.scheduler.lives.pool._block_of.items():
-            if name not in cache._thin:
+            if not cache._is_thin_here(name):
                 keys = [self.kept.get(self.place([block], at), (-1, -1, -1)) for at in range(self.block)]
                 first = keys[0][2]
                 assert not first % self.block
@@ -141,9 +141,8 @@ def test_no_token_reads_what_is_not_there(
     windows: Sequence[Window], drafts: bool, scale: int, spare: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`spare`: window blocks beyond those that one request and a step need. None: all blocks have windows."""
-    monkeypatch.setattr(cache_kinds, "TILE_TOKENS", 2)
     monkeypatch.setattr(cache_kinds, "AHEAD_TOKENS", 3 * (1 + DRAFTS))
-    scaled = [Window(window.length * scale, window.chunked) for window in windows]
+    scaled = [Window(window.length * scale, window.chunked, 2) for window in windows]
     count = None if spare is None else 1 + 3 + cache_kinds.window_blocks(scaled, 4 * scale) + spare
     done = Counter[str]()
     for seed in range(SEEDS):
@@ -169,11 +168,10 @@ def test_no_token_reads_what_is_not_there(
     ],
 )
 def test_what_follows_begins_with(
-    scale: int, window: int, lengths: tuple[int, int, int], cached: int, monkeypatch: pytest.MonkeyPatch
+    scale: int, window: int, lengths: tuple[int, int, int], cached: int
 ) -> None:
     """The first prompt is computed here. The next two come from another worker. The last one is computed."""
-    monkeypatch.setattr(cache_kinds, "TILE_TOKENS", 2)
-    windows = [Window(window * scale)]
+    windows = [Window(window * scale, tile=2)]
     operations = WithWindows(0, windows, states=False, cache=True, drafts=False, scale=scale)
     lives, found = operations.scheduler.lives, 0
 
