@@ -135,7 +135,7 @@ wheel: $(SERVE)
 
 # The pictures of the pages in docs/images, from the tests of these pages.
 screenshots: venv $(NODE_MODULES)
-	SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -m 'long or not long' tests/*/test_dashboard.py tests/router/test_chat_page.py
+	SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -m 'long or not long' tests/*/test_dashboard.py tests/bench/test_report.py
 
 # The plots of README.md and docs/lab, from the results in docs/figures.
 figures: venv
