@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import baton.kv_transfer as kv
 from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams
+from baton.engine.api.config import SpeculativeConfig
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_exchange import Pin
 from baton.engine.core.window_blocks import WindowBlocks
@@ -32,6 +34,7 @@ from baton.worker.engine_process.paged_kv import kv_layout
 from tests.device import DEVICE
 from tests.engine.checkpoints import load
 from tests.engine.conftest import save_tiny, tokens_of
+from tests.engine.drafting import draft_always
 from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
 from tests.ledger import model_of, register
 from tests.within import WITHIN
@@ -280,6 +283,25 @@ def test_the_bytes_of_a_handover_of_8000_tokens(
     sent = needed(layout, 0, 8000)
     assert exact < sent <= most * exact
     assert sent <= share * 8000 * layout.bytes_per_token
+
+
+@pytest.mark.parametrize("kind", ["Gemma3Text", "GptOss"])
+def test_drafts_of_steps_that_overlap(
+    path_of: Callable[[str], Path], late_engine: Callable[..., Engine], kind: str
+) -> None:
+    """A step does not know where the one before it ends in the window blocks of its requests."""
+    path, sampling = path_of(kind), replace(SAMPLING, max_tokens=40)
+    asked = [replace(request(shared, 300 - shared), sampling=sampling) for shared in (0, 150)]
+    answers = expected(path, asked)
+    engine = late_engine(
+        model=str(path), num_blocks=140, block_size=16, max_num_batched_tokens=64, max_num_seqs=2,
+        max_model_len=512, speculative_config=SpeculativeConfig(),
+    )  # fmt: skip
+    windows = engine.lives.pool.windows
+    assert windows is not None
+    draft_always(engine, {each.id: answer for each, answer in zip(asked, answers, strict=True)}, 0.3)
+    assert tokens_of(engine, asked) == answers
+    assert engine.stats().speculation is not None
 
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
