@@ -109,7 +109,9 @@ def test_windows_bound_the_kv_that_a_layer_reads() -> None:
         speeds, plain = (
             Speeds(H200, each, positions=positions) for each in (model, replace(model, spans=()))
         )
-        assert speeds.kv_bytes_per_token == plain.kv_bytes_per_token, "all tokens are kept"
+        assert speeds.kv_bytes_per_token == plain.kv_bytes_per_token
+        assert speeds.kv_bytes(100) <= plain.kv_bytes(100), "no more than without windows"
+        assert speeds.kv_bytes(8000) == pytest.approx(0.5625 * plain.kv_bytes(8000))
         read = [x.steps.decode(8, 8 * positions) - x.steps.decode(8, 0) for x in (speeds, plain)]
         assert read[0] == pytest.approx(part * read[1], rel=0.01)
         assert speeds.steps.prefill(30_000) < plain.steps.prefill(30_000)

@@ -59,7 +59,7 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
         )
     of_prefill.kv_room(load.gpu_memory_utilization)
     room = of_decode.kv_room(load.gpu_memory_utilization)
-    in_memory = room // (context * of_decode.kv_bytes_per_token)
+    in_memory = int(room // of_decode.kv_bytes(context))
     if not in_memory:
         raise ValueError(
             f"a request of {context} tokens needs more KV memory than one worker has ({room / 1e9:.1f} GB); "
@@ -74,7 +74,7 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
         ttft=ttft,
         decoded=decoded,
         prefill_busy=load.rate * alone / workers,
-        kv_bytes=decoded.most * context * of_decode.kv_bytes_per_token,
+        kv_bytes=int(decoded.most * of_decode.kv_bytes(context)),
         kv_room=room,
         why=(prefill_why, decode_why),
     )

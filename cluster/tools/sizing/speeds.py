@@ -24,14 +24,17 @@ import torch
 
 from baton.cluster.model import reach_hub, resolve
 from baton.cluster.tools.sizing import MODELS
+from baton.content.cache_kinds import window_blocks
+from baton.engine.execution.memory_sizing import TOKENS_OF_WINDOW
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import ModelConfig, Span
-from baton.engine.models import attention_caches, cache_bytes_per_token
+from baton.engine.models import attention_caches, cache_bytes_per_token, windows_of
 from baton.machine.step_model import StepModel, interpolated, row_sizes, token_sizes
 from baton.router.text.model_files import locate
 
 ELEMENT_BYTES = 2  # bfloat16
+BLOCK = 128  # positions of a block on a GPU
 CONTEXT = 1064  # tokens per request in the measured decode steps
 
 
@@ -118,6 +121,13 @@ class Speeds:
         # With fewer KV heads than ranks, each head is there several times.
         copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
         self.kv_bytes_per_token = cache_bytes_per_token(caches) * copies
+        windows = windows_of(layer.arrays for layer in caches)
+        windowed = cache_bytes_per_token(caches, windowed=True) * copies
+        self._window: tuple[int, float] | None = None
+        if 0 < windowed < self.kv_bytes_per_token:
+            tokens = window_blocks(windows, BLOCK) * BLOCK
+            if tokens < TOKENS_OF_WINDOW:
+                self._window = tokens, windowed * (1 - tokens / TOKENS_OF_WINDOW)
         self._spans = Counter(layer.span for layer in attention_caches(caches))
         if model.latent is not None and (index := model.latent.index) is not None:
             # A query reads as many positions as it chooses. Reading the index is not counted.
@@ -176,6 +186,16 @@ class Speeds:
         """Bytes of weights that a step of `tokens` tokens reads, as a multiple of the reference model's."""
         parameters = gemm_parameters(self._model, tokens) / gemm_parameters(REFERENCE, tokens)
         return parameters * self._matrix_bytes / ELEMENT_BYTES
+
+    def kv_bytes(self, positions: float) -> float:
+        """Bytes of the KV pool that a request of so many positions takes, as the engine plans its memory:
+        layers with windows have a window for each `TOKENS_OF_WINDOW` tokens."""
+        if self._window is None:
+            return positions * self.kv_bytes_per_token
+        window, saved_per_token = self._window
+        tokens = max(positions, TOKENS_OF_WINDOW * min(1.0, positions / window))
+        planned = tokens * (self.kv_bytes_per_token - saved_per_token)
+        return min(positions * self.kv_bytes_per_token, planned)
 
     def kv_room(self, utilization: float) -> int:
         """Bytes for KV, after the weights and 4 GiB of each GPU for activations, graphs and context.

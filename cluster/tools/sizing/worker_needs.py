@@ -110,17 +110,13 @@ def computed(
 
     # They hold the weights and the KV of one longest request. Otherwise it is the most.
     fewest = next(
-        (
-            ranks
-            for ranks, made in fitting.items()
-            if made.kv_room(utilization) >= context * made.kv_bytes_per_token
-        ),
+        (ranks for ranks, made in fitting.items() if made.kv_room(utilization) >= made.kv_bytes(context)),
         max(fitting),
     )
     ranks = Ranks(given[0] or fewest, given[1] or fewest)
     of_prefill, of_decode = (Speeds(gpu, model, element, number, kv_dtype, positions) for number in ranks)
     room = of_decode.kv_room(utilization)
-    batch = min(int(seats), int(room / (positions * of_decode.kv_bytes_per_token)))
+    batch = min(int(seats), int(room / of_decode.kv_bytes(positions)))
     if longest_step:
         batch = min(batch, of_decode.steps.fitting_rows(positions, longest_step / 1e3))
     batch = max(1, batch)
