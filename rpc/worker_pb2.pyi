@@ -86,7 +86,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[bytes] = ..., report_seconds: _Optional[float] = ..., describe: _Optional[bool] = ..., cache: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "waited", "gap_cost", "tenant", "traceparent", "name")
+    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "waited", "gap_cost", "tenant", "images", "traceparent", "name")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class Request(_message.Message):
     WAITED_FIELD_NUMBER: _ClassVar[int]
     GAP_COST_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
@@ -115,9 +116,24 @@ class Request(_message.Message):
     waited: float
     gap_cost: float
     tenant: bytes
+    images: _containers.RepeatedCompositeFieldContainer[Image]
     traceparent: str
     name: str
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., waited: _Optional[float] = ..., gap_cost: _Optional[float] = ..., tenant: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., waited: _Optional[float] = ..., gap_cost: _Optional[float] = ..., tenant: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("name", "start", "rows", "columns", "pixels")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    PIXELS_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    start: int
+    rows: int
+    columns: int
+    pixels: bytes
+    def __init__(self, name: _Optional[bytes] = ..., start: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., pixels: _Optional[bytes] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "regex", "grammar")

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from baton.content import Tier
+from baton.content.images import ImageSettings
 from baton.engine import EngineRequest, EngineStats, Output, PromptLogprobs
 from baton.kv_transfer import InjectStats, KVLayout
 
@@ -170,6 +171,7 @@ class EngineReady(_Message):
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
     attention_doubles_at: int = 0  # as in `ModelConfig`; 0: it computes no parts of prompts
     numerics: str = ""  # as in `Started`
+    images: ImageSettings | None = None  # None: the model takes none
 
 
 class Tokens(_Message):

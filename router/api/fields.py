@@ -102,6 +102,31 @@ class RefusalPart(BaseModel):
     refusal: str
 
 
+class ImagePart(Part):
+    """An image in a message. `detail` has no effect: all images are resized in the same way."""
+
+    type: Literal["image_url", "input_image"]
+    image_url: "str | ImageUrl"
+
+
+class ImageUrl(Part):
+    url: str
+
+
+class ShownText(Part):
+    """A text between images."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ShownImage(Part):
+    """An image in a message, in whichever form it was sent."""
+
+    type: Literal["image"] = "image"
+    url: str
+
+
 TextInput = str | list[str | TextPart | RefusalPart] | None
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of parts that hold text, and the member with it. Clients send parts of one endpoint to another.
@@ -170,6 +195,43 @@ def text(value: Any, kinds: Mapping[str, str] = TEXTS) -> str:
         texts.append(found)
     return "\n".join(texts)
 
+
+IMAGES = ("image_url", "input_image")
+"""The types of parts that hold images. Clients send parts of one endpoint to another."""
+MAX_IMAGES = 256
+"""Of a message."""
+
+
+def content(value: Any) -> str | list[ShownText | ShownImage]:
+    """Normalizes the content of a message that may have images. Without any it becomes a string (`text`)."""
+    if not isinstance(value, list) or not any(_is_image(part) for part in value):
+        return text(value)
+    shown: list[ShownText | ShownImage] = []
+    for part in value:
+        if isinstance(part, ShownText | ShownImage):
+            shown.append(part)
+        elif _is_image(part):
+            url = part.get("image_url")
+            url = url.get("url") if isinstance(url, dict) else url
+            if not isinstance(url, str):
+                raise invalid("a part with an image must have an image_url, with a url")
+            shown.append(ShownImage(url=url))
+        else:
+            shown.append(ShownText(text=text([part])))
+    if sum(isinstance(part, ShownImage) for part in shown) > MAX_IMAGES:
+        raise invalid(f"must have at most {MAX_IMAGES} images")
+    return shown
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, ShownImage) or (isinstance(part, dict) and part.get("type") in IMAGES)
+
+
+ContentInput = str | list[str | TextPart | RefusalPart | ImagePart] | None
+Content = Annotated[
+    str | list[ShownText | ShownImage], PlainValidator(content, json_schema_input_type=ContentInput)
+]
+"""A string, or parts with text and images."""
 
 Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
 """A string or text parts. Other members of a part, such as `cache_control`, have no effect."""

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
-from baton.content import prompt_hints
+from baton.content import ImageSpan, prompt_hints
 from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
 from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
@@ -35,6 +35,16 @@ _AS_SENT = (
 _NO_LIMITS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
 
+class PlacedImage(NamedTuple):
+    """An image in a prompt. The fields are those of `Image` in proto/worker.proto."""
+
+    name: bytes
+    start: int
+    rows: int
+    columns: int
+    pixels: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What one generation computes: token ids and sampling parameters, without text."""
@@ -50,6 +60,16 @@ class Job:
     tenant: bytes = b""
     pair: tuple[str, str] | None = None
     """As in `PrefillRequest`."""
+    images: tuple[pb.Image, ...] = ()
+    """Those of the prompt, in order."""
+
+    @property
+    def image_places(self) -> list[pb.Image]:
+        """The images without their pixels."""
+        return [
+            pb.Image(name=each.name, start=each.start, rows=each.rows, columns=each.columns)
+            for each in self.images
+        ]
 
     @property
     def answer_names(self) -> tuple[int, bytes, str]:
@@ -111,12 +131,13 @@ def make_jobs(
     structure: Structure | None,
     reasoning: pb.Reasoning | None,
     bad_words: list[list[int]],
+    images: list[list[PlacedImage]],
     defaults: SamplingDefaults,
 ) -> Iterator[list[Job]]:
     """Yields the `n` jobs of each prompt, in the order of the choices. Raises InvalidRequest.
 
     `content_root` is that of the workers. `priority` counts beside the requests of other keys. `defaults` are
-    those of the model."""
+    those of the model. `images`: of each prompt. Empty: there are none."""
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size, defaults)
     sampling["structured_output"] = structure and structure.message
@@ -131,7 +152,7 @@ def make_jobs(
         field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         text = f"{field}: {numbers} log probabilities of prompts are more than {MAX_PROMPT_LOGPROBS}"
         raise InvalidRequest(text, param=field)
-    for prompt_ids in prompts:
+    for prompt_ids, of_prompt in zip(prompts, images or [[]] * len(prompts), strict=True):
         if not prompt_ids:
             raise InvalidRequest(f"{body.prompt_field}: must not be empty", param=body.prompt_field)
         max_tokens = _max_tokens(body, len(prompt_ids), context, defaults)
@@ -139,7 +160,11 @@ def make_jobs(
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
         # Where all of a prompt is computed, cached chunks help no worker.
-        chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, cache_salt)
+        spans = [
+            ImageSpan(each.start, each.start + each.rows * each.columns, each.name) for each in of_prompt
+        ]
+        chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, cache_salt, spans)
+        shown = tuple(pb.Image(**each._asdict()) for each in of_prompt)
         key = _session_key(session, prompt_ids, chunks, cache_salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         common = pb.SamplingParams(**sampling, max_tokens=max(1, max_tokens))
@@ -147,7 +172,7 @@ def make_jobs(
         for i in range(body.n):
             seeded = pb.SamplingParams(seed=(seed + i) & _SEED_MASK)
             seeded.MergeFrom(common)
-            jobs.append(Job(prompt_ids, seeded, key, chunks, priority, cache_salt, tenant))
+            jobs.append(Job(prompt_ids, seeded, key, chunks, priority, cache_salt, tenant, images=shown))
         yield jobs
 
 

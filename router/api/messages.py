@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from baton.router.api.fields import Items, Part, Text, invalid
+from baton.router.api.fields import Content, Items, Part, ShownImage, invalid
 from baton.router.api.validation import refusing
 
 MAX_TOOLS = 128
@@ -84,7 +84,7 @@ class Message(Part):
     model_config = ConfigDict(json_schema_extra={"anyOf": _BY_ROLE})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text = ""
+    content: Content = ""
     name: str | None = None
     reasoning: str | None = Field(None, validation_alias=AliasChoices("reasoning", "reasoning_content"))
     tool_calls: Items[ToolCall] | None = None
@@ -98,7 +98,16 @@ class Message(Part):
             raise invalid("only messages of role assistant have tool_calls")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise invalid("messages of role tool, and no others, have a tool_call_id")
+        if self.images and self.role not in ("user", "tool"):
+            raise invalid("only messages of role user or tool have images")
         return self
+
+    @property
+    def images(self) -> list[ShownImage]:
+        """In order."""
+        if isinstance(self.content, str):
+            return []
+        return [part for part in self.content if isinstance(part, ShownImage)]
 
     @property
     def about_tools(self) -> bool:
@@ -111,6 +120,10 @@ class Message(Part):
         The role `developer`, OpenAI's newer name, becomes `system`. Arguments become objects.
         """
         message = self.model_dump(exclude_none=True)
+        if not isinstance(self.content, str):
+            message["content"] = [
+                part if part["type"] == "text" else {"type": "image"} for part in message["content"]
+            ]
         if self.role == "developer":
             message["role"] = "system"
         if self.reasoning is not None:

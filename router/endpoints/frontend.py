@@ -163,6 +163,7 @@ class Frontend:
                     kind, raw, self._served, entry.account.key, history, entry.expect
                 )
             assert isinstance(prepared, Prepared)
+            entry.receive(sum(len(image.pixels) for images in prepared.images for image in images))
             body = prepared.options
             deadline = Deadline(began, min(limit, math.inf if body.timeout is None else body.timeout))
             entry.max_wait = min(entry.max_wait, deadline.seconds)
@@ -183,6 +184,7 @@ class Frontend:
                     structure=structure,
                     reasoning=self._reasoning(prepared, structure),
                     bad_words=prepared.bad_words,
+                    images=prepared.images,
                     defaults=self._services.defaults,
                 ):
                     jobs += made

@@ -159,7 +159,7 @@ class AttemptPair:
             # Log probabilities of the prompt come before its first token.
             one_token=self.tokens_left == 1 or (job.scores_prompt and not emitted),
             interrupted=self.retried,
-            may_split=self.may_split and not emitted and not job.scores_prompt,
+            may_split=self.may_split and not emitted and not job.scores_prompt and not job.images,
             pair=job.pair,
         )
 
@@ -266,7 +266,8 @@ class AttemptPair:
             tokens=len(self.job.prompt_ids) + len(output_ids) + 1,
             work=plan.work(plan.decode, self.job.chunks) if prefill is None else None,
         )
-        request = self._request(plan, output_ids, plan.within if prefill is None else 0.0)
+        within = plan.within if prefill is None else 0.0
+        request = self._request(plan, output_ids, within, computes_prompt=prefill is None)
         submit = pb.SubmitDecode(decode_id=decode.id, request=request)
         if prefill is not None:
             prefill.fetches += 1
@@ -284,11 +285,20 @@ class AttemptPair:
         self._promise(prefill, 0)
         return pb.PrefillSource(attempt=self._source_count, **_named(prefill))
 
-    def _request(self, plan: Plan, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
+    def _request(
+        self,
+        plan: Plan,
+        output_ids: list[int],
+        within: float,
+        *,
+        last: bool = False,
+        computes_prompt: bool = True,
+    ) -> pb.Request:
         """Builds the message to a worker. `output_ids` were emitted before.
 
         `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
         `last`: the worker generates no more than one token.
+        `computes_prompt`: the worker needs the pixels of images.
         """
         job = self.job
         request = pb.Request(
@@ -306,6 +316,7 @@ class AttemptPair:
             cache_salt=job.cache_salt,
             tenant=job.tenant,
             name=self.name,
+            images=job.images if computes_prompt else job.image_places,
         )
         sampling = request.sampling
         if output_ids:  # they came after all log probabilities of the prompt

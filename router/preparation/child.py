@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,10 @@ from baton.machine import memory_share
 from baton.router.admission.keys import ApiKey
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.child_pool import ChildPool, ForkServer
-from baton.router.errors import InvalidRequest
+from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation import pipe
-from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
+from baton.router.preparation.images import PlacedImage, pillow
+from baton.router.preparation.prepare import Kind, NeedsChild, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer
 
 SMALL_BYTES = 16 << 10
@@ -68,9 +70,9 @@ class Preparer:
         times their bytes. It may refuse them."""
         if len(raw) + len(history) <= SMALL_BYTES:
             loop, tokenizer, salt = asyncio.get_running_loop(), self._tokenizer, key.cache_salt
-            return await loop.run_in_executor(
-                self._thread, prepare, kind, raw, tokenizer, served, history, salt
-            )
+            small = partial(prepare, kind, raw, tokenizer, served, history, salt, in_child=False)
+            with suppress(NeedsChild):
+                return await loop.run_in_executor(self._thread, small)
         head = request_head(kind, served, history, key.cache_salt)
         too_much = InvalidRequest(f"the preparation of this request takes more than {self._limits}")
         return read_prepared(await self._children.ask(key.name, head, raw, too_much=too_much), expect)
@@ -102,12 +104,13 @@ def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes =
 def read_prepared(answer: Any, expect: Callable[[int], None] = lambda tokens: None) -> Prepared | bytes:
     if isinstance(answer, bytes):
         return answer
-    is_chat, options, *ids, echoes, starts, beginning, repeated = answer
+    is_chat, options, *ids, echoes, starts, beginning, repeated, images = answer
     expect(sum(map(len, ids[0])) // 4)
     kind = ChatOptions if is_chat else CompletionOptions
     prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
     chosen = kind.model_validate_json(options)
-    return Prepared(chosen, prompts, echoes, starts, beginning, repeated, bad_words)
+    placed = [[PlacedImage(*image) for image in of_prompt] for of_prompt in images]
+    return Prepared(chosen, prompts, echoes, starts, beginning, repeated, placed, bad_words)
 
 
 def main(title: str, memory_bytes: str, control: str) -> None:
@@ -118,6 +121,9 @@ def main(title: str, memory_bytes: str, control: str) -> None:
     def serve() -> None:
         pipe.serve(partial(answer_to, tokenizer), CPU_SECONDS)
 
+    if tokenizer.images is not None:
+        with suppress(Unsupported):  # each request with an image is told
+            pillow()
     gc.freeze()
     kinds = {"bodies": serve, "grammars": grammar_child.serve}
     pipe.fork_children(int(control), title, kinds, int(memory_bytes))
@@ -155,7 +161,7 @@ def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
     )
     is_chat = isinstance(chosen, ChatOptions)
     rest = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
-    return [is_chat, options, *ids, *rest]
+    return [is_chat, options, *ids, *rest, prepared.images]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from baton.router.preparation.images import Decoded, PlacedImage, decode_images, place
 from baton.router.preparation.input_items import Query, input_items
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
@@ -77,6 +78,8 @@ class Prepared:
     """Whether the outputs begin with reasoning."""
     repeated: bytes = b""
     """The fields of /v1/responses that the response repeats, as a JSON object."""
+    images: list[list[PlacedImage]] = field(default_factory=list)
+    """Those of each prompt, in order. Empty: there are none."""
     bad_words: list[list[int]] = field(default_factory=list)
     """Token ids of each of `bad_words`, at the start of a text and after a space, as in vLLM."""
 
@@ -131,16 +134,28 @@ def peek(raw: Raw) -> Peek:
     return Peek(found.previous_response_id, bool(found.background), stored, start, start + len(input))
 
 
+class NeedsChild(Exception):
+    """A body has images, which only a child process decodes."""
+
+
 def prepare(
-    kind: Kind, raw: Raw, tokenizer: ModelTokenizer, served: Served, history: bytes = b"", salt: bytes = b""
+    kind: Kind,
+    raw: Raw,
+    tokenizer: ModelTokenizer,
+    served: Served,
+    history: bytes = b"",
+    salt: bytes = b"",
+    *,
+    in_child: bool = True,
 ) -> Prepared | bytes:
     """Returns a request to generate, or the JSON response of an endpoint that only counts or converts. For a
     peek returns a `Peek` as MessagePack.
 
     `history`: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
     `salt`: of the client's API key.
+    `in_child`: this process may decode images.
 
-    Raises InvalidRequest and ModelNotFound.
+    Raises InvalidRequest and ModelNotFound. Without `in_child`, raises NeedsChild for a body with images.
     """
     if kind == "peek":
         return msgspec.msgpack.encode(peek(raw))
@@ -151,7 +166,7 @@ def prepare(
     body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
     if body.model not in (None, *served.model_names):
         raise ModelNotFound.of(body.model, served.model_names)
-    preparation = _Preparation(tokenizer, served.context, salt)
+    preparation = _Preparation(tokenizer, served.context, salt, in_child)
     with named_as_in(kind):
         prepared = preparation.of_body(body, kind, history)
     if isinstance(prepared, Prepared) and prepared.options.bad_words:
@@ -166,6 +181,7 @@ class _Preparation:
     tokenizer: ModelTokenizer
     context: int
     salt: bytes
+    in_child: bool
 
     def of_body(self, body: Body, kind: Kind, history: bytes) -> Prepared | bytes:
         match body:
@@ -194,18 +210,43 @@ class _Preparation:
         if len(body.messages) > self.context:
             count = len(body.messages)
             raise ContextLengthExceeded.of_prompt(field, count, "messages", self.context, self.context)
+        images = self._images(body.messages)
         text = self._rendered(body, body.messages)
         encode = partial(self.tokenizer.encode_chat, scope=(self.salt, body.cache_salt))
         if body.add_special_tokens:
             encode = self.tokenizer.encode
+        if images and body.truncate_prompt_tokens is not None:
+            text = "truncate_prompt_tokens is not supported: the messages have images"
+            raise Unsupported(text, param="truncate_prompt_tokens")
         prompt = self._encoded(text, body, encode)
+        prompt, placed = self._placed(prompt, images)
+        if placed:
+            output_room(len(prompt), field, self.context)
         beginning: Beginning = "answer"
         if (way := self.tokenizer.reasoning) is not None:
             if not body.continue_final_message:
                 beginning = way.beginning_after(text)
-            elif way.continues_reasoning(body.messages[-1].content):
+            elif isinstance(last := body.messages[-1].content, str) and way.continues_reasoning(last):
                 beginning = "reasoning"
-        return Prepared(body, [prompt], [], beginning=beginning)
+        return Prepared(body, [prompt], [], beginning=beginning, images=[placed] if placed else [])
+
+    def _images(self, messages: Sequence[Message]) -> list[Decoded]:
+        """The images of a chat. Raises InvalidRequest for one that is broken, and NeedsChild."""
+        images = [image for message in messages for image in message.images]
+        if not images:
+            return []
+        if self.tokenizer.images is None:
+            text = "parts of type 'image_url' are not supported: this model takes no images"
+            raise Unsupported(f"messages: {text}", param="messages")
+        if not self.in_child:
+            raise NeedsChild
+        return decode_images(images, self.tokenizer.images)
+
+    def _placed(self, token_ids: list[int], images: list[Decoded]) -> tuple[list[int], list[PlacedImage]]:
+        settings = self.tokenizer.images
+        return (
+            (token_ids, []) if settings is None or not images else place(token_ids, images, settings.token_id)
+        )
 
     def _completion(self, body: CompletionBody) -> Prepared:
         field = body.prompt_field
@@ -244,12 +285,13 @@ class _Preparation:
         return token_ids
 
     def _tokenize(self, body: TokenizeBody) -> bytes:
+        images = self._images(body.messages or ())
         if body.messages is not None:
             text, special = self._rendered(body, body.messages), bool(body.add_special_tokens)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
         self._check_length(text, "prompt" if body.messages is None else "messages")
-        tokens = self.tokenizer.encode(text, add_special_tokens=special)
+        tokens, _ = self._placed(self.tokenizer.encode(text, add_special_tokens=special), images)
         strings = self.tokenizer.entries(tokens) if body.return_token_strs else None
         response = {
             "count": len(tokens), "max_model_len": self.context, "tokens": tokens, "token_strs": strings,
@@ -263,9 +305,11 @@ class _Preparation:
         return msgspec.json.encode({"prompt": text})
 
     def _count_tokens(self, body: ChatBody, more: dict[str, str] | None = None) -> bytes:
+        images = self._images(body.messages)
         text = self._rendered(body, body.messages)
         self._check_length(text, body.prompt_field)
-        count = len(self.tokenizer.encode(text, add_special_tokens=False))
+        tokens, _ = self._placed(self.tokenizer.encode(text, add_special_tokens=False), images)
+        count = len(tokens)
         return msgspec.json.encode({**(more or {}), "input_tokens": count})
 
     def _check_length(self, text: Sequence[Any], field: str) -> None:
@@ -292,6 +336,9 @@ class _Preparation:
                 if message.about_tools:
                     text = "this model's chat template does not support tool calls and their results"
                     raise Unsupported(f"messages[{i}]: {text}", param=f"messages[{i}]")
+        if body.continue_final_message and messages[-1].images:
+            text = "continue_final_message: the last message has images, and no text can follow them"
+            raise InvalidRequest(text, param="continue_final_message")
         if body.continue_final_message and messages[-1].tool_calls:
             text = "continue_final_message: the last message has tool_calls, and no text can follow them"
             raise InvalidRequest(text, param="continue_final_message")

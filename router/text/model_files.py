@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.content.gguf import GGUFHeader, token_of, tokenizer_json
+from baton.content.images import ImageSettings, image_settings
 
 TEMPLATE_FILES = {
     "default": "chat_template.jinja",
@@ -19,6 +20,7 @@ HUB_FILES = [
     "config.json",
     "chat_template.json",
     "generation_config.json",
+    "preprocessor_config.json",
     *TEMPLATE_FILES.values(),
 ]
 
@@ -84,6 +86,15 @@ def context_length(model: str, revision: str | None) -> int:
     original = rope.get("original_max_position_embeddings") or length
     factor = rope.get("factor") or length / original
     return max(length, round(factor * original))  # the length may be that before scaling
+
+
+def images_of(path: Path) -> ImageSettings | None:
+    """How the model at this path takes images. None: it takes none. Raises ValueError for settings that are
+    wrong."""
+    if not path.is_dir():
+        return None
+    config, processor = (_read_json(path / name) for name in ("config.json", "preprocessor_config.json"))
+    return image_settings(config, processor, str(path))
 
 
 def read_directory(path: Path) -> TextModel:

@@ -4,16 +4,19 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 from tokenizers import Tokenizer
 
 from baton.content import vocabulary_fingerprint
+from baton.content.images import ImageSettings
 from baton.router.text.chat import ChatEncoder, ChatTemplate, encode
-from baton.router.text.model_files import context_length, locate, read_directory, read_gguf
+from baton.router.text.model_files import context_length, images_of, locate, read_directory, read_gguf
 from baton.router.tools.formats import FORMATS, format_of
 from baton.router.tools.harmony import SPECIALS
 from baton.router.tools.parser import ToolParser
@@ -30,6 +33,7 @@ class ModelTokenizer:
         unread_format: the models whose format the chat template has, if no parser reads it.
         reasoning_parser: the name of the model's way to reason. None: reasoning is content.
         reasoning: this way, one of `REASONING`.
+        images: how the model takes images. None: it takes none.
         vocab_size: every token id is below it.
         longest_token: characters of the longest token.
         specials: the ids of special tokens that are no part of the text.
@@ -45,8 +49,10 @@ class ModelTokenizer:
         max_model_len: int,
         tool_format: type[ToolParser] | None = None,
         reasoning_parser: str | None = None,
+        images: ImageSettings | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self.images = images
         self._chat_encoder = ChatEncoder(tokenizer)
         self.takes_tools = template is not None and template.takes_tools
         self.tool_format = tool_format
@@ -98,6 +104,7 @@ class ModelTokenizer:
             "max_model_len": self.max_model_len,
             "tool_format": None if self.tool_format is None else self.tool_format.name,
             "reasoning_parser": self.reasoning_parser,
+            "images": None if self.images is None else asdict(self.images),
         }
         return json.dumps(state).encode()
 
@@ -105,13 +112,14 @@ class ModelTokenizer:
     def restored(cls, state: bytes) -> Self:
         """Returns a copy of the tokenizer with this `state`."""
         given = json.loads(state)
-        template, name = given["template"], given["tool_format"]
+        template, name, images = given["template"], given["tool_format"], given["images"]
         return cls(
             Tokenizer.from_str(given["tokenizer"]),
             None if template is None else ChatTemplate(**template),
             given["max_model_len"],
             None if name is None else FORMATS[name],
             given["reasoning_parser"],
+            None if images is None else msgspec.convert(images, ImageSettings),
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -240,7 +248,8 @@ def load_tokenizer(
         if reasoning_parser:
             raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {end}")
         reasoning = None
-    return ModelTokenizer(files.tokenizer, template, max_model_len, tool_format, reasoning)
+    images = images_of(of_model)
+    return ModelTokenizer(files.tokenizer, template, max_model_len, tool_format, reasoning, images)
 
 
 def _speller(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:

@@ -637,6 +637,25 @@ def save_spelled_tokenizer(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
+SHOWS_IMAGES = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}\
+{% for part in m.content %}{% if part.type == "image" %}<|image_pad|>{% else %}{{ part.text }}{% endif %}\
+{% endfor %}{% endif %}{% endfor %}"""
+
+
+def save_seeing_tokenizer(directory: Path) -> None:
+    """The tokenizer and the chat template of a tiny model that takes images."""
+    from tokenizers import Tokenizer
+
+    save_spelled_tokenizer(directory)
+    state = json.loads((directory / "tokenizer.json").read_text())
+    vocab = state["model"]["vocab"]
+    vocab["<|image_pad|>"] = vocab.pop(f"<{IMAGE_TOKEN}>")
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.add_special_tokens(["<|image_pad|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(SHOWS_IMAGES)
+
+
 @pytest.fixture(scope="session")
 def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a tokenizer."""

@@ -68,7 +68,9 @@ def request_with(
     return request
 
 
-def expected_of(reference: Any, path: Path, ids: list[int], pictures: Sequence[np.ndarray]) -> list[int]:
+def expected_of(
+    reference: Any, path: Path, ids: list[int], pictures: Sequence[np.ndarray], count: int = 10
+) -> list[int]:
     """What transformers generates, with its own processor."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(path)
     inputs = processor(images=list(pictures), return_tensors="pt", input_data_format="channels_last")
@@ -80,8 +82,8 @@ def expected_of(reference: Any, path: Path, ids: list[int], pictures: Sequence[n
             mm_token_type_ids=(tokens == IMAGE_TOKEN).int(),
             pixel_values=inputs["pixel_values"],
             image_grid_thw=inputs["image_grid_thw"],
-            max_new_tokens=10,
-            min_new_tokens=10,
+            max_new_tokens=count,
+            min_new_tokens=count,
             do_sample=False,
         )
     return output[0, len(ids) :].tolist()

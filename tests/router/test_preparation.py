@@ -316,14 +316,14 @@ async def test_many_bodies_at_once_do_not_hold_the_event_loop_up(
     turned, at_once = threading.Event(), threading.Semaphore(1)
     prepared = 0
 
-    def waiting(*given: Any) -> Prepared | bytes:
+    def waiting(*given: Any, **more: Any) -> Prepared | bytes:
         nonlocal prepared
         assert at_once.acquire(blocking=False)
         prepared += 1
         turned.clear()
         assert turned.wait(WITHIN), "the event loop prepares it"
         at_once.release()
-        return prepare(*given)
+        return prepare(*given, **more)
 
     async def turn() -> None:
         while True:

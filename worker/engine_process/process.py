@@ -76,4 +76,5 @@ def _ready(engine: Engine) -> messages.EngineReady:
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
         attention_doubles_at=model.attention_doubles_at,
         numerics=engine.numerics,
+        images=None if model.vision is None else model.vision.settings,
     )

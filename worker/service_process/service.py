@@ -125,7 +125,7 @@ class Service:
         service = AttachService(
             self._backend,
             self._routers,
-            Limits(engine.vocab_size, engine.max_model_len),
+            Limits(engine.vocab_size, engine.max_model_len, engine.images),
             self._description(engine, kv_address, metrics_address),
         )
         add_service(self._server, WORKER, service)

@@ -16,7 +16,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.content import CHUNK_TOKENS, Tier
-from baton.engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
+from baton.content.images import ImageSettings
+from baton.engine import EngineRequest, Image, Reasoning, SamplingParams, StructuredOutput, check_request
 from baton.machine.tracing import valid_traceparent
 from baton.rpc import LONGEST_REPORT, bounded_report
 from baton.rpc import worker_pb2 as pb
@@ -54,6 +55,8 @@ class Limits:
 
     vocab_size: int
     max_model_len: int
+    images: ImageSettings | None = None
+    """None: the model takes no images."""
 
 
 def attempt_id(value: bytes, name: str) -> bytes:
@@ -104,7 +107,7 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         )
     try:
         request = _request(attempt_id, asked)
-        check_request(request, limits.vocab_size, limits.max_model_len)
+        check_request(request, limits.vocab_size, limits.max_model_len, limits.images)
     except ValueError as error:
         raise _invalid(str(error)) from error
     return messages.Work(
@@ -140,6 +143,7 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
         gap_cost=asked.gap_cost,
         cache_salt=asked.cache_salt,
         tenant=asked.tenant,
+        images=tuple(Image(x.name, x.start, x.rows, x.columns, x.pixels) for x in asked.images),
     )
 
 
@@ -224,8 +228,8 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
         raise _invalid("plan must have one prefill_id and one address for each worker")
     if not part_stops or part_stops[-1] != len(request.prompt_ids) + len(request.output_ids):
         raise _invalid("the last range of this prefill in plan must end with the tokens of the request")
-    if not submit.handover or request.sampling.HasField("prompt_logprobs"):
-        raise _invalid("plan needs a handover, without prompt_logprobs")
+    if not submit.handover or request.images or request.sampling.HasField("prompt_logprobs"):
+        raise _invalid("plan needs a handover, without images and prompt_logprobs")
     return ranges
 
 

@@ -1,6 +1,7 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens, and their translation into a chat."""
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -12,6 +13,8 @@ from baton.router.api.fields import (
     Items,
     Nullable,
     Part,
+    ShownImage,
+    ShownText,
     StopString,
     TemplateSettings,
     Text,
@@ -31,6 +34,30 @@ _TOOL_FIELDS: dict[str, tuple[Any, ...]] = {
 class TextBlock(Part):
     type: Literal["text"]
     text: str
+
+
+class Base64Source(Part):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+    @property
+    def address(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(Part):
+    type: Literal["url"]
+    url: str
+
+    @property
+    def address(self) -> str:
+        return self.url
+
+
+class ImageBlock(Part):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, ByType()]
 
 
 class TextSource(Part):
@@ -129,6 +156,7 @@ class ToolResultBlock(Part):
 
 AnyBlock = Annotated[
     TextBlock
+    | ImageBlock
     | DocumentBlock
     | SearchResultBlock
     | ThinkingBlock
@@ -174,8 +202,21 @@ def chat_messages(system: str, messages: Iterable[InputMessage]) -> list[dict[st
                 chat.append(new)
     for each in chat:
         for name in each.keys() & {"content", "reasoning"}:
-            each[name] = "\n".join(filter(None, each[name]))
+            each[name] = _joined(each[name])
     return chat
+
+
+def _joined(pieces: Iterable[str | ShownImage]) -> str | list[ShownText | ShownImage]:
+    """The content of a message: a text, or texts and images in order."""
+    parts: list[ShownText | ShownImage] = []
+    for are_texts, group in groupby(pieces, lambda piece: isinstance(piece, str)):
+        if are_texts:
+            parts.append(ShownText(text="\n".join(filter(None, map(str, group)))))
+        else:
+            parts += [piece for piece in group if isinstance(piece, ShownImage)]
+    if all(isinstance(part, ShownText) for part in parts):
+        return "".join(part.text for part in parts if isinstance(part, ShownText))
+    return parts
 
 
 def _message(role: str, block: Part) -> dict[str, Any]:
@@ -191,6 +232,8 @@ def _message(role: str, block: Part) -> dict[str, Any]:
             # A chat has no mark for a failed call.
             content = f"Error: {block.text}" if block.is_error else block.text
             return {"role": "tool", "content": [content], "tool_call_id": block.tool_use_id}
+        case ImageBlock():
+            return {"role": role, "content": [ShownImage(url=block.source.address)]}
         case RedactedThinkingBlock():
             return {"role": role, "content": []}
         case TextBlock() | DocumentBlock() | SearchResultBlock():

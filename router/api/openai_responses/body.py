@@ -17,6 +17,7 @@ from pydantic import (
 from baton.router.api.bodies import MAX_LOGPROBS, ChatBody
 from baton.router.api.fields import (
     ByType,
+    Content,
     Items,
     Nullable,
     Part,
@@ -52,7 +53,7 @@ ReasoningText = Annotated[
 class MessageItem(Part):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text
+    content: Content
 
 
 class ReasoningItem(Part):

@@ -1,0 +1,133 @@
+"""Decodes and resizes the images of a request. Runs in a child process, whose time and memory are limited.
+
+The result is that of transformers' processor: the first frame, turned as EXIF says, in red, green and blue,
+resized by Pillow. So workers get pixels, and no file of a client.
+"""
+
+import base64
+import binascii
+import io
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from baton.content.images import ImageSettings
+from baton.router.api.fields import ShownImage
+from baton.router.api.jobs import PlacedImage
+from baton.router.errors import InvalidRequest, Unsupported
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MOST_SOURCE_PIXELS = 1 << 26
+"""Of a file. They are known before it is decoded: a small file may hold a huge image."""
+MOST_PIXELS = 1 << 24
+"""Of all images of a request, when they are resized. They go to workers in a message of three bytes each."""
+KEPT_BYTES = 128 << 20
+"""Of pixels that a child keeps for requests that repeat an image, as each turn of a chat does."""
+_DATA = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w.+-]+=[^;,]*)*;base64,", re.ASCII)
+
+
+class Decoded(NamedTuple):
+    name: bytes
+    rows: int
+    """Of tokens."""
+    columns: int
+    pixels: bytes
+
+
+_kept: OrderedDict[bytes, Decoded] = OrderedDict()  # of this process, the least recently used first
+
+
+def decode_images(images: Sequence[ShownImage], settings: ImageSettings) -> list[Decoded]:
+    """Raises InvalidRequest, which names the image by its number in the request."""
+    found: list[Decoded] = []
+    total = 0
+    for i, image in enumerate(images):
+        decoded = _decoded(_file(image.url, i), settings, i)
+        total += decoded.rows * decoded.columns * settings.side**2
+        if total > MOST_PIXELS:
+            text = f"messages: the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
+            raise InvalidRequest(text, param="messages")
+        found.append(decoded)
+    return found
+
+
+def place(
+    token_ids: Sequence[int], images: Sequence[Decoded], token: int
+) -> tuple[list[int], list[PlacedImage]]:
+    """Puts the tokens of each image in place of the one that the chat template has written. Raises
+    InvalidRequest if there are not as many."""
+    written = [i for i, each in enumerate(token_ids) if each == token] if images else []
+    if len(written) != len(images):
+        text = f"messages: {len(images)} images, but the chat template wrote {len(written)} of their tokens"
+        raise InvalidRequest(text, param="messages")
+    placed: list[PlacedImage] = []
+    ids: list[int] = []
+    begin = 0
+    for at, image in zip(written, images, strict=True):
+        ids += token_ids[begin:at]
+        placed.append(PlacedImage(image.name, len(ids), image.rows, image.columns, image.pixels))
+        ids += [token] * (image.rows * image.columns)
+        begin = at + 1
+    return [*ids, *token_ids[begin:]], placed
+
+
+def _file(url: str, i: int) -> bytes:
+    match = _DATA.match(url[:256])
+    if match is None:
+        text = f"messages: image {i}: must be a URL of the form data:image/png;base64,…"
+        raise Unsupported(text, param="messages")
+    try:
+        return base64.b64decode(url[match.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _wrong(i, f"is not valid base64: {error}") from None
+
+
+def _decoded(file: bytes, settings: ImageSettings, i: int) -> Decoded:
+    name = settings.name(file)
+    if (kept := _kept.get(name)) is not None:
+        _kept.move_to_end(name)
+        return kept
+    pil = pillow()
+    try:
+        with pil.Image.open(io.BytesIO(file), formats=FORMATS) as image:
+            if image.width * image.height > MOST_SOURCE_PIXELS:
+                size = f"{image.width} × {image.height} pixels"
+                raise _wrong(i, f"has {size}, more than {MOST_SOURCE_PIXELS}")
+            turned = pil.ImageOps.exif_transpose(image).convert("RGB")
+        height, width = settings.size(turned.height, turned.width)
+        if turned.size != (width, height):
+            turned = turned.resize((width, height), pil.Image.Resampling.BICUBIC)
+    except InvalidRequest:
+        raise
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  (a decoder raises whatever a broken file leads it to)
+        reason = str(error) or type(error).__name__
+        if isinstance(error, pil.UnidentifiedImageError):
+            reason = f"it is none of {', '.join(FORMATS)}"
+        raise _wrong(i, f"cannot be decoded: {reason[:200]}") from None
+    decoded = Decoded(name, *settings.grid(height, width), turned.tobytes())
+    _kept[name] = decoded
+    while sum(len(each.pixels) for each in _kept.values()) > KEPT_BYTES:
+        _kept.popitem(last=False)
+    return decoded
+
+
+def _wrong(i: int, what: str) -> InvalidRequest:
+    return InvalidRequest(f"messages: image {i} {what}", param="messages")
+
+
+@cache
+def pillow() -> Any:
+    """The package. Raises Unsupported if it is not installed."""
+    try:
+        import PIL
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        text = "images are not supported: install Baton with the extra `images`, which has Pillow"
+        raise Unsupported(text, param="messages") from None
+    PIL.Image.MAX_IMAGE_PIXELS = None  # it only warns: `MOST_SOURCE_PIXELS` refuses
+    return PIL

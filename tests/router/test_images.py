@@ -1,0 +1,221 @@
+"""Images of a client: the same pixels as in transformers' processor, or refused before they cost much."""
+
+import base64
+import io
+import json
+import random
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from baton.content.images import ImageSettings
+from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
+from baton.router.preparation import images
+from baton.router.preparation.child import answer_to, read_prepared, request_head
+from baton.router.preparation.prepare import NeedsChild, Prepared, Served, prepare
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from tests.engine.conftest import IMAGE_TOKEN, save_seeing_tokenizer, save_tiny
+
+SERVED = Served(("vl",), 256)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vl")
+    save_tiny(path, "Qwen3VL")
+    save_seeing_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def tokenizer(seeing: Path) -> Iterator[ModelTokenizer]:
+    yield load_tokenizer(str(seeing))
+    images._kept.clear()
+
+
+def picture(mode: str = "RGB", size: tuple[int, int] = (30, 21), seed: int = 1) -> PIL.Image.Image:
+    data = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return PIL.Image.fromarray(data).convert(mode)
+
+
+def file_of(image: PIL.Image.Image, kind: str = "PNG", **how: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **how)
+    return file.getvalue()
+
+
+def url_of(file: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(file).decode()
+
+
+def chat(*urls: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}, *parts]}]}
+
+
+def prepared(tokenizer: ModelTokenizer, body: Any, kind: Any = "chat", **how: Any) -> Prepared:
+    found = prepare(kind, json.dumps(body).encode(), tokenizer, SERVED, **how)
+    assert isinstance(found, Prepared)
+    return found
+
+
+FILES = {
+    "png": lambda: file_of(picture()),
+    "jpeg": lambda: file_of(picture(), "JPEG"),
+    "cmyk": lambda: file_of(picture("CMYK"), "JPEG"),
+    "palette": lambda: file_of(picture("P")),
+    "grey": lambda: file_of(picture("L")),
+    "alpha": lambda: file_of(picture("RGBA")),
+    "webp": lambda: file_of(picture(), "WEBP"),
+    "animated": lambda: file_of(picture(), "GIF", save_all=True, append_images=[picture(seed=2)]),
+    "large": lambda: file_of(picture(size=(400, 300))),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_pixels_are_those_of_transformers(kind: str, seeing: Path, tokenizer: ModelTokenizer) -> None:
+    file, settings = FILES[kind](), tokenizer.images
+    assert settings is not None
+    [[image]] = prepared(tokenizer, chat(url_of(file))).images
+    processor = Qwen2VLImageProcessorPil.from_pretrained(seeing)
+    shown = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(file))).convert("RGB")
+    inputs = processor(images=[shown], return_tensors="np", do_normalize=False, do_rescale=False)
+    _, rows, columns = inputs["image_grid_thw"][0] // [1, 2, 2]
+    assert (image.rows, image.columns) == (rows, columns)
+    pixels = np.frombuffer(image.pixels, np.uint8).reshape(rows * 8, columns * 8, 3)
+    again = processor(
+        images=[pixels], return_tensors="np", do_normalize=False, do_rescale=False, do_resize=False,
+        input_data_format="channels_last",
+    )  # fmt: skip
+    assert np.array_equal(again["pixel_values"], inputs["pixel_values"])
+    assert image.name == settings.name(file)
+
+
+def test_exif_turns_an_image(tokenizer: ModelTokenizer) -> None:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    [[turned]] = prepared(tokenizer, chat(url_of(file_of(picture(size=(80, 16)), exif=exif)))).images
+    assert (turned.rows, turned.columns) == (10, 2)
+
+
+def test_tokens_of_images_stand_where_the_template_puts_them(tokenizer: ModelTokenizer) -> None:
+    urls = [url_of(file_of(picture(size=size))) for size in ((24, 16), (16, 8))]
+    found = prepared(tokenizer, chat(*urls))
+    before = tokenizer.encode("ab", add_special_tokens=False)
+    assert found.prompts == [[*before, *[IMAGE_TOKEN] * 6, *[IMAGE_TOKEN] * 2]]
+    [[first, second]] = found.images
+    assert (first.start, second.start) == (len(before), len(before) + 6)
+    # The other forms of a chat give the same prompt, and so does a child process.
+    sources = [{"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]} for url in urls]
+    blocks = [{"type": "text", "text": "ab"}, *({"type": "image", "source": source} for source in sources)]
+    body = {"model": "vl", "max_tokens": 3, "messages": [{"role": "user", "content": blocks}]}
+    assert prepared(tokenizer, body, "messages").images == found.images
+    parts = [{"type": "input_text", "text": "ab"}, *({"type": "input_image", "image_url": u} for u in urls)]
+    body = {"model": "vl", "input": [{"role": "user", "content": parts}]}
+    assert prepared(tokenizer, body, "responses").prompts == found.prompts
+    raw = request_head("chat", SERVED) + json.dumps(chat(*urls)).encode()
+    sent = read_prepared(answer_to(ModelTokenizer.restored(tokenizer.state), raw))
+    assert isinstance(sent, Prepared)
+    assert (sent.prompts, sent.images) == (found.prompts, found.images)
+    counted = prepare("tokenize", json.dumps(chat(*urls)).encode(), tokenizer, SERVED)
+    assert json.loads(bytes(counted))["count"] == len(found.prompts[0])  # type: ignore[arg-type]
+    with pytest.raises(NeedsChild):
+        prepared(tokenizer, chat(*urls), in_child=False)
+
+
+def test_a_repeated_image_is_decoded_once(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = chat(url_of(file_of(picture())))
+    first = prepared(tokenizer, body).images
+    monkeypatch.setattr(images, "pillow", None)  # nothing is decoded again
+    assert prepared(tokenizer, body).images == first
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of these many pixels in some hundred bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        (url_of(bomb(1 << 16, 1 << 16)), "image 0 has 65536 × 65536 pixels, more than 67108864"),
+        (url_of(bomb(2000, 1)), "image 0 cannot be decoded"),
+        (url_of(file_of(picture(size=(1000, 4)))), "1000 × 4 pixels is too narrow: at most 200:1"),
+        (url_of(file_of(picture())[:-60]), "image 0 cannot be decoded: image file is truncated"),
+        (url_of(b"BM" + bytes(90)), "it is none of PNG, JPEG, WEBP, GIF"),
+        ("data:image/png;base64,!!", "image 0 is not valid base64"),
+        ("https://example.com/a.png", "must be a URL of the form data:image/png;base64"),
+        ("file:///etc/passwd", "must be a URL of the form data:image/png;base64"),
+    ],
+)
+def test_what_is_no_image_is_refused(url: str, reason: str, tokenizer: ModelTokenizer) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        prepared(tokenizer, chat(url))
+    assert reason in refused.value.message
+    assert refused.value.param == "messages"
+
+
+def test_limits_of_a_request(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = url_of(file_of(picture(size=(80, 80))))
+    with pytest.raises(ContextLengthExceeded):
+        prepared(tokenizer, chat(url, url, url))
+    monkeypatch.setattr(images, "MOST_PIXELS", 6400)
+    assert prepared(tokenizer, chat(url)).images
+    with pytest.raises(InvalidRequest, match="up to image 1 have 12800 pixels, more than 6400"):
+        prepared(tokenizer, chat(url, url))
+    spelled = chat(url)
+    spelled["messages"][0]["content"][0]["text"] = "<|image_pad|>"
+    with pytest.raises(InvalidRequest, match="1 images, but the chat template wrote 2"):
+        prepared(tokenizer, spelled)
+    for body, error, text in (
+        ({**chat(url), "truncate_prompt_tokens": 3}, Unsupported, "the messages have images"),
+        ({**chat(url), "continue_final_message": True}, InvalidRequest, "the last message has images"),
+        ({"messages": [{**chat(url)["messages"][0], "role": "system"}]}, InvalidRequest, "user or tool have"),
+    ):
+        with pytest.raises(error, match=text):
+            prepared(tokenizer, body)
+    tokenizer.images = None
+    with pytest.raises(Unsupported, match="this model takes no images"):
+        prepared(tokenizer, chat(url))
+
+
+def mutated(count: int) -> Iterator[bytes]:
+    rng = random.Random(3)
+    seeds = [file_of(picture(size=(64, 48)), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")]
+    for i in range(count):
+        data = bytearray(seeds[i % len(seeds)])
+        for _ in range(rng.randrange(1, 20)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        yield bytes(data[: rng.randrange(8, len(data) + 1)] if i % 3 == 0 else data)
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.long)])
+def test_mutated_files_are_decoded_or_refused(count: int, tokenizer: ModelTokenizer) -> None:
+    refused = 0
+    for file in mutated(count):
+        try:
+            found = prepared(tokenizer, chat(url_of(file)))
+        except InvalidRequest as error:
+            refused += error.param == "messages"
+        except ApiError as error:
+            raise AssertionError(error.message) from error
+        else:
+            settings: ImageSettings | None = tokenizer.images
+            assert settings is not None
+            [[image]] = found.images
+            assert len(image.pixels) == settings.pixel_bytes(image.rows, image.columns)
+    assert 0 < refused < count

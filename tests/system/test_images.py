@@ -1,0 +1,96 @@
+"""Chats with images in a cluster: their tokens are transformers', also after a worker was killed."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import PIL.Image
+import pytest
+from tokenizers import Tokenizer
+
+from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
+from tests.engine.conftest import IMAGE_TOKEN, save_seeing_tokenizer, save_tiny
+from tests.engine.test_images import expected_of
+
+from .recovery import FLAGS
+
+pytestmark = pytest.mark.long
+
+
+def data_url(pixels: np.ndarray) -> str:
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def content_of(*parts: str | np.ndarray) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
+
+
+TOKENS = 60
+
+
+@pytest.mark.parametrize("killed", ["", "prefill", "decode"])
+async def test_a_client_reads_the_tokens_of_transformers(killed: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    reference = save_tiny(model, "Qwen3VL")
+    save_seeing_tokenizer(model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    rng = np.random.default_rng(5)
+    # 21 × 30 pixels become 24 × 32.
+    pictures = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in ((24, 40), (21, 30))]
+    named = ["--model", str(model), "--served-model-name", "vl"]
+    with LocalCluster(
+        tmp_path, prefill=1, decode=1, worker_flags=[*FLAGS, *named], router_flags=["--no-overflow", *named]
+    ) as cluster:
+        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
+
+            async def ask(*parts: str | np.ndarray, kill: str = "") -> None:
+                messages: Any = [{"role": "user", "content": content_of(*parts)}]
+                stream = await client.chat.completions.create(
+                    model="vl",
+                    messages=messages,
+                    max_tokens=TOKENS,
+                    temperature=0.0,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    extra_body={"min_tokens": TOKENS, "return_token_ids": True},
+                )
+                found: list[int] = []
+                usage = None
+                async for chunk in stream:
+                    usage = chunk.usage or usage
+                    for choice in chunk.choices:
+                        found += (choice.model_extra or {}).get("token_ids") or []
+                    if kill and len(found) > 3:
+                        cluster.of(kill)[0].kill("engine")
+                        kill = ""
+                ids: list[int] = []
+                for part in parts:
+                    if isinstance(part, str):
+                        ids += tokenizer.encode(part, add_special_tokens=False).ids
+                    else:
+                        rows, columns = (round(side / 8) for side in part.shape[:2])
+                        ids += [IMAGE_TOKEN] * (rows * columns)
+                assert usage is not None
+                assert usage.prompt_tokens == len(ids)
+                shown = [part for part in parts if not isinstance(part, str)]
+                assert found == expected_of(reference, model, ids, shown, TOKENS)
+
+            await ask("Look:", pictures[0], "then", pictures[1], "which?", kill=killed)
+            await ask("Look:", pictures[1], "then", pictures[1], "which?")
+            wrong: Any = [{"role": "user", "content": content_of(pictures[0])}]
+            wrong[0]["content"][0]["image_url"]["url"] = "data:image/png;base64,AAAA"
+            with pytest.raises(openai.BadRequestError, match="image 0 cannot be decoded: it is none of PNG"):
+                await client.chat.completions.create(model="vl", messages=wrong)
+        assert leaks_when_idle(cluster.url) == {}
