@@ -229,7 +229,7 @@ def _is_image(part: Any) -> bool:
 
 ContentInput = str | list[str | TextPart | RefusalPart | ImagePart] | None
 Content = Annotated[
-    str | list[ShownText | ShownImage], PlainValidator(content, json_schema_input_type=ContentInput)
+    str | list[ShownText | ShownImage], BeforeValidator(content, json_schema_input_type=ContentInput)
 ]
 """A string, or parts with text and images."""
 
