@@ -14,6 +14,7 @@ from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import ChunkLimit, Meters
 from baton.engine.core.offload_tier import stats_of
@@ -23,9 +24,10 @@ from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.core.state_copies import StateCopies
+from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.graphs import batch_sizes
-from baton.engine.execution.memory_sizing import COPY_TOKENS, tier_places
+from baton.engine.execution.memory_sizing import COPY_TOKENS, PoolSize, tier_places
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank
@@ -85,6 +87,40 @@ def _large(steps: StepModel | None) -> tuple[int, float]:
     return tokens, steps.prompt(tokens)
 
 
+def _pools(
+    size: PoolSize, block_size: int, windows: WindowBlocks | None
+) -> tuple[BlockPool, StatePool | None]:
+    """The states are None if no layer has states."""
+    block_units = slot_units = None
+    if (planned := size.elastic) is not None:
+        blocks, unit = planned.blocks, planned.slots.unit
+        block_units = Units(
+            0, blocks.places, blocks.unit, planned.present_blocks // blocks.unit, keeps_first=True
+        )
+        slot_units = Units(0, planned.num_slots, unit, planned.present_slots // unit, keeps_first=True)
+    states = StatePool(size.num_slots, slot_units) if size.num_slots else None
+    return BlockPool(size.num_blocks, block_size, windows, block_units), states
+
+
+def _budget(
+    started: Started, pool: BlockPool, states: StatePool | None, copies: StateCopies | None
+) -> Budget | None:
+    """None: the pools keep their sizes."""
+    if (planned := started.pool.elastic) is None or states is None:
+        return None
+    budget = Budget(
+        pool,
+        states,
+        copies,
+        block_pages=planned.blocks.pages,
+        slot_pages=planned.slots.pages,
+        page_bytes=planned.page_bytes,
+        free_pages=planned.free_pages,
+    )
+    budget.move = started.runner.move
+    return budget
+
+
 class Engine:
     """One model and its KV cache; `build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
@@ -115,7 +151,8 @@ class Engine:
         self._steps = steps = LearnedSteps(*sizes, started.steps)
         budget = config.max_num_batched_tokens
         limit = ChunkLimit(steps, config.ttit_target, budget, config.ttit_target_steps)
-        pool = BlockPool(self.num_blocks, self.block_size, self._windows(config, started))
+        pool, states = _pools(started.pool, self.block_size, self._windows(config, started))
+        cache = self._prefix_cache(config, started, hooks, pool)
         self.window_blocks = None if pool.windows is None else pool.windows.of
         """int32, by block: the block in layers with windows, 0 if it has none. None: all layers have the same
         blocks."""
@@ -123,8 +160,9 @@ class Engine:
             pool,
             max_num_seqs=config.max_num_seqs,
             max_model_len=model.max_model_len,
-            cache=self._prefix_cache(config, started, hooks, pool),
-            states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
+            cache=cache,
+            states=states,
+            budget=_budget(started, pool, states, None if cache is None else cache.copies),
         )
         """All requests. The caller adds them with the methods of the engine, which compile grammars."""
         speculation = _speculation(config)
@@ -186,12 +224,12 @@ class Engine:
                     "prefix caching is off: no memory is left for copies of states; lower --max-num-seqs"
                 )
                 return None
+            units, first, count = None, started.pool.num_slots, started.pool.num_copies
+            if (planned := started.pool.elastic) is not None:
+                unit = planned.slots.unit
+                units = Units(first, count, unit, planned.present_copies // unit, keeps_first=False)
             copies = StateCopies(
-                started.pool.num_slots,
-                started.pool.num_copies,
-                COPY_TOKENS,
-                self.block_size,
-                started.runner.chunk_tokens,
+                first, count, COPY_TOKENS, self.block_size, started.runner.chunk_tokens, units
             )
         return PrefixCache(
             pool,
@@ -351,7 +389,7 @@ class Engine:
             requests_waiting=len(lives.waiting) + len(lives.compiling) + len(lives.loading),
             tokens_waiting=sum(tokens for tokens, _ in waiting),
             blocks_free=lives.blocks_free,
-            blocks_spare=min(lives.pool.spare, lives.blocks_free),
+            blocks_spare=min(lives.blocks_spare, lives.blocks_free),
             blocks_total=lives.pool.num_blocks,
             blocks_cached=lives.pool.cached,
             held_prefills=len(lives.held),
@@ -373,4 +411,5 @@ class Engine:
             decode_context=int(batch.context),
             gap_cost=batch.gap_cost,
             queue_seconds=meters.queue_seconds(waiting, batch),
+            memory=None if (budget := lives.budget) is None else budget.stats,
         )

@@ -109,7 +109,7 @@ class Slots:
         return self.marks + index * MARK
 
 
-class DeviceMemory(Slots):
+class ExportedMemory(Slots):
     """Lives as long as its process. CUDA forbids that it is freed while a peer has it open."""
 
     def __init__(self, num_slots: int, slot_bytes: int, token: bytes) -> None:

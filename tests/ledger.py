@@ -22,7 +22,14 @@ from baton.engine.layers.weights import Weights
 from baton.engine.loader.families import FAMILIES
 from baton.engine.loader.families.family import Family
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec, Places, of_slots
+from baton.engine.models.cache_spec import (
+    AttentionCache,
+    CacheMemory,
+    CacheSpec,
+    DeviceTensors,
+    Places,
+    of_slots,
+)
 from baton.engine.models.llama import Llama, LlamaAttention
 from tests.engine.checkpoints import edit_json
 
@@ -53,10 +60,14 @@ class LedgerCache:
             CacheArray(LEDGER, "ledger", 1, self.heads, 2, "float32"),
         )
 
-    def allocate(self, places: Places, device: torch.device) -> LedgerState:
+    def allocate(self, places: Places, memory: CacheMemory) -> LedgerState:
         blocks, size, slots = places.num_blocks, places.block_size, places.num_slots
-        shapes = (1, blocks, size, self.heads, 1), (1, blocks, size, 2, 3), (slots, 1, self.heads, 2)
-        return LedgerState(*(torch.full(shape, torch.nan, device=device) for shape in shapes))
+        mark = memory.blocks((1, blocks, size, self.heads, 1), torch.float32)
+        stamp = memory.blocks((1, blocks, size, 2, 3), torch.float32)
+        state = LedgerState(mark, stamp, memory.slots((slots, 1, self.heads, 2), torch.float32))
+        for tensor in state if isinstance(memory, DeviceTensors) else ():  # else a part has no memory
+            tensor.fill_(torch.nan)
+        return state
 
     def planes(self, cache: LedgerState) -> Sequence[Sequence[Tensor]]:
         return [[cache.mark], [cache.stamp], [of_slots(cache.ledger)]]

@@ -79,11 +79,11 @@ class PlainCopy:
 
 def _export(control: Connection, settings: Settings) -> None:
     if settings.device == "cuda":
-        from baton.kv_transfer.cuda_memory import DeviceMemory
+        from baton.kv_transfer.cuda_memory import ExportedMemory
 
         torch.cuda.set_device(settings.device_of("prefill"))
         torch.empty(1, device="cuda")
-        control.send(DeviceMemory(_PIECES, _PIECE, bytes(TOKEN)).export)
+        control.send(ExportedMemory(_PIECES, _PIECE, bytes(TOKEN)).export)
     else:
         arena = kv.Arena.create(_PIECES, _PIECE)
         for i in range(_PIECES):

@@ -67,6 +67,21 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Bytes of one rank that blocks of KV and states share."""
+
+    kv_bytes: int
+    """Of blocks that have memory, used or not."""
+    state_bytes: int
+    """The same of states of requests and their copies."""
+    free_bytes: int
+    moved_bytes: int
+    """That went from one to the other since the start."""
+    moving_seconds: float
+    """How long this took."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """What the recent steps of an engine cost, and what the next ones will."""
 
@@ -130,3 +145,5 @@ class EngineStats(StepStats):
     """One entry for each tier below the device."""
     speculation: SpeculationStats | None = None
     """None: no token is drafted."""
+    memory: MemoryStats | None = None
+    """None: KV and states keep the memory that they begin with, or the model has no states."""

@@ -17,12 +17,16 @@ A *remnant* is a free block that still has the KV of a request's last tokens, wh
 request may adopt it: then it is private, and the request goes on after these tokens. So the next turn of a
 chat does not compute the end of the turn before again. `allocate` gives out remnants before it evicts cached
 blocks.
+
+Of a model with states a part of the blocks may have no memory (`elastic`). These blocks are in no state.
 """
 
+import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
+from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
 
 
@@ -30,8 +34,16 @@ class BlockPool:
     """Owns all blocks that no request owns. `on_evicted` is called with the name of each block that leaves
     the cache, `on_window_lost` with that of each cached block that loses its window block."""
 
-    def __init__(self, num_blocks: int, block_size: int, windows: WindowBlocks | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: WindowBlocks | None = None,
+        units: Units | None = None,
+    ) -> None:
+        """`units`: those of blocks that have memory. None: all have."""
         self.num_blocks = num_blocks
+        self.units = units
         self.block_size = block_size
         """Positions of a block."""
         self.windows = windows
@@ -45,7 +57,10 @@ class BlockPool:
         self.on_evicted: Callable[[bytes], None] = lambda _: None
         self.moves = 0
         """Blocks that changed their state so far. Each counts as often as it did."""
-        self._free = list(range(num_blocks - 1, -1, -1))
+        present = num_blocks if units is None else units.present * units.size
+        self._free = dict.fromkeys(range(present - 1, -1, -1))  # the last one is given out next
+        self._lowest = [*range(present)]
+        """Of a pool with units, the free blocks, and some that are not (a heap)."""
         self._private: set[int] = set()
         self._references: dict[int, int] = {}  # cached block → number of requests that hold it
         # Cached, and held by no request; the least recently used first.
@@ -79,15 +94,36 @@ class BlockPool:
             self._has_no_content(self._remnants.popitem(last=False)[1])
         while len(self._free) < count:
             evicted, _ = (self._unreferenced_copies or self._unreferenced).popitem(last=False)
-            self._copies.discard(evicted)
-            evicted_name = self._name_of.pop(evicted)
-            del self._block_of[evicted_name]
-            self.on_evicted(evicted_name)
+            self._evict(evicted)
             self._has_no_content(evicted)
-        blocks = [self._free.pop() for _ in range(count)]
+        if self.units is None:
+            blocks = [self._free.popitem()[0] for _ in range(count)]
+        else:
+            blocks = [self._lowest_free() for _ in range(count)]
+            for block in blocks:
+                self.units.hold(block)
         self._private.update(blocks)
         self.moves += count
         return blocks
+
+    def _make_free(self, block: int) -> None:
+        self._free[block] = None
+        if self.units is not None:
+            heapq.heappush(self._lowest, block)
+
+    def _lowest_free(self) -> int:
+        """Takes the free block with the smallest number, so that few units are in use."""
+        while (block := heapq.heappop(self._lowest)) not in self._free:
+            pass  # it lost its memory
+        del self._free[block]
+        return block
+
+    def _evict(self, block: int) -> None:
+        """The cache forgets a block that no request holds."""
+        self._copies.discard(block)
+        name = self._name_of.pop(block)
+        del self._block_of[name]
+        self.on_evicted(name)
 
     def has_remnant(self, name: bytes) -> bool:
         return name in self._remnants
@@ -97,6 +133,7 @@ class BlockPool:
         name."""
         block = self._remnants.pop(name)
         self._private.add(block)
+        self.hold(block)
         self.moves += 1
         return block
 
@@ -139,13 +176,22 @@ class BlockPool:
         )
         return self.free + back - self.unreferenced(keep)
 
+    def is_unheld_after(self, released: Iterable[Sequence[int]]) -> bool:
+        """Whether no request holds a block once these tables are released."""
+        holders = Counter(chain.from_iterable(released))
+        return self._private <= holders.keys() and all(
+            holders[block] == count for block, count in self._references.items()
+        )
+
     def share(self, blocks: Sequence[int]) -> None:
         """Adds a reference to each of these cached blocks, for one request."""
         self.moves += len(blocks)
         for block in blocks:
             self._unreferenced.pop(block, None)
             self._unreferenced_copies.pop(block, None)
-            self._references[block] = self._references.get(block, 0) + 1
+            references = self._references[block] = self._references.get(block, 0) + 1
+            if references == 1:
+                self.hold(block)
 
     def publish(self, block: int, name: bytes) -> bool:
         """Moves a private block to the cache; its request keeps a reference. The block must be full and its
@@ -196,6 +242,7 @@ class BlockPool:
         for block in reversed(blocks):
             if block in self._private:
                 self._private.remove(block)
+                self.let(block)
                 is_remnant = remnant is not None and block == remnant[0] and self.has_window(block)
                 if remnant is not None and is_remnant and remnant[1] not in self._remnants:
                     self._remnants[remnant[1]] = block
@@ -205,6 +252,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 del self._references[block]
+                self.let(block)
                 if block not in self._name_of:
                     self._has_no_content(block)
                     continue
@@ -213,7 +261,7 @@ class BlockPool:
     def _has_no_content(self, block: int) -> None:
         if self.windows is not None:
             self.windows.freed(block)
-        self._free.append(block)
+        self._make_free(block)
 
     def has_window(self, block: int) -> bool:
         """Whether the block has KV of layers with windows, as far as it has that of others."""
@@ -225,7 +273,45 @@ class BlockPool:
             return
         for remnant in [name for name, each in self._remnants.items() if each == block]:
             del self._remnants[remnant]
-            self._free.append(block)
+            self._make_free(block)
+
+    # Memory
+
+    def hold(self, block: int) -> None:
+        """Something uses the memory of a block, until `let`. Also a tier that copies it calls this."""
+        if self.units is not None:
+            self.units.hold(block)
+
+    def let(self, block: int) -> None:
+        if self.units is not None:
+            self.units.let(block)
+
+    def has_cached(self, blocks: range) -> bool:
+        """Whether one of these blocks is cached."""
+        return any(block in self._name_of for block in blocks)
+
+    def put_in(self, blocks: range) -> None:
+        """These blocks have memory now, and are free."""
+        for block in blocks:
+            self._make_free(block)
+
+    def take_out(self, blocks: range) -> None:
+        """These blocks, which nothing holds, lose their memory. The cache forgets them."""
+        for block in blocks:
+            if block in self._free:
+                del self._free[block]
+            elif block in self._name_of:
+                self._unreferenced.pop(block, None)
+                self._unreferenced_copies.pop(block, None)
+                self._evict(block)
+            else:
+                del self._remnants[next(name for name, kept in self._remnants.items() if kept == block)]
+        self.moves += len(blocks)
+
+    @property
+    def is_unheld(self) -> bool:
+        """Whether no request holds a block."""
+        return not self._private and not self._references
 
     def only_here(self, blocks: Iterable[int] | None) -> None:
         """No other worker has these blocks any more. None: none of the blocks."""
@@ -240,7 +326,8 @@ class BlockPool:
         free = [*self._free, *self._remnants.values()]
         unreferenced = {*self._unreferenced, *self._unreferenced_copies}
         states = [*free, *self._private, *self._references, *self._unreferenced, *self._unreferenced_copies]
-        assert sorted(states) == list(range(self.num_blocks)), "a block was lost or has two owners"
+        with_memory = [*range(self.num_blocks)] if self.units is None else self.units.with_memory()
+        assert sorted(states) == with_memory, "a block was lost or has two owners"
         assert all(count > 0 for count in self._references.values())
         assert self._name_of == {block: name for name, block in self._block_of.items()}
         assert unreferenced <= self._name_of.keys() <= self._references.keys() | unreferenced
@@ -266,9 +353,12 @@ class StatePool:
     A request has one slot as long as it has blocks: it gets and returns both together. With drafts it has
     another one until the step that verifies them is over."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, units: Units | None = None) -> None:
+        """`units`: those of slots that have memory. None: all have."""
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.units = units
+        present = num_slots if units is None else units.present * units.size
+        self._free = list(range(present - 1, -1, -1))
 
     @property
     def free(self) -> int:
@@ -277,13 +367,29 @@ class StatePool:
 
     def allocate(self) -> int:
         """Returns a slot with undefined content."""
-        return self._free.pop()
+        if self.units is None:
+            return self._free.pop()
+        self._free.remove(slot := min(self._free))  # so that few units are in use
+        self.units.hold(slot)
+        return slot
 
     def release(self, slot: int) -> None:
         """Takes back the slot of a request."""
         assert slot not in self._free, "a slot has one owner"
         self._free.append(slot)
+        if self.units is not None:
+            self.units.let(slot)
+
+    def put_in(self, slots: range) -> None:
+        """These slots have memory now, and are free."""
+        self._free.extend(slots)
+
+    def take_out(self, slots: range) -> None:
+        """These slots, which are free, lose their memory."""
+        for slot in slots:
+            self._free.remove(slot)
 
     def assert_whole(self) -> None:
         """Asserts that no request has a slot."""
-        assert sorted(self._free) == list(range(self.num_slots)), "a slot was left behind"
+        with_memory = [*range(self.num_slots)] if self.units is None else self.units.with_memory()
+        assert sorted(self._free) == with_memory, "a slot was left behind"

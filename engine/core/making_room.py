@@ -35,25 +35,34 @@ def to_drop(
     holders = [*lives.leaving, *droppable]
     tables = [live.blocks for live in holders]
     certain = len(tables) - len(droppable)
-    need, window_need, hits, count, dropped = 0, 0, set[int](), 0, 0
+    need, without_hits, window_need, hits, count, dropped = 0, 0, 0, set[int](), 0, 0
 
     def is_enough(drops: int) -> bool:
         going = tables[: certain + drops]
-        if states is not None and count > states.free + len(going):
-            return False
         promised = sum(live.windows.promised for live in holders[: len(going)])
         if not memory.has_windows(window_need - promised):
             return False
-        spare_blocks = pool.free_after(going, hits) - need
-        if 0 <= spare_blocks < memory.watermark and count == 1:
-            return pool.free_after(going, ()) == pool.num_blocks  # as `RequestMemory.headroom`
-        return spare_blocks >= memory.watermark
+        # As `RequestMemory.headroom`.
+        headroom = 0 if count == 1 and pool.is_unheld_after(going) else memory.watermark
+        free_slots = None if states is None else states.free + len(going)
+        return any(  # as `RequestMemory.fits`
+            memory.has_room(
+                blocks + headroom,
+                count,
+                cached,
+                free_blocks=pool.free_after(going, cached),
+                free_slots=free_slots,
+            )
+            for blocks, cached in ((need, hits), (without_hits, ()))
+        )
 
     for live in lives.waiting[:seats]:  # later ones need a seat, not blocks
         count += 1
         cached = memory.hits(live)
         hits.update(cached)
-        need += memory.blocks_for(len(live.token_ids)) - len(cached)
+        blocks = memory.blocks_for(len(live.token_ids))
+        need += blocks - len(cached)
+        without_hits += blocks
         window_need += memory.window_need(len(live.token_ids))
         if not is_enough(len(droppable)):
             break

@@ -85,6 +85,11 @@ class CellPool(Protocol):
     def unreferenced(self, cells: Iterable[int], /) -> int:
         """How many of these cached cells may be evicted."""
 
+    def hold(self, cell: int, /) -> None:
+        """The cell keeps its memory until `let`. It may be evicted meanwhile."""
+
+    def let(self, cell: int, /) -> None: ...
+
 
 class OffloadTier:
     """Owns the places of one tier, for the cells of one pool.
@@ -197,6 +202,7 @@ class OffloadTier:
             if place is None:
                 break
             copy = self._saving[name] = CellCopy(name, cell, _Entry(place, tenant))
+            self._pool.hold(cell)
             copies.append(copy)
         self._copies += len(copies)
         return copies
@@ -263,7 +269,9 @@ class OffloadTier:
         self._copies -= 1
         if copy.load is not None:
             self._in(copy, copy.load, intact)
-        elif self._saving.get(copy.name) is not copy:
+            return
+        self._pool.let(copy.cell)
+        if self._saving.get(copy.name) is not copy:
             # The cell was given out meanwhile, so the bytes may be of another prompt.
             self._free.append(copy.place)
             self._dropped += 1

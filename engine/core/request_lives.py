@@ -40,6 +40,7 @@ from typing import Any
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.elastic import Budget
 from baton.engine.core.fair_shares import FairShares
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.offload_tier import OffloadTier
@@ -70,6 +71,7 @@ class RequestLives:
         max_model_len: int = sys.maxsize,
         cache: PrefixCache | None = None,
         states: StatePool | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """Makes no request yet.
 
@@ -77,7 +79,9 @@ class RequestLives:
             max_model_len: most tokens of a request.
             cache: None: there is no prefix cache.
             states: the state slots of a model with state layers.
+            budget: the memory that both pools share. None: each keeps its own.
         """
+        self.budget = budget
         self.pool = pool
         self.states = states
         self.cache = cache
@@ -90,7 +94,7 @@ class RequestLives:
             self.prefix_exchange = PrefixExchange(
                 pool, cache, lambda: self._spare_blocks, self._has_spare_windows
             )
-        self.memory = RequestMemory(pool, states, cache)
+        self.memory = RequestMemory(pool, states, cache, budget)
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]
         self.compiling = self._of_phase[Phase.COMPILING]
@@ -113,12 +117,19 @@ class RequestLives:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks for further requests: fewer than the pool has, if there are too few window blocks for a long
-        one."""
+        """Blocks for further requests: with those that memory of states could become. Fewer than the pool has,
+        if there are too few window blocks for a long one."""
         windows = self.pool.windows
+        if self.budget is not None:
+            return self.pool.free + self.budget.more_blocks
         if windows is None or windows.available >= windows.most:
             return self.pool.free
         return min(self.pool.free, windows.available)
+
+    @property
+    def blocks_spare(self) -> int:
+        """The part of these that has nothing which is cached here only."""
+        return self.pool.spare + (0 if self.budget is None else self.budget.more_blocks)
 
     # Coming in
 
@@ -149,7 +160,7 @@ class RequestLives:
         live = self._new(request, owner)
         live.phase = Phase.RESERVED
         tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
-        if not self._has_spare_room(self.memory.need(tokens, hits), self.memory.window_need(tokens)):
+        if not self._has_spare_room(tokens, hits, self.memory.window_need(tokens)):
             return None
         live.tag = self.shares.now  # nothing of its prompt is computed here
         live.hand_back = True
@@ -161,7 +172,7 @@ class RequestLives:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
         live = self._new(request, owner)
         hits, tokens = self.memory.hits(live), len(live.token_ids)
-        if not self._has_spare_room(self.memory.need(tokens, hits), self.memory.window_need(tokens)):
+        if not self._has_spare_room(tokens, hits, self.memory.window_need(tokens)):
             return None
         live.tag = self._tag(live)
         live.hand_back = True
@@ -176,7 +187,7 @@ class RequestLives:
         live = self._new(request, owner)
         hits, tokens = self.memory.hits(live, before=ranges[0].stop), len(live.token_ids)
         window_need = self.memory.window_need(tokens, is_whole=True)
-        if not self._has_spare_room(self.memory.need(tokens, hits), window_need):
+        if not self._has_spare_room(tokens, hits, window_need):
             return None
         live.handover = True
         self.memory.take(live, tokens, hits, is_whole=True)
@@ -273,19 +284,24 @@ class RequestLives:
     def can_admit(self) -> bool:
         """Whether the queue has a request, and the first one could start now. No other request overtakes
         it."""
-        if not self.waiting or self._places <= 0:
+        if not self.waiting or self.seats <= 0:
             return False
         first = self.waiting[0]
         if not self.memory.has_windows(self.memory.window_need(len(first.token_ids))):
             return False
-        return self._need(first) + self.memory.headroom <= self.pool.free
+        return self.memory.fits(len(first.token_ids), self.memory.hits(first), self.memory.headroom)
 
-    def _has_spare_room(self, need: int, window_need: int) -> bool:
-        """Whether a request that is not queued may take a seat, `need` blocks and `window_need` window
-        blocks. The first request of the queue keeps a seat and its blocks, or requests that are not queued
-        could delay it forever."""
-        has_windows = self._has_spare_windows(window_need)
-        return self._places > bool(self.waiting) and need <= self._spare_blocks and has_windows
+    def _has_spare_room(self, tokens: int, hits: Sequence[int], window_need: int) -> bool:
+        """Whether a request that is not queued may take a seat, blocks for so many tokens, of which `hits` are
+        cached, and `window_need` window blocks. The first request of the queue keeps a seat and its blocks, or
+        requests that are not queued could delay it forever."""
+        first = bool(self.waiting)
+        if self.seats <= first or not self._has_spare_windows(window_need):
+            return False
+        kept = 0
+        if self.memory.need(tokens, hits):
+            kept = self.memory.headroom + (self._need(self.waiting[0]) if first else 0)
+        return self.memory.fits(tokens, hits, kept, 1 + first)
 
     def _has_spare_windows(self, need: int) -> bool:
         """Whether so many window blocks may be taken without a delay for the first request of the queue."""
@@ -317,7 +333,10 @@ class RequestLives:
     def _begin(self, live: LiveRequest) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
         what the tiers below have of it is loaded."""
-        self.memory.take(live, len(live.token_ids), self.memory.hits(live, on_device=False))
+        tokens, hits = len(live.token_ids), self.memory.hits(live, on_device=False)
+        if not self.memory.has_room(self.memory.need(tokens, hits), 1, hits):
+            hits = self.memory.hits(live)
+        self.memory.take(live, tokens, hits)
         if self.memory.load(live, partial(self._load_ended, live)):
             live.leases.begin(LOADING)
             self._enter(live, Phase.LOADING)
@@ -349,11 +368,6 @@ class RequestLives:
         further step, so it takes no seat."""
         seated = sum(not live.ends_with_pending for live in self.running)
         return self.max_num_seqs - seated - len(self.loading) - len(self.reserved)
-
-    @property
-    def _places(self) -> int:
-        """How many more requests can get blocks: each takes a seat and, if the model has states, a slot."""
-        return self.seats if self.states is None else min(self.seats, self.states.free)
 
     # Going out
 
@@ -387,3 +401,5 @@ class RequestLives:
             self.states.assert_whole()
         if self.cache is not None and self.cache.copies is not None:
             self.cache.copies.assert_whole()
+        if self.budget is not None:
+            self.budget.assert_whole()

@@ -1,10 +1,11 @@
 """The blocks of KV of requests, and the names under which the prefix cache may have them. Pure."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.request_states import RequestStates
@@ -14,12 +15,21 @@ from baton.engine.core.step_builder import Schedule
 class RequestMemory:
     """Gives and takes back what a request holds. Its first blocks may come from the prefix cache."""
 
-    def __init__(self, pool: BlockPool, states: StatePool | None, cache: PrefixCache | None) -> None:
-        """`states`: of a model with state layers. `cache`: None if there is no prefix cache."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        states: StatePool | None,
+        cache: PrefixCache | None,
+        budget: Budget | None = None,
+    ) -> None:
+        """`states`: of a model with state layers. `cache`: None if there is no prefix cache. `budget`: None
+        if the pools keep their sizes."""
         self.states = None if states is None else RequestStates(states, pool.block_size, cache, self._names)
         """None: the model has no state layers."""
         self._pool = pool
+        self._states = states
         self._cache = cache
+        self._budget = budget
         self._windows = pool.windows
         self._block_size = pool.block_size
         self.watermark = max(1, pool.num_blocks // 100)
@@ -81,9 +91,10 @@ class RequestMemory:
         """Gives a request so many blocks more, if `keep` blocks are free after that. False: they are not, or
         there are too few window blocks."""
         lacks_windows = self.lacks_windows(live, lacking)
-        if self._pool.free - lacking < keep or not self.has_windows(lacks_windows, keep > 0):
+        has_blocks = self._pool.free - lacking >= keep if keep else self.has_room(lacking, 0)
+        if not has_blocks or not self.has_windows(lacks_windows, keep > 0):
             return False
-        live.blocks.extend(self._pool.allocate(lacking))
+        live.blocks.extend(self.allocate(lacking))
         if self._windows is not None and lacks_windows:
             self._windows.promise(live.windows, live.windows.promised + lacks_windows)
         return True
@@ -100,7 +111,7 @@ class RequestMemory:
             return True
         lacking = [self.lacks(live) for live in running]
         if windows is None:
-            return sum(lacking) <= free
+            return self.has_room(sum(lacking), 0)
         needs = sum(map(self.lacks_windows, running, lacking))
         return sum(lacking) <= self._pool.free and needs <= windows.available
 
@@ -153,7 +164,37 @@ class RequestMemory:
     def headroom(self) -> int:
         """Blocks that an admission leaves free: the watermark. None while no request holds a block, since a
         request that needs the whole pool could otherwise never run."""
-        return 0 if self._pool.free == self._pool.num_blocks else self.watermark
+        return 0 if self._pool.is_unheld else self.watermark
+
+    def has_room(
+        self,
+        blocks: int,
+        slots: int,
+        hits: Collection[int] = (),
+        *,
+        free_blocks: int | None = None,
+        free_slots: int | None = None,
+    ) -> bool:
+        """Whether so many free blocks, and slots for so many requests, can be had at the same time, and the
+        cached blocks `hits`. `free_blocks`, `free_slots`: instead of what is free now. A model without states
+        needs no slot."""
+        free_blocks = self._pool.free if free_blocks is None else free_blocks
+        if self._states is None:
+            return blocks <= free_blocks
+        free_slots = self._states.free if free_slots is None else free_slots
+        if blocks <= free_blocks and slots <= free_slots:
+            return True
+        budget = self._budget
+        return budget is not None and budget.has_room(
+            blocks, slots, hits, free_blocks=free_blocks, free_slots=free_slots
+        )
+
+    def fits(self, tokens: int, hits: Sequence[int], kept: int, slots: int = 1) -> bool:
+        """Whether `take` has room for one request, with `kept` more blocks and `slots` in all. It leaves
+        cached blocks out if the memory of these, or of the states behind them, must become that of others."""
+        if self.has_room(self.need(tokens, hits) + kept, slots, hits):
+            return True
+        return self._budget is not None and self.has_room(self.blocks_for(tokens) + kept, slots)
 
     # Giving and taking back
 
@@ -161,11 +202,19 @@ class RequestMemory:
         self, live: LiveRequest, num_tokens: int, hits: Sequence[int], *, is_whole: bool = False
     ) -> None:
         """Gives the request blocks for the tokens, and a state slot. The first blocks are `hits`, those of
-        the method of this name. `is_whole`: it keeps all positions of layers with windows, too."""
+        the method of this name, if there is room beside them. `is_whole`: it keeps all positions of layers
+        with windows, too. The request `fits`."""
+        if self._budget is not None and not self.has_room(self.need(num_tokens, hits), 1, hits):
+            hits = ()
         self._pool.share(hits)
         known, remnant = self._adopt(live, hits)
-        new = self._pool.allocate(self.blocks_for(num_tokens) - len(hits) - len(remnant))
-        live.blocks = array("i", [*hits, *remnant, *new])
+        lacking = self.blocks_for(num_tokens) - len(hits) - len(remnant)
+        if self.states is not None:
+            copy = self.states.lend(live, len(hits))
+            if self._budget is not None:  # which takes no memory of these hits, nor of the copy
+                self._budget.provide(lacking, 1)
+            self.states.take(live, copy, self._branch(live, len(hits)))
+        live.blocks = array("i", [*hits, *remnant, *self.allocate(lacking)])
         if (windows := self._windows) is not None:
             live.windows.is_whole = is_whole
             windows.promise(live.windows, self.window_need(num_tokens, is_whole=is_whole))
@@ -173,8 +222,6 @@ class RequestMemory:
             if is_whole or live.phase is Phase.RESERVED:  # other workers write the KV behind the hits
                 position, stop = 0 if is_whole else len(live.token_ids), len(live.blocks)
             windows.begin(live.windows, live.blocks, windows.first(position), stop)
-        if self.states is not None:
-            self.states.take(live, len(hits), self._branch(live, len(hits)))
         live.num_cached = known
         live.num_verified = 0
         live.num_published = len(hits)
@@ -182,6 +229,12 @@ class RequestMemory:
             self._cache.used(self._names(live, self._cache).blocks[: len(hits)])
             self._cache.queries += len(live.token_ids)
             self._cache.hits += live.num_cached
+
+    def allocate(self, blocks: int) -> list[int]:
+        """As `BlockPool.allocate`, with memory of states where needed. There is room for them."""
+        if self._budget is not None and blocks > self._pool.free:
+            self._budget.provide(blocks, 0)
+        return self._pool.allocate(blocks)
 
     def _branch(self, live: LiveRequest, hits: int) -> int:
         """As in `Wanted`: the end of what any tier has of the request, past the `hits`."""
@@ -306,7 +359,7 @@ class RequestMemory:
         assert self.states is not None, "the model has states"
         stop = live.num_published
         self._pool.release(live.blocks[begin:stop])
-        live.blocks[begin:stop] = array("i", self._pool.allocate(stop - begin))
+        live.blocks[begin:stop] = array("i", self.allocate(stop - begin))
         self._cache.hits -= (stop - begin) * self._block_size
         live.num_published, live.num_cached = begin, begin * self._block_size
         if begin:

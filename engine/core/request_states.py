@@ -6,7 +6,7 @@ from typing import NamedTuple
 from baton.engine.core.block_pool import StatePool
 from baton.engine.core.live_request import LiveRequest, Phase, States
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
-from baton.engine.core.state_copies import Copy, Save, Wanted
+from baton.engine.core.state_copies import Copy, CopyLease, Save, Wanted
 from baton.engine.core.step_builder import Schedule
 
 
@@ -36,14 +36,22 @@ class RequestStates:
         self._copies = None if cache is None else cache.copies
         self._names_of = names_of
 
-    def take(self, live: LiveRequest, num_hits: int, branch: int) -> None:
-        """Gives the request a slot. It begins with the copy behind its first `num_hits` cached blocks, if the
-        device has it. `branch`: as in `Wanted`."""
+    def lend(self, live: LiveRequest, num_hits: int) -> CopyLease | None:
+        """The copy behind the first `num_hits` cached blocks of a request, if the device has it and the
+        request begins with it."""
+        if self._copies is None or not num_hits or live.phase is Phase.RESERVED:
+            return None
+        assert live.names is not None, "hits are found by names"
+        if (name := live.names.blocks[num_hits - 1]) not in self._copies:
+            return None
+        self._copies.use(name)
+        return self._copies.lend(name)
+
+    def take(self, live: LiveRequest, copy: CopyLease | None, branch: int) -> None:
+        """Gives the request a slot. It begins with the copy. `branch`: as in `Wanted`."""
         live.states = States(self._pool.allocate(), branch=branch)
-        if self._copies is not None and num_hits and live.phase is not Phase.RESERVED:
-            assert live.names is not None, "hits are found by names"
-            if (name := live.names.blocks[num_hits - 1]) in self._copies:
-                self.begin_with(live, name)
+        live.states.copy = copy
+        live.states.begins_with = None if copy is None else copy.slot
 
     def begin_with(self, live: LiveRequest, name: bytes) -> None:
         """The request begins with this cached copy."""

@@ -27,6 +27,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS
+from baton.engine.core.units import Units
 
 END_TOKENS = 512
 """The end of a prompt, or of what it shares, gets a copy only this many tokens past the copy before it. Fewer
@@ -82,27 +83,41 @@ class StateCopies:
 
     Attributes:
         on_evicted: called with the name of each copy that `allocate` evicts.
+        grow: called before `allocate` evicts a copy. It may `put_in` slots.
         count, moves: as `BlockPool.num_blocks` and `moves`, of slots.
     """
 
     def __init__(
-        self, first_slot: int, count: int, interval: int, block_size: int, chunk_tokens: int
+        self,
+        first_slot: int,
+        count: int,
+        interval: int,
+        block_size: int,
+        chunk_tokens: int,
+        units: Units | None = None,
     ) -> None:
         """The slots are `count` in a row. Positions between two copies: `interval`, rounded up to blocks.
-        `chunk_tokens`: as `Kernels.chunk_tokens`."""
+        `chunk_tokens`: as `Kernels.chunk_tokens`. `units`: those of slots that have memory. None: all
+        have."""
         self._chunk_tokens = chunk_tokens
         self._interval = -(-interval // block_size) * block_size
         self._answer_interval = -(-ANSWER_TOKENS // block_size) * block_size
         self._block_size = block_size
         self.count = count
+        self.units = units
         self.moves = 0
         self.on_evicted: Callable[[bytes], None] = lambda _: None
-        self.most_written = max(1, count // 4)
-        """Slots that one request may write at a time, so that a long prompt leaves room for others."""
-        self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
+        self.grow: Callable[[], None] = lambda: None
+        self._present = count if units is None else units.present * units.size
+        self._free = list(range(first_slot + self._present - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._lent = Counter[int]()  # how often each slot is lent, also of a copy that was dropped meanwhile
         self._writing = 0
+
+    @property
+    def most_written(self) -> int:
+        """Slots that one request may write at a time, so that a long prompt leaves room for others."""
+        return max(1, self._present // 4)
 
     def next_position(self, wanted: Wanted, computed: int, tokens: int) -> int:
         """The first position after `computed` at which a request with so many tokens gets a copy."""
@@ -168,6 +183,8 @@ class StateCopies:
         """Returns a slot for a step to write, and evicts a copy where needed. None: steps are writing to all
         slots."""
         if not self._free:
+            self.grow()
+        if not self._free:
             oldest = next((name for name, slot in self._slot_of.items() if slot not in self._lent), None)
             if oldest is not None:
                 self._free.append(self._slot_of.pop(oldest))
@@ -176,11 +193,13 @@ class StateCopies:
             return None
         self._writing += 1
         self.moves += 1
-        return self._free.pop()
+        slot = self._free.pop()
+        self.hold(slot)
+        return slot
 
     def allocate_for_answer(self) -> int | None:
         """As `allocate`. None, too, if this would leave less than half of the slots to what is cached."""
-        return self.allocate() if self._writing < self.count // 2 else None
+        return self.allocate() if self._writing < self._present // 2 else None
 
     def publish(self, name: bytes, slot: int) -> None:
         """Names a copy that a step has written. Its states are verified."""
@@ -189,11 +208,13 @@ class StateCopies:
             return
         self._writing -= 1
         self._slot_of[name] = slot
+        self.let(slot)
 
     def release(self, slot: int) -> None:
         """Takes back a slot that `allocate` returned."""
         self._writing -= 1
         self._free.append(slot)
+        self.let(slot)
 
     def drop(self, name: bytes) -> None:
         """Forgets the copy with this name, if there is one."""
@@ -207,17 +228,49 @@ class StateCopies:
         if slot is None:
             return None
         self._lent[slot] += 1
+        self.hold(slot)
         return CopyLease(slot, self._take_back)
 
     def _take_back(self, slot: int) -> None:
         self._lent[slot] -= 1
+        self.let(slot)
         if not self._lent[slot]:
             del self._lent[slot]
             if slot not in self._slot_of.values():
                 self._free.append(slot)
 
+    # Memory
+
+    def hold(self, slot: int) -> None:
+        """As `BlockPool.hold`."""
+        if self.units is not None:
+            self.units.hold(slot)
+
+    def let(self, slot: int) -> None:
+        if self.units is not None:
+            self.units.let(slot)
+
+    def has_cached(self, slots: range) -> bool:
+        """Whether one of these slots has a cached copy."""
+        return any(slot in slots for slot in self._slot_of.values())
+
+    def put_in(self, slots: range) -> None:
+        """These slots have memory now, and are free."""
+        self._free[:0] = reversed(slots)
+        self._present += len(slots)
+
+    def take_out(self, slots: range) -> None:
+        """These slots, which nothing holds, lose their memory. The cache forgets their copies."""
+        for name in [name for name, slot in self._slot_of.items() if slot in slots]:
+            self._free.append(self._slot_of.pop(name))
+            self.on_evicted(name)
+        for slot in slots:
+            self._free.remove(slot)
+        self._present -= len(slots)
+        self.moves += len(slots)
+
     def assert_whole(self) -> None:
         """Asserts that each slot is free or has a cached copy."""
         slots = {*self._free, *self._slot_of.values()}
         assert not self._writing and not self._lent, "a copy was left behind"  # noqa: PT018
-        assert len(slots) == self.count == len(self._free) + len(self._slot_of), "a slot has two owners"
+        assert len(slots) == self._present == len(self._free) + len(self._slot_of), "a slot has two owners"

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from itertools import chain
 
 import numpy as np
 
@@ -37,8 +38,13 @@ class Kind(IntEnum):
     STOP = 0
     RUN = 1
     SAMPLE = 2
+    MOVE = 3
 
 
+Moves = list[tuple[int, int, bool]]
+"""Moves of memory, as in `ModelRunner.move`."""
+MOST_MOVES = 64
+"""Of a command."""
 HEAD = 1 + len(DIMENSIONS) + len(NUMBERS)
 """int64 of a command before its arrays: its kind, the sizes of the dimensions, and the numbers of the
 step."""
@@ -64,7 +70,8 @@ class Commands:
         sizes = dict.fromkeys(DIMENSIONS, tokens)
         sizes |= {"requests": requests, "width": table_width, "ahead": ahead, "image bytes": image_bytes}
         items = [(math.prod(layout.shape(sizes)), np.dtype(layout.dtype)) for layout in ARRAYS.values()]
-        self._slot_bytes = aligned(8 * HEAD) + sum(aligned(n * dtype.itemsize) for n, dtype in items)
+        arrays = aligned(8 * HEAD) + sum(aligned(n * dtype.itemsize) for n, dtype in items)
+        self._slot_bytes = max(arrays, aligned(8 * (2 + 3 * MOST_MOVES)))
         self._wakes = files.wakes
         slots = LINE * (1 + len(files.wakes))
         size = slots + SLOTS * self._slot_bytes
@@ -109,11 +116,25 @@ class Commands:
         self._next([kind])
         self._publish()
 
+    def move(self, moves: Sequence[tuple[int, int, bool]]) -> Callable[[], None]:
+        """The other ranks make these moves of memory. Returns what waits until all have made them: then KV
+        may be written on any rank. They wait only for what they compute."""
+        for first in range(0, len(moves), MOST_MOVES):
+            some = moves[first : first + MOST_MOVES]
+            self._next([Kind.MOVE, len(some), *chain.from_iterable(some)])
+            self._publish()
+
+        def wait() -> None:
+            while int(self._done[1:].min()) < self._written:
+                time.sleep(FULL_SECONDS)
+
+        return wait
+
     def _next(self, head: list[int]) -> np.ndarray:
         while self._written - int(self._done[1:].min()) >= SLOTS:
             time.sleep(FULL_SECONDS)
         slot = self._slots[self._written % SLOTS]
-        slot[: 8 * HEAD].view(np.int64)[: len(head)] = head
+        slot[: 8 * len(head)].view(np.int64)[:] = head
         return slot
 
     def _publish(self) -> None:
@@ -123,16 +144,19 @@ class Commands:
 
     # The other ranks
 
-    def received(self, rank: int) -> Iterator[Step | None]:
-        """The commands in order, until `stop`: a step to run, or None to sample the step that was run last.
-        The arrays of a step are valid until the next command is asked for."""
+    def received(self, rank: int) -> Iterator[Step | Moves | None]:
+        """The commands in order, until `stop`: a step to run, moves of memory, or None to sample the step
+        that was run last. The arrays of a step are valid until the next command is asked for."""
         for number in range(1, 1 << 62):
             os.eventfd_read(self._wakes[rank - 1])
             slot = self._slots[(number - 1) % SLOTS]
             kind = slot[: 8 * HEAD].view(np.int64)[0]
             if kind == Kind.STOP:
                 return
-            yield _step(slot) if kind == Kind.RUN else None
+            if kind == Kind.MOVE:
+                yield _moves(slot)
+            else:
+                yield _step(slot) if kind == Kind.RUN else None
             self._done[rank] = number
 
 
@@ -152,6 +176,12 @@ def _arrays_in(slot: np.ndarray, sizes: Mapping[str, int]) -> Iterator[np.ndarra
         array = np.ndarray(layout.shape(sizes), layout.dtype, slot, at)
         yield array
         at += aligned(array.nbytes)
+
+
+def _moves(slot: np.ndarray) -> Moves:
+    numbers = slot[: 8 * (2 + 3 * MOST_MOVES)].view(np.int64)
+    rows = numbers[2 : 2 + 3 * int(numbers[1])].reshape(-1, 3).tolist()
+    return [(cells, unit, bool(present)) for cells, unit, present in rows]
 
 
 def _step(slot: np.ndarray) -> Step:

@@ -12,6 +12,7 @@ import torch
 
 from baton.content.cache_kinds import Window, window_blocks
 from baton.engine.api.config import EngineConfig, TierCells, check_max_model_len
+from baton.engine.execution.elastic_cache import ElasticPlan, page_size, plan
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat
@@ -165,6 +166,19 @@ class PoolSize:
     """Copies of states for the prefix cache, in the slots behind those of the requests."""
     window_blocks: int | None = None
     """Blocks of layers with windows, and one that stands for none. None: they have those of all layers."""
+    elastic: ElasticPlan | None = None
+    """Blocks and slots share memory, and the numbers above are the most that there could ever be of each.
+    None: all have memory of their own."""
+
+    @property
+    def present_blocks(self) -> int:
+        """Blocks that have memory at the start: the first ones."""
+        return self.num_blocks if self.elastic is None else self.elastic.present_blocks
+
+    @property
+    def present_slots(self) -> int:
+        """The same of states of requests."""
+        return self.num_slots if self.elastic is None else self.elastic.present_slots
 
 
 def choose_limits(
@@ -261,21 +275,30 @@ def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int)
 
 
 def size_pool(
-    config: EngineConfig, model: ModelConfig, limits: CacheLimits, use: MemoryUse | None, ranks: Ranks
+    config: EngineConfig,
+    model: ModelConfig,
+    limits: CacheLimits,
+    use: MemoryUse | None,
+    ranks: Ranks,
+    page_bytes: int | None = None,
 ) -> PoolSize:
     """Divides the room for the cache. The states of all requests of a step come first, each with some KV
     beside them. Copies of states get a share of what is left, and the KV pool gets the rest. `--num-blocks`
-    fixes the KV pool instead.
+    fixes the KV pool instead. If the device can map pages of `page_bytes`, this is only how states and KV
+    begin.
 
     The rank with the least room decides for all. `use` None: on a CPU. Raises `ValueError` with the memory
     that each part needs."""
     share, step_tokens = config.gpu_memory_utilization, config.max_num_batched_tokens
+    elastic: ElasticPlan | None = None
     room = CPU_POOL_BYTES // ranks.size if use is None else ranks.minimum(use.room(share))
     if config.num_blocks is None:
         num_slots = _num_slots(config, limits, room)
         room -= num_slots * limits.state_bytes
         num_copies = _num_copies(config, limits, room - num_slots * limits.min_kv_bytes)
         num_blocks = limits.blocks_in(room - num_copies * limits.state_bytes, step_tokens)
+        if page_bytes is not None and num_slots and not limits.windows:
+            elastic = _elastic(config, limits, room + num_slots * limits.state_bytes, page_bytes, use)
     else:
         num_slots = _most_slots(config) if limits.state_bytes else 0
         num_blocks = config.num_blocks
@@ -284,14 +307,33 @@ def size_pool(
         num_copies = _num_copies(config, limits, room - taken)
         if use is not None and taken > (gpu_room := ranks.minimum(use.room(1.0))):
             raise _blocks_do_not_fit(config, limits, use, num_slots, gpu_room)
+    if elastic is not None:
+        num_blocks, num_slots = elastic.blocks.places, elastic.num_slots
+        num_copies = elastic.slots.places - num_slots
     capacity = max(0, num_blocks) * limits.block_size
     if capacity < (config.max_model_len or 1):
         raise _no_request_fits(config, limits, use, capacity)
     windows = limits.window_blocks(num_blocks, step_tokens)
     max_model_len = min(limits.max_model_len, capacity)
-    size = PoolSize(num_blocks, max_model_len, num_slots, num_copies, windows)
+    size = PoolSize(num_blocks, max_model_len, num_slots, num_copies, windows, elastic)
     _log(config, model, limits, use, size)
     return size
+
+
+def _elastic(
+    config: EngineConfig, limits: CacheLimits, room: int, page_bytes: int, use: MemoryUse | None
+) -> ElasticPlan | None:
+    """None: the room is too small to be divided anew."""
+    most_copies = max(2, int(COPY_SHARE * room) // limits.state_bytes) if config.enable_prefix_caching else 0
+    return plan(
+        limits.cache,
+        limits.block_size,
+        room,
+        page_size(page_bytes, room, on_gpu=use is not None),
+        most_slots=_most_slots(config),
+        most_copies=most_copies,
+        min_blocks=-(-limits.min_kv_bytes // limits.block_bytes),
+    )
 
 
 def tier_places(
@@ -380,6 +422,15 @@ def _log(
                     size.max_model_len, model.max_model_len)  # fmt: skip
     states, copies = size.num_slots * limits.state_bytes, size.num_copies * limits.state_bytes
     windows = size.window_blocks
+    if (elastic := size.elastic) is not None:
+        log.info(
+            "memory: %sKV and states share %s: at most %d blocks of %d, %d tokens, or states of %d requests; "
+            "%d blocks and states of %d requests have memory now",
+            f"{use}, " if use else "", gib(elastic.num_pages * elastic.page_bytes), size.num_blocks,
+            limits.block_size, size.num_blocks * limits.block_size, size.num_slots, size.present_blocks,
+            size.present_slots,
+        )  # fmt: skip
+        return
     log.info(
         "memory: %sKV pool %s: %d blocks of %d, %d tokens%s%s%s",
         f"{use}, " if use else "", gib(limits.pool_bytes(size.num_blocks, windows)), size.num_blocks,
@@ -395,7 +446,7 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
     """Turns an out-of-memory error of CUDA into a `ValueError` with the purpose and the remedy."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         free, total = torch.cuda.mem_get_info()
         raise ValueError(
             f"no GPU memory is left for {what}: {gib(torch.cuda.memory_allocated())} are in use here, "

@@ -52,6 +52,8 @@ class Follower:
             if command is None:
                 assert launched is not None, "a step is run before it is sampled"
                 self._runner.sample(launched, None)
+            elif isinstance(command, list):
+                self._runner.follow(command)
             else:
                 done = layer_done(command)
                 if command.awaits_kv:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from baton.engine.execution.commands import Commands, Kind
 from baton.engine.execution.draft_runner import DraftRunner, SampledStep
+from baton.engine.execution.elastic_cache import ElasticCache
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths, largest_graph
@@ -46,7 +47,7 @@ from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, ImageRows, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec, Places, SharedCache
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec, DeviceTensors, Places, SharedCache
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
 from baton.engine.step import Step, Variant
 from baton.engine.step_adjustments import Adjustments, ScoredLogprobs
@@ -157,6 +158,7 @@ class ModelRunner:
         self._window_blocks: int | None = None
         """Blocks of layers with windows, if they have blocks of their own."""
         self._has_states = any(not array.per_token for layer in cache for array in layer.arrays)
+        self._elastic: ElasticCache | None = None
         self._slots: list[list[Tensor]] = []
         """The tensors [slots, …] of all arrays of requests, those of one dtype together."""
         self._dtype = dtype
@@ -206,10 +208,14 @@ class ModelRunner:
         num_slots: int = 0,
         *,
         window_blocks: int | None = None,
+        elastic: ElasticCache | None = None,
         shared: bool = False,
     ) -> None:
         """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
-        `window_blocks`: as in `Places`. `shared`: all layers with the same arrays share the memory of one."""
+        `window_blocks`: as in `Places`. `elastic`: has the memory. None: it is fixed. `shared`: all layers
+        with the same arrays share the memory of one."""
+        self._elastic = elastic
+        memory = DeviceTensors(self.device) if elastic is None else elastic
         places = Places(num_blocks, self.block_size, num_slots, window_blocks)
         alike = dict[Any, Any]()
         self._window_blocks = window_blocks
@@ -221,7 +227,7 @@ class ModelRunner:
         for layer, spec in enumerate(self._cache):
             key = spec.arrays if shared else layer
             if key not in alike:
-                alike[key] = spec.allocate(places, self.device)
+                alike[key] = spec.allocate(places, memory)
             self.caches.append(alike[key])
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for spec, cache in zip(self._cache, self.caches, strict=True):
@@ -231,6 +237,25 @@ class ModelRunner:
             for x in slots:
                 by_dtype[x.dtype].append(x)
         self._slots = list(by_dtype.values())
+        if elastic is not None:
+            elastic.map_present()
+
+    def move(self, moves: Sequence[tuple[int, int, bool]]) -> None:
+        """Makes these moves of memory (`engine.core.elastic.Move`), on all ranks. No step and no copy uses
+        what loses its memory."""
+        assert self._elastic is not None, "the cache has memory that moves"
+        if self.followers is None:
+            self._elastic.move(moves)
+            return
+        done = self.followers.move(moves)
+        self._elastic.move(moves)
+        done()
+
+    def follow(self, moves: Sequence[tuple[int, int, bool]]) -> None:
+        """As `move`, on another rank. Rank 0 knows what its own steps use, which may be over here later."""
+        assert self._elastic is not None, "all ranks have the same kind of cache"
+        self._record().synchronize()
+        self._elastic.move(moves)
 
     def close(self) -> None:
         """Gives the cache's memory back."""

@@ -21,6 +21,7 @@ from baton.content.cache_kinds import CacheArray
 from baton.encode_worker.encoder import Encoder
 from baton.encode_worker.tower import Tower
 from baton.engine.api.config import EngineConfig
+from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.memory_sizing import (
     CacheLimits,
@@ -40,6 +41,7 @@ from baton.engine.loader import choose_format, draft_head, load_model, open_chec
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
+from baton.machine.device_memory import open_device_memory
 from baton.machine.step_model import StepModel
 
 log = logging.getLogger(__name__)
@@ -119,9 +121,15 @@ def start_rank(
         head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
     use = _measure(config, runner, limits, model_config.full_step, progress) if on_gpu else None
-    pool = size_pool(config, model_config, limits, use, ranks)
+    pages = _pages(device, ranks) if limits.state_bytes else None
+    pool = size_pool(config, model_config, limits, use, ranks, pages)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
-        runner.open(pool.num_blocks, pool.num_slots + pool.num_copies, window_blocks=pool.window_blocks)
+        runner.open(
+            pool.num_blocks,
+            pool.num_slots + pool.num_copies,
+            window_blocks=pool.window_blocks,
+            elastic=_elastic_cache(pool.elastic, device),
+        )
         if on_gpu:
             warm_up(runner, rehearsal_in(pool, config, limits.block_size), progress)
         if on_gpu and config.cuda_graphs:
@@ -169,6 +177,27 @@ def _encoder(
     with memory_for("the encoder of images", "choose a smaller --model"):
         tower = Tower(vision.settings, vision.tower, weights, device, dtype, seed=config.seed)
     return Encoder(tower.encode)
+
+
+def _pages(device: torch.device, ranks: Ranks) -> int | None:
+    """The smallest page that the devices of all ranks can map. None: one of them can map none."""
+    try:
+        found = open_device_memory(_index(device), 1).page_bytes
+    except MemoryError as error:
+        log.info("states and KV keep the memory that they begin with: %s", error)
+        found = 0
+    return ranks.minimum(found) or None
+
+
+def _index(device: torch.device) -> int | None:
+    """Of a CUDA device. None: it is the CPU."""
+    return None if device.type == "cpu" else device.index or 0
+
+
+def _elastic_cache(planned: ElasticPlan | None, device: torch.device) -> ElasticCache | None:
+    if planned is None:
+        return None
+    return ElasticCache(open_device_memory(_index(device), planned.page_bytes), planned, device)
 
 
 def _measure(

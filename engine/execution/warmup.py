@@ -225,8 +225,8 @@ def rehearsal_in(pool: PoolSize, config: EngineConfig, block_size: int) -> Rehea
         config,
         pool.max_model_len,
         block_size,
-        pool=pool.num_blocks,
-        num_slots=pool.num_slots,
+        pool=pool.present_blocks,
+        num_slots=pool.present_slots,
         window_blocks=pool.window_blocks,
     )
 

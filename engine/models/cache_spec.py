@@ -24,13 +24,37 @@ class Places(NamedTuple):
     """Blocks of layers with windows. None: they have those of all layers."""
 
 
+class CacheMemory(Protocol):
+    """Where a cache lies: `DeviceTensors`, or memory whose pages move (`engine.execution.elastic_cache`)."""
+
+    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns [rows, blocks, …], not initialised."""
+        ...
+
+    def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns [slots, …], not initialised."""
+        ...
+
+
+class DeviceTensors(NamedTuple):
+    """Each tensor has memory of torch, for all places."""
+
+    device: torch.device
+
+    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+
 class CacheSpec(Protocol):
     """What one layer caches on a rank. Specs with the same arrays are alike."""
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]: ...
 
-    def allocate(self, places: Places, device: torch.device) -> Any:
+    def allocate(self, places: Places, memory: CacheMemory) -> Any:
         """Returns what the kernels of the layer take, not initialised. No kernel reads a place before it is
         written for its request, and the system maps a page only when it is first written."""
 
@@ -73,16 +97,16 @@ class AttentionCache:
         window = None if self.span is None else Window(self.span.length, self.span.chunked)
         return (CacheArray(self.kind, name, *size, _name(self.dtype), window),)
 
-    def allocate(self, places: Places, device: torch.device) -> KV:
+    def allocate(self, places: Places, memory: CacheMemory) -> KV:
         """[rows, num_blocks, block_size, num_kv_heads, head_dim]."""
         block_size, heads, num_blocks = places.block_size, self.num_kv_heads, places.num_blocks
         if self.span is not None and places.window_blocks is not None:
             num_blocks = places.window_blocks
         shape = (self.rows, num_blocks, block_size, heads, self.head_dim)
-        values = torch.empty(shape, dtype=self.dtype, device=device)
+        values = memory.blocks(shape, self.dtype)
         if self.dtype is not FP8:
             return values
-        return Fp8KV(values, torch.empty((self.rows, num_blocks, heads, block_size), device=device))
+        return Fp8KV(values, memory.blocks((self.rows, num_blocks, heads, block_size), torch.float32))
 
     def planes(self, cache: KV) -> Sequence[Sequence[Tensor]]:
         values, scales = parts(cache)
@@ -103,8 +127,8 @@ class IndexedLatentCache:
     def arrays(self) -> tuple[CacheArray, ...]:
         return self.latents.arrays + self.index.arrays
 
-    def allocate(self, places: Places, device: torch.device) -> IndexedLatents:
-        return IndexedLatents(self.latents.allocate(places, device), self.index.allocate(places, device))
+    def allocate(self, places: Places, memory: CacheMemory) -> IndexedLatents:
+        return IndexedLatents(self.latents.allocate(places, memory), self.index.allocate(places, memory))
 
     def planes(self, cache: IndexedLatents) -> Sequence[Sequence[Tensor]]:
         return [*self.latents.planes(cache.latents), *self.index.planes(cache.index)]
@@ -126,7 +150,7 @@ class SharedCache:
     def arrays(self) -> tuple[CacheArray, ...]:
         return ()
 
-    def allocate(self, places: Places, device: torch.device) -> None:
+    def allocate(self, places: Places, memory: CacheMemory) -> None:
         return None
 
     def planes(self, cache: None) -> Sequence[Sequence[Tensor]]:
@@ -168,11 +192,11 @@ class StateCache:
             CacheArray(STATE, "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
         )
 
-    def allocate(self, places: Places, device: torch.device) -> LayerState:
+    def allocate(self, places: Places, memory: CacheMemory) -> LayerState:
         num_slots = places.num_slots
-        conv = torch.empty(num_slots, self.conv_inputs, self.channels, dtype=self.dtype, device=device)
+        conv = memory.slots((num_slots, self.conv_inputs, self.channels), self.dtype)
         heads = num_slots, self.num_heads, self.head_dim, self.state_size
-        return LayerState(conv, torch.empty(heads, device=device))
+        return LayerState(conv, memory.slots(heads, torch.float32))
 
     def planes(self, cache: LayerState) -> Sequence[Sequence[Tensor]]:
         inputs = self.arrays[:3]

@@ -8,7 +8,7 @@ from operator import itemgetter
 import torch
 
 from baton.kv_transfer.arena import Arena
-from baton.kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
+from baton.kv_transfer.cuda_memory import CudaError, ExportedMemory, PeerDeviceMemory, Slots, copy
 from baton.kv_transfer.device.pool import Event, Outcome, Rest, Staged
 from baton.kv_transfer.device.slice_kernels import RequestTable, SliceKernels
 from baton.kv_transfer.device.tables import Tables, pin, unpin
@@ -144,7 +144,7 @@ class CudaPool:
     def export(self) -> Export:
         try:
             with torch.cuda.device(self._device):
-                memory = DeviceMemory(self._num_slots, exported_slot_bytes(self._slot_bytes), self._token)
+                memory = ExportedMemory(self._num_slots, exported_slot_bytes(self._slot_bytes), self._token)
         except (CudaError, OSError) as e:
             raise Unreachable(f"no memory to export: {e}") from None
         self._exported = memory

@@ -14,7 +14,7 @@ import ctypes
 
 from baton.kv_transfer.arena import MARK, TOKEN, Arena, address_of
 from baton.kv_transfer.config import PAGE
-from baton.kv_transfer.cuda_memory import DeviceMemory, Slots, allocate, enter_device, read
+from baton.kv_transfer.cuda_memory import ExportedMemory, Slots, allocate, enter_device, read
 from baton.kv_transfer.peer_memory import export_arena
 from baton.kv_transfer.protocol.messages import Export
 
@@ -56,7 +56,7 @@ class GpuSlots(Slots):
         """As many slots as the arena has, of `slot_bytes` or what a slot of the arena has, whichever is more.
         Raises CudaError."""
         enter_device(device)
-        memory = DeviceMemory(arena.num_slots, max(slot_bytes, arena.slot_bytes), arena.token)
+        memory = ExportedMemory(arena.num_slots, max(slot_bytes, arena.slot_bytes), arena.token)
         super().__init__(memory.address, memory.num_slots, memory.slot_bytes)
         self.arena = arena
         self.device: int | None = device

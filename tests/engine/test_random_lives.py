@@ -252,7 +252,7 @@ class Lives:
         states = [] if scheduler.lives.states is None else scheduler.lives.states._free
         if scheduler.lives.cache is not None and scheduler.lives.cache.copies is not None:
             states = states + scheduler.lives.cache.copies._free
-        self.overwrite(engine, scheduler.lives.pool._free, states)
+        self.overwrite(engine, [*scheduler.lives.pool._free], states)
 
     def overwrite(self, engine: Engine, blocks: Sequence[int], states: Sequence[int]) -> None:
         assert self.under_way(engine, self.written).isdisjoint(blocks)

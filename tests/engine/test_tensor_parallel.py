@@ -254,7 +254,7 @@ def test_a_command_arrives_as_it_was_sent() -> None:
 
     def read(rank: int) -> None:
         for command in readers[rank - 1].received(rank):
-            if command is not None:
+            if isinstance(command, Step):
                 received[rank - 1].append(copy.deepcopy(command))
 
     threads = [threading.Thread(target=read, args=(rank,)) for rank in (1, 2)]

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 SLOTS, SLOT_BYTES = 4, 64 << 20
 OWNER = f"""
 import os, sys, msgspec, torch
-from baton.kv_transfer.cuda_memory import DeviceMemory, copy
+from baton.kv_transfer.cuda_memory import ExportedMemory, copy
 numbers = torch.arange({SLOTS * SLOT_BYTES // 4}, dtype=torch.int32, device="cuda")
-memory = DeviceMemory({SLOTS}, {SLOT_BYTES}, bytes(16))
+memory = ExportedMemory({SLOTS}, {SLOT_BYTES}, bytes(16))
 copy(memory.address, numbers.data_ptr(), {SLOTS * SLOT_BYTES}, torch.cuda.current_stream().cuda_stream)
 torch.cuda.synchronize()
 os.write(1, msgspec.msgpack.encode(memory.export))

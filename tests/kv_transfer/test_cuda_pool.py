@@ -16,7 +16,7 @@ import torch
 from baton.content.cache_kinds import STATE, CacheArray, CacheKind, Unit
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
-from baton.kv_transfer.cuda_memory import DeviceMemory, Slots
+from baton.kv_transfer.cuda_memory import ExportedMemory, Slots
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.cuda_pool import CudaPool
@@ -118,7 +118,7 @@ def pulled(
     sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
     receiver = CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True)
     if adopts:
-        export = DeviceMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
+        export = ExportedMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
         sender.adopt(export)
     else:
         export = sender.export()
@@ -166,7 +166,7 @@ def test_a_token_is_looked_at_after_its_copy() -> None:
     """The look waits for the current stream only."""
     cuda_on_cpu.be_late(range(9))
     pool = CudaPool(cache("bfloat16", 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=True)
-    export = DeviceMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
+    export = ExportedMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
     pool.adopt(export)
     pool.open(export, "bfloat16")
 

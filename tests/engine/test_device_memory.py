@@ -1,0 +1,150 @@
+"""Memory whose pages move, of the device that tests run on."""
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.execution.elastic_cache import tensor_at
+from baton.machine.device_memory import DeviceMemory, Exported, open_device_memory
+from tests.device import DEVICE
+
+NUMBER = None if DEVICE == "cpu" else 0
+READER = f"""
+import ctypes, socket, sys
+from baton.machine.device_memory import Exported, open_device_memory
+if {DEVICE == "cuda"}:
+    import torch
+    torch.cuda.init(); torch.zeros(1, device="cuda")
+memory = open_device_memory({NUMBER}, 1, exportable=True)
+_, fds, *_ = socket.recv_fds(socket.socket(fileno=int(sys.argv[1])), 1, 1)
+page, address = memory.adopt(Exported(fds[0], int(sys.argv[2])), 1), memory.reserve(1)
+memory.map(address, page)
+if {DEVICE == "cuda"}:
+    from baton.engine.execution.elastic_cache import tensor_at
+    found = tensor_at(address, (memory.page_bytes,), torch.uint8, torch.device("cuda"))
+    print(found[:3].tolist(), flush=True)
+    found += 1
+    torch.cuda.synchronize()
+else:
+    found = (ctypes.c_ubyte * memory.page_bytes).from_address(address)
+    print(found[:3], flush=True)
+    found[0] += 1
+"""
+
+
+@pytest.fixture
+def memory() -> Iterator[DeviceMemory]:
+    if DEVICE == "cuda":
+        torch.zeros(1, device=DEVICE)  # the context
+    memory = open_device_memory(NUMBER, 1, exportable=True)
+    yield memory
+    gc.collect()
+    memory.close()
+
+
+def bytes_at(memory: DeviceMemory, address: int, pages: int = 1) -> Tensor:
+    return tensor_at(address, (pages * memory.page_bytes,), torch.uint8, torch.device(DEVICE))
+
+
+def test_a_page_keeps_its_bytes_wherever_it_is_mapped(memory: DeviceMemory) -> None:
+    here, there = memory.reserve(4 * memory.page_bytes), memory.reserve(4 * memory.page_bytes)
+    one, two = memory.create(2)
+    memory.map(here, [one, two])
+    bytes_at(memory, here).fill_(1)
+    bytes_at(memory, here + memory.page_bytes).fill_(2)
+    memory.unmap(here, 2)
+    memory.map(there + memory.page_bytes, [two])
+    memory.map(here + 3 * memory.page_bytes, [one])
+    assert bytes_at(memory, there + memory.page_bytes).unique().tolist() == [2]
+    assert bytes_at(memory, here + 3 * memory.page_bytes).unique().tolist() == [1]
+
+
+def test_a_tensor_keeps_its_address_while_pages_under_it_come_and_go(memory: DeviceMemory) -> None:
+    size = memory.page_bytes
+    address = memory.reserve(8 * size)
+    pages = memory.create(3)
+    memory.map(address, pages[:2])
+    whole = tensor_at(address, (8, size // 4), torch.float32, torch.device(DEVICE))
+    whole[:2] = 3.5
+    memory.unmap(address + size, 1)
+    memory.map(address + 6 * size, [pages[1]])
+    assert whole[6].unique().tolist() == [3.5]
+    whole[7:7] = 0
+    memory.map(address + 7 * size, [pages[2]])
+    whole[7].copy_(whole[0])
+    assert whole[[0, 6, 7]].unique().tolist() == [3.5]
+    assert whole.data_ptr() == address
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_a_tensor_may_have_any_type(memory: DeviceMemory, dtype: torch.dtype) -> None:
+    address = memory.reserve(1)
+    memory.map(address, memory.create(1))
+    made = tensor_at(address, (2, 4), dtype, torch.device(DEVICE))
+    made.copy_(torch.arange(8).view(2, 4).to(dtype))
+    assert made.to(torch.int64).flatten().tolist() == [*range(8)]
+
+
+def test_another_process_adopts_a_page_and_both_see_what_is_written(memory: DeviceMemory) -> None:
+    _, page = memory.create(2)
+    address = memory.reserve(1)
+    memory.map(address, [page])
+    bytes_at(memory, address).copy_(torch.arange(memory.page_bytes).to(torch.uint8))
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    exported = memory.export(page)
+    here, there = socket.socketpair()
+    with (
+        here,
+        there,
+        subprocess.Popen(
+            [sys.executable, "-c", READER, str(there.fileno()), str(exported.offset)],
+            stdout=subprocess.PIPE,
+            pass_fds=[there.fileno()],
+        ) as reader,
+    ):
+        socket.send_fds(here, [b"x"], [exported.fd])
+        os.close(exported.fd)
+        assert reader.communicate()[0] == b"[0, 1, 2]\n"
+    assert reader.returncode == 0
+    assert bytes_at(memory, address)[0].item() == 1, "the page outlives the reader"
+
+
+def test_pages_come_back_when_they_are_freed(memory: DeviceMemory) -> None:
+    pages = memory.create(4)
+    address = memory.reserve(4 * memory.page_bytes)
+    memory.map(address, pages)
+    bytes_at(memory, address, 4).fill_(1)
+    memory.unmap(address, 4)
+    if DEVICE == "cpu":
+        before = os.fstat(pages[0].handle).st_blocks
+        memory.free(pages[:3])
+        assert os.fstat(pages[3].handle).st_blocks == before // 4
+        memory.free(pages[3:])
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(pages[3].handle)
+    else:
+        torch.cuda.synchronize()
+        free, _ = torch.cuda.mem_get_info()
+        memory.free(pages)
+        assert torch.cuda.mem_get_info()[0] >= free + 3 * memory.page_bytes
+
+
+def test_a_file_that_is_too_short_is_not_adopted() -> None:
+    memory = open_device_memory(None, 1)
+    with open("/dev/null", "rb") as file, pytest.raises(MemoryError, match="has 0 bytes"):
+        memory.adopt(Exported(file.fileno(), 0), 1)
+    fd = os.memfd_create("short")
+    os.ftruncate(fd, memory.page_bytes)
+    for offset in (-memory.page_bytes, 1, memory.page_bytes):
+        with pytest.raises(MemoryError, match="not 1 pages"):
+            memory.adopt(Exported(fd, offset), 1)
+    os.close(fd)
+    memory.close()

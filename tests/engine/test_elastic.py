@@ -1,0 +1,276 @@
+"""States and KV share one budget of memory: pages move between them, and no tensor moves."""
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine import Engine, EngineRequest
+from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.elastic import Budget, Cells, Move
+from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.request_lives import RequestLives
+from baton.engine.core.state_copies import StateCopies
+from baton.engine.core.units import Units
+from baton.engine.execution import elastic_cache, memory_sizing
+from tests.engine.conftest import MakeEngine, TinyOf, request_of, tokens_of
+from tests.engine.scheduling import ROOT, of_slots
+
+BLOCK = 64
+UNIT = 4
+"""Blocks of a unit. It has 3 pages; a unit of 2 slots has 8."""
+
+
+class Pages:
+    """Follows the moves of a budget, and asserts that nothing which is held loses its memory."""
+
+    def __init__(self, budget: Budget, lives: RequestLives) -> None:
+        self.lives = lives
+        self.present: set[tuple[Cells, int]] = set()
+        budget.move = self.move
+
+    def move(self, moves: Sequence[Move]) -> None:
+        used = {(Cells.BLOCKS, block // UNIT) for live in self.lives for block in live.blocks}
+        used |= {(Cells.SLOTS, live.states.slot // 2) for live in self.lives if live.states is not None}
+        for cells, unit, present in moves:
+            assert ((cells, unit) in self.present) is not present
+            if present:
+                self.present.add((cells, unit))
+            else:
+                assert (cells, unit) not in used
+                self.present.remove((cells, unit))
+
+    def of(self, cells: Cells) -> int:
+        return sum(kind is cells for kind, _ in self.present)
+
+
+@pytest.fixture
+def lives() -> RequestLives:
+    """68 pages: 4 units of blocks, 4 of states and 1 of copies have 12 + 32 + 8 at the start, 16 are free.
+    There could be 20 units of blocks, or 7 of states."""
+    pool = BlockPool(20 * UNIT, BLOCK, Units(0, 20 * UNIT, UNIT, 4, keeps_first=True))
+    states = StatePool(14, Units(0, 14, 2, 4, keeps_first=True))
+    copies = StateCopies(14, 6, 256, BLOCK, 1, Units(14, 6, 2, 1, keeps_first=False))
+    cache = PrefixCache(pool, ROOT, copies=copies)
+    budget = Budget(pool, states, copies, block_pages=3, slot_pages=8, page_bytes=1, free_pages=16)
+    return RequestLives(pool, max_num_seqs=14, cache=cache, states=states, budget=budget)
+
+
+@pytest.fixture
+def pages(lives: RequestLives) -> Pages:
+    assert lives.budget is not None
+    pages = Pages(lives.budget, lives)
+    pages.present = {(Cells.BLOCKS, unit) for unit in range(4)} | {(Cells.SLOTS, unit) for unit in range(4)}
+    pages.present.add((Cells.SLOTS, 7))
+    return pages
+
+
+def start(lives: RequestLives, number: int, blocks: int) -> LiveRequest | None:
+    return lives.start(request_of(number, [number] * (blocks * BLOCK)))
+
+
+def room(lives: RequestLives) -> int:
+    """Blocks that one request could have."""
+    assert lives.budget is not None
+    return lives.pool.free + lives.budget.more_blocks
+
+
+def test_idle_slots_become_blocks_and_come_back(lives: RequestLives, pages: Pages) -> None:
+    total = room(lives)
+    assert total == 80 == lives.pool.num_blocks
+    long = start(lives, 1, 78)
+    assert long is not None, "a request may need nearly all memory"
+    assert (pages.of(Cells.BLOCKS), pages.of(Cells.SLOTS)) == (20, 1)
+    second = start(lives, 2, 1)
+    assert second is not None, "the first unit of slots has two"
+    assert start(lives, 3, 1) is None, "no memory for a third slot"
+    assert not lives.memory.has_room(3, 0)
+    lives.drop(long)
+    lives.drop(second)
+    assert room(lives) == total
+    lives.assert_whole()
+    short = [start(lives, 10 + n, 1) for n in range(14)]
+    assert None not in short
+    assert (pages.of(Cells.BLOCKS), pages.of(Cells.SLOTS)) == (4, 7)
+    for live in filter(None, short):
+        lives.drop(live)
+    assert room(lives) == total
+    lives.assert_whole()
+
+
+def test_a_growing_request_takes_idle_slots_before_it_preempts(lives: RequestLives, pages: Pages) -> None:
+    live = start(lives, 1, 30)
+    assert live is not None
+    before = pages.of(Cells.SLOTS)
+    while lives.memory.has_room(1, 0):
+        live.blocks.extend(lives.memory.allocate(1))
+    assert len(live.blocks) == 80
+    assert pages.of(Cells.SLOTS) < before
+    lives.drop(live)
+    lives.assert_whole()
+
+
+def test_what_a_tier_copies_keeps_its_memory(lives: RequestLives, pages: Pages) -> None:
+    """A cached block may be given out while a tier copies it, but its unit stays."""
+    lives.pool.hold(13)
+    assert room(lives) == 80
+    short = [start(lives, n, 1) for n in range(13)]
+    assert (Cells.BLOCKS, 13 // UNIT) in pages.present
+    lives.pool.let(13)
+    for live in filter(None, short):
+        lives.drop(live)
+    lives.assert_whole()
+
+
+def test_the_states_that_a_request_begins_with_are_no_memory_for_it(
+    lives: RequestLives, pages: Pages
+) -> None:
+    cache = lives.cache
+    assert cache is not None
+    assert cache.copies is not None
+    prompt = [5] * (4 * BLOCK)
+    live = lives.start(request_of(1, prompt))
+    assert live is not None
+    slot = cache.copies.allocate()
+    assert slot is not None
+    lives.memory.publish(live, len(prompt))
+    assert live.names is not None
+    cache.publish_states(live.names, 4 * BLOCK, slot)
+    lives.drop(live)
+    most = lives.start(request_of(2, prompt + [6] * (63 * BLOCK)))
+    assert most is not None
+    assert most.num_cached == 4 * BLOCK
+    assert most.states is not None
+    assert most.states.begins_with == slot
+    assert (pages.of(Cells.BLOCKS), pages.of(Cells.SLOTS)) == (17, 2)
+    assert (Cells.SLOTS, slot // 2) in pages.present
+    lives.drop(most)
+    whole = lives.start(request_of(3, prompt + [7] * (75 * BLOCK)))
+    assert whole is not None, "it gives up the states, so that it can have all memory"
+    assert whole.num_cached == 0
+    assert (pages.of(Cells.BLOCKS), pages.of(Cells.SLOTS)) == (20, 1)
+    lives.drop(whole)
+    lives.assert_whole()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: int) -> None:
+    rng = random.Random(seed)
+    running: list[LiveRequest] = []
+    budget, copies = lives.budget, None if lives.cache is None else lives.cache.copies
+    assert budget is not None
+    assert copies is not None
+    for number in range(1, 400):
+        choice = rng.random()
+        if choice < 0.5:
+            prompt = [rng.randrange(3)] * (BLOCK * rng.choice((1, 1, 2, 5, 20, 60)))
+            live = lives.start(request_of(number, prompt + [number % 100] * rng.randrange(1, BLOCK)))
+            if live is not None:
+                running.append(live)
+        elif choice < 0.8 and running:
+            lives.drop(running.pop(rng.randrange(len(running))))
+        elif running:
+            live = rng.choice(running)
+            full = len(live.token_ids) // BLOCK
+            slot = copies.allocate() if rng.random() < 0.5 and full else None
+            lives.memory.publish(live, full * BLOCK)
+            if slot is not None:
+                assert lives.cache is not None
+                assert live.names is not None
+                lives.cache.publish_states(live.names, full * BLOCK, slot)
+            wanted = rng.choice((1, 9))
+            if lives.memory.has_room(wanted, 0):
+                live.blocks.extend(lives.memory.allocate(wanted))
+        used = 3 * pages.of(Cells.BLOCKS) + 8 * pages.of(Cells.SLOTS)
+        assert used + budget.free_pages == 68
+        lives.pool.assert_consistent()
+    for live in running:
+        lives.drop(live)
+    lives.assert_whole()
+    assert room(lives) == 80
+
+
+# The engine
+
+
+SEATS, SHORT, LONG = 32, 6, 240
+
+
+@pytest.fixture(scope="module", params=["Bamba", "Bamba, units of 16 slots", "Qwen3_5Text"])
+def path(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Iterator[Path]:
+    kind, *large = request.param.split(",")
+    with pytest.MonkeyPatch.context() as patch:
+        if not large:  # then the inputs of convolutions have memory for all slots
+            patch.setattr(elastic_cache, "RESIDENT_SHARE", 3)
+        yield tiny_of(kind)
+
+
+def elastic(tiny_engine: MakeEngine, path: Path, room: int, **options: Any) -> Engine:
+    """An engine with so many bytes for states and KV."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_sizing, "CPU_POOL_BYTES", room)
+        settings = {"max_num_seqs": SEATS, "max_num_batched_tokens": 64, **options}
+        engine = tiny_engine(model=str(path), num_blocks=None, **settings)
+    assert engine.lives.budget is not None, "the model has states"
+    return engine
+
+
+def batch(first: int, count: int, tokens: int) -> list[EngineRequest]:
+    rng = random.Random(first)
+    return [
+        request_of(first + n, [rng.randrange(3, 199) for _ in range(tokens)], max_tokens=4, ignore_eos=True)
+        for n in range(count)
+    ]
+
+
+def fitting(budget: Budget, blocks: int) -> int:
+    """Requests with so many blocks and a slot that would fit a pool which is split for them."""
+    stats = budget.stats
+    whole = stats.kv_bytes + stats.state_bytes + stats.free_bytes
+    each = budget.block_bytes * blocks + budget.slot_bytes
+    return int(whole / each)
+
+
+def test_short_requests_then_long_ones_then_short_ones(path: Path, tiny_engine: MakeEngine) -> None:
+    """At least 0.9 of the requests that a split for them alone has room for run at the same time. All have
+    the tokens of an engine with memory for all, and no tensor moves."""
+    engine = elastic(tiny_engine, path, 1_100_000, enable_prefix_caching=True)
+    plain = tiny_engine(model=str(path), num_blocks=4096, max_num_seqs=SEATS, max_num_batched_tokens=64)
+    addresses = [x.data_ptr() for x in of_slots(engine)]
+    budget, total = engine.lives.budget, engine.num_blocks
+    assert budget is not None
+    assert engine.blocks_free == total
+    long = int(0.9 * fitting(budget, -(-LONG // engine.block_size)))
+    assert 4 < long < SEATS
+    for requests in (batch(100, SEATS, SHORT), batch(200, long, LONG), batch(300, SEATS, SHORT)):
+        found: dict[bytes, list[int]] = {request.id: [] for request in requests}
+        for request in requests:
+            assert engine.start(request) is not None, "there is room for all at the same time"
+        while engine.loop.has_work:
+            for output in engine.loop.step().outputs:
+                found[output.id].append(output.token)
+        assert [*found.values()] == tokens_of(plain, requests)
+        engine.assert_whole()
+        assert engine.blocks_free == total
+    assert engine.stats().preemptions == 0
+    assert budget.stats.moved_bytes > 200_000
+    assert addresses == [x.data_ptr() for x in of_slots(engine)]
+
+
+def test_the_memory_of_an_engine_goes_with_its_last_tensor(path: Path, tiny_engine: MakeEngine) -> None:
+    def mapped() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("baton-device-memory")
+
+    before = mapped()
+    engine = elastic(tiny_engine, path, 1_100_000)
+    tensor = of_slots(engine)[0]
+    del engine
+    assert mapped() > before
+    tensor[0] = 1
+    del tensor
+    assert mapped() == before
