@@ -31,7 +31,14 @@ from baton.engine.api.request import (
     check_request,
 )
 from baton.engine.api.sampling_params import Reasoning, SamplingParams, StructuredOutput
-from baton.engine.api.stats import EngineStats, ExpertStats, MixedStep, OffloadStats, SpeculationStats
+from baton.engine.api.stats import (
+    EngineStats,
+    ExpertStats,
+    MemoryStats,
+    MixedStep,
+    OffloadStats,
+    SpeculationStats,
+)
 
 if TYPE_CHECKING:
     from baton.engine.engine import Engine, build_engine

@@ -13,6 +13,7 @@ from baton.cluster.tools.http import fetch
 from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
 
 SHOWN_FAILURES = 5
+GIB = 1 << 30
 
 
 def run(
@@ -76,8 +77,9 @@ def show(report: dict[str, Any], *, wide: bool) -> None:
         if role["role"] == "store":
             cells = f"{role['phase']}, {role['restarts']} restarts {role['last_exit']}".rstrip()
             out.print(f"store at {role['address'] or UNKNOWN}: {cells}", markup=False)
-    for told in filter(None, map(store, workers)):
-        out.print(told, markup=False)
+    for tell in (store, memory):
+        for told in filter(None, map(tell, workers)):
+            out.print(told, markup=False)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
         out.print(f"{role}: {pool['size']} workers ({bounds}), {pool['needed']} needed: {pool['why']}")
@@ -215,6 +217,17 @@ def store(worker: dict[str, Any]) -> str:
     speed = load.get("store_tokens_per_s")
     reads = f"{speed:,.0f} tokens/s" if speed else "no speed known yet"
     return f"store of {name_of(worker)}: {load['store']}, {reads}"
+
+
+def memory(worker: dict[str, Any]) -> str:
+    """How a worker divides the memory that KV and states share; "" if they share none."""
+    load = worker.get("status") or {}
+    kv, states = (int(load.get(name) or 0) for name in ("kv_memory_bytes", "state_memory_bytes"))
+    if not states:
+        return ""
+    return (
+        f"memory of {name_of(worker)}: KV {kv / GIB:.2f} GiB, states {states / GIB:.2f} GiB, moved as needed"
+    )
 
 
 def row(worker: dict[str, Any]) -> dict[str, str]:

@@ -374,3 +374,13 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
     assert refused.exit_code == 2
     assert "unknown key" in refused.stderr
     assert "set BATON_API_KEY to a key" in refused.stderr
+
+
+def test_status_shows_how_kv_and_states_share_memory() -> None:
+    worker = {
+        "role": "decode",
+        "index": 0,
+        "status": {"kv_memory_bytes": 3 << 30, "state_memory_bytes": 1 << 29},
+    }
+    assert status.memory(worker) == "memory of decode 0: KV 3.00 GiB, states 0.50 GiB, moved as needed"
+    assert not status.memory({"role": "decode", "index": 0, "status": None})

@@ -114,6 +114,8 @@ class Backend:
             draft_tokens=drafts.drafts if drafts else 0,
             accepted_draft_tokens=drafts.accepted if drafts else 0,
             step_model=_step_model(stats),
+            kv_memory_bytes=stats.memory.kv_bytes if stats.memory else 0,
+            state_memory_bytes=stats.memory.state_bytes if stats.memory else 0,
             **same_names(pb.WorkerStatus, stats),
         )
         return self._last_status

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from baton.content import Tier
-from baton.engine import ExpertStats, OffloadStats
+from baton.engine import ExpertStats, MemoryStats, OffloadStats
 from baton.kv_transfer import InjectStats, TransferStats
 from baton.kv_transfer.memory_reader import READERS, reader_of
 from baton.machine.connections import Connections
@@ -197,6 +197,8 @@ class Metrics(Collector):
             yield from self._of_experts(stats.experts)
         if stats.offload:
             yield from self._of_offload(stats.offload)
+        if stats.memory is not None:
+            yield from self._of_memory(stats.memory)
         if (drafts := stats.speculation) is not None:
             text = "Steps of requests that had drafts."
             yield counter("vllm:spec_decode_num_drafts", text, drafts.steps)
@@ -254,6 +256,15 @@ class Metrics(Collector):
         yield self._gauge("baton:expert_imbalance", text, stats.imbalance)
         text = "Experts with tokens in a layer of a step; mean of recent ones."
         yield self._gauge("baton:experts_used", text, stats.used)
+
+    def _of_memory(self, stats: MemoryStats) -> Iterator[Metric]:
+        shares = {"kv": stats.kv_bytes, "states": stats.state_bytes, "free": stats.free_bytes}
+        text = "Memory of a device that KV and states share, by what has it."
+        yield self._gauge("baton:elastic_memory_bytes", text, shares, "kind")
+        text = "Memory that went from KV to states, or back."
+        yield self._counter("baton:elastic_memory_moved_bytes", text, stats.moved_bytes)
+        text = "Time in which it went."
+        yield self._counter("baton:elastic_memory_move_seconds", text, stats.moving_seconds)
 
     def _of_offload(self, tiers: Sequence[OffloadStats]) -> Iterator[Metric]:
         used = {_TIERS[stats.tier]: stats.blocks_used / max(1, stats.blocks_total) for stats in tiers}
