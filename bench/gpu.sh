@@ -83,6 +83,7 @@ exact() {
     $chaos --logs "$out/exact_control" --json "$out/exact_control.json" # without the flag tokens should differ
 }
 drafts() {
+    python3 -m baton.bench.elastic --device cuda --json "$out/elastic.json"
     python3 -m baton.bench.speculation --device cuda --json "$out/drafts.json"
     python3 -m baton.bench.speculation --device cuda --method eagle3 --json "$out/eagle.json"
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import re
@@ -51,6 +52,7 @@ TINY = "one-small-layer"
 ON_GPU = (
     "chaos",
     "disagg",
+    "elastic",
     "engine",
     "flip",
     "kernels",
@@ -184,6 +186,20 @@ def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     assert {"engine.cpu.default.ttft", "engine.cpu.vs_transformers.b16", "engine.cpu.predicted.error"} <= {
         *rows
     }
+
+
+def test_runs_elastic(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.bench import elastic
+
+    monkeypatch.setattr(contract, "MIN_PAIRS", 1)
+    for name in ("MIN_PAIRS", "STEP_BATCHES"):
+        monkeypatch.setattr(elastic, name, {"MIN_PAIRS": 1, "STEP_BATCHES": (1,)}[name])
+    case = dataclasses.replace(elastic.ON_CPU, short=elastic.Load(64, 16, 1), long=elastic.Load(4, 1500, 1))
+    monkeypatch.setattr(elastic, "ON_CPU", case)
+    rows = run("elastic", "--short")
+    assert rows["elastic.cpu.short"] == rows["elastic.cpu.short_again"] == 64
+    assert rows["elastic.cpu.long"] == 4
+    assert {"elastic.cpu.move", "elastic.cpu.step.b1"} <= {*rows}
 
 
 def test_runs_speculation(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

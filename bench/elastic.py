@@ -1,0 +1,231 @@
+"""Elastic memory: states and KV of a hybrid share one budget, and pages move between them in one engine.
+
+Many short requests need states, then a few long ones need KV, then short ones come again, without a restart.
+A count of requests that run at the same time is compared with what a pool would hold that is split for this
+load alone. On a GPU with 33 GB for states and KV, on the shape of Bamba-9B. On a CPU with a tiny model.
+
+    elastic.NAME.short       short requests at the same time, before long ones
+    elastic.NAME.long        long requests at the same time, after short ones
+    elastic.NAME.short_again short requests at the same time, after long ones
+    elastic.NAME.move        time of a move of 1 GB from states to KV, or back
+    elastic.NAME.step        a decode step, against one of an engine with a fixed split
+
+NAME is `cuda` or `cpu`. With `--only memory` or `--only step` a part is measured.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import baton.bench.contract as contract
+from baton.bench.contract import MIN_PAIRS, Report, Row
+from baton.bench.engine.drive import drain, fill, greedy, prompt
+from baton.bench.shapes import BAMBA, SHAPES, write_shape
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.core.elastic import Budget
+from baton.engine.execution import memory_sizing
+
+GB = 10**9
+STEP_BATCHES = (1, 64)
+TINY = SHAPES[BAMBA] | {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16,
+    "mamba_d_state": 16, "vocab_size": 40_000, "max_position_embeddings": 4096, "torch_dtype": "float32",
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests at the same time, and their tokens."""
+
+    requests: int
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True)
+class Case:
+    room: int
+    """Bytes for states and KV."""
+    step_room: int
+    """The same of each of the two engines whose steps are compared."""
+    short: Load
+    long: Load
+    config: dict[str, Any]
+
+
+ON_GPU = Case(
+    33 * GB,
+    8 * GB,
+    Load(256, 64, 16),
+    Load(8, 128_000, 4),
+    {"dtype": "bfloat16", "device": "cuda", "max_model_len": 131072, "max_num_batched_tokens": 8192},
+)
+ON_CPU = Case(
+    2_000_000,
+    6_000_000,
+    Load(64, 16, 4),
+    Load(4, 1_500, 2),
+    {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_batched_tokens": 512},
+)
+
+
+def engine_of(case: Case, path: Path, room: int, **config: Any) -> Engine:
+    """An engine with so many bytes for states and KV, whatever the device has."""
+    gc.collect()
+    memory_sizing.CPU_POOL_BYTES = room
+    memory_sizing.MemoryUse.room = lambda self, share: room  # pyrefly: ignore[bad-assignment]
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_num_seqs": case.short.requests,
+        "ttit_target": 60.0,
+    }
+    return build_engine(EngineConfig(str(path), **settings | case.config | config))
+
+
+def held_by_split(budget: Budget, load: Load, block_size: int) -> int:
+    """Requests of a load that a pool would hold whose memory is split for it."""
+    stats, blocks = budget.stats, -(-(load.prompt + load.answer) // block_size)
+    whole = stats.kv_bytes + stats.state_bytes + stats.free_bytes
+    return min(load.requests, int(whole / (budget.slot_bytes + blocks * budget.block_bytes)))
+
+
+def run_load(engine: Engine, load: Load, seed: int, *, computed: bool) -> int:
+    """Starts as many requests of the load as there is room for. Computes them if `computed`. Returns their
+    number. The pools are whole afterwards."""
+    started = 0
+    for number in range(load.requests):
+        live = engine.start(greedy(prompt(load.prompt, seed + number), load.answer))
+        started += live is not None
+    if not computed:
+        for live in list(engine.lives):
+            engine.cancel(live)
+    tokens = drain(engine)
+    engine.assert_whole()
+    assert tokens == started * load.answer * computed, "each request has all its tokens"
+    assert engine.blocks_free == engine.num_blocks, "all memory can become KV again"
+    return started
+
+
+def measure_memory(case: Case, path: Path, name: str, report: Report, *, short: bool) -> None:
+    engine = engine_of(case, path, case.room, enable_prefix_caching=True)
+    budget = engine.lives.budget
+    assert budget is not None, "the model has states, and the device can map pages"
+    for row, load, seed in (
+        ("short", case.short, 0), ("long", case.long, 10_000), ("short_again", case.short, 20_000)
+    ):  # fmt: skip
+        before, began = budget.stats, time.perf_counter()
+        held = run_load(engine, load, seed, computed=not short or load is case.short or name == "cpu")
+        moved = budget.stats
+        split = held_by_split(budget, load, engine.block_size)
+        to = {"ratio": held / split, "ratio_to": "a split for them alone", "goal": 0.9}
+        report.add(Row(f"elastic.{name}.{row}", held, "requests", better="higher", **to))
+        report.detail[row] = {
+            "seconds": time.perf_counter() - began,
+            "moved_bytes": moved.moved_bytes - before.moved_bytes,
+            "moving_seconds": moved.moving_seconds - before.moving_seconds,
+            "preemptions": engine.stats().preemptions,
+        }
+    report.add_median(f"elastic.{name}.move", moves(engine, budget), "ms", scale=1e3)
+    engine.close()
+
+
+def moves(engine: Engine, budget: Budget) -> list[float]:
+    """Seconds for 1 GB, of moves of up to 1 GB from states to KV and back."""
+    pool, states = engine.lives.pool, engine.lives.states
+    assert states is not None
+    seconds: list[float] = []
+    for _ in range(MIN_PAIRS):
+        whole = budget.stats
+        most = min(GB, (whole.state_bytes + whole.free_bytes) // 2)
+        blocks = pool.free + min(int(most / budget.block_bytes), budget.more_blocks)
+        for wanted in ((blocks, 0), (0, states.num_slots)):
+            slots = wanted[1]
+            while slots and not budget.has_room(0, slots, free_blocks=pool.free, free_slots=states.free):
+                slots -= 1
+            before = budget.stats
+            budget.provide(wanted[0], slots)
+            after = budget.stats
+            if moved := after.moved_bytes - before.moved_bytes:
+                seconds.append((after.moving_seconds - before.moving_seconds) / moved * GB)
+    return seconds
+
+
+def measure_steps(case: Case, path: Path, name: str, report: Report, *, short: bool) -> None:
+    """Both engines are in this process, and take turns. The elastic one has moved memory before."""
+    elastic = engine_of(case, path, case.step_room, max_num_seqs=max(STEP_BATCHES))
+    planned, budget = elastic.lives.pool.num_blocks, elastic.lives.budget
+    assert budget is not None, "the model has states, and the device can map pages"
+    moves(elastic, budget)
+    blocks = int(0.5 * case.step_room / budget.block_bytes)
+    fixed = engine_of(
+        case, path, case.step_room, max_num_seqs=max(STEP_BATCHES), num_blocks=min(planned, blocks)
+    )
+    assert fixed.lives.budget is None, "its blocks are fixed"
+    context, steps = (64, 16) if name == "cpu" else (1064, 32 if short else 96)
+    for batch in STEP_BATCHES if name == "cuda" else STEP_BATCHES[:1]:
+        pairs = MIN_PAIRS if short else 9
+        series = contract.interleaved(
+            lambda batch=batch: step_seconds(elastic, batch, context, steps),
+            lambda batch=batch: step_seconds(fixed, batch, context, steps),
+            pairs,
+        )
+        ours, theirs = series
+        report.add_ratio(
+            f"elastic.{name}.step.b{batch}", ours, "ms", theirs, "a fixed split", scale=1e3, goal=1.01
+        )
+    for engine in (elastic, fixed):
+        engine.close()
+
+
+def step_seconds(engine: Engine, batch: int, context: int, steps: int) -> float:
+    """Mean seconds from step to step while `batch` requests decode."""
+    fill(engine, batch, context, 2 * steps + 24)
+    for _ in range(8):
+        engine.loop.step()
+    count, began = 0, time.perf_counter()
+    while count < steps:
+        count += engine.loop.step().seconds > 0
+    seconds = time.perf_counter() - began
+    for live in list(engine.lives):
+        engine.cancel(live)
+    drain(engine)
+    return seconds / steps
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = contract.parser("Elastic memory: what moves between states and KV, and what it costs.")
+    parser.add_argument("--only", choices=("memory", "step"), help="what is measured; default: both")
+    args = parser.parse_args(argv)
+    return measure(args)
+
+
+def measure(args: argparse.Namespace) -> int:
+    case = ON_GPU if args.device == "cuda" else ON_CPU
+    report = Report.of("elastic", args, room=case.room)
+    with tempfile.TemporaryDirectory() as directory:
+        if args.device == "cuda":
+            path = write_shape(BAMBA, Path(directory))
+        else:
+            path = Path(directory)
+            (path / "config.json").write_text(json.dumps(TINY))
+            torch.set_num_threads(1)
+        if args.only != "step":
+            measure_memory(case, path, args.device, report, short=args.short)
+        if args.only != "memory":
+            measure_steps(case, path, args.device, report, short=args.short)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
