@@ -117,8 +117,8 @@ class RequestLives:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks for further requests: with those that memory of states could become. Fewer than the pool has,
-        if there are too few window blocks for a long one."""
+        """Blocks for further requests, with those that memory of states could become. Fewer than the pool
+        has, if there are too few window blocks for a long one."""
         windows = self.pool.windows
         if self.budget is not None:
             return self.pool.free + self.budget.more_blocks
@@ -292,9 +292,9 @@ class RequestLives:
         return self.memory.fits(len(first.token_ids), self.memory.hits(first), self.memory.headroom)
 
     def _has_spare_room(self, tokens: int, hits: Sequence[int], window_need: int) -> bool:
-        """Whether a request that is not queued may take a seat, blocks for so many tokens, of which `hits` are
-        cached, and `window_need` window blocks. The first request of the queue keeps a seat and its blocks, or
-        requests that are not queued could delay it forever."""
+        """Whether a request that is not queued may take a seat, blocks for so many tokens, of which `hits`
+        are cached, and `window_need` window blocks. The first request of the queue keeps a seat and its
+        blocks, or requests that are not queued could delay it forever."""
         first = bool(self.waiting)
         if self.seats <= first or not self._has_spare_windows(window_need):
             return False

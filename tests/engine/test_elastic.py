@@ -52,7 +52,7 @@ class Pages:
 def lives() -> RequestLives:
     """68 pages: 4 units of blocks, 4 of states and 1 of copies have 12 + 32 + 8 at the start, 16 are free.
     There could be 20 units of blocks, or 7 of states."""
-    pool = BlockPool(20 * UNIT, BLOCK, Units(0, 20 * UNIT, UNIT, 4, keeps_first=True))
+    pool = BlockPool(20 * UNIT, BLOCK, units=Units(0, 20 * UNIT, UNIT, 4, keeps_first=True))
     states = StatePool(14, Units(0, 14, 2, 4, keeps_first=True))
     copies = StateCopies(14, 6, 256, BLOCK, 1, Units(14, 6, 2, 1, keeps_first=False))
     cache = PrefixCache(pool, ROOT, copies=copies)
