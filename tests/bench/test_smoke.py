@@ -194,11 +194,11 @@ def test_runs_elastic(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "MIN_PAIRS", 1)
     for name in ("MIN_PAIRS", "STEP_BATCHES"):
         monkeypatch.setattr(elastic, name, {"MIN_PAIRS": 1, "STEP_BATCHES": (1,)}[name])
-    case = dataclasses.replace(elastic.ON_CPU, short=elastic.Load(64, 16, 1), long=elastic.Load(4, 1500, 1))
+    case = dataclasses.replace(elastic.ON_CPU, short=elastic.Load(64, 16, 1))
     monkeypatch.setattr(elastic, "ON_CPU", case)
     rows = run("elastic", "--short")
     assert rows["elastic.cpu.short"] == rows["elastic.cpu.short_again"] == 64
-    assert rows["elastic.cpu.long"] == 4
+    assert rows["elastic.cpu.long"] > 16
     assert {"elastic.cpu.move", "elastic.cpu.step.b1"} <= {*rows}
 
 
