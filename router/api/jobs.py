@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from baton.content import ImageSpan, prompt_hints
+from baton.content.images import CHANNELS
 from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
 from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
@@ -21,6 +22,9 @@ from baton.rpc import worker_pb2 as pb
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPT_LOGPROBS = 4 << 20
 """Of all prompts of a request, with the alternatives. The router keeps some 100 bytes for each."""
+MOST_PIXELS = 1 << 24
+"""Of the images of all choices of a request, when they are resized. They go to workers in messages with three
+bytes each."""
 SESSION_CHUNKS = 4
 _SEED_MASK = 2**64 - 1
 FILE = "generation_config.json"
@@ -145,6 +149,10 @@ def make_jobs(
     sampling["bad_words"] = [pb.BadWord(token_ids=word) for word in bad_words]
     if len(prompts) * body.n > MAX_CHOICES:
         text = f"n: {len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"
+        raise InvalidRequest(text, param="n")
+    pixels = body.n * sum(len(image.pixels) // CHANNELS for listed in images for image in listed)
+    if pixels > MOST_PIXELS:
+        text = f"n: {body.n} choices with images of {pixels} pixels in all are more than {MOST_PIXELS}"
         raise InvalidRequest(text, param="n")
     scored = body.prompt_logprobs_wanted
     numbers = 0 if scored is None else body.n * (scored + 1) * sum(map(len, prompts))

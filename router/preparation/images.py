@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 from baton.content.images import ImageSettings
 from baton.router.api.fields import ShownImage
-from baton.router.api.jobs import PlacedImage
+from baton.router.api.jobs import MOST_PIXELS, PlacedImage
 from baton.router.errors import InvalidRequest, Unsupported
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_SOURCE_PIXELS = 1 << 26
 """Of a file. They are known before it is decoded: a small file may hold a huge image."""
-MOST_PIXELS = 1 << 24
-"""Of all images of a request, when they are resized. They go to workers in a message of three bytes each."""
 KEPT_BYTES = 128 << 20
 """Of pixels that a child keeps for requests that repeat an image, as each turn of a chat does."""
 _DATA = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w.+-]+=[^;,]*)*;base64,", re.ASCII)

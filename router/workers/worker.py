@@ -40,8 +40,8 @@ T = TypeVar("T")
 CALL_TIMEOUT = 5.0
 STATUS_TIMEOUT = 2.0
 MAX_UNSENT_BYTES, UNREAD_SECONDS = 8 << 20, 5.0
-MOST_UNSENT_BYTES = 256 << 20
-"""128 choices with the longest schema are 64 MiB."""
+MOST_UNSENT_BYTES = 1 << 30
+"""128 choices with the longest schema are 64 MiB, and the images of a request 48 MiB."""
 MOST_PHASES = 64
 """Of one request and worker that are shown."""
 POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}

@@ -16,6 +16,7 @@ import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from baton.content.images import ImageSettings
+from baton.router.api import jobs
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
 from baton.router.preparation import images
 from baton.router.preparation.child import answer_to, read_prepared, request_head
@@ -219,3 +220,20 @@ def test_mutated_files_are_decoded_or_refused(count: int, tokenizer: ModelTokeni
             [[image]] = found.images
             assert len(image.pixels) == settings.pixel_bytes(image.rows, image.columns)
     assert 0 < refused < count
+
+
+def test_all_choices_count(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes to a worker with its own copy of the pixels."""
+    found = prepared(tokenizer, {**chat(url_of(file_of(picture(size=(80, 80))))), "n": 2})
+    given: dict[str, Any] = {
+        "context": 256, "vocab_size": 199, "session": None, "content_root": b"", "cache_salt": b"",
+        "tenant": b"", "priority": 0, "structure": None, "reasoning": None, "bad_words": [],
+        "images": found.images, "defaults": jobs.SamplingDefaults(),
+    }  # fmt: skip
+    [[one, other]] = jobs.make_jobs(found.options, found.prompts, **given)
+    assert one.images == other.images
+    assert [image.pixels for image in one.images] == [found.images[0][0].pixels]
+    assert [image.pixels for image in one.image_places] == [b""]
+    monkeypatch.setattr(jobs, "MOST_PIXELS", 2 * 6400 - 1)
+    with pytest.raises(InvalidRequest, match="n: 2 choices with images of 12800 pixels in all are more"):
+        next(jobs.make_jobs(found.options, found.prompts, **given))
