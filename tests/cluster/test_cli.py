@@ -61,7 +61,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "router", "prefill", "decode", "picker", "chat", "status", "flip"]
+    "command", ["serve", "restart", "router", "prefill", "decode", "picker", "chat", "status", "flip"]
 )
 def test_every_command_has_help_and_an_example(command: str) -> None:
     help_ = run_baton(command, "--help")
