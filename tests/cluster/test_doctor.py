@@ -280,7 +280,10 @@ async def test_a_port_for_kv_that_is_blocked_is_found() -> None:
     assert {first.check, second.check} == {
         f"KV from prefill 1 at p1:1 to decode {i} at d{i}:1" for i in (0, 1)
     }
-    assert (first.level, first.found) == ("bad", "no lane to 10.0.0.5:7002: timed out")
+    assert (first.level, first.found) == (
+        "bad",
+        "the KV did not arrive (no lane to 10.0.0.5:7002: timed out)",
+    )
     assert "the port for KV of prefill 1: look at firewalls" in first.remedy
     assert rest.found.startswith("KV came over for 2 of 4 pairs")
 

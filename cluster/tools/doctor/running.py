@@ -199,7 +199,7 @@ async def handover(
     why = next((each["message"] for each in failures if each["request_id"] == name), why)
     kv = (prefill.get("description") or {}).get("kv_address") or "--kv-port"
     return bad(
-        check, why or "the KV did not arrive",
+        check, f"the KV did not arrive{f' ({why})' if why else ''}",
         f"Let {name_of(decode)} connect to {kv}, the port for KV of {name_of(prefill)}: look at firewalls, "
         "network policies and --kv-host. The logs of both workers have more.",
     )  # fmt: skip
