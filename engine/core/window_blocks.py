@@ -188,7 +188,8 @@ class WindowBlocks:
         blocks = {int(block) for block in self.of.nonzero()[0]}
         assert blocks == self._readers.keys() | self._idle.keys()
         assert not self._readers.keys() & self._idle.keys()
-        assert self.spare >= 0, "chunks have taken what was promised"
+        unread = len(self._free) + len(self._idle)
+        assert unread >= self._owed, "chunks have taken what was promised"
         assert self.available >= 0
 
     def assert_whole(self) -> None:

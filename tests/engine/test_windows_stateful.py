@@ -16,6 +16,7 @@ from baton.content.cache_kinds import Window, first_read
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_exchange import Import
+from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
 from tests.engine.test_scheduler_stateful import DRAFTS, OPERATIONS, Operations
 
 Key = tuple[int, int, int]
@@ -197,3 +198,26 @@ def test_what_follows_begins_with(
     operations.start(lengths[2] + 1, 0, alone=False)
     run()
     operations.end()
+
+
+def test_a_chunk_takes_no_window_block_that_was_promised() -> None:
+    windows, tables = WindowBlocks(40, 21, 4, [Window(4, tile=4)], 8), (range(20), range(20, 40))
+    first, second = WindowSpan(), WindowSpan()
+    assert (windows.most, windows.available) == (9, 18)
+    for span, table in zip((first, second), tables, strict=True):
+        windows.promise(span, 9)
+        windows.begin(span, table, 0, 0)
+    assert windows.reachable(first) == 11, "two for a step of 8 tokens"
+    windows.reach(first, tables[0], 11)
+    assert windows.reachable(second) == 9
+    windows.reach(second, tables[1], 9)
+    assert windows.reachable(first) == 11
+    windows.pass_to(first, tables[0], 23)
+    assert (first.first, windows.reachable(first)) == (5, 16)
+    lost: list[int] = []
+    windows.on_lost = lost.append
+    windows.reach(first, tables[0], 14)
+    assert lost == [0, 1, 2], "those that were read first"
+    for span, table in zip((first, second), tables, strict=True):
+        windows.end(span, table)
+    windows.assert_whole()

@@ -9,23 +9,25 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind
+from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind, Window
 from baton.kv_transfer.arena import Arena, channel_pair
 from baton.kv_transfer.endpoint import other_ranks
 from baton.kv_transfer.endpoint.other_ranks import TIERS, Line, OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.endpoint.ranked_store import RankedStore
-from baton.kv_transfer.layout import FP8
+from baton.kv_transfer.layout import FP8, KVLayout
 from baton.kv_transfer.stores import CacheCells, CellStore, cuda_store, disk_store
 from baton.kv_transfer.stores.cuda_store import CellLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore, open_host_store
+from baton.kv_transfer.transport import PagedKV
 from tests.layouts import kv_layout, paged
 from tests.within import WITHIN
 
@@ -234,6 +236,34 @@ def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.M
     assert ended(store, 2) == [True, True]
     for block, before in ((6, 0), (7, 11), (8, 5)):
         assert all(map(torch.equal, content(kv, block), right[before]))
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk", "device"])
+def test_layers_with_windows_have_cells_of_their_own(
+    kind: str, kernel_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = CacheArray(ATTENTION, "kv", 2, 2, 8, "bfloat16")
+    windowed = replace(kept, window=Window(20))
+    layout = KVLayout.of([[kept], [windowed]])
+    planes = [[[torch.randn(2, n, BLOCK, 2, 8).bfloat16()]] for n in (BLOCKS, 4)]
+    cells = CacheCells(PagedKV(planes, BLOCK, layout, "cpu"))
+    if kind == "device":
+        if kernel_device != "cpu":
+            pytest.skip("the same is tested without a GPU")
+        cuda_on_cpu.use(monkeypatch)
+        store: CellStore = CudaStore(cells, 3)
+    else:
+        store = CpuStore(cells, 3) if kind == "host" else DiskStore(cells, 3, str(tmp_path))
+    (full,), (window,) = (of_array[0] for of_array in planes)
+    before = full[:, 7].clone(), window[:, 2].clone(), full[:, 9].clone()
+    store.copy([(7, 1), (9, 2)], is_load=False, window_cells=[2, 0])
+    assert ended(store, 2) == [True] * 2
+    store.copy([(3, 1), (4, 2)], is_load=True, window_cells=[3, 0])
+    assert ended(store, 2) == [True] * 2
+    assert torch.equal(full[:, 3], before[0])
+    assert torch.equal(window[:, 3], before[1])
+    assert torch.equal(full[:, 4], before[2])
     store.close()
 
 

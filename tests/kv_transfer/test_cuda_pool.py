@@ -10,10 +10,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from baton.content.cache_kinds import STATE, CacheArray, CacheKind, Unit
+from baton.content.cache_kinds import ATTENTION, STATE, CacheArray, CacheKind, Unit, Window
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import ExportedMemory, Slots
@@ -336,3 +337,36 @@ def test_an_entry_of_the_registry_makes_a_kind(
             expected = before[layer].flatten(1, 2)
             expected[:, here] = layers_of(source)[layer].flatten(1, 2)[:, there]
             assert torch.equal(layers_of(target)[layer].flatten(1, 2), expected)
+
+
+def of_windows(block_size: int, window_blocks: list[int]) -> PagedKV:
+    """A layer with a window, of two window blocks and one that stands for none, and a layer without."""
+    kept = CacheArray(ATTENTION, "kv", 2, 4, 8, "bfloat16")
+    windowed = replace(kept, window=Window(20, tile=1))
+    sizes = {kept: BLOCKS, windowed: 3}
+    layout = KVLayout.of([[kept], [windowed]])
+    planes = [[[torch.randn(2, sizes[x], block_size, 4, 8).bfloat16()]] for x in layout.arrays]
+    return PagedKV(planes, block_size, layout, "cpu", window_blocks=np.array(window_blocks, dtype=np.int32))
+
+
+@pytest.mark.parametrize("make", [HostPool, partial(CudaPool, exported=False)], ids=["host", "device"])
+def test_layers_with_windows_have_blocks_of_their_own(make: Callable[[PagedKV, Arena], Pool]) -> None:
+    """The engine gives them some while the request is computed, and others to the last positions."""
+    source, target = of_windows(16, [0] * BLOCKS), of_windows(32, [0, 0, 0, 0, 2, 0])
+    arena = Arena.create(SLOTS, SLOT_BYTES)
+    sender, receiver = make(source, arena), make(target, arena)
+    tables = sender.table(THERE, TOKENS), receiver.table(HERE, TOKENS)
+    assert source.window_blocks is not None
+    for block, window_block, chunk in ((3, 1, (32, 40)), (1, 2, (48, 56))):
+        source.window_blocks[block] = window_block
+        for layer in (0, 1):
+            piece = Slice(layer, 0, 4, chunk[0], chunk[1] - chunk[0], layer)
+            sender.gather([Staged(piece, 0, tables[0])])
+            receiver.scatter([Staged(piece, 0, tables[1])])
+    (there, in_window), (here, kept) = (
+        [tensor_planes(kv)[layer][0][layer].flatten(1, 2) for layer in (0, 1)] for kv in (source, target)
+    )
+    for at, block in ((0, 3), (16, 1)):
+        assert torch.equal(here[:, 32 * 4 + at :][:, :8], there[:, 16 * block :][:, :8])
+    for at, block in ((0, 1), (16, 2)):
+        assert torch.equal(kept[:, 32 * 2 + at :][:, :8], in_window[:, 16 * block :][:, :8])
