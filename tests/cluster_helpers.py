@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, TypeVar
 
 import grpc.aio
@@ -94,10 +95,12 @@ def start_worker(
     deadlines: dict[str, float] | None = None,
     secret: bytes = SECRET,
     fresh: bool = False,
+    python: str = sys.executable,
+    variables: Mapping[str, str] = MappingProxyType({}),
     **settings: Any,
 ) -> WorkerProcess:
     """Starts a worker on free ports of 127.0.0.1. None of its processes is a fork if it is `fresh`
-    (`tests.forked`). `settings` are fields of WorkerConfig."""
+    (`tests.forked`). `variables`: of its environment. `settings` are fields of WorkerConfig."""
     directory.mkdir(parents=True, exist_ok=True)
     run_dir = directory / "run"
     run_dir.mkdir(exist_ok=True)
@@ -115,8 +118,8 @@ def start_worker(
     log = directory / f"{role}-{index}.log"
     with log.open("ab") as output:
         popen = (FreshPopen if fresh else subprocess.Popen)(
-            [sys.executable, "-m", "tests.worker_process"],
-            env=os.environ | environment(role),
+            [python, "-m", "tests.worker_process"],
+            env={**os.environ, **environment(role), **variables},
             stdin=subprocess.PIPE,
             stderr=output,
             stdout=output,

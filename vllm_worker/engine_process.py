@@ -206,6 +206,8 @@ class EngineProcess:
         """Tells the service what enters and leaves vLLM's prefix cache."""
         while True:
             *_, batch = await events.recv_multipart()
+            if self._config.kv_events:
+                self._send(messages.CacheEvents(batch))
             if (changed := blocks.changed(batch)) is not None:
                 self._send(changed)
 

@@ -65,6 +65,10 @@ class WorkerConfig:
     """
     kv_port: int = 0
     metrics_port: int = 0
+    kv_events_endpoint: str | None = None
+    """ZeroMQ address that publishes what enters and leaves the prefix cache, as vLLM does. None: nothing
+    does."""
+    kv_events_topic: str = ""
     kv_bind: tuple[str, ...] = ()
     """Decode: interfaces or addresses of this machine that KV lanes use in turn.
 

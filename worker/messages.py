@@ -271,6 +271,12 @@ class CacheChanged(_Message):
     stored: dict[int, bool] = {}  # chunk → whether the shared store has it now, as far as known
 
 
+class CacheEvents(_Message):
+    """Changes of the prefix cache for routers of others, if the worker publishes them."""
+
+    batch: bytes  # in vLLM's format (`engine_process.kv_events`)
+
+
 class Stopped(_Message):
     """Answers Stop. It is the engine's last message; the engine then waits for Exit."""
 
@@ -328,6 +334,7 @@ FromEngine = (
     | EngineStatus
     | Report
     | CacheChanged
+    | CacheEvents
     | Stopped
 )
 

@@ -42,6 +42,7 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "data_parallel_size": (True, _PARALLEL),
     "api_server_count": (True, "Set the number of router processes with --router-processes."),
     "kv_transfer_config": (True, "KV transfer is always on; see --kv-port and --kv-lanes."),
+    "kv_events_config": (True, "Give each worker --kv-events-endpoint and --kv-events-topic."),
     "swap_space": (
         True,
         "A request without free blocks waits or moves; for cached KV in host memory use --host-cache-size.",

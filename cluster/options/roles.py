@@ -36,6 +36,12 @@ class WorkerOptions:
     )
     kv_port: int = opt(0, "Port of KV lanes.", "PORT", **PORT)
     metrics_port: int = opt(0, "Port of Prometheus metrics.", "PORT", **PORT)
+    kv_events_endpoint: str | None = opt(
+        None,
+        "Publish what enters and leaves the prefix cache there (ZeroMQ), as vLLM does.",
+        "tcp://ADDRESS:PORT",
+    )
+    kv_events_topic: str = opt("", "Topic of these events.", "TEXT")
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,9 @@ class CachedBlock(NamedTuple):
     first_chunk: int
     """The position of the first of these in the prompt, in chunks."""
     salt: bytes
+    before: bytes
+    """The name of the block before it in its prompt. Empty: there is none."""
+    token_ids: Sequence[int]
 
 
 def _nothing(*_: object) -> None:

@@ -69,7 +69,9 @@ class PrefixNames:
         """These blocks, with the chunks that end in them."""
         for index in indices:
             start, stop = (end * self._block_size // CHUNK_TOKENS for end in (index, index + 1))
-            yield CachedBlock(self.blocks[index], self.chunks[start:stop], start, self.salt)
+            before = self.blocks[index - 1] if index else b""
+            tokens = self._token_ids[index * self._block_size : (index + 1) * self._block_size]
+            yield CachedBlock(self.blocks[index], self.chunks[start:stop], start, self.salt, before, tokens)
 
 
 class _Cached(NamedTuple):
@@ -165,8 +167,7 @@ class PrefixCache:
             else:
                 entered.append(index)
         for index, block in zip(entered, names.cached(entered), strict=True):
-            before = names.blocks[index - 1] if index else b""
-            self._cached[block.name] = _Cached(block.chunks, before, names.salt, names.tenant)
+            self._cached[block.name] = _Cached(block.chunks, block.before, names.salt, names.tenant)
             last = (index + 1) * self._block_size // CHUNK_TOKENS
             for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
                 first = chunk * CHUNK_TOKENS // self._block_size

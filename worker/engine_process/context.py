@@ -1,17 +1,18 @@
 """The objects of an engine process that its roles share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from baton.engine import Engine, Hooks, build_engine
+from baton.engine import CachedBlock, Engine, Hooks, build_engine
 from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
+from baton.worker.engine_process.kv_events import KVEvents
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixLinks
 from baton.worker.engine_process.shared_store import StoreSource
@@ -31,6 +32,7 @@ class Context:
     attempts: AttemptTable[EngineAttempt]
     links: PrefixLinks = field(default_factory=PrefixLinks)
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
+    kv_events: KVEvents | None = None
     store: StoreSource | None = None
 
     def resources(self, engine: Engine, layers_ready: Callable[[], int]) -> Resources:
@@ -48,6 +50,17 @@ class Context:
         if self.store is not None:
             self.store.store.offer(salt, name, chunk, states=states)
 
+    def _cached(self, blocks: Iterable[CachedBlock]) -> None:
+        if self.kv_events is not None:
+            blocks = [*blocks]
+            self.kv_events.cached(blocks)
+        self.cached_chunks.cached(blocks)
+
+    def _evicted(self, name: bytes) -> None:
+        if self.kv_events is not None:
+            self.kv_events.evicted(name)
+        self.cached_chunks.evicted(name)
+
     def start_engine(
         self,
         prefill_started: Callable[[LiveRequest], None],
@@ -60,9 +73,9 @@ class Context:
             computing=self.heartbeat.set_step,
             prefill_started=prefill_started,
             layer_done=layer_done,
-            cached=self.cached_chunks.cached,
+            cached=self._cached,
             moved=self.cached_chunks.moved,
-            evicted=self.cached_chunks.evicted,
+            evicted=self._evicted,
             states_kept=partial(self._kept, states=True),
             remnant_kept=partial(self._kept, states=False),
         )

@@ -35,7 +35,7 @@ from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.offload import POLL, OffloadPump
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.shared_store import StoreSource
-from baton.worker.messages import Code
+from baton.worker.messages import CacheEvents, Code
 
 IDLE_TICK = 0.5  # seconds
 _PREEMPTED = "preempted: other requests needed its blocks"
@@ -141,6 +141,8 @@ def _report_cache(context: Context) -> None:
     """Tells the service process what has entered and left the prefix cache."""
     if (changed := context.cached_chunks.take()) is not None:
         context.link.send(changed)
+    if context.kv_events is not None and (batch := context.kv_events.take()) is not None:
+        context.link.send(CacheEvents(batch))
 
 
 def _trace_step(trace: TraceWriter, result: StepResult) -> None:

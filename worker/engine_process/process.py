@@ -11,6 +11,8 @@ from baton.kv_transfer.channel import ChannelClosed
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.context import Context
+from baton.worker.engine_process.engine_attempt import EngineAttempt
+from baton.worker.engine_process.kv_events import KVEvents
 from baton.worker.engine_process.loop import loop
 from baton.worker.engine_process.offload import OffloadPump, offload_pumps
 from baton.worker.engine_process.paged_kv import kv_layout
@@ -31,7 +33,9 @@ def run(config: EngineProcessConfig, build: Callable[[Context], Roles]) -> int:
     trace = TraceWriter(config.trace_path, config.name)
     transport = Transport.inherited(config.arenas, trace)
     heartbeat = Heartbeat(config.heartbeat_fd)
-    context = Context(config, link, heartbeat, transport, trace, AttemptTable(link.send))
+    kv_events = KVEvents() if config.kv_events else None
+    attempts = AttemptTable[EngineAttempt](link.send)
+    context = Context(config, link, heartbeat, transport, trace, attempts, kv_events=kv_events)
     heartbeat.tick()
     try:
         roles = build(context)

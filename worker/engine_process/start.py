@@ -66,6 +66,8 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     trace_path: str | None
     engine_args: Sequence[str] = ()
     """As in `WorkerConfig`."""
+    kv_events: bool = False
+    """Whether the service publishes `CacheEvents`."""
     rank_arenas: Sequence[Arenas] = ()
     """Of the other ranks, if this process passes them on."""
 

@@ -19,6 +19,7 @@ from baton.worker.messages import EngineStatus, FromEngine, ToEngine
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
 from baton.worker.service_process.journal import Journal
+from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
@@ -49,12 +50,15 @@ class Backend:
     """
 
     def __init__(
-        self, config: WorkerConfig, tree: WorkerTree, routers: Routers, metrics: Metrics, journal: Journal
-    ) -> None:
+        self, config: WorkerConfig, tree: WorkerTree, routers: Routers, metrics: Metrics, journal: Journal,
+        kv_events: KVEventPublisher | None = None,
+    ) -> None:  # fmt: skip
+        """`kv_events`: None unless the worker publishes them."""
         self._tree = tree
         self._routers = routers
         self._metrics = metrics
         self._journal = journal
+        self._kv_events = kv_events
         self.draining = False
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._pool = POOLS[config.role]
@@ -192,9 +196,17 @@ class Backend:
                 self._journal.cancelled(origin)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
+            case messages.CacheChanged() | messages.CacheEvents():
+                self._cache_changed(message)
+            case _:
+                raise AssertionError(f"unexpected message of the engine: {message}")
+
+    def _cache_changed(self, message: messages.CacheChanged | messages.CacheEvents) -> None:
+        match message:
             case messages.CacheChanged(tiers, stored):
                 assert self._cache is not None
                 for changes in self._cache.changed(tiers, stored):
                     self._routers.broadcast_cache_events(changes)
-            case _:
-                raise AssertionError(f"unexpected message of the engine: {message}")
+            case messages.CacheEvents(batch):
+                assert self._kv_events is not None
+                self._kv_events.publish(batch)

@@ -24,6 +24,7 @@ from baton.worker.service_process import streams
 from baton.worker.service_process.backend import POOLS, Backend, same_names
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
+from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
@@ -82,7 +83,12 @@ class Service:
         self._journal = Journal(config, incarnation)
         self._tree = WorkerTree(config, self._incarnation)
         self._routers = Routers()
-        self._backend = Backend(config, self._tree, self._routers, self._metrics, self._journal)
+        self._kv_events = None
+        if config.kv_events_endpoint is not None:
+            self._kv_events = KVEventPublisher(config.kv_events_endpoint, config.kv_events_topic)
+        self._backend = Backend(
+            config, self._tree, self._routers, self._metrics, self._journal, self._kv_events
+        )
         self._reporting: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
@@ -201,6 +207,8 @@ class Service:
             self._routers.finish()
         await self._server.stop(SERVER_STOP)
         self._metrics.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         await asyncio.to_thread(self._journal.close)
         await self._tree.close()
         self._ready.close()

@@ -106,6 +106,7 @@ class WorkerTree:
             heartbeat_fd=self.heartbeat.fd,
             trace_path=config.trace_path("engine"),
             engine_args=config.engine_args or (),
+            kv_events=config.kv_events_endpoint is not None,
             rank_arenas=[
                 self._arenas(rank) for rank in range(config.ranks, config.engine.tensor_parallel_size)
             ],
