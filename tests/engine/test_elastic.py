@@ -2,12 +2,14 @@
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from baton.bench.shapes import BAMBA, write_shape
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget, Cells, Move
@@ -16,7 +18,11 @@ from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
+from baton.engine.engine import _pools
 from baton.engine.execution import elastic_cache, memory_sizing
+from baton.engine.execution.memory_sizing import PoolSize
+from baton.engine.loader.families import cache_spec
+from baton.engine.loader.hf_config import read_config
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, tokens_of
 from tests.engine.scheduling import ROOT, of_slots
 
@@ -274,3 +280,58 @@ def test_the_memory_of_an_engine_goes_with_its_last_tensor(path: Path, tiny_engi
     tensor[0] = 1
     del tensor
     assert mapped() == before
+
+
+def test_all_ranks_move_the_same_memory(tiny_of: TinyOf, ranks: Callable[..., Engine]) -> None:
+    config: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+    path, found = tiny_of("Bamba"), list[list[list[int]]]()
+    for size in (1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory_sizing, "CPU_POOL_BYTES", 450_000 * size)
+            patch.setattr(elastic_cache, "RESIDENT_SHARE", 3)
+            engine = ranks(path, size, num_blocks=None, **config)
+        assert engine.lives.budget is not None
+        found.append([])
+        for requests in (batch(100, 16, SHORT), batch(200, 4, LONG), batch(300, 16, SHORT)):
+            tokens: dict[bytes, list[int]] = {request.id: [] for request in requests}
+            for request in requests:
+                assert engine.start(request) is not None
+            while engine.loop.has_work:
+                for output in engine.loop.step().outputs:
+                    tokens[output.id].append(output.token)
+            found[-1] += tokens.values()
+            engine.assert_whole()
+        assert engine.lives.budget.stats.moved_bytes > 0
+    assert found[0] == found[1]
+
+
+def test_the_shape_of_bamba_holds_short_requests_and_then_long_ones(tmp_path: Path) -> None:
+    """With 33 GB, 256 short requests, and then eight of 128,000 tokens. The arithmetic only."""
+    config = read_config(write_shape(BAMBA, tmp_path))
+    planned = elastic_cache.plan(
+        cache_spec(config, torch.bfloat16),
+        128,
+        33 * 10**9,
+        2 << 20,
+        most_slots=256,
+        most_copies=2,
+        min_blocks=16,
+    )
+    assert planned is not None
+    assert (planned.blocks.unit, planned.slots.unit) == (8, 1)
+    pool, states = _pools(
+        PoolSize(planned.blocks.places, 131072, planned.num_slots, 2, None, planned), 128, None
+    )
+    assert states is not None
+    budget = Budget(
+        pool, states, None, block_pages=planned.blocks.pages, slot_pages=planned.slots.pages,
+        page_bytes=planned.page_bytes, free_pages=planned.free_pages,
+    )  # fmt: skip
+    lives = RequestLives(pool, max_num_seqs=256, states=states, budget=budget)
+    for count, tokens in ((256, 80), (8, 128_000), (256, 80)):
+        held = [lives.start(request_of(n, [n] * tokens)) for n in range(count)]
+        each = budget.slot_bytes + -(-tokens // 128) * budget.block_bytes
+        assert len([*filter(None, held)]) >= 0.9 * min(count, int(33e9 / each))
+        for live in filter(None, held):
+            lives.drop(live)
+        lives.assert_whole()

@@ -1,5 +1,6 @@
 """Workers with models that have state layers or latents: they hand over what these keep of a request."""
 
+import asyncio
 import random
 from contextlib import closing
 from pathlib import Path
@@ -131,3 +132,33 @@ async def test_a_prefix_comes_from_another_worker_with_its_states(
             alone = await source.tokens(await source.reserve(request(longer, asked.sampling)))
             assert [token.token_id for token in events] == [token.token_id for token, _ in alone]
             await assert_whole(*workers)
+
+
+async def test_memory_moves_on_both_sides_of_handovers(tmp_path: Path) -> None:
+    """Many short requests need states, and then a few long ones KV: neither worker has memory for both."""
+    model = tiny_model(tmp_path / "kind")
+    edit_json(model / "config.json", **HYBRID)
+    engine = {"load_format": "dummy", "num_blocks": None, "block_size": 16, "max_num_seqs": 24}
+    engine |= {"enable_prefix_caching": True, "max_num_batched_tokens": 256}
+    given = {
+        "model": model,
+        "engine": engine,
+        "kv_connector": "auto",
+        "engine_module": "tests.elastic_engine",
+    }
+    roles = ("prefill", "decode")
+    rng = random.Random(4)
+    with side_by_side(tmp_path, {role: {"role": role, **given} for role in roles}) as started:
+        workers = [started[role].wait_ready() for role in roles]
+        async with attached(workers[0]) as p, attached(workers[1]) as d:
+            pair = Pair(p, d, workers[0].ready["kv_address"], workers[0].ready["incarnation"])
+            for count, length in ((24, 20), (2, 900), (24, 20), (2, 900)):
+                prompts = [rng.choices(range(500), k=length) for _ in range(count)]
+                params = sampling(max_tokens=6, ignore_eos=True)
+                answers = await asyncio.gather(*(pair.generate(prompt, params) for prompt in prompts))
+                for prompt, answer in zip(prompts[:2], answers, strict=False):
+                    alone = await d.tokens(await d.reserve(request(prompt, params)))
+                    assert answer.tokens == [token.token_id for token, _ in alone]
+                await assert_whole(*workers)
+        for worker in workers:
+            assert metrics(worker)["baton:elastic_memory_moved_bytes_total"] > 0
