@@ -24,7 +24,7 @@ from torch import Tensor
 from baton.engine.models.cache_spec import CacheSpec, Places
 from baton.machine.device_memory import MAPPINGS, DeviceMemory, Page
 
-RESIDENT_SHARE = 16
+RESIDENT_SHARE: int = 16
 """At most one in so many bytes of a place is in planes that have memory for all places."""
 FEWEST_UNITS = 2
 """With fewer units of blocks, no memory could move."""
