@@ -19,7 +19,7 @@ CHANNELS = 3
 MEAN = [0.48145466, 0.4578275, 0.40821073]
 STD = [0.26862954, 0.26130258, 0.27577711]
 """As in transformers, where the files of a model do not say it."""
-ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
+ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 """The models of which Baton's engine takes images, by the names that checkpoints have in `architectures`."""
 
 

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from baton.content.images import CHANNELS, ImageSettings
 
+MOE = ("transformers.models.qwen3_vl_moe", "Qwen3VLMoeVisionConfig", "Qwen3VLMoeVisionModel")
 TOWERS = {
     "qwen3_vl": ("transformers.models.qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
     "qwen3_vl_vision": ("transformers.models.qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
+    "qwen3_vl_moe": MOE,
+    "qwen3_vl_moe_vision": MOE,
 }
 """Where the classes of a tower are, by the `model_type` of its configuration."""
 

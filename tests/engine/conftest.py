@@ -345,7 +345,7 @@ def tiny_qwen3_vl(kind: str, changes: dict[str, Any]) -> Any:
     """As `tiny_llama4`. A token is an area of 8 × 8 pixels."""
     import transformers
 
-    config = transformers.Qwen3VLConfig(
+    config = getattr(transformers, f"{kind}Config")(
         text_config={**TINY, **tiny_of_kind(kind), **changes},
         vision_config=TINY_QWEN3_VISION,
         image_token_id=IMAGE_TOKEN,
@@ -354,7 +354,7 @@ def tiny_qwen3_vl(kind: str, changes: dict[str, Any]) -> Any:
         video_token_id=IMAGE_TOKEN + 3,
         tie_word_embeddings=changes.get("tie_word_embeddings", False),
     )
-    return transformers.Qwen3VLForConditionalGeneration(config)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
 TINY_LATENT: dict[str, Any] = {
@@ -459,6 +459,7 @@ TINY_OF_KIND = {
     "Gemma3": TINY_GEMMA3,
     "Gemma4": TINY_GEMMA4,
     "Qwen3VL": TINY_QWEN3_VL,
+    "Qwen3VLMoe": TINY_QWEN3_VL | TINY_EXPERTS | {"norm_topk_prob": True},
 }
 
 
@@ -507,7 +508,7 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
         elif name.endswith(".A_log"):  # states that outlive some tokens
             torch.nn.init.uniform_(parameter, -3.0, 0.0)
     model.save_pretrained(directory)
-    if kind == "Qwen3VL":
+    if kind.startswith("Qwen3VL"):
         size = {"shortest_edge": 64, "longest_edge": TINY_PIXELS}
         settings = {"size": size, "patch_size": 4, "merge_size": 2, "image_mean": [0.5, 0.4, 0.3]}
         (directory / "preprocessor_config.json").write_text(json.dumps(settings))

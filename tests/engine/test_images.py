@@ -106,6 +106,19 @@ def test_tokens_equal_transformers(seeing: tuple[Path, Any], budget: int) -> Non
     engine.close()
 
 
+@pytest.mark.parametrize("published", [False, True])
+def test_experts_as_transformers_writes_them_and_as_published(published: bool, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "Qwen3VLMoe")
+    with edited_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].mT if published else tensors[name]
+    engine = load(tmp_path, num_blocks=64)
+    pictures = [pixels_of(1, 40, 24)]
+    request = request_with(1, engine, pictures)
+    assert tokens_of(engine, [request])[0] == expected_of(reference, tmp_path, request.prompt_ids, pictures)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -1,11 +1,13 @@
 """Checks of a router's messages."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from baton.engine import Reasoning
+from baton.content.images import ImageSettings
+from baton.engine import Image, Reasoning
 from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import Code
 from baton.worker.service_process.validation import (
@@ -22,6 +24,29 @@ from tests.cluster_helpers import request, sampling
 
 LIMITS = Limits(vocab_size=100, max_model_len=32)
 ID = b"a" * 16
+
+
+def test_images_are_taken_whole_or_refused() -> None:
+    settings = ImageSettings(7, 4, 2, 2, 64, 4096, (0.5,) * 3, (0.5,) * 3)
+    limits = replace(LIMITS, images=settings)
+    asked = request([1, 7, 7, 2], sampling())
+    asked.images.add(name=bytes(32), start=1, rows=1, columns=2, pixels=bytes(8 * 16 * 3))
+    [image] = work(ID, asked, limits).request.images
+    assert image == Image(bytes(32), 1, 1, 2, bytes(8 * 16 * 3))
+    with pytest.raises(RefusedAttempt, match="this model takes none"):
+        work(ID, asked, LIMITS)
+    for field, value in (
+        ("start", 2**32 - 1),
+        ("rows", 2**31),
+        ("columns", 0),
+        ("name", b""),
+        ("pixels", b"x"),
+    ):
+        wrong = pb.Request()
+        wrong.CopyFrom(asked)
+        setattr(wrong.images[0], field, value)
+        with pytest.raises(RefusedAttempt, match=r"images\[0\]"):
+            work(ID, wrong, limits)
 
 
 def test_a_request_keeps_every_field() -> None:

@@ -112,6 +112,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": qwen3_5.MOE,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5.MOE,  # its text model
     "Qwen3VLForConditionalGeneration": qwen3_vl.DENSE,
+    "Qwen3VLMoeForConditionalGeneration": qwen3_vl.MOE,
     "KimiLinearForCausalLM": kimi_linear.FAMILY,
     "Lfm2ForCausalLM": lfm2.DENSE,
     "Lfm2MoeForCausalLM": lfm2.MOE,

@@ -1,15 +1,17 @@
-"""Qwen3-VL: a text model as Qwen3, which also takes images.
+"""Qwen3-VL, dense and with experts: a text model as Qwen3, which also takes images.
 
 The encoder of images is a part of the checkpoint, under `model.visual.`. `encode_worker` runs it.
 """
 
 import json
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from baton.content.images import ImageSettings
+from baton.engine.loader.experts_config import qwen3_experts
 from baton.engine.loader.families.family import Family
-from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.rearranged import Piece, Rearranged
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import VisionConfig
 from baton.engine.models.vision import TOWER, Qwen3VL
@@ -37,4 +39,22 @@ def vision_config(settings: Settings, rope: Settings, images: ImageSettings) -> 
     )
 
 
+class Qwen3VLMoeCheckpoint(Qwen3VLCheckpoint):
+    """The experts of a layer have one tensor: [experts, hidden_size, 2 · inner] and [experts, inner,
+    hidden_size] as published, or with rows and columns exchanged as transformers 5 writes it."""
+
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        shape, experts = self._files.shape(stored), self.config.experts
+        assert experts is not None, "the loader sets it for this architecture"
+        rows = 2 * experts.intermediate_size if name.endswith("gate_up_proj") else self.config.hidden_size
+        transposed = shape[-1:] == (rows,)
+        yield from self._fused_experts(name, stored, transposed=transposed) or super()._split(name, stored)
+
+
+def with_experts(given: Settings) -> Mapping[str, Any]:
+    """The weights of chosen experts have a sum of 1."""
+    return {**given.values, "norm_topk_prob": True}
+
+
 DENSE = Family(model=Qwen3VL, checkpoint=Qwen3VLCheckpoint, vision=vision_config)
+MOE = replace(DENSE, checkpoint=Qwen3VLMoeCheckpoint, settings=with_experts, experts=qwen3_experts)
