@@ -24,7 +24,8 @@ from baton.engine.api.config import SpeculativeConfig
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_exchange import Pin
 from baton.engine.core.window_blocks import WindowBlocks
-from baton.engine.execution.memory_sizing import CacheLimits
+from baton.engine.execution.memory_sizing import CacheLimits, PoolSize
+from baton.engine.execution.warmup import rehearsal_in, warm_up
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.kv_transfer import KVLayout
@@ -367,6 +368,18 @@ def test_blocks_behind_windows_are_free(path_of: Callable[[str], Path], kind: st
     assert engine.stats().preemptions == 0
     engine.assert_whole()
     assert [*tokens.values()] == expected(path, asked)
+
+
+def test_rehearsed_steps_stay_within_window_blocks(path_of: Callable[[str], Path]) -> None:
+    limits: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 5}
+    engine = load(path_of("GptOss"), num_blocks=140, block_size=16, device=DEVICE, **limits)
+    windows, config = engine.lives.pool.windows, EngineConfig("m", **limits)
+    assert windows is not None
+    rehearsal = rehearsal_in(PoolSize(140, 512, window_blocks=windows.count), config, 16)
+    for step in rehearsal.steps(engine._runner.table_width):
+        assert len(step.window_slots) == len(step.slots)
+        assert {*step.window_slots // 16} <= {*range(1, windows.count)}
+    warm_up(engine._runner, rehearsal, lambda *_: None)
 
 
 @pytest.mark.parametrize(
