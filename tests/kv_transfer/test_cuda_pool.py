@@ -370,3 +370,18 @@ def test_layers_with_windows_have_blocks_of_their_own(make: Callable[[PagedKV, A
         assert torch.equal(here[:, 32 * 4 + at :][:, :8], there[:, 16 * block :][:, :8])
     for at, block in ((0, 1), (16, 2)):
         assert torch.equal(kept[:, 32 * 2 + at :][:, :8], in_window[:, 16 * block :][:, :8])
+
+
+@pytest.mark.parametrize(
+    ("frees_windows", "is_part", "next_position", "serves"),
+    [(True, False, TOKENS, True), (True, False, 0, False), (True, True, 0, True), (False, False, 0, True)],
+)
+def test_what_was_freed_is_not_sent(
+    frees_windows: bool, is_part: bool, next_position: int, serves: bool
+) -> None:
+    layout, ranges = of_windows(16, [0] * BLOCKS).layout, ((0, TOKENS),)
+    slicing = Slicing(layout, 1, frees_windows=frees_windows)
+    prefill = OutgoingPrefill(b"", num_tokens=TOKENS, is_part=is_part)
+    account, reads = SenderSlots(SLOTS).account(1), slicing.reads(ranges, next_position)
+    transfer = OutgoingTransfer(b"", prefill, account, SLOT_BYTES, False, ranges, reads)
+    assert slicing.can_serve(transfer) is serves
