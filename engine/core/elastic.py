@@ -198,24 +198,26 @@ class Budget:
         self._seconds += time.perf_counter() - began
 
     def _grow_copies(self) -> None:
-        """Gives copies one more unit, from free pages and from blocks with nothing in them."""
+        """Gives copies one more unit, from free pages and from blocks with nothing in them. Copies with less
+        than half of what they may have also take cached blocks, the least recently used ones."""
         copies, units, pool = self._copies, self._of_copies, self._pool
         assert copies is not None, "they ask for it"
         assert units is not None, "their slots come and go"
         if not units.absent or pool.moves - self._looked < pool.num_blocks // GROWTH:
             return
+        few = units.present < len(units.absent)
         wanted = -(-max(0, self.slot_pages - self.free_pages) // self.block_pages)
-        empty: list[int] = []
+        idle: list[int] = []
         for unit in self._blocks.idle if wanted else ():
-            if not pool.has_cached(self._blocks.places(unit)):
-                empty.append(unit)
-            if len(empty) > 2 * wanted:
+            if few or not pool.has_cached(self._blocks.places(unit)):
+                idle.append(unit)
+            if len(idle) > 2 * wanted:
                 break
-        if wanted and len(empty) <= 2 * wanted:  # some stay for the next requests
+        if wanted and len(idle) <= 2 * wanted:  # some stay for the next requests
             self._looked = pool.moves
             return
         moves: list[Move] = []
-        for unit in empty[:wanted]:
+        for unit in idle[:wanted]:
             pool.take_out(self._blocks.places(unit))
             self._blocks.remove(unit)
             moves.append(Move(Cells.BLOCKS, unit, present=False))

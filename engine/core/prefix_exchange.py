@@ -169,12 +169,14 @@ class PrefixExchange:
             or not self._has_least_windows(len(wanted))
         ):
             return False
-        if copies is not None and lacks_states:
-            if (slot := copies.allocate()) is None:
-                return False
-            states = chunks[-1], slot
         self._pool.share(cached)
         blocks = self._pool.allocate(len(wanted))
+        if copies is not None and lacks_states:
+            # After the blocks: copies may take the memory of those that nothing holds.
+            if (slot := copies.allocate()) is None:
+                self._pool.release([*cached, *blocks])
+                return False
+            states = chunks[-1], slot
         span = WindowSpan()
         self._read_windows(span, blocks, 0)
 
@@ -354,10 +356,11 @@ class PrefixExchange:
         if not self._has_least_windows(last - first):
             return None
         slot, copies = None, self._cache.copies
-        if copies is not None and (slot := copies.allocate()) is None:
-            return None
         self._pool.share(missing.hits)
         blocks = self._pool.allocate(last - first)
+        if copies is not None and (slot := copies.allocate()) is None:  # as in `bring`
+            self._pool.release([*missing.hits, *blocks])
+            return None
         started = Import(missing, [*[0] * first, *blocks], blocks, slot, self)
         self._read_windows(started.windows, started.table, first)
         self._open.add(started)

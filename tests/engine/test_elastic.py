@@ -163,6 +163,46 @@ def test_the_states_that_a_request_begins_with_are_no_memory_for_it(
     lives.assert_whole()
 
 
+def test_few_copies_take_the_memory_of_cached_blocks(lives: RequestLives, pages: Pages) -> None:
+    """Those that are more than half of what they may be take only that of blocks with nothing in them."""
+    copies = None if lives.cache is None else lives.cache.copies
+    assert copies is not None
+    cached = lives.start(request_of(1, range(70 * BLOCK)))
+    assert cached is not None
+    lives.memory.publish(cached, 70 * BLOCK)
+    lives.drop(cached)
+    assert lives.pool.cached == 70
+    before = pages.of(Cells.SLOTS)
+    held = [copies.allocate() for _ in range(6)]
+    assert pages.of(Cells.SLOTS) == before + 2, "the first slots find two units, and then there are enough"
+    assert held.count(None) == 2
+    assert lives.pool.cached < 70
+    for slot in held:
+        if slot is not None:
+            copies.release(slot)
+    lives.assert_whole()
+
+
+def test_copies_take_no_block_of_an_import_that_begins(lives: RequestLives, pages: Pages) -> None:
+    """It needs a slot for states, whose memory is that of blocks, and all blocks but the watermark."""
+    exchange, cache = lives.prefix_exchange, lives.cache
+    assert exchange is not None
+    assert cache is not None
+    assert cache.copies is not None
+    held = [cache.copies.allocate() for _ in range(2)]
+    blocks = lives.pool.free
+    missing = exchange.missing(request_of(1, range(100 * BLOCK)), blocks)
+    assert missing is not None
+    started = exchange.start_import(missing)
+    if started is not None:
+        assert len(started.blocks) == blocks
+        started.end(0)
+    for slot in held:
+        assert slot is not None
+        cache.copies.release(slot)
+    lives.assert_whole()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: int) -> None:
     rng = random.Random(seed)
