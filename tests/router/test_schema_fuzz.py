@@ -45,6 +45,7 @@ DOCUMENTED = "|".join([
     r"^(structured_outputs|response_format|text\.format|output_config\.format)",
     r"tools\[\d+\]\.(function\.parameters|input_schema|parameters): ",
     r"is not supported",  # fields that are refused by name
+    r"this model takes no images|of role user or tool have images",
 ])  # fmt: skip
 """Why else a body may be refused that the schema allows."""
 NEEDED = {
@@ -132,8 +133,10 @@ async def test_bodies_of_the_own_schema(
     validator = jsonschema.Draft202012Validator(schema)
     bodies = [*bodies_of(path, random_ones)]
     random.Random(1).shuffle(bodies)
+    # Most bodies of some schemas are allowed.
+    refused, allowed_ones = ([x for x in bodies if validator.is_valid(x) is kind] for kind in (False, True))
     wrong, statuses = [], collections.Counter()
-    for body in bodies[:count]:
+    for body in [*refused[: count // 4], *allowed_ones, *refused[count // 4 :]][:count]:
         allowed = validator.is_valid(body)
         status, said = await post(thinking, path, body)
         while (
