@@ -27,8 +27,9 @@ def answers(
     directory: Path | None = None,
     break_store: Callable[[CellStore], None] = lambda store: None,
 ) -> list[list[int]]:
-    """The tokens of each prompt. Copies are made as in the loop of a worker. `break_store` is called with
-    the store of each tier before each prompt."""
+    """The tokens of each prompt. Copies are made as in the loop of a worker, beside the steps. Those of the
+    first half of the prompts end before the next step, so that a slow disk has what later ones look for.
+    `break_store` is called with the store of each tier before each prompt."""
     pumps = offload_pumps(engine, EngineConfig("tiny", disk_cache_dir=str(directory)))
     tokens: dict[bytes, list[int]] = {}
     for number, prompt in enumerate(prompts):
@@ -44,6 +45,8 @@ def answers(
                     tokens[output.id].append(output.token)
             for pump in pumps:
                 pump.pump()
+                while pump.copies and number < len(prompts) // 2:
+                    pump.pump()
     for pump in pumps:
         while pump.copies:
             pump.pump()
