@@ -94,6 +94,7 @@ class Router:
         for row, worker in self._seen.items():
             self._loads.join(worker.address, block_size=BLOCK, now=self.clock.now, serving=False)
             self._caches.join(row, worker.load)
+            self._caches.serve(row, True)
             self._decoders.add(worker.load)
 
     def move(self, row: int, pool: Pool) -> None:
@@ -105,6 +106,7 @@ class Router:
             self._prefills.remove(row)
             self._decoders.add(self._seen[row].load)
         self._loads.serve(row, pool == "prefill")
+        self._caches.serve(row, pool == "decode")
         self._dispatch()
 
     @property

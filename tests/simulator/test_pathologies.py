@@ -5,6 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from baton.content import CHUNK_TOKENS
 from baton.machine.quantiles import percentile
 from baton.machine.step_model import StepModel
 from baton.router.policy.answers import AnswerLengths
+from baton.router.policy.decode import DecodeCaches
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.placement import Pool, simulate
@@ -207,3 +209,16 @@ def test_a_wrong_estimate_of_answers_costs_little(monkeypatch: pytest.MonkeyPatc
     assert latency(most=100_000) < 1.1 * usual
     for factor in (0.25, 4.0):
         assert latency(factor) < 1.15 * usual, factor
+
+
+def test_routers_know_which_decode_worker_has_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered, candidates = set[int](), DecodeCaches.candidates
+
+    def counted(*arguments: Any) -> list[tuple[int, int]]:
+        found = candidates(*arguments)
+        offered.add(len(found))
+        return found
+
+    monkeypatch.setattr(DecodeCaches, "candidates", counted)
+    simulate(agents(8, 2, seed=1), "policy", workers=4, at_a_time=8, warm_up=0)
+    assert offered == {1, 2}, "the chosen worker alone, or beside another one that has more of the prompt"
