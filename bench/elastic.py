@@ -91,7 +91,7 @@ def engine_of(case: Case, path: Path, room: int, **config: Any) -> Engine:
         "max_num_seqs": case.short.requests,
         "ttit_target": 60.0,
     }
-    return build_engine(EngineConfig(str(path), **settings | case.config | config))
+    return build_engine(EngineConfig(str(path), elastic_memory=True, **settings | case.config | config))
 
 
 def held_by_split(budget: Budget, load: Load, block_size: int) -> int:

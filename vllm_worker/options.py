@@ -16,7 +16,7 @@ _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
     "served_model_name",
 }  # fmt: skip
-_MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant")
+_MEANINGLESS = ("elastic_memory", "host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant")
 _LARGE_GRAPHS = {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
 """For steps that also take a part of a prompt: with 100 tokens beside 8 decodes (8B, H200) such a step takes
 6.9 ms in one graph, 11.5 in a graph in pieces, and 25 without one. By default vLLM has one graph only for

@@ -170,6 +170,11 @@ class EngineOptions:
     disk_cache_dir: Path | None = directory(
         "A directory on a local disk, for --disk-cache-size. The file in it has no name."
     )
+    elastic_memory: bool | None = opt(
+        None,
+        "Move memory between states and KV while a worker runs, if the model has state layers.",
+        shown="on a CPU on, on GPUs off",
+    )
     block_size: int | None = opt(
         None,
         "Tokens in one KV block: a divisor or a multiple of 64.",

@@ -121,7 +121,8 @@ def start_rank(
         head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
     use = _measure(config, runner, limits, model_config.full_step, progress) if on_gpu else None
-    pages = _pages(device, ranks) if limits.state_bytes else None
+    shares = config.elastic_memory if config.elastic_memory is not None else not on_gpu
+    pages = _pages(device, ranks) if limits.state_bytes and shares else None
     pool = size_pool(config, model_config, limits, use, ranks, pages)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         runner.open(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,16 @@ async def test_errors_name_the_remedy(cluster: Flipped) -> None:
     assert cluster.pools() == ["prefill", "decode", "decode"]
 
 
-async def test_the_secret_of_a_cluster_of_this_user_is_found(cluster: Flipped, tmp_path: Path) -> None:
-    where = "--run-dir", str(tmp_path)
-    run_dir = RunDir.create(tmp_path)
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Sockets allow only short paths."""
+    with tempfile.TemporaryDirectory(prefix="baton-") as directory:
+        yield Path(directory)
+
+
+async def test_the_secret_of_a_cluster_of_this_user_is_found(cluster: Flipped, short_path: Path) -> None:
+    where = "--run-dir", str(short_path)
+    run_dir = RunDir.create(short_path)
     without = await cluster.flip("decode-1", "prefill", *where, secret=None)
     assert without.exit_code == 2
     assert "no cluster secret" in without.stderr

@@ -18,6 +18,12 @@ TEXT: list[int] = next(
 """Sentences in the tokens of the embedded model."""
 
 
+NO_IMAGES = {
+    "rotary_shift": torch.empty(0, dtype=torch.int32),
+    "images.rows": torch.empty(0, dtype=torch.int32),
+}
+
+
 class Quality(NamedTuple):
     perplexity: float
     equal: float
@@ -40,7 +46,7 @@ def logits(
         step = AttentionMetadata(runner.block_size, positions, blocks[None], contexts, decodes, chunks)
         ids = torch.tensor(TEXT[start:end], device=runner.device)
         known = torch.full((len(ids),), -1, dtype=torch.int32, device=runner.device)
-        inputs = {"token_ids": ids, "source_rows": known, "positions": positions}
+        inputs = {"token_ids": ids, "source_rows": known, "positions": positions, **NO_IMAGES}
         hidden = runner.forward(inputs, step, lambda layer: None)
         found.append(runner.logits(hidden).float().cpu())
     return torch.cat(found)

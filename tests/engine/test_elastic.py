@@ -324,14 +324,16 @@ def test_the_memory_of_an_engine_goes_with_its_last_tensor(path: Path, tiny_engi
     assert mapped() == before
 
 
-def test_all_ranks_move_the_same_memory(tiny_of: TinyOf, ranks: Callable[..., Engine]) -> None:
+def test_all_ranks_move_the_same_memory(
+    tiny_of: TinyOf, ranks: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
     path, found = tiny_of("Bamba"), list[list[list[int]]]()
+    monkeypatch.setattr(elastic_cache, "RESIDENT_SHARE", 3)
     for size in (1, 2):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory_sizing, "CPU_POOL_BYTES", 450_000 * size)
-            patch.setattr(elastic_cache, "RESIDENT_SHARE", 3)
-            engine = ranks(path, size, num_blocks=None, **config)
+        # Until the next engine: the threads of other ranks plan their caches after rank 0.
+        monkeypatch.setattr(memory_sizing, "CPU_POOL_BYTES", 450_000 * size)
+        engine = ranks(path, size, num_blocks=None, **config)
         assert engine.lives.budget is not None
         found.append([])
         for requests in (batch(100, 16, SHORT), batch(200, 4, LONG), batch(300, 16, SHORT)):
