@@ -152,7 +152,7 @@ async def test_a_batch_of_wrong_lines_fails_and_says_why(cluster: Cluster) -> No
 
 async def test_a_router_that_starts_again_goes_on(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     """Without workers nothing is answered. The next router sends what has no result, and nothing else."""
-    kept = {"batch_dir": str(tmp_path / "kept")}
+    kept = {"batch_dir": str(tmp_path / "kept"), "overflow": False}  # else a decode worker may take a prompt
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **kept) as cluster:
         batch = await batch_of(client_of(cluster), *(LINE | {"custom_id": f"r{n}"} for n in range(3)))
         await cluster.until(lambda: len(cluster.router.services.active) > 0)
