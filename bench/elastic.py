@@ -95,7 +95,7 @@ def engine_of(case: Case, path: Path, room: int, **config: Any) -> Engine:
 
 
 def held_by_split(budget: Budget, load: Load, block_size: int) -> int:
-    """Requests of a load that a pool would hold whose memory is split for it."""
+    """Requests of a load that a pool would hold if its memory were split for that load."""
     stats, blocks = budget.stats, -(-(load.prompt + load.answer) // block_size)
     whole = stats.kv_bytes + stats.state_bytes + stats.free_bytes
     return min(load.requests, int(whole / (budget.slot_bytes + blocks * budget.block_bytes)))

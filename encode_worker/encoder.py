@@ -33,7 +33,7 @@ class Encoder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 
     def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
-        """The embeddings of an image, [tokens, bytes] uint8, which nobody changes. They are ready at once if
+        """The embeddings of an image, [tokens, bytes] uint8, which nothing changes. They are ready at once if
         they are kept. `pixels` may be empty if the image is not to be encoded here: if it is not kept, the
         result is a `ValueError` then."""
         with self._lock:

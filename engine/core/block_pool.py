@@ -271,9 +271,12 @@ class BlockPool:
         if (name := self._name_of.get(block)) is not None:
             self.on_window_lost(name)
             return
-        for remnant in [name for name, each in self._remnants.items() if each == block]:
+        if (remnant := self._remnant_of(block)) is not None:
             del self._remnants[remnant]
             self._make_free(block)
+
+    def _remnant_of(self, block: int) -> bytes | None:
+        return next((name for name, kept in self._remnants.items() if kept == block), None)
 
     # Memory
 
@@ -305,7 +308,9 @@ class BlockPool:
                 self._unreferenced_copies.pop(block, None)
                 self._evict(block)
             else:
-                del self._remnants[next(name for name, kept in self._remnants.items() if kept == block)]
+                remnant = self._remnant_of(block)
+                assert remnant is not None, "nothing holds the block"
+                del self._remnants[remnant]
         self.moves += len(blocks)
 
     @property

@@ -111,6 +111,7 @@ class StateCopies:
         self._present = count if units is None else units.present * units.size
         self._free = list(range(first_slot + self._present - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._name_of: dict[int, bytes] = {}
         self._lent = Counter[int]()  # how often each slot is lent, also of a copy that was dropped meanwhile
         self._writing = 0
 
@@ -187,7 +188,7 @@ class StateCopies:
         if not self._free:
             oldest = next((name for name, slot in self._slot_of.items() if slot not in self._lent), None)
             if oldest is not None:
-                self._free.append(self._slot_of.pop(oldest))
+                self._free.append(self._forget(oldest))
                 self.on_evicted(oldest)
         if not self._free:
             return None
@@ -208,6 +209,7 @@ class StateCopies:
             return
         self._writing -= 1
         self._slot_of[name] = slot
+        self._name_of[slot] = name
         self.let(slot)
 
     def release(self, slot: int) -> None:
@@ -218,9 +220,14 @@ class StateCopies:
 
     def drop(self, name: bytes) -> None:
         """Forgets the copy with this name, if there is one."""
-        slot = self._slot_of.pop(name, None)
-        if slot is not None and slot not in self._lent:
+        if name in self._slot_of and (slot := self._forget(name)) not in self._lent:
             self._free.append(slot)
+
+    def _forget(self, name: bytes) -> int:
+        """Returns the slot of the copy with this name."""
+        slot = self._slot_of.pop(name)
+        del self._name_of[slot]
+        return slot
 
     def lend(self, name: bytes) -> CopyLease | None:
         """A lease on a cached copy, which may be dropped meanwhile. None: there is no such copy."""
@@ -236,7 +243,7 @@ class StateCopies:
         self.let(slot)
         if not self._lent[slot]:
             del self._lent[slot]
-            if slot not in self._slot_of.values():
+            if slot not in self._name_of:
                 self._free.append(slot)
 
     # Memory
@@ -252,7 +259,7 @@ class StateCopies:
 
     def has_cached(self, slots: range) -> bool:
         """Whether one of these slots has a cached copy."""
-        return any(slot in slots for slot in self._slot_of.values())
+        return any(slot in self._name_of for slot in slots)
 
     def put_in(self, slots: range) -> None:
         """These slots have memory now, and are free."""
@@ -261,11 +268,12 @@ class StateCopies:
 
     def take_out(self, slots: range) -> None:
         """These slots, which nothing holds, lose their memory. The cache forgets their copies."""
-        for name in [name for name, slot in self._slot_of.items() if slot in slots]:
-            self._free.append(self._slot_of.pop(name))
-            self.on_evicted(name)
         for slot in slots:
-            self._free.remove(slot)
+            if (name := self._name_of.get(slot)) is None:
+                self._free.remove(slot)
+            else:
+                self._forget(name)
+                self.on_evicted(name)
         self._present -= len(slots)
         self.moves += len(slots)
 
@@ -273,4 +281,5 @@ class StateCopies:
         """Asserts that each slot is free or has a cached copy."""
         slots = {*self._free, *self._slot_of.values()}
         assert not self._writing and not self._lent, "a copy was left behind"  # noqa: PT018
+        assert self._name_of == {slot: name for name, slot in self._slot_of.items()}
         assert len(slots) == self._present == len(self._free) + len(self._slot_of), "a slot has two owners"

@@ -91,6 +91,19 @@ class BatchObject(msgspec.Struct, kw_only=True):
 Described = FileObject | BatchObject
 
 
+def file_object(id: str, size: int, filename: str, purpose: Literal["batch", "batch_output"]) -> FileObject:
+    """A file that is made now."""
+    now = timestamp()
+    return FileObject(
+        id=id,
+        bytes=size,
+        created_at=now,
+        expires_at=now + MAX_SECONDS,
+        filename=filename,
+        purpose=purpose,
+    )
+
+
 def timestamp() -> int:
     return int(time.time())  # noqa: TID251 - clients see it, and it outlives the process
 
@@ -239,21 +252,10 @@ class Storage:
                 setattr(batch, f"{name}_file_id", id)
                 paths[id] = path, f"{batch.id}_{name}.jsonl"
         self.put(owner, batch)
-        now = timestamp()
         for id, (path, filename) in paths.items():
             size = path.stat().st_size
             path.rename(self._path(owner, id, "jsonl"))
-            self._describe(
-                owner,
-                FileObject(
-                    id=id,
-                    bytes=size,
-                    created_at=now,
-                    expires_at=now + MAX_SECONDS,
-                    filename=filename,
-                    purpose="batch_output",
-                ),
-            )
+            self._describe(owner, file_object(id, size, filename, "batch_output"))
         batch.now(status)
         self.put(owner, batch)
 

@@ -13,10 +13,10 @@ from baton.router.api.validation import parse
 from baton.router.batches.runner import MAX_WAIT, Batches
 from baton.router.batches.storage import (
     MAX_FILE_BYTES,
-    MAX_SECONDS,
     BatchObject,
     FileObject,
     Storage,
+    file_object,
     new_id,
     owner_of,
     timestamp,
@@ -81,7 +81,7 @@ class HttpBatches:
 
     @property
     def _kept(self) -> tuple[Storage, str]:
-        """The storage, and who asks. Raises NotFound."""
+        """The storage, and the owner that the API key of the request has there. Raises NotFound."""
         if self._storage is None:
             raise errors.NotFound(OFF)
         return self._storage, owner_of(http.ACCOUNT.get().key)
@@ -102,15 +102,7 @@ class HttpBatches:
                 if fields.get("purpose") != "batch":
                     told = f"purpose: must be batch, not {fields.get('purpose', 'none')[:40]!r}"
                     raise errors.InvalidRequest(told, param="purpose")
-                now = timestamp()
-                made = FileObject(
-                    id=id,
-                    bytes=size,
-                    created_at=now,
-                    expires_at=now + MAX_SECONDS,
-                    filename=name,
-                    purpose="batch",
-                )
+                made = file_object(id, size, name, "batch")
                 await storage.call(storage.put, owner, made)
             except BaseException:
                 await asyncio.shield(storage.call(storage.drop, owner, id))

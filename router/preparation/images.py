@@ -97,9 +97,7 @@ def _decoded(file: bytes, settings: ImageSettings, i: int) -> Decoded:
         height, width = settings.size(turned.height, turned.width)
         if turned.size != (width, height):
             turned = turned.resize((width, height), pil.Image.Resampling.BICUBIC)
-    except InvalidRequest:
-        raise
-    except MemoryError:
+    except (InvalidRequest, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001  (a decoder raises whatever a broken file leads it to)
         reason = str(error) or type(error).__name__
