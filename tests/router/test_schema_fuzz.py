@@ -5,16 +5,17 @@ Schemathesis makes the bodies: first the bounds of each field (its coverage phas
 
 import collections
 import contextlib
+import functools
 import json
 import random
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
+from jsonschema import Draft202012Validator
 
 from baton.router.api.bodies import ChatBody, CompletionBody, TokenizeBody
 from baton.router.api.openapi import OPERATIONS, description
@@ -69,6 +70,29 @@ def bodies_of(path: str, random_ones: int) -> Iterator[Any]:
     yield from (case.body for case in cases if case.method == "POST")
     for mode in modes if random_ones else ():
         yield from (case.body for case in drawn(operation.as_strategy(generation_mode=mode), random_ones))
+
+
+@functools.cache
+def validator_of(name: str) -> Draft202012Validator:
+    components = description("", keys=False, admin=True)["components"]
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": components})
+
+
+@functools.cache
+def chosen(name: str, count: int, random_ones: int) -> list[tuple[bool, Any]]:
+    """So many bodies for that schema, and whether it allows each. Most bodies of some schemas are allowed, so
+    a quarter of these are not. Endpoints with the same schema get the same bodies."""
+    validator, path = validator_of(name), next(path for path, of in BODIES.items() if of == name)
+    shuffled = [*bodies_of(path, random_ones)]
+    random.Random(1).shuffle(shuffled)
+    enough = {False: count // 4, True: count - count // 4}
+    found: dict[bool, list[Any]] = {False: [], True: []}
+    for body in shuffled:
+        if all(len(found[kind]) >= enough[kind] for kind in enough):
+            break
+        found[validator.is_valid(body)].append(body)
+    refused, allowed = ([(kind, body) for body in found[kind]] for kind in (False, True))
+    return [*refused[: enough[False]], *allowed, *refused[enough[False] :]][:count]
 
 
 def drawn(cases: SearchStrategy[Any], count: int) -> list[Any]:
@@ -128,16 +152,9 @@ def documented_field(said: str) -> str | None:
 async def test_bodies_of_the_own_schema(
     thinking: Cluster, caplog: pytest.LogCaptureFixture, path: str, count: int, random_ones: int
 ):
-    document = description("", keys=False, admin=True)
-    schema = {"$ref": f"#/components/schemas/{BODIES[path]}", "components": document["components"]}
-    validator = jsonschema.Draft202012Validator(schema)
-    bodies = [*bodies_of(path, random_ones)]
-    random.Random(1).shuffle(bodies)
-    # Most bodies of some schemas are allowed.
-    refused, allowed_ones = ([x for x in bodies if validator.is_valid(x) is kind] for kind in (False, True))
+    validator = validator_of(BODIES[path])
     wrong, statuses = [], collections.Counter()
-    for body in [*refused[: count // 4], *allowed_ones, *refused[count // 4 :]][:count]:
-        allowed = validator.is_valid(body)
+    for allowed, body in chosen(BODIES[path], count, random_ones):
         status, said = await post(thinking, path, body)
         while (
             (allowed or "Response with id" in said)  # which is looked for before the body is validated
