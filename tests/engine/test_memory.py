@@ -95,6 +95,8 @@ def test_states_and_kv_share_the_memory(caplog: pytest.LogCaptureFixture) -> Non
     cached = pool(use(), BAMBA, enable_prefix_caching=True)
     spare = int(53.5 * GIB) - 256 * (BAMBA.state_bytes + 2048 * BAMBA.token_bytes)
     assert cached.num_copies == spare // 4 // BAMBA.state_bytes > 30
+    few = pool(use(), BAMBA, enable_prefix_caching=True, num_blocks=40)
+    assert few.num_copies == 40, "each copy is at the end of a block"
     tight = pool(use(free=20), BAMBA, enable_prefix_caching=True)
     used = tight.num_blocks * 128 * BAMBA.token_bytes
     assert used + (tight.num_slots + tight.num_copies) * BAMBA.state_bytes <= 17.5 * GIB
