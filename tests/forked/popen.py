@@ -32,6 +32,7 @@ KINDS = {
     "tests.bench.mock_server": "loads",
     GATEWAY: "tests",
     "tests.decode_worker.engine_process": "roles",
+    "tests.elastic_engine": "roles",
     "tests.ledger_engine": "roles",
     "tests.worker.eager_engine": "roles",
     "tests.worker.patient_engine": "roles",

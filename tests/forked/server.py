@@ -52,6 +52,7 @@ _PRELOADED: dict[str, tuple[str, ...]] = {
         "opentelemetry.trace.propagation.tracecontext",
         "pythonjsonlogger.json",
         "tests.decode_worker.engine_process",
+        "tests.elastic_engine",
         "tests.ledger",
         "tests.ledger_engine",
         "tests.worker.eager_engine",

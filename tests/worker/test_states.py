@@ -152,7 +152,7 @@ async def test_memory_moves_on_both_sides_of_handovers(tmp_path: Path) -> None:
         workers = [started[role].wait_ready() for role in roles]
         async with attached(workers[0]) as p, attached(workers[1]) as d:
             pair = Pair(p, d, workers[0].ready["kv_address"], workers[0].ready["incarnation"])
-            for count, length in ((24, 20), (2, 900), (24, 20), (2, 900)):
+            for count, length in ((24, 20), (2, 900), (24, 20)):
                 prompts = [rng.choices(range(500), k=length) for _ in range(count)]
                 params = sampling(max_tokens=6, ignore_eos=True)
                 answers = await asyncio.gather(*(pair.generate(prompt, params) for prompt in prompts))
