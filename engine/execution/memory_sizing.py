@@ -375,8 +375,8 @@ def _num_slots(config: EngineConfig, limits: CacheLimits, room: int) -> int:
 
 
 def _num_copies(config: EngineConfig, limits: CacheLimits, room: int) -> int:
-    """Copies of states for the prefix cache. `room`: bytes that requests could do without. Each copy belongs to
-    the last block before it, so there are no more copies than blocks."""
+    """Copies of states for the prefix cache. `room`: bytes that requests could do without. Each copy
+    belongs to the last block before it, so there are no more copies than blocks."""
     if not limits.state_bytes or not config.enable_prefix_caching:
         return 0
     blocks = config.num_blocks or room // (limits.block_bytes + limits.state_bytes)
