@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from baton.content.cache_kinds import ATTENTION, CacheArray, CacheKind
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.transport import PagedKV
+
+if TYPE_CHECKING:  # to import it takes longer than what some processes of tests do
+    import torch
 
 
 def kv_layout(
@@ -30,6 +32,8 @@ def other_arrays(
 ) -> list[list[torch.Tensor]]:
     """Of all arrays but the first one, each layer: [rows, blocks, block_size, heads, head_dim], or of
     requests [slots, rows, heads, head_dim]. `fill` makes tensors of a shape."""
+    import torch
+
     found = []
     for array, layers in zip(layout.arrays[1:], layout.layers[1:], strict=True):
         shape = (slots, array.rows, array.heads, array.head_dim)

@@ -7,7 +7,9 @@ Right is: injected, every byte as it was at prefill; or failed, with a reason, a
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +19,10 @@ import pytest
 import baton.kv_transfer as kv
 from tests.bad_network import BACK_FAULTS, FAULTS, BadNetwork
 
+from .conftest import until
+from .own_network import VARIABLE, link
 from .second_wire import ACK, CREDIT, FETCH, HELLO, PING
+from .transfer_process import deadlines
 
 SHORT = kv.TransferDeadlines(
     handshake=2.0, fetch_wait=5.0, hold=30.0, progress=0.8, peer_dead=0.8, ping=0.1, unreachable=3.0
@@ -118,4 +123,34 @@ def test_a_line_of_a_megabit_is_slow_and_nothing_else(network: tuple[Any, BadNet
     bad.fault, bad.hits = "throttle", 10_000
     assert transfer(pair, bad) == "injected"
     assert pair.decode.stats().deadlines == pair.prefill.stats().deadlines == {}
+    pair.assert_whole()
+
+
+@pytest.mark.skipif(VARIABLE not in os.environ, reason="the link of this machine stays up")
+def test_the_link_goes_down_and_comes_back(make_pair: Any) -> None:
+    """For longer than the deadlines."""
+    settings = {"deadlines": deadlines(peer_dead=50.0, handshake=2.0)}
+    pair = make_pair(settings, settings)
+    prefill_id = pair.prefill.open(200)
+    blocks = pair.prefill.held[prefill_id]
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 200)
+    pair.prefill.sender.ready(prefill_id, None, 0, 100)
+    pair.until(lambda: pair.decode.stats().frames_received > 3, "half of it")
+    link("down")
+    try:
+        pair.prefill.sender.ready(prefill_id, None, 100, 200)
+        pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
+        for worker in (pair.decode, pair.prefill):
+            pair.until(
+                lambda worker=worker: worker.later(50.0) or worker.stats().sessions == 0,
+                "it to give its peer up",
+            )
+        assert pair.decode.stats().deadlines["peer_dead"] >= 1
+        down_until = time.monotonic() + 0.3  # lanes that are opened meanwhile find no listener
+        until(lambda: time.monotonic() > down_until, "the link to stay down")
+    finally:
+        link("up")
+    event = pair.event(decode_id)
+    assert isinstance(event, kv.Injected), event
+    pair.assert_same(blocks, decode_id, 0, 200)
     pair.assert_whole()

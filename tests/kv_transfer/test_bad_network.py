@@ -11,14 +11,6 @@ import pytest
 CASES = str(Path(__file__).with_name("bad_network_cases.py"))
 
 
-def in_a_namespace(*command: str, seconds: float) -> str:
-    """What `python -m` printed there."""
-    child = ["unshare", "-rn", sys.executable, "-m", *command]
-    done = subprocess.run(child, capture_output=True, text=True, timeout=seconds, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("which", "cases"),
@@ -30,9 +22,8 @@ def in_a_namespace(*command: str, seconds: float) -> str:
 )
 def test_every_fault_of_lanes(which: str, cases: str) -> None:
     asked = ("-m", which, "-k", cases, "-rA", CASES)
-    assert f"::{cases}" in in_a_namespace("tests.kv_transfer.own_network", *asked, seconds=3500)
-
-
-def test_the_link_goes_down_and_comes_back() -> None:
-    """For longer than the deadlines."""
-    assert "injected after the link was down" in in_a_namespace("tests.kv_transfer.link_down", seconds=120)
+    child = ["unshare", "-rn", sys.executable, "-m", "tests.kv_transfer.own_network", *asked]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=3500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"::{cases}" in done.stdout
+    assert "skipped" not in done.stdout
