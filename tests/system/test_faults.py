@@ -39,8 +39,9 @@ from .serve import Serve
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CLIENTS = 2
-PAUSE = 0.5
-"""Seconds between two requests of a client. Without it both cores compute for as long as a fault lasts."""
+PAUSE, WAITING = 0.5, 2.0
+"""Seconds between two requests of a client, and while a fault lasts. Without them both cores compute all the
+time, and the three ranks of a decode worker mostly wait for each other."""
 BACK_S = 150.0
 """A worker that was killed often waits for up to 30 s. One that hangs is noticed after 10 s, and a process
 that prepares requests after a minute."""
@@ -205,11 +206,12 @@ async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault:
         await asyncio.to_thread(until, lambda: status(admin)["router"]["requests"] or None, WITHIN, "a load")
         at = time.monotonic()
         with struck(serve, fault):
+            load.pause = WAITING
             async with asyncio.timeout(BACK_S):
                 await asked(serve.url, fault)
             if fault.process != SERVE:
                 await cluster.until_back(fault, before)
-            over, served = time.monotonic(), len(load.streams)
+            over, served, load.pause = time.monotonic(), len(load.streams), PAUSE
             while len(load.streams) < served + 2 * CLIENTS:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             await asked(serve.url, None)
