@@ -23,6 +23,7 @@ import pytest
 from baton.bench.harness.cluster import free_port, leaks_when_idle, status
 from baton.bench.harness.streams import Case, Stream, cases, new_session, read
 from baton.worker.engine_process.loop import IDLE_TICK
+from tests.memory import anonymous_bytes
 from tests.shallow import LAYERS
 from tests.within import WITHIN
 
@@ -238,12 +239,6 @@ def may_grow(title: str) -> int:
     if title.endswith("bodies"):
         return 2 * GROWTH  # two processes have this title
     return GROWTH + POOL if title.endswith("engine") else GROWTH
-
-
-def anonymous_bytes(pid: int) -> int:
-    """The memory of a process that is of no file. The kernel counts it, so this reads no page tables."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 async def peak(pid: int) -> int:

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import psutil
 import pytest
 
 from baton.decode_worker.role import DecodeRole
@@ -24,6 +23,7 @@ from baton.worker.engine_process.loop import IDLE_TICK, FreedMemory, may_move, s
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.states import State
 from baton.worker.messages import Origin
+from tests.memory import anonymous_bytes
 from tests.stand_in import stand_in
 
 
@@ -103,11 +103,11 @@ def test_memory_is_given_back_once_after_work(monkeypatch: pytest.MonkeyPatch) -
 def test_freed_memory_goes_back_to_the_system() -> None:
     """Though it lies between things that stay."""
     pairs = [[bytearray(100_000), bytearray(200)] for _ in range(400)]
-    before = psutil.Process().memory_full_info().uss
+    before = anonymous_bytes()
     for pair in pairs:
         del pair[0]
     freed = FreedMemory()
     freed.turn(idle=False, now=0)
     freed.turn(idle=True, now=2 * IDLE_TICK)
-    assert before - psutil.Process().memory_full_info().uss > 30_000_000
+    assert before - anonymous_bytes() > 30_000_000
     del pairs
