@@ -34,6 +34,9 @@ from baton.bench.shapes import BAMBA, SHAPES, write_shape
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.core.elastic import Budget
 from baton.engine.execution import memory_sizing
+from baton.engine.loader.families import cache_spec
+from baton.engine.loader.hf_config import read_config
+from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 
 GB = 10**9
 STEP_BATCHES = (1, 64)
@@ -57,9 +60,7 @@ class Load:
 @dataclass(frozen=True)
 class Case:
     room: int
-    """Bytes for states and KV."""
-    step_room: int
-    """The same of each of the two engines whose steps are compared."""
+    """Bytes for states and KV, where memory moves."""
     short: Load
     long: Load
     config: dict[str, Any]
@@ -67,13 +68,11 @@ class Case:
 
 ON_GPU = Case(
     33 * GB,
-    8 * GB,
     Load(256, 64, 16),
     Load(8, 128_000, 4),
     {"dtype": "bfloat16", "device": "cuda", "max_model_len": 131072, "max_num_batched_tokens": 8192},
 )
 ON_CPU = Case(
-    20_000_000,
     20_000_000,
     Load(64, 16, 4),
     Load(20, 1_500, 2),
@@ -164,14 +163,12 @@ def moves(engine: Engine, budget: Budget) -> list[float]:
 
 def measure_steps(case: Case, path: Path, name: str, report: Report, *, short: bool) -> None:
     """Both engines are in this process, and take turns. The elastic one has moved memory before."""
-    elastic = engine_of(case, path, case.step_room, max_num_seqs=max(STEP_BATCHES))
+    room, blocks = step_room(case, path)
+    elastic = engine_of(case, path, room, max_num_seqs=max(STEP_BATCHES))
     planned, budget = elastic.lives.pool.num_blocks, elastic.lives.budget
     assert budget is not None, "the model has states, and the device can map pages"
     moves(elastic, budget)
-    blocks = int(0.5 * case.step_room / budget.block_bytes)
-    fixed = engine_of(
-        case, path, case.step_room, max_num_seqs=max(STEP_BATCHES), num_blocks=min(planned, blocks)
-    )
+    fixed = engine_of(case, path, room, max_num_seqs=max(STEP_BATCHES), num_blocks=min(planned, blocks))
     assert fixed.lives.budget is None, "its blocks are fixed"
     context, steps = (64, 16) if name == "cpu" else (1064, 32 if short else 96)
     for batch in STEP_BATCHES if name == "cuda" else STEP_BATCHES[:1]:
@@ -187,6 +184,18 @@ def measure_steps(case: Case, path: Path, name: str, report: Report, *, short: b
         )
     for engine in (elastic, fixed):
         engine.close()
+
+
+def step_room(case: Case, path: Path) -> tuple[int, int]:
+    """Bytes for states and KV of each of the two engines, and the blocks that a fixed split has then. There
+    are states for the largest batch, and twice the KV that an engine wants beside them."""
+    config = read_config(path)
+    block_size = case.config.get("block_size", 128)
+    cache = cache_spec(config, getattr(torch, case.config["dtype"]))
+    beside = -(-2 * memory_sizing.TOKENS_BESIDE_STATES // block_size)
+    state_bytes, block_bytes = state_bytes_per_request(cache), block_size * cache_bytes_per_token(cache)
+    blocks = max(STEP_BATCHES) * beside
+    return max(STEP_BATCHES) * state_bytes + blocks * block_bytes, blocks
 
 
 def step_seconds(engine: Engine, batch: int, context: int, steps: int) -> float:

@@ -20,10 +20,11 @@ from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
 from baton.engine.engine import _pools
 from baton.engine.execution import elastic_cache, memory_sizing
-from baton.engine.execution.memory_sizing import PoolSize
+from baton.engine.execution.memory_sizing import MemoryUse, PoolSize
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import read_config
-from tests.engine.conftest import MakeEngine, TinyOf, request_of, tokens_of
+from tests.device import DEVICE
+from tests.engine.conftest import TINY_QWEN3_5, MakeEngine, TinyOf, request_of, save_tiny, tokens_of
 from tests.engine.scheduling import ROOT, of_slots
 
 BLOCK = 64
@@ -246,22 +247,51 @@ def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: i
 
 
 SEATS, SHORT, LONG = 32, 6, 240
+ROOM = 1_100_000 if DEVICE == "cpu" else 64_000_000
+"""Bytes for states and KV: a page of a CPU has 4 KiB, one of a GPU 2 MiB."""
+LARGE: dict[str, dict[str, Any]] = {
+    "Bamba": {
+        "hidden_size": 1024, "num_key_value_heads": 4, "mamba_n_heads": 32, "mamba_d_head": 64,
+        "mamba_d_state": 64, "initializer_range": 0.1,
+    },
+    "Qwen3_5Text": {
+        "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "rope_parameters": TINY_QWEN3_5["rope_parameters"] | {"mrope_section": [24, 24, 16]},
+    },
+}  # fmt: skip
+"""For large pages: four states fill one, and so does the KV of 512 tokens."""
 
 
-@pytest.fixture(scope="module", params=["Bamba", "Bamba, units of 16 slots", "Qwen3_5Text"])
-def path(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Iterator[Path]:
+PAGES_OF_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="with pages of 2 MiB it is the same as Bamba")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["Bamba", pytest.param("Bamba, units of 16 slots", marks=PAGES_OF_CPU), "Qwen3_5Text"],
+)
+def path(
+    request: pytest.FixtureRequest, tiny_of: TinyOf, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     kind, *large = request.param.split(",")
     with pytest.MonkeyPatch.context() as patch:
         if not large:  # then the inputs of convolutions have memory for all slots
             patch.setattr(elastic_cache, "RESIDENT_SHARE", 3)
-        yield tiny_of(kind)
+        if DEVICE == "cpu":
+            yield tiny_of(kind)
+        else:
+            save_tiny(directory := tmp_path_factory.mktemp(kind), kind, **LARGE[kind])
+            yield directory
 
 
-def elastic(tiny_engine: MakeEngine, path: Path, room: int, **options: Any) -> Engine:
-    """An engine with so many bytes for states and KV."""
+def elastic(tiny_engine: MakeEngine, path: Path, **options: Any) -> Engine:
+    """An engine with `ROOM`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_sizing, "CPU_POOL_BYTES", room)
-        settings = {"max_num_seqs": SEATS, "max_num_batched_tokens": 64, **options}
+        patch.setattr(memory_sizing, "CPU_POOL_BYTES", ROOM)
+        patch.setattr(MemoryUse, "room", lambda use, share: ROOM)
+        settings = {
+            "max_num_seqs": SEATS, "max_num_batched_tokens": 64, "elastic_memory": True, **options,
+        }  # fmt: skip
         engine = tiny_engine(model=str(path), num_blocks=None, **settings)
     assert engine.lives.budget is not None, "the model has states"
     return engine
@@ -286,7 +316,7 @@ def fitting(budget: Budget, blocks: int) -> int:
 def test_short_requests_then_long_ones_then_short_ones(path: Path, tiny_engine: MakeEngine) -> None:
     """At least 0.9 of the requests that a split for them alone has room for run at the same time. All have
     the tokens of an engine with memory for all, and no tensor moves."""
-    engine = elastic(tiny_engine, path, 1_100_000, enable_prefix_caching=True)
+    engine = elastic(tiny_engine, path, enable_prefix_caching=True)
     plain = tiny_engine(model=str(path), num_blocks=4096, max_num_seqs=SEATS, max_num_batched_tokens=64)
     addresses = [x.data_ptr() for x in of_slots(engine)]
     budget, total = engine.lives.budget, engine.num_blocks
@@ -310,18 +340,26 @@ def test_short_requests_then_long_ones_then_short_ones(path: Path, tiny_engine: 
 
 
 def test_the_memory_of_an_engine_goes_with_its_last_tensor(path: Path, tiny_engine: MakeEngine) -> None:
-    def mapped() -> int:
+    def used() -> int:
+        """Bytes that torch did not allocate. On a CPU only those of `DeviceMemory`."""
         gc.collect()
-        return Path("/proc/self/maps").read_text().count("baton-device-memory")
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            return total - free - torch.cuda.memory_reserved()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [line.split(maxsplit=1)[0].split("-") for line in lines if "baton-device-memory" in line]
+        return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
-    before = mapped()
-    engine = elastic(tiny_engine, path, 1_100_000)
+    elastic(tiny_engine, path).close()  # so that a GPU has loaded its kernels
+    before = used()
+    engine = elastic(tiny_engine, path)
     tensor = of_slots(engine)[0]
     del engine
-    assert mapped() > before
+    assert used() > before + ROOM // 2
     tensor[0] = 1
     del tensor
-    assert mapped() == before
+    assert used() < before + ROOM // 8
 
 
 def test_all_ranks_move_the_same_memory(
