@@ -174,7 +174,8 @@ class HttpEndpoints:
 
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
-        self._services.metrics.failed(error, http.REQUEST_ID.get())
+        if request.path not in _OPEN:  # a probe of a router that is not ready is no request that failed
+            self._services.metrics.failed(error, http.REQUEST_ID.get())
         anthropic = request.path.startswith("/v1/messages")
         body = error_body(error, http.REQUEST_ID.get()) if anthropic else error.body
         if error.retry_after is not None:

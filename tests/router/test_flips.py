@@ -101,7 +101,9 @@ async def test_the_last_prefill_worker_leaves_and_comes_back(cluster: Cluster) -
     [prefill], [decode] = cluster.prefills, cluster.decodes
     await flipped(cluster, prefill, DECODE)
     await cluster.get("/ready", 503)
-    workers = (await cluster.get("/status"))["workers"]
+    status = await cluster.get("/status")
+    assert not status["router"]["failures"], "a probe is no request of a client"
+    workers = status["workers"]
     assert [(w["role"], w["index"], w["status"]["pool"]) for w in workers] == [
         ("prefill", 0, "pool_decode"), ("decode", 0, "pool_decode"),
     ]  # fmt: skip
