@@ -33,6 +33,7 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank
 from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
+from baton.engine.loader.live_weights import NewWeights
 from baton.engine.loader.tokenizer_json import eos_of_tokenizer, tokenizer_json
 from baton.engine.model_config import ModelConfig, known_ids
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
@@ -134,7 +135,8 @@ class Engine:
     def __init__(self, config: EngineConfig, started: Started, hooks: Hooks) -> None:
         runner = started.runner
         self.model_fingerprint = started.model_fingerprint
-        self.content_root = started.content_root
+        self.content_root = started.content_root(started.model_fingerprint)
+        self._root_of, self._loaded = started.content_root, started.loaded
         self.numerics = started.numerics
         self.tokenizer = tokenizer_source(config, started.source)
         """The file or directory that has the tokenizer."""
@@ -346,6 +348,24 @@ class Engine:
             )
             return failed
         return self.encoder.embeddings(image.name, image.pixels, image.rows, image.columns)
+
+    # Weights
+
+    def stage_weights(self, path: str) -> NewWeights:
+        """Reads and checks the weights of a checkpoint of the same model. Only this method may run in another
+        thread, beside steps. Raises `ValueError` naming what does not fit; nothing has changed then."""
+        return self._loaded.stage(path)
+
+    def replace_weights(self, new: NewWeights, version: str) -> None:
+        """Computes with these weights from now on. The engine is `idle`. `version` is one that no other
+        weights have or had. It is part of the fingerprint, and so of all names of KV: no prefix of other
+        weights is found again, and what the cache has of them ages out."""
+        assert self.idle, "a request has KV of the weights before"
+        new.apply()
+        self.model_fingerprint = f"{new.fingerprint}; version={version}"
+        self.content_root = self._root_of(self.model_fingerprint)
+        if self.lives.cache is not None:
+            self.lives.cache.rename(self.content_root)
 
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""

@@ -144,6 +144,11 @@ class PrefixCache:
             self._named = request, names
         return self._named[1]
 
+    def rename(self, content_root: bytes) -> None:
+        """All names of requests from now on begin at this root. Blocks with names of before are found no
+        more."""
+        self._root, self._named = content_root, None
+
     def publish(
         self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: int = 0
     ) -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,6 +39,7 @@ from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_time
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
+from baton.engine.loader.live_weights import LoadedModel
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
@@ -58,8 +60,9 @@ class Started:
     model_config: ModelConfig
     """The shape of the whole model. `max_model_len` is what the KV cache allows."""
     model_fingerprint: str
-    content_root: bytes
-    """Of all that KV depends on beside the tokens and their salt (`content`)."""
+    content_root: Callable[[str], bytes]
+    """By the fingerprint of the model: the root of all that KV depends on beside the tokens and their salt
+    (`content`)."""
     numerics: str
     """What bits depend on beside the model. Empty: they also depend on the batch (`numerics_of`)."""
     source: str
@@ -69,6 +72,8 @@ class Started:
     cache_arrays: Sequence[Sequence[CacheArray]]
     """What each layer caches over all ranks."""
     pool: PoolSize
+    loaded: LoadedModel
+    """The model, whose weights can be replaced."""
     encoder: Encoder | None
     """Of images. None: the model takes none, transformers is not installed, or this is not rank 0."""
     steps: StepModel | None
@@ -147,12 +152,28 @@ def start_rank(
         runner,
         replace(model_config, max_model_len=pool.max_model_len),
         fingerprint,
-        content_root(fingerprint, str(limits.dtype), str(limits.kv_dtype), numerics),
+        partial(
+            content_root,
+            weight_format=str(limits.dtype),
+            kv_dtype=str(limits.kv_dtype),
+            numerics=numerics,
+        ),
         numerics,
         checkpoint.source,
         limits.cache,
         [layer.arrays for layer in of_model],
         pool,
+        LoadedModel(
+            config,
+            checkpoint.config,
+            limits.max_model_len,
+            limits.dtype,
+            device,
+            ranks,
+            model,
+            drafter,
+            encodes=model_config.vision is not None,
+        ),
         encoder,
         steps,
     )

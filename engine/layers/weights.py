@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,12 +188,16 @@ class Weights:
         ranks: Ranks,
         *,
         exact: bool = False,
+        layer_built: Callable[[int, Any], Any] = lambda _, layer: layer,
     ) -> None:
+        """`layer_built`: gets each layer of the model when it is complete, and returns what takes its
+        place."""
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
         self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim, exact=exact)
         self.format = weight_format
+        self.layer_built = layer_built
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._progress = progress

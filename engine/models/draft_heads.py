@@ -95,8 +95,7 @@ class NextTokenLayer(DraftHead):
         if model.experts is not None:
             model = replace(model, experts=replace(model.experts, layers=(index,)))
         name = f"model.layers.{index}"
-        mixer, mlp = kind.mixer(model, weights, index), kind.mlp(model, weights, index)
-        self.layer = LlamaLayer(model, weights, name, kind.norms, mixer, mlp)
+        self.layer = kind.layer(model, weights, index)
         self.of_token = RMSNorm(weights, f"{name}.enorm", size, eps)
         self.of_hidden = RMSNorm(weights, f"{name}.hnorm", size, eps)
         self.join = weights.linear([f"{name}.eh_proj"], [unsharded(size)], unsharded(2 * size))

@@ -162,21 +162,19 @@ class Llama:
             return GatedMLP(config, weights, name, config.intermediate_size, gelu=cls.gelu)
         return MoE(config, experts, weights, layer, name, cls.router_name, cls.shared_name)
 
+    @classmethod
+    def layer(cls, config: ModelConfig, weights: Weights, layer: int) -> LlamaLayer:
+        name = f"model.layers.{layer}"
+        mixer, mlp = cls.mixer(config, weights, layer), cls.mlp(config, weights, layer)
+        return LlamaLayer(config, weights, name, cls.norms, mixer, mlp)
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.embedding = Embedding(config, weights, summed=self.norms.summed)
         factors = config.multipliers
         self.embedding_scale = factors.embedding / factors.residual if factors else None
         self.rotary = Rotary(config, weights)
         self.layers = [
-            LlamaLayer(
-                config,
-                weights,
-                f"model.layers.{i}",
-                self.norms,
-                self.mixer(config, weights, i),
-                self.mlp(config, weights, i),
-            )
-            for i in range(config.num_layers)
+            weights.layer_built(i, self.layer(config, weights, i)) for i in range(config.num_layers)
         ]
         self.norm = RMSNorm(
             weights, "model.norm", config.hidden_size, config.rms_norm_eps, summed=self.norms.summed
@@ -338,20 +336,23 @@ class Llama4(Llama):
     mlp_name = "feed_forward"
     router_name = "router"
 
+    @classmethod
+    def layer(cls, config: ModelConfig, weights: Weights, layer: int) -> LlamaLayer:
+        built, nope = super().layer(config, weights, layer), config.nope
+        assert nope is not None, "the loader sets it for this architecture"
+        if nope.head_norm and layer not in nope.layers:
+            heads = built.mixer.q_heads.length + built.mixer.kv_heads.length
+            scale = torch.ones(heads, config.head_dim, dtype=weights.dtype, device=weights.device)
+            # The model normalizes after it rotates, which does not change the norm of a head.
+            built.mixer.head_norm = HeadNorm(scale, config.rms_norm_eps)
+        return built
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         nope = config.nope
         assert nope is not None, "the loader sets it for this architecture"
         self.nope_layers = nope.layers
-        attention = self.layers[0].mixer
-        self.num_heads = attention.q_heads.length
-        if nope.head_norm:
-            heads = self.num_heads + attention.kv_heads.length
-            scale = torch.ones(heads, config.head_dim, dtype=weights.dtype, device=weights.device)
-            for i, layer in enumerate(self.layers):
-                if i not in nope.layers:
-                    # The model normalizes after it rotates, which does not change the norm of a head.
-                    layer.mixer.head_norm = HeadNorm(scale, config.rms_norm_eps)
+        self.num_heads = self.layers[0].mixer.q_heads.length
         ends = torch.arange(1.0, config.max_model_len + 1, device=weights.device)
         self.scales = (ends / nope.floor_scale).floor().log1p() * nope.attention_scale + 1
         """[positions] float32: of the queries of layers without positions (Nakanishi 2025)."""

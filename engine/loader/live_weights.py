@@ -1,0 +1,124 @@
+"""New weights for a loaded model: read and checked while it computes, and applied between two steps.
+
+    build the model from the new files, layer by layer ─▶ keep its tensors in memory of the host
+    ─▶ check all of them ─▶ copy them over those of the model
+
+The tensors of the model keep their addresses, so graphs stay. Nothing changes before all is checked, so an
+error leaves the model as it was. The device has room for a layer, the embedding and the output projection.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.engine.api.config import EngineConfig
+from baton.engine.layers.in_place import Pair, pairs
+from baton.engine.layers.ranks import Ranks
+from baton.engine.loader import draft_head, load_model, open_checkpoint
+from baton.engine.loader.formats import choose_format
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.draft_heads import DraftHead
+from baton.engine.models.llama import Llama
+
+
+def _silent(stage: str, fraction: float) -> None:
+    """Nothing waits for the progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """Weights that fit the model and are checked."""
+
+    fingerprint: str
+    """As `load_model` returns it."""
+    _pairs: Sequence[Pair]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pair.new.nbytes for pair in self._pairs)
+
+    @torch.inference_mode()
+    def apply(self) -> None:
+        """Copies them over those of the model. No step is under way."""
+        for pair in self._pairs:
+            pair.kept.copy_(pair.new, non_blocking=True)
+        if self._pairs and self._pairs[0].kept.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on a device, and all that its weights were loaded with."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    """As the checkpoint says."""
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+    ranks: Ranks
+    model: Llama
+    drafter: DraftHead | None
+    encodes: bool
+    """Whether an encoder of images belongs to the model."""
+
+    def check_replaceable(self) -> None:
+        """Raises `ValueError` if the weights cannot be replaced while the worker runs."""
+        why = None
+        if self.ranks.size > 1:
+            why = f"--tensor-parallel-size {self.ranks.size}: only the weights of one GPU can be replaced"
+        elif self.encodes:
+            why = "the weights of an encoder of images cannot be replaced"
+        if why is not None:
+            raise ValueError(f"{why}; start the workers again with the new --model")
+
+    def stage(self, path: str) -> NewWeights:
+        """Reads the weights of the checkpoint at `path`, a directory or GGUF file on this host. May run in
+        another thread than the steps. Raises `ValueError` naming what does not fit."""
+        self.check_replaceable()
+        if not Path(path).exists():
+            raise ValueError(f"{path}: no such file or directory on the host of this worker")
+        config = replace(self.config, model=path, revision=None)
+        with torch.cuda.stream(torch.cuda.Stream()) if self._on_gpu else contextlib.nullcontext():
+            checkpoint = open_checkpoint(config, self.device)
+            self._check_same(checkpoint.config, path)
+            weight_format = choose_format(config, checkpoint.config, self.device)
+            head = draft_head(config, checkpoint, weight_format)
+            found: list[Pair] = []
+
+            def keep(layer: int, new: Any) -> Any:
+                kept = self.model.layers[layer]
+                found.extend(self._on_host(kept, new, f"layers.{layer}"))
+                return kept
+
+            model, drafter, fingerprint = load_model(
+                checkpoint, self.max_model_len, self.dtype, self.device, _silent, weight_format, self.ranks,
+                head=head, exact=config.batch_invariant, layer_built=keep,
+            )  # fmt: skip
+            found.extend(self._on_host(self.model, model, "model"))
+            found.extend(self._on_host(self.drafter, drafter, "draft head"))
+        return NewWeights(fingerprint, found)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _on_host(self, kept: Any, new: Any, name: str) -> list[Pair]:
+        if not self._on_gpu:
+            return list(pairs(kept, new, name))
+        found = []
+        for pair in pairs(kept, new, name):
+            copy = torch.empty_like(pair.new, device="cpu", pin_memory=True)
+            found.append(pair._replace(new=copy.copy_(pair.new, non_blocking=True)))
+        torch.cuda.current_stream().synchronize()  # the device may give the memory of the layer away now
+        return found
+
+    def _check_same(self, config: ModelConfig, path: str) -> None:
+        new, loaded = ({f.name: getattr(x, f.name) for f in fields(x)} for x in (config, self.model_config))
+        other = [f"{name} {new[name]!r} in place of {x!r}" for name, x in loaded.items() if new[name] != x]
+        if other:
+            raise ValueError(f"{path}: another model than the one that is loaded: {'; '.join(other)}")

@@ -1,0 +1,119 @@
+"""New weights in place: an engine computes as one that began with them, and an error changes nothing."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine import Engine
+from tests.device import DEVICE
+from tests.engine.checkpoints import edit_json, edited_tensors, load
+from tests.engine.conftest import request_of, run
+from tests.engine.random_checkpoints import save_random
+
+PROMPTS = [3, 5, 7, 11] * 9, [13, 17, 19]
+
+
+def trained(path: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint with other values in each tensor."""
+    copy = shutil.copytree(path, tmp_path / "trained")
+    with edited_tensors(copy) as tensors:
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                tensor.copy_((tensor.flatten().roll(1) * 1.25).view(tensor.shape))
+    return copy
+
+
+def answers(engine: Engine) -> Sequence[Any]:
+    requests = [request_of(i, p, max_tokens=8, ignore_eos=True, logprobs=3) for i, p in enumerate(PROMPTS)]
+    results = run(engine, requests)
+    engine.assert_whole()
+    return [(result.tokens, [output.logprobs for output in result.outputs]) for result in results.values()]
+
+
+KINDS = [
+    ("Llama", {}, {}),
+    ("Llama", {"tie_word_embeddings": True}, {"quantization": "int4"}),
+    ("Qwen3", {}, {"quantization": "int4"}),
+    ("Gemma3Text", {}, {}),
+    ("GptOss", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, {}),
+    ("Llama4Text", {}, {}),
+    ("Qwen3Moe", {}, {"dtype": "bfloat16"}),
+    ("DeepseekV3", {}, {}),
+    ("DeepseekV32", {}, {}),
+    ("Bamba", {}, {}),
+    ("Qwen3_5Text", {}, {}),
+    ("KimiLinear", {}, {}),
+    ("Lfm2", {}, {}),
+    ("NemotronH", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "settings"), KINDS)
+def test_new_weights_take_the_place_of_all_that_derives_from_them(
+    kind: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path, one_form: None
+) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, kind, **changes)
+    after = trained(before, tmp_path)
+    fresh = load(after, device=DEVICE, num_blocks=16, **settings)
+    engine = load(before, device=DEVICE, num_blocks=16, **settings)
+    first, root, fingerprint = answers(engine), engine.content_root, engine.model_fingerprint
+    staged = engine.stage_weights(str(after))
+    assert answers(engine) == first, "what is only staged changes nothing"
+    engine.replace_weights(staged, "1")
+    wanted = answers(fresh)
+    assert wanted != first
+    assert answers(engine) == wanted
+    assert engine.content_root not in (root, fresh.content_root), "no name of KV is that of other weights"
+    assert engine.model_fingerprint not in (fingerprint, fresh.model_fingerprint)
+    engine.replace_weights(engine.stage_weights(str(before)), "2")
+    assert answers(engine) == first
+
+
+def cut(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+
+
+def not_finite(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"), "mlp.up_proj.weight is missing"),
+        (lambda tensors: tensors.update(other=torch.ones(2)), "1 tensors are unknown to .*, such as other"),
+        (cut, r"model.norm.weight is \[63\], by the model's configuration it should be \[64\]"),
+        (not_finite, r"model.layers.1.mlp.up_proj.weight has values that are not finite"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(edit: Any, message: str, tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, "Llama")
+    engine = load(before, device=DEVICE, num_blocks=16)
+    first, root = answers(engine), engine.content_root
+    after = trained(before, tmp_path)
+    with edited_tensors(after) as tensors:
+        edit(tensors)
+    with pytest.raises(ValueError, match=message):
+        engine.stage_weights(str(after))
+    assert answers(engine) == first
+    assert engine.content_root == root
+
+
+def test_another_model_is_refused_by_what_differs(tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, "Llama")
+    engine = load(before, device=DEVICE, num_blocks=16)
+    edit_json(trained(before, tmp_path) / "config.json", rms_norm_eps=0.25)
+    with pytest.raises(ValueError, match=r"another model than the one that is loaded: rms_norm_eps 0\.25"):
+        engine.stage_weights(str(tmp_path / "trained"))
+    with pytest.raises(ValueError, match="no such file or directory on the host of this worker"):
+        engine.stage_weights(str(tmp_path / "nowhere"))
