@@ -225,6 +225,33 @@ def flip(
     return run(flip, endpoint, secret, local)
 
 
+@command(
+    CLIENTS,
+    "baton weights /checkpoints/step-200",
+    "baton weights /checkpoints/step-200 --url http://10.0.0.5:8000 --cluster-secret-file secret",
+)
+def weights(
+    weights: clients.WeightsOptions,
+    endpoint: clients.EndpointOptions,
+    secret: roles.SecretOptions,
+    local: clients.LocalOptions,
+) -> int:
+    """Replace the weights of all workers while they run, as a trainer does between rollouts.
+
+    The workers read and check the new weights beside their work. If one finds a fault, nothing changes. Then
+    all workers hand back their requests and take the new weights. The requests go on: their prompts, and what
+    was answered, are computed again with the new weights. No cached KV of the old weights is used again.
+
+    The model must be the same but for the values of its tensors. A worker that restarts has the weights of
+    its --model, and routers refuse it until this command runs again.
+
+    Needs the secret of the cluster. That of a `baton serve` of yours on this machine is found by --url.
+    """
+    from baton.cluster.tools.weights import run
+
+    return run(weights, endpoint, secret, local)
+
+
 @command(CLIENTS, "baton top", "baton top --once --interval 10 --url http://10.0.0.5:8000")
 def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     """Watch a cluster: load, KV use, latencies, transfers, restarts. Press Ctrl-C to leave.

@@ -58,6 +58,7 @@ class WorkerStub(_Stub):
     Describe: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.DescribeRequest, worker_pb2.WorkerDescription]
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.StatusRequest, worker_pb2.WorkerStatus]
     GetPhases: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.PhasesRequest, worker_pb2.Phases]
+    ReplaceWeights: grpc.aio.StreamStreamMultiCallable[worker_pb2.WeightsCommand, worker_pb2.WeightsReport]
     SetPool: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.SetPoolRequest, worker_pb2.WorkerStatus]
 
 

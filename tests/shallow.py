@@ -33,9 +33,10 @@ class _Entries(GGUFHeader):
         return value
 
 
-def shallow(source: Path, target: Path) -> Path:
+def shallow(source: Path, target: Path, *, backwards: bool = False) -> Path:
     """Writes the GGUF file `source` with its first `LAYERS` layers and `VOCABULARY` tokens to `target`.
-    Returns `target`."""
+    `backwards`: the layers in the other order, which is the same model with other weights. Returns
+    `target`."""
     file = _Entries(source)
     names = ("tokens", "merges", "token_type")
     tokens, merges, types = (file.metadata[f"{_TOKENIZER}.{name}"] for name in names)
@@ -60,6 +61,9 @@ def shallow(source: Path, target: Path) -> Path:
         if shape[0] == len(tokens):
             end = begin + (end - begin) // len(tokens) * VOCABULARY
             shape = (VOCABULARY, *shape[1:])
+        if backwards and name.startswith("blk."):
+            _, layer, rest = name.split(".", 2)
+            name = f"blk.{LAYERS - 1 - int(layer)}.{rest}"
         described.append(
             _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, at)
         )

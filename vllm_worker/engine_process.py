@@ -187,6 +187,11 @@ class EngineProcess:
                     self._send(messages.Stopped())
                 case messages.Exit():
                     self._end(0)
+                case messages.StageWeights(question):
+                    why = "--engine vllm: its weights cannot be replaced; start the workers again"
+                    self._send(messages.WeightsStaged(question, 0, why))
+                case messages.DropWeights():
+                    pass
                 case _:
                     self._roles.handle(message)
         self._soon()

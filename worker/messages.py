@@ -129,6 +129,30 @@ class AskStatus(_Message):
     question: int  # the EngineStatus that answers repeats it
 
 
+class StageWeights(_Message):
+    """Read and check other weights. WeightsStaged answers."""
+
+    question: int
+    path: str
+
+
+class HandBack(_Message):
+    """Fail every attempt with DRAINING."""
+
+    reason: str
+
+
+class ReplaceWeights(_Message):
+    """Compute with the weights that are staged. The engine is idle. WeightsReplaced answers."""
+
+    question: int
+    version: str
+
+
+class DropWeights(_Message):
+    """The weights that are staged, if any, are not wanted."""
+
+
 class Stop(_Message):
     """Fail every attempt with DRAINING, then answer with Stopped."""
 
@@ -137,7 +161,20 @@ class Exit(_Message):
     """Free everything and exit with 0. Sent after Stopped, when the transfer process has closed its lanes."""
 
 
-ToEngine = Prefill | Decode | Retarget | Cancel | OnlyCopies | AskStatus | Stop | Exit
+ToEngine = (
+    Prefill
+    | Decode
+    | Retarget
+    | Cancel
+    | OnlyCopies
+    | AskStatus
+    | StageWeights
+    | HandBack
+    | ReplaceWeights
+    | DropWeights
+    | Stop
+    | Exit
+)
 
 # ---------------------------------------------------------------- engine to service
 
@@ -263,6 +300,18 @@ class EngineStatus(_Message):
     store: StoreStats | None = None  # None: there is none
 
 
+class WeightsStaged(_Message):
+    question: int
+    nbytes: int
+    error: str  # for the user; empty: they fit
+
+
+class WeightsReplaced(_Message):
+    question: int
+    model_fingerprint: str
+    content_root: bytes
+
+
 class CacheChanged(_Message):
     """Chunks that entered a tier of the prefix cache, or left all. One message per step, before the tokens of
     the step."""
@@ -326,6 +375,8 @@ FromEngine = (
     Progress
     | StartFailed
     | EngineReady
+    | WeightsStaged
+    | WeightsReplaced
     | Tokens
     | Reserved
     | PrefillStarted

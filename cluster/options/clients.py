@@ -44,6 +44,11 @@ class FlipOptions:
 
 
 @dataclass(frozen=True)
+class WeightsOptions:
+    path: str = argument("Checkpoint with the new weights, at the same place on the hosts of all workers.")
+
+
+@dataclass(frozen=True)
 class TopOptions:
     interval: float = opt(2.0, "Time between two samples.", "S", check=between(0.1, 3600))
     once: bool = opt(False, "Take two samples, print one frame, and end.")

@@ -46,7 +46,7 @@ async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls
         async with connect(address, secret, tls) as channel:
             await set_pool(channel, flip.pool, PATIENCE)
     except RpcError as error:
-        raise ValueError(f"{name} at {address}: {_reason(error)}") from error
+        raise ValueError(f"{name} at {address}: {refusal(error, 'change the pool')}") from error
     return f"{name}: {before} → {flip.pool}. What runs on it goes on to its end."
 
 
@@ -63,7 +63,8 @@ def chosen(given: str, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     raise ValueError(f"{given}: the router knows no such worker; it knows {known or 'none'}")
 
 
-def _reason(error: RpcError) -> str:
+def refusal(error: RpcError, what: str) -> str:
+    """Why a worker did not do `what`, and the remedy."""
     from grpc import StatusCode
     from grpc.aio import AioRpcError
 
@@ -75,7 +76,9 @@ def _reason(error: RpcError) -> str:
             f"to the secret of the cluster. {LOCAL}"
         )
     if code is StatusCode.UNIMPLEMENTED:
-        return "its version of Baton cannot change the pool; upgrade it"
+        return f"its version of Baton cannot {what}; upgrade it"
     if code in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED):
         return f"no answer ({details}); this command must reach the gRPC port of the worker"
+    if code is StatusCode.FAILED_PRECONDITION:
+        return details
     return f"{code.name}: {details}"

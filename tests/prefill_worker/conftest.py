@@ -157,7 +157,7 @@ class Worker:
         self.roles.move_kv(math.inf)
 
     def move_if_due(self) -> None:
-        if wait(self.roles.kv_fds, 0.0) or may_move(self.context.attempts, self.roles):
+        if wait(self.roles.fds, 0.0) or may_move(self.context.attempts, self.roles):
             self.roles.move_kv(math.inf)
 
     def take_in(self, *kinds: type) -> None:

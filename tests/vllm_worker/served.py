@@ -32,7 +32,7 @@ from tests.vllm_worker.engines import PATHS, PYTHON
 from tests.within import WITHIN
 
 VOCABULARY = 300
-START_S, STOP_S, CALL_S = 500.0, 60.0, 10.0
+START_S, STOP_S, CALL_S = 500.0, WITHIN, WITHIN
 SECRET = "of the tests, and of no other cluster"
 
 

@@ -58,7 +58,7 @@ class FreedMemory:
 
 def loop(roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreSource]) -> None:
     link, steps = context.link, roles.engine.loop
-    fds = [link.fileno(), steps.landings_fd, *roles.kv_fds]
+    fds = [link.fileno(), steps.landings_fd, *roles.fds]
     fds += [] if context.store is None else [context.store.store.fileno()]
     freed = FreedMemory()
     while True:
@@ -80,7 +80,7 @@ def loop(roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreSour
                 roles.shutdown()
                 return
             roles.handle(message)
-        if may_move(context.attempts, roles) or any(fd in readable for fd in roles.kv_fds):
+        if may_move(context.attempts, roles) or any(fd in readable for fd in roles.fds):
             roles.move_kv(steps.seconds_to_step if steps.under_way else math.inf)
         if steps.has_work and not steps.seconds_to_step:
             tell(context, steps.step())

@@ -11,7 +11,8 @@ from baton.worker import messages
 from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.states import State
-from baton.worker.messages import ToEngine
+from baton.worker.engine_process.weights import WeightsChange
+from baton.worker.messages import Code, ToEngine
 
 
 class Role(Protocol):
@@ -48,7 +49,9 @@ class Roles:
         self.engine = shared.engine
         self._sender, self._receiver = shared.sender, shared.receiver
         self._roles = roles
-        self.kv_fds = [self._sender.fileno(), self._receiver.fileno()]
+        self._weights = WeightsChange(self.engine, context.link)
+        self.fds = [self._sender.fileno(), self._receiver.fileno(), self._weights.fileno()]
+        """`move_kv` is due when one of them is readable."""
         self.polls = True
 
     @property
@@ -82,10 +85,15 @@ class Roles:
             case messages.OnlyCopies(chunks):
                 names = None if chunks is None else self._context.cached_chunks.names(chunks)
                 self.engine.only_here(names)
+            case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
+                self._weights.handle(message)
+            case messages.HandBack(reason):
+                self._attempts.fail_all(Code.DRAINING, reason)
             case _:
                 next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
 
     def move_kv(self, spare: float) -> None:
+        self._weights.report()
         for role in self._roles:
             role.move_kv(spare)
         self._make_room()
@@ -111,6 +119,7 @@ class Roles:
                     yield attempt
 
     def shutdown(self) -> None:
-        """Closes the KV sender and receiver. The transfer process has closed its lanes."""
+        """Closes the KV sender and receiver, and the rest. The transfer process has closed its lanes."""
+        self._weights.close()
         self._sender.shutdown()
         self._receiver.shutdown()

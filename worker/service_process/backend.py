@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -65,7 +65,7 @@ class Backend:
         self._last_status = pb.WorkerStatus()
         self._handovers, self._handovers_hidden = 0, 0.0
         self._questions = count()
-        self._status_answers: dict[int, asyncio.Future[EngineStatus]] = {}  # by question
+        self._answers: dict[int, asyncio.Future[Any]] = {}  # by question
 
     async def send(self, message: ToEngine) -> None:
         """Sends to the engine, in order. Waits while the engine reads too slowly."""
@@ -79,6 +79,28 @@ class Backend:
         # Routers get the last status at once, because a new one must wait for the engine's step.
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
         self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+
+    async def serve_again(self) -> None:
+        """Takes new attempts, as before `drain`."""
+        self.draining = False
+        await self.status()
+
+    async def stage_weights(self, path: str) -> messages.WeightsStaged:
+        """The engine reads other weights. `drop_weights` must follow, or `replace_weights`."""
+        return await self._answer(lambda question: messages.StageWeights(question, path))
+
+    async def replace_weights(self, version: str) -> messages.WeightsReplaced:
+        """The engine computes with those that are staged. It is idle."""
+        return await self._answer(lambda question: messages.ReplaceWeights(question, version))
+
+    async def _answer(self, ask: Callable[[int], ToEngine]) -> Any:
+        question = next(self._questions)
+        answer = self._answers[question] = asyncio.get_running_loop().create_future()
+        try:
+            await self.send(ask(question))
+            return await answer
+        finally:
+            del self._answers[question]
 
     async def status(self) -> pb.WorkerStatus:
         """Asks the engine and transfer processes for their status."""
@@ -144,13 +166,7 @@ class Backend:
         return iter(()) if self._cache is None else self._cache.snapshot()
 
     async def engine_status(self) -> EngineStatus:
-        question = next(self._questions)
-        answer = self._status_answers[question] = asyncio.get_running_loop().create_future()
-        try:
-            await self.send(messages.AskStatus(question))
-            return await answer
-        finally:
-            del self._status_answers[question]
+        return await self._answer(messages.AskStatus)
 
     async def report(self) -> None:
         """Sends the status to routers: if it has changed, and once a second in any case.
@@ -177,8 +193,10 @@ class Backend:
                 self._journal.failed(message)
                 failed = streams.failed(origin.attempt_id, code, text, prefill_id)
                 self._routers.deliver(stream, failed)
-            case EngineStatus(question):
-                answer = self._status_answers.get(question)
+            case (
+                EngineStatus(question) | messages.WeightsStaged(question) | messages.WeightsReplaced(question)
+            ):
+                answer = self._answers.get(question)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case messages.KVInjected(_, stats):

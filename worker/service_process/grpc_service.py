@@ -1,4 +1,4 @@
-"""The gRPC service of a worker: Attach, Describe, GetStatus, SetPool.
+"""The gRPC service of a worker: Attach, Describe, GetStatus, SetPool, ReplaceWeights.
 
 The stream of a router owns the attempts that are submitted on it. The stream ends when:
 
@@ -24,6 +24,7 @@ from baton.worker.service_process import streams, validation
 from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.streams import Routers, RouterStream
 from baton.worker.service_process.validation import Limits, RefusedAttempt, StreamError
+from baton.worker.service_process.weights import RefusedWeights, WeightsReplacement
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class AttachService:
         self._routers = routers
         self._limits = limits
         self._description = description
+        self._weights = WeightsReplacement(backend, routers, self._with_weights)
         self._cancels: set[asyncio.Task[None]] = set()
         self._kinds: dict[str, tuple[str, Callable[[int, bytes, Any], ToEngine]]] = {
             "prefill": ("prefill_id", self._prefill),
@@ -62,6 +64,9 @@ class AttachService:
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         described = await self.Describe(pb.DescribeRequest(), context) if hello.describe else None
+        while not self._weights.is_open:  # what was described may have changed
+            await self._weights.opened()
+            described = await self.Describe(pb.DescribeRequest(), context) if hello.describe else None
         stream = self._routers.open(report_seconds)
         if described is not None:
             stream.put(pb.WorkerMessage(description=described))
@@ -112,6 +117,19 @@ class AttachService:
             text = f"pool is {request.pool}: it must be POOL_PREFILL or POOL_DECODE"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         return await self._backend.set_pool(request.pool)
+
+    async def ReplaceWeights(
+        self, request_iterator: AsyncIterator[pb.WeightsCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WeightsReport]:
+        try:
+            async for report in self._weights.run(aiter(request_iterator)):
+                yield report
+        except RefusedWeights as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    def _with_weights(self, replaced: messages.WeightsReplaced) -> None:
+        self._description.model_fingerprint = replaced.model_fingerprint
+        self._description.content_root = replaced.content_root
 
     # ------------------------------------------------------------ router to worker
 

@@ -1,0 +1,118 @@
+"""`baton weights` on a real cluster: streams go on, no prefix of other weights is used, and a fault changes
+nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.streams import Stream, expected, new_session, read
+from baton.cluster.cli import app
+from baton.cluster.model import EMBEDDED_NAME
+from tests.shallow import shallow
+from tests.within import WITHIN
+
+from .machine import until
+from .recovery import FLAGS, PATIENT, SHORT, each_has, leaks_when_idle
+
+TOKENS = 64
+CASES = [replace(case, max_tokens=TOKENS) for case in SHORT[:4]]
+
+
+def status(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url + "/status", timeout=WITHIN) as page:
+        return json.load(page)
+
+
+class Trained:
+    """A cluster, and checkpoints of the model before and after training."""
+
+    def __init__(self, cluster: LocalCluster, before: Path, after: Path) -> None:
+        self.cluster, self.before, self.after = cluster, before, after
+
+    async def weights(self, path: Path) -> Result:
+        command, environment = ["weights", str(path), "--url", self.cluster.url], self.cluster.environment
+        return await asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
+
+
+@pytest.fixture(scope="module")
+def trained(
+    shallow_model_path: Path, embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Trained]:
+    directory = tmp_path_factory.mktemp("trained")
+    after = shallow(embedded_model_path, directory / "after.gguf", backwards=True)
+    model = ["--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME]
+    with LocalCluster(
+        directory,
+        prefill=1,
+        decode=1,
+        worker_flags=[*FLAGS, "--enable-prefix-caching", *model],
+        router_flags=[*PATIENT, *model],
+    ) as cluster:
+        yield Trained(cluster, shallow_model_path, after)
+
+
+async def test_streams_go_on_and_answers_are_of_the_new_weights(trained: Trained) -> None:
+    url = trained.cluster.url
+    old = await expected(url, CASES, at_once=12)
+    streams = [Stream(case) for case in CASES]
+    async with new_session() as http:
+        reading = [asyncio.create_task(read(http, url, stream.case, into=stream)) for stream in streams]
+        begun = each_has(4)
+        await asyncio.to_thread(until, lambda: begun(streams) or None, WITHIN, "four tokens of each")
+        done = await trained.weights(trained.after)
+        assert done.exit_code == 0, done.stderr
+        await asyncio.gather(*reading)
+    for stream in streams:
+        assert not stream.failed
+        assert len(stream.token_ids) == TOKENS, "no stream has lost or repeated a token"
+    new = await expected(url, CASES, at_once=12)
+    assert all(new[case] != old[case] for case in CASES)
+    assert await asyncio.to_thread(leaks_when_idle, url, WITHIN) == {}
+
+
+@pytest.mark.long
+async def test_no_version_has_a_prefix_of_another_one(trained: Trained) -> None:
+    url = trained.cluster.url
+    answers = []
+    for path in (trained.after, trained.before, trained.after, trained.after, trained.before):
+        done = await trained.weights(path)
+        assert done.exit_code == 0, done.stderr
+        answers.append(await expected(url, CASES, at_once=12))
+    assert answers[0] == answers[2] == answers[3]
+    assert answers[1] == answers[4] != answers[0]
+
+
+@pytest.mark.long
+async def test_a_fault_changes_nothing_and_a_worker_that_starts_again_is_refused_until_it_has_the_weights(
+    trained: Trained,
+) -> None:
+    url, decode = trained.cluster.url, trained.cluster.workers[1]
+    old = await expected(url, CASES, at_once=12)
+    missing = await trained.weights(trained.after.with_name("nowhere.gguf"))
+    assert missing.exit_code == 2
+    for name in ("prefill 0", "decode 0"):
+        assert f"{name}: {trained.after.with_name('nowhere.gguf')}: no such file" in missing.stderr
+    assert "No weights have changed." in missing.stderr
+    assert await expected(url, CASES, at_once=12) == old
+
+    assert (await trained.weights(trained.after)).exit_code == 0
+    new = await expected(url, CASES, at_once=12)
+    await asyncio.to_thread(decode.kill, "engine")
+
+    def refused() -> bool | None:
+        return any(worker["state"] == "refused" for worker in status(url)["workers"]) or None
+
+    await asyncio.to_thread(until, refused, WITHIN, "the worker has other weights")
+    done = await trained.weights(trained.after)
+    assert done.exit_code == 0, done.stderr
+    assert await expected(url, CASES, at_once=12) == new

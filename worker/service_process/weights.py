@@ -1,0 +1,121 @@
+"""New weights for a worker, under one call of a coordinator that replaces those of all workers.
+
+    stage ─▶ the engine reads and checks the weights, while attempts go on
+    close ─▶ attempts are handed back, routers are let go, and no KV of the old weights is in use
+    apply ─▶ the engine computes with the new weights, and routers attach again
+
+All workers are closed before one applies. So no attempt has KV of other weights than its worker, and no
+worker of a pair is behind the other one. A call that ends before `apply` leaves the worker as it was.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from baton.rpc import worker_pb2 as pb
+from baton.worker import messages
+from baton.worker.messages import WeightsReplaced
+from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.streams import Routers
+
+log = logging.getLogger(__name__)
+
+MAX_PATH, MAX_VERSION = 4096, 128
+CLOSE_WITHIN, IDLE_CHECK = 30.0, 0.002  # seconds
+REASON = "the weights of the model are replaced"
+
+
+class RefusedWeights(Exception):
+    """The caller's command is wrong, or the weights do not fit. The message is for the user."""
+
+
+class WeightsReplacement:
+    """Of one worker. `replaced` is called before routers attach again."""
+
+    def __init__(
+        self, backend: Backend, routers: Routers, replaced: Callable[[WeightsReplaced], None]
+    ) -> None:
+        self._backend = backend
+        self._routers = routers
+        self._replaced = replaced
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._called = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open.is_set()
+
+    async def opened(self) -> None:
+        """Returns when routers may attach."""
+        await self._is_open.wait()
+
+    async def run(self, commands: AsyncIterator[pb.WeightsCommand]) -> AsyncIterator[pb.WeightsReport]:
+        """Raises RefusedWeights."""
+        if self._called:
+            raise RefusedWeights("another replacement of the weights is under way")
+        if self._backend.draining:
+            raise RefusedWeights("the worker is shutting down")
+        self._called, applied = True, False
+        try:
+            stage = await _next(commands, "stage")
+            path, version = _checked(stage.stage)
+            began = time.monotonic()
+            staged = await self._backend.stage_weights(path)
+            if staged.error:
+                raise RefusedWeights(staged.error)
+            log.info("weights of %s are staged, version %s", path, version)
+            yield pb.WeightsReport(bytes=staged.nbytes, seconds=time.monotonic() - began)
+            await _next(commands, "close")
+            began = time.monotonic()
+            await self._close()
+            yield pb.WeightsReport(seconds=time.monotonic() - began)
+            await _next(commands, "apply")
+            began, applied = time.monotonic(), True
+            self._replaced(await self._backend.replace_weights(version))
+            await self._open()
+            log.info("computes with weights of %s, version %s", path, version)
+            yield pb.WeightsReport(seconds=time.monotonic() - began)
+        finally:
+            # A call may end by cancellation, while what follows waits for the engine.
+            await asyncio.shield(self._end(applied=applied))
+
+    async def _end(self, *, applied: bool) -> None:
+        if not applied:
+            await self._backend.send(messages.DropWeights())
+        await self._open()
+        self._called = False
+
+    async def _close(self) -> None:
+        self._is_open.clear()
+        await self._backend.drain()
+        await self._backend.send(messages.HandBack(REASON))
+        end = time.monotonic() + CLOSE_WITHIN
+        while not (await self._backend.engine_status()).idle:
+            if time.monotonic() > end:
+                raise RefusedWeights(f"its engine is still busy after {CLOSE_WITHIN:g} s")
+            await asyncio.sleep(IDLE_CHECK)
+        self._routers.finish()
+
+    async def _open(self) -> None:
+        if not self._is_open.is_set():
+            await self._backend.serve_again()
+            self._is_open.set()
+
+
+async def _next(commands: AsyncIterator[pb.WeightsCommand], kind: str) -> pb.WeightsCommand:
+    command = await anext(commands, None)
+    if command is None:
+        raise RefusedWeights(f"the call ended before {kind}: the weights stay")
+    if command.WhichOneof("kind") != kind:
+        raise RefusedWeights(f"expected {kind}, not {command.WhichOneof('kind')}")
+    return command
+
+
+def _checked(stage: pb.StageWeights) -> tuple[str, str]:
+    if not 0 < len(stage.path) <= MAX_PATH or "\0" in stage.path:
+        raise RefusedWeights(f"path has {len(stage.path)} characters: it must have 1 to {MAX_PATH}")
+    if not 0 < len(stage.version) <= MAX_VERSION or not stage.version.isprintable() or ";" in stage.version:
+        raise RefusedWeights(f'version must be 1 to {MAX_VERSION} printable characters without ";"')
+    return stage.path, stage.version
