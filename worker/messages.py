@@ -137,7 +137,7 @@ class StageWeights(_Message):
 
 
 class HandBack(_Message):
-    """Fail every attempt with DRAINING."""
+    """Fail every attempt with DRAINING, and end it."""
 
     reason: str
 

@@ -82,7 +82,7 @@ class LoadedModel:
         self.check_replaceable()
         if not Path(path).exists():
             raise ValueError(f"{path}: no such file or directory on the host of this worker")
-        config = replace(self.config, model=path, revision=None)
+        config = replace(self.config, model=path, revision=None, load_format="auto")
         with torch.cuda.stream(torch.cuda.Stream()) if self._on_gpu else contextlib.nullcontext():
             checkpoint = open_checkpoint(config, self.device)
             self._check_same(checkpoint.config, path)

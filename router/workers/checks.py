@@ -18,6 +18,10 @@ from baton.rpc import worker_pb2 as pb
 
 MODEL_FLAGS = "--model", "--revision"
 SAME_MODEL = "Give the router and all workers the same --model and --revision."
+VERSION = "version of its weights"
+NEW_WEIGHTS = (
+    "Run `baton weights` with the newest checkpoint: a worker that starts again has the weights of --model."
+)
 FP8 = "float8_e4m3fn"
 
 
@@ -65,10 +69,10 @@ def check_fit(
         if differing := list(_differing(described, accepted)):
             found = ", ".join(f"{name} ({value}, there {there})" for name, value, there, _ in differing)
             flags = " and ".join(dict.fromkeys(flag for *_, flags in differing for flag in flags))
-            raise RefusedWorker(
-                f"it differs from {other} in: {found}",
-                f"Give all workers the same {flags}. The one accepted first may be the wrong one.",
-            )
+            remedy = f"Give all workers the same {flags}. The one accepted first may be the wrong one."
+            if any(name == VERSION for name, *_ in differing):
+                remedy = NEW_WEIGHTS
+            raise RefusedWorker(f"it differs from {other} in: {found}", remedy)
 
 
 def must_agree(described: pb.WorkerDescription) -> tuple[str, ...]:
@@ -87,6 +91,8 @@ def _differing(
         if part == "format":
             flags = "--dtype", "--quantization"
             yield "format of its weights", parts.get(part, ""), others.get(part, ""), flags
+        elif part == "version":
+            yield VERSION, parts.get(part, "of --model"), others.get(part, "of --model"), MODEL_FLAGS
         else:
             yield part, described.model, accepted.model, MODEL_FLAGS
     if described.layout_fingerprint != accepted.layout_fingerprint:

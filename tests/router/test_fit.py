@@ -59,6 +59,11 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
             r"in: format of its weights \(plain, there gguf\), KV dtype \(float32, there bfloat16\)$",
             "the same --dtype and --quantization. The one",
         ),
+        (
+            {"model_fingerprint": "model=m1; weights=w2; format=gguf; version=v2"},
+            r"weights \(.*\), version of its weights \(v2, there of --model\)$",
+            "Run `baton weights`",
+        ),
         ({"dtype": "float32"}, r"in: KV dtype \(float32, there bfloat16\)$", "the same --dtype. The one"),
         ({"model_fingerprint": "of another form"}, "in: of another form ", "--model"),
         ({"layout_fingerprint": "l2"}, r"in: KV layout \(l2, there l1\)$", "--model"),

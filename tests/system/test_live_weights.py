@@ -65,6 +65,7 @@ def trained(
         yield Trained(cluster, shallow_model_path, after)
 
 
+@pytest.mark.long
 async def test_streams_go_on_and_answers_are_of_the_new_weights(trained: Trained) -> None:
     url = trained.cluster.url
     old = await expected(url, CASES, at_once=12)

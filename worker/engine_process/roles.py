@@ -88,7 +88,8 @@ class Roles:
             case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
                 self._weights.handle(message)
             case messages.HandBack(reason):
-                self._attempts.fail_all(Code.DRAINING, reason)
+                for attempt in [*self._attempts]:
+                    attempt.lost(Code.DRAINING, reason)
             case _:
                 next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
 

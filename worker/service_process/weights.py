@@ -53,14 +53,13 @@ class WeightsReplacement:
 
     async def run(self, commands: AsyncIterator[pb.WeightsCommand]) -> AsyncIterator[pb.WeightsReport]:
         """Raises RefusedWeights."""
+        path, version = _checked((await _next(commands, "stage")).stage)
         if self._called:
             raise RefusedWeights("another replacement of the weights is under way")
         if self._backend.draining:
             raise RefusedWeights("the worker is shutting down")
         self._called, applied = True, False
         try:
-            stage = await _next(commands, "stage")
-            path, version = _checked(stage.stage)
             began = time.monotonic()
             staged = await self._backend.stage_weights(path)
             if staged.error:
@@ -90,9 +89,12 @@ class WeightsReplacement:
     async def _close(self) -> None:
         self._is_open.clear()
         await self._backend.drain()
-        await self._backend.send(messages.HandBack(REASON))
         end = time.monotonic() + CLOSE_WITHIN
-        while not (await self._backend.engine_status()).idle:
+        while True:
+            # Again with each turn: an attempt that was accepted before may have waited for a full socket.
+            await self._backend.send(messages.HandBack(REASON))
+            if (await self._backend.engine_status()).idle:
+                break
             if time.monotonic() > end:
                 raise RefusedWeights(f"its engine is still busy after {CLOSE_WITHIN:g} s")
             await asyncio.sleep(IDLE_CHECK)

@@ -1,0 +1,163 @@
+"""ReplaceWeights on a real worker, as a coordinator calls it. The worker starts with dummy weights."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.stubs import WorkerStub
+from tests.cluster_helpers import (
+    SECRET,
+    WorkerProcess,
+    assert_whole,
+    attached,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
+from tests.within import within
+
+TINY = {"load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64}
+SHAPES = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
+MLP = {"gate_proj": (128, 64), "up_proj": (128, 64), "down_proj": (64, 128)}
+
+
+def saved(directory: Path, seed: int, missing: str = "", intermediate_size: int = 128) -> Path:
+    """The tiny model with random weights, without the tensor `missing`."""
+    torch.manual_seed(seed)
+    tensors = {"model.embed_tokens.weight": torch.randn(512, 64), "model.norm.weight": torch.ones(64)}
+    for layer in range(2):
+        name = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}.{norm}.weight"] = torch.ones(64)
+        for part, shapes in (("self_attn", SHAPES), ("mlp", MLP)):
+            tensors |= {f"{name}.{part}.{x}.weight": torch.randn(shape) / 8 for x, shape in shapes.items()}
+    tensors.pop(missing, None)
+    save_file(tensors, tiny_model(directory, intermediate_size) / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    directory = tmp_path_factory.mktemp("weights")
+    started = start_worker("prefill", tiny_model(directory / "model"), directory, engine=TINY)
+    try:
+        yield started.wait_ready()
+    finally:
+        started.popen.kill()
+        started.popen.wait()
+
+
+class Replacement:
+    """One call."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = WorkerStub(channel).ReplaceWeights()  # pyrefly: ignore[missing-argument]  (it is written to)
+
+    async def stage(self, path: Path, version: str) -> pb.WeightsReport:
+        return await self.command(stage=pb.StageWeights(path=str(path), version=version))
+
+    async def command(self, **kind: Any) -> pb.WeightsReport:
+        await self.call.write(pb.WeightsCommand(**kind))
+        return await within(self.call.read())
+
+
+@asynccontextmanager
+async def replacement(worker: WorkerProcess) -> AsyncIterator[Replacement]:
+    async with connect(worker.address, SECRET) as channel:
+        yield Replacement(channel)
+
+
+async def described(worker: WorkerProcess) -> pb.WorkerDescription:
+    async with connect(worker.address, SECRET) as channel:
+        description = await WorkerStub(channel).Describe(pb.DescribeRequest())
+    description.ClearField("status")
+    return description
+
+
+async def first_token(worker: WorkerProcess) -> tuple[int, float]:
+    async with attached(worker) as stream:
+        one = sampling(max_tokens=1, logprobs=0)
+        prefill_id = await stream.submit_prefill(request(range(100), one), handover=False)
+        token = (await stream.token(prefill_id))[0]
+        return token.token_id, token.logprobs.logprob
+
+
+async def test_a_worker_computes_with_the_weights_of_the_newest_version(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    one, two = saved(tmp_path / "one", 1), saved(tmp_path / "two", 2)
+    tokens, names = [], set[bytes]()
+    for path, version in ((one, "a"), (two, "b"), (one, "c")):
+        async with replacement(worker) as new:
+            assert (await new.stage(path, version)).bytes > 4 * 512 * 64
+            await new.command(close=True)
+            await new.command(apply=True)
+        after = await described(worker)
+        assert after.model_fingerprint.endswith(f"; version={version}")
+        names.add(after.content_root)
+        tokens.append(await first_token(worker))
+    assert len(names) == 3, "no version has names of KV of another one"
+    assert tokens[0] == tokens[2] != tokens[1]
+    await assert_whole(worker)
+
+
+async def test_a_call_that_ends_before_apply_leaves_the_worker_as_it_was(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    before, token, path = await described(worker), await first_token(worker), saved(tmp_path / "other", 3)
+    async with attached(worker) as stream:
+        held = await stream.submit_prefill(request(range(100), sampling()), handover=True)
+        await stream.token(held)
+        async with replacement(worker) as new:
+            await new.stage(path, "d")
+            decode_id = await stream.reserve(request([1], sampling(max_tokens=2000, ignore_eos=True)))
+            await stream.token(decode_id)
+            await new.command(close=True)
+            await within(stream.ended.wait())
+            *_, last = [
+                (await stream.next(decode_id)).message for _ in range(stream.events[decode_id].qsize())
+            ]
+            assert last.code == pb.FAILURE_CODE_DRAINING, "an answer does not delay the change"
+            waiting = asyncio.create_task(first_token(worker))
+        assert await within(waiting) == pytest.approx(token), "a router that comes meanwhile waits"
+    assert await described(worker) == before
+    await assert_whole(worker)
+
+
+async def test_what_does_not_fit_is_refused_by_name(worker: WorkerProcess, tmp_path: Path) -> None:
+    before = await described(worker)
+    name = "model.layers.1.mlp.up_proj.weight"
+    missing = saved(tmp_path / "missing", 1, missing=name)
+    wrong = saved(tmp_path / "wrong", 1, intermediate_size=64)
+    cases = [
+        (missing, "e", name),
+        (wrong, "e", "another model"),
+        (tmp_path / "nowhere", "e", "no such file"),
+        (missing, "", "version must be"),
+        (missing, "e;f", "version must be"),
+    ]
+    for path, version, reason in cases:
+        async with replacement(worker) as new:
+            with pytest.raises(grpc.aio.AioRpcError, match=reason):
+                await new.stage(path, version)
+    async with replacement(worker) as new:
+        with pytest.raises(grpc.aio.AioRpcError, match="expected stage, not close"):
+            await new.command(close=True)
+    async with replacement(worker) as new, replacement(worker) as second:
+        await new.stage(saved(tmp_path / "good", 1), "e")
+        with pytest.raises(grpc.aio.AioRpcError, match="another replacement"):
+            await second.stage(tmp_path / "good", "f")
+        with pytest.raises(grpc.aio.AioRpcError, match="expected close, not apply"):
+            await new.command(apply=True)
+    assert await described(worker) == before
