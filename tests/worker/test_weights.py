@@ -69,7 +69,9 @@ class Replacement:
 
     async def command(self, **kind: Any) -> pb.WeightsReport:
         await self.call.write(pb.WeightsCommand(**kind))
-        return await within(self.call.read())
+        report = await within(self.call.read())
+        assert isinstance(report, pb.WeightsReport), report
+        return report
 
 
 @asynccontextmanager
@@ -128,6 +130,7 @@ async def test_a_call_that_ends_before_apply_leaves_the_worker_as_it_was(
             *_, last = [
                 (await stream.next(decode_id)).message for _ in range(stream.events[decode_id].qsize())
             ]
+            assert isinstance(last, pb.AttemptFailed)
             assert last.code == pb.FAILURE_CODE_DRAINING, "an answer does not delay the change"
             waiting = asyncio.create_task(first_token(worker))
         assert await within(waiting) == pytest.approx(token), "a router that comes meanwhile waits"
