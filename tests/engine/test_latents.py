@@ -227,16 +227,22 @@ def test_chunks_are_expanded_from_the_length_that_pays(nope: int, rank: int, val
     assert (least - 1) * saved <= rank * (nope + value) < least * saved
 
 
-@pytest.mark.parametrize("kind", ["DeepseekV3", "GlmMoeDsa"])
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("DeepseekV3", {}), ("GlmMoeDsa", {"indexer_types": ["full", "shared"]})]
+)
 @torch.inference_mode()
 def test_chunks_that_attend_between_graphs(
-    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+    triton_kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    changes: dict[str, Any],
 ) -> None:
     """Short chunks are absorbed, long ones expanded. Padding of the decodes is in the rows of the chunks. A
     layer of GLM-5 takes the choice of the one before it."""
     for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
         monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim, exact=False: triton_kernels)
-    save_tiny(tmp_path, kind)
+    save_tiny(tmp_path, kind, num_hidden_layers=2, **changes)
     runner = load(tmp_path, device=DEVICE, block_size=16, num_blocks=9)._runner
     tables = [array("i", blocks) for blocks in ([2], [4, 0], [8, 1], [3, 5, 6])]
     nothing = Draws(*(np.zeros(0, np.float32) for _ in Draws._fields))
