@@ -17,7 +17,7 @@ from baton.router.batches import runner, storage
 from baton.router.batches.storage import BatchObject, Storage, new_id
 from baton.router.errors import BodyTooLarge
 from baton.router.text.tokenizer import ModelTokenizer
-from tests.within import within
+from tests.within import WITHIN, within
 
 from .conftest import TEXT, Cluster, make_cluster
 
@@ -30,7 +30,7 @@ def jsonl(*lines: dict[str, Any]) -> bytes:
 
 
 def client_of(cluster: Cluster, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0, timeout=60)
+    return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0, timeout=WITHIN)
 
 
 async def ended(client: openai.AsyncOpenAI, id: str) -> Any:
