@@ -200,10 +200,10 @@ async def test_parts_wait_behind_other_prompts_and_for_each_other(streams: Strea
 
 CHAT = (
     [(0, 64), (1, 128), (0, 192), (1, 250)],
-    [(0, 640), (1, 704), (0, 1088), (1, 1300)],
-    [(1, 1344), (0, 1408), (1, 1472)],
-    [(0, 1024), (1, 1216), (0, 1472), (1, 1536), (0, 1700)],
-    [(0, 1344), (1, 1800)],
+    [(0, 320), (1, 384), (0, 576), (1, 690)],
+    [(1, 704), (0, 768), (1, 832)],
+    [(0, 512), (1, 640), (0, 832), (1, 896), (0, 1000)],
+    [(0, 704), (1, 1060)],
 )
 """Plans of one prompt, which grows. From the second one on, workers have cached the beginning of the next."""
 
@@ -241,7 +241,7 @@ async def test_each_kind_of_kv_is_shared(
         workers = [started[number].wait_ready() for number in given]
         async with AsyncExitStack() as stack:
             attach = [await stack.enter_async_context(attached(worker)) for worker in workers]
-            streams, token_ids = Streams(workers, attach), prompt(1900, seed=9)
+            streams, token_ids = Streams(workers, attach), prompt(1060, seed=9)
             for plan in CHAT:
                 asked = await streams.share(token_ids[: plan[-1][1]], plan, 1)
                 assert await streams.answer(asked, 1) == await streams.alone(token_ids[: plan[-1][1]])
