@@ -7,13 +7,15 @@ the transfer processes have them, and nothing else.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from baton.kv_transfer.config import TransferDeadlines
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
@@ -297,9 +299,21 @@ T = TypeVar("T")
 W = TypeVar("W", bound=World)
 
 
+def _layout() -> KVLayout:
+    return LAYOUT
+
+
+class _Pickler(pickle.Pickler):
+    """What never changes is no part of a copy."""
+
+    dispatch_table = copyreg.dispatch_table | {KVLayout: lambda _: (_layout, ())}
+
+
 def copies(of: T, count: int) -> Iterator[T]:
     """As many equal ones. The last one is the original, which may then change."""
-    dumped = pickle.dumps(of)  # faster than deepcopy
+    file = io.BytesIO()
+    _Pickler(file).dump(of)  # faster than deepcopy
+    dumped = file.getvalue()
     for _ in range(count - 1):
         yield pickle.loads(dumped)  # noqa: S301
     if count:
