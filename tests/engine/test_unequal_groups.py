@@ -436,9 +436,13 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("kind", "prefill_ranks", "decode_ranks"),
     [
-        ("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Qwen3Next", 2, 4),
-        ("Qwen3_5Moe", 1, 2), ("KimiLinear", 1, 1), ("KimiLinear", 2, 1), ("Lfm2", 1, 2),
-        ("NemotronH", 2, 1),
+        ("Bamba", 1, 1), ("Bamba", 4, 1), ("Qwen3Next", 2, 4), ("Qwen3_5Moe", 1, 2), ("KimiLinear", 2, 1),
+        ("Lfm2", 1, 2), ("NemotronH", 2, 1),
+        # Their families and their numbers of ranks are among those above.
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("KimiLinear", 1, 1))
+        ),
     ],
 )  # fmt: skip
 def test_states_are_handed_over(
