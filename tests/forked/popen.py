@@ -50,9 +50,9 @@ ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a program ignores if the process that starts it does."""
 _AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "TRITON_", "SSL_", "HF_")
 """Variables that begin so change what an interpreter or an import does, but for these."""
-_HARMLESS = ("PYTHONPATH", "PYTHONSAFEPATH", "LD_LIBRARY_PATH")
+_HARMLESS = ("PYTHONPATH", "PYTHONSAFEPATH", "LD_LIBRARY_PATH", "TORCHINDUCTOR_CACHE_DIR")
 """`ForkServer.fits` looks at the paths of Python. A fork has its libraries, and what it starts fresh gets the
-last variable."""
+third variable. Torch itself sets the last one when some models are first computed."""
 _UNUSUAL = ("preexec_fn", "executable", "gid", "gids", "uid", "shell", "creationflags")
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 FreshPopen = subprocess.Popen
