@@ -242,8 +242,8 @@ def weights(
     all workers hand back their requests and take the new weights. The requests go on: their prompts, and what
     was answered, are computed again with the new weights. No cached KV of the old weights is used again.
 
-    The model must be the same but for the values of its tensors. A worker that restarts has the weights of
-    its --model, and routers refuse it until this command runs again.
+    The model must be the same but for the values of its tensors. A worker that starts later gets the same
+    weights from the same path, before it serves: keep them there until the next ones.
 
     Needs the secret of the cluster. That of a `baton serve` of yours on this machine is found by --url.
     """

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Mapping
 
 from grpc.aio import AioRpcError
 
@@ -23,6 +23,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
+from baton.rpc.weights import WeightsCall
 
 
 def run(
@@ -48,10 +49,10 @@ async def _replace(path: str, endpoint: EndpointOptions, secret: bytes, tls: Tls
         )
     version = uuid.uuid4().hex
     async with contextlib.AsyncExitStack() as until_the_end:
-        calls = []
+        calls = dict[str, WeightsCall]()
         for worker in workers:
             channel = await until_the_end.enter_async_context(connect(worker["address"], secret, tls))
-            calls.append(_Call(name_of(worker), WorkerStub(channel)))
+            calls[name_of(worker)] = WeightsCall(WorkerStub(channel))
         stage = pb.StageWeights(path=path, version=version)
         staged = await _all(calls, pb.WeightsCommand(stage=stage), "No weights have changed.")
         began = time.monotonic()
@@ -65,32 +66,20 @@ async def _replace(path: str, endpoint: EndpointOptions, secret: bytes, tls: Tls
     )
 
 
-class _Call:
-    """A worker's call. It lives as long as its channel."""
-
-    def __init__(self, name: str, stub: WorkerStub) -> None:
-        self.name = name
-        self._commands = asyncio.Queue[pb.WeightsCommand]()
-        self._reports = aiter(stub.ReplaceWeights(self._sent()))
-
-    async def _sent(self) -> AsyncIterator[pb.WeightsCommand]:
-        while True:
-            yield await self._commands.get()
-
-    async def report(self, command: pb.WeightsCommand) -> pb.WeightsReport | str:
-        """The worker's report, or why there is none."""
-        self._commands.put_nowait(command)
-        try:
-            return await anext(self._reports)
-        except AioRpcError as error:
-            return refusal(error, "replace its weights")
-        except StopAsyncIteration:
-            return "it ended the call"
-
-
-async def _all(calls: Sequence[_Call], command: pb.WeightsCommand, after: str) -> list[pb.WeightsReport]:
+async def _all(
+    calls: Mapping[str, WeightsCall], command: pb.WeightsCommand, after: str
+) -> list[pb.WeightsReport]:
     """The reports of all workers. Raises ValueError that names each worker without one."""
-    found = await asyncio.gather(*(call.report(command) for call in calls))
-    if faults := [f"{call.name}: {x}" for call, x in zip(calls, found, strict=True) if isinstance(x, str)]:
+    sent = [call.report(command) for call in calls.values()]
+    found = await asyncio.gather(*sent, return_exceptions=True)
+    faults = []
+    for name, report in zip(calls, found, strict=True):
+        if isinstance(report, StopAsyncIteration):
+            faults.append(f"{name}: it ended the call")
+        elif isinstance(report, AioRpcError):
+            faults.append(f"{name}: {refusal(report, 'replace its weights')}")
+        elif isinstance(report, BaseException):
+            raise report
+    if faults:
         raise ValueError(f"{'; '.join(faults)}. {after}")
-    return [report for report in found if not isinstance(report, str)]
+    return [report for report in found if not isinstance(report, BaseException)]

@@ -22,6 +22,7 @@ VERSION = "version of its weights"
 NEW_WEIGHTS = (
     "Run `baton weights` with the newest checkpoint: a worker that starts again has the weights of --model."
 )
+WAIT_FOR_WEIGHTS = "Wait: the router accepts it when it has them."
 FP8 = "float8_e4m3fn"
 
 
@@ -78,6 +79,15 @@ def check_fit(
 def must_agree(described: pb.WorkerDescription) -> tuple[str, ...]:
     """What `check_fit` compares with other workers."""
     return described.model_fingerprint, described.layout_fingerprint, described.dtype
+
+
+def lacks_weights(described: pb.WorkerDescription, accepted: pb.WorkerDescription) -> bool:
+    """Whether the worker has started with the weights of its model, while the accepted one has newer ones of
+    the same model."""
+    differing = {name for name, *_ in _differing(described, accepted)}
+    return (
+        VERSION in differing and not described.weights.version and differing <= {VERSION, "weights", "drafts"}
+    )
 
 
 def _differing(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill_loads import PrefillLoads
-from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit, must_agree
+from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit, lacks_weights, must_agree
 from baton.router.workers.worker import POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 
@@ -117,6 +117,13 @@ class Roster:
         check_fit(worker.description, self._model, {str(other): other.description for other in others})
         self._accepted.setdefault(must_agree(worker.description), {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
+
+    def weights_for(self, refused: Worker) -> pb.StageWeights | None:
+        """What a refused worker needs to be accepted, if that is only the weights of the accepted workers."""
+        for other in (next(iter(same)) for same in self._accepted.values()):
+            if lacks_weights(refused.description, other.description):
+                return other.description.weights
+        return None
 
     def release(self, worker: Worker) -> None:
         """Undoes `accept`, if it was called. Its description may have changed, too."""

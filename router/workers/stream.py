@@ -16,7 +16,9 @@ from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill_loads import report_seconds
 from baton.router.workers.checks import (
     DRAINED,
+    NEW_WEIGHTS,
     SEE_WORKER_LOG,
+    WAIT_FOR_WEIGHTS,
     RefusedWorker,
     explain,
     token_defect,
@@ -33,6 +35,7 @@ from baton.router.workers.worker import (
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
+from baton.rpc.weights import replace_weights
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ class WorkerStream:
         worker, backoff, logged = self.worker, FIRST_BACKOFF, ""
         drained = False  # the worker was draining when its last stream ended
         while not worker.retired:
-            was_ready, began = False, time.monotonic()
+            was_ready, began, weights = False, time.monotonic(), None
             try:
                 try:
                     await self._serve()
@@ -87,11 +90,13 @@ class WorkerStream:
                 except RefusedWorker as error:
                     worker.state = WorkerState.REFUSED
                     worker.reason, worker.remedy = str(error), error.remedy
-                    backoff = LAST_BACKOFF
+                    backoff, weights = LAST_BACKOFF, self._roster.weights_for(worker)
                 finally:
                     was_ready = worker.attached
                     drained = worker.state is WorkerState.DRAINING or (drained and not was_ready)
                     self._detach()
+                if weights is not None:
+                    backoff = await self._give(weights)
             except Exception as error:
                 # A task that ends here would never connect to this worker again.
                 worker.reason = f"a defect in the router: {type(error).__name__}: {error}"
@@ -106,6 +111,22 @@ class WorkerStream:
                 backoff = FIRST_BACKOFF
             await asyncio.sleep(backoff * random.uniform(0.5, 1))
             backoff = min(2 * backoff, LAST_BACKOFF)
+
+    async def _give(self, weights: pb.StageWeights) -> float:
+        """Gives a worker that has started the weights of the others. Returns the seconds until the router
+        connects again."""
+        worker, began = self.worker, time.monotonic()
+        worker.reason = f"it reads the weights of the other workers, version {weights.version}"
+        worker.remedy = WAIT_FOR_WEIGHTS
+        log.info("%s: %s", worker, worker.reason)
+        try:
+            async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
+                await replace_weights(WorkerStub(channel), weights)
+        except grpc.aio.AioRpcError as error:
+            worker.reason = f"it cannot take the weights of the other workers: {error.details()}"
+            worker.remedy = NEW_WEIGHTS
+            return max(LAST_BACKOFF, time.monotonic() - began)  # at least half of the time it does not read
+        return 0.0
 
     async def _serve(self) -> None:
         """Attaches to the worker and receives its messages until the stream ends."""

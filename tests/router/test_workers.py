@@ -143,6 +143,74 @@ async def test_a_worker_with_another_tokenizer_is_refused(
         await stranger.kill()
 
 
+NEWEST = pb.StageWeights(path="/step-200", version="v2")
+
+
+class Trained(FakeWorker):
+    """It takes the weights that it is given. `spoilt`: other ones are at the path now."""
+
+    weights = pb.StageWeights()
+    spoilt, missing = False, ""
+
+    async def Describe(
+        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerDescription:
+        described = await super().Describe(request, context)
+        if self.weights.version:
+            found = "w3" if self.spoilt else "w2"
+            described.model_fingerprint = f"model=m1; weights={found}; version={self.weights.version}"
+            described.weights.CopyFrom(self.weights)
+        else:
+            described.model_fingerprint = "model=m1; weights=w1"
+        return described
+
+    async def ReplaceWeights(
+        self, commands: AsyncIterator[pb.WeightsCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WeightsReport]:
+        if self.missing:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.missing)
+        weights = (await anext(commands)).stage
+        yield pb.WeightsReport()
+        assert (await anext(commands)).close
+        yield pb.WeightsReport()
+        assert (await anext(commands)).apply
+        self.weights = weights
+        yield pb.WeightsReport()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({}, ""),
+        ({"spoilt": True}, "in: weights (fake, there fake)"),
+        ({"missing": "no such file"}, "cannot take the weights of the other workers: no such file"),
+    ],
+)
+async def test_a_worker_that_starts_gets_the_weights_of_the_others(
+    tokenizer: ModelTokenizer, tmp_path: Path, fault: dict[str, Any], reason: str
+):
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
+        first = Trained(pb.POOL_PREFILL, cluster.lanes, cluster.output_ids)
+        started = Trained(pb.POOL_DECODE, cluster.lanes, cluster.output_ids)
+        first.weights = NEWEST
+        for name, value in fault.items():
+            setattr(started, name, value)
+        await first.start()
+        await started.start()
+        rewrite(tmp_path / "workers", [first])
+        await cluster.until(lambda: bool(cluster.pool.prefills))
+        rewrite(tmp_path / "workers", [first, started])
+        if not fault:
+            await cluster.until(lambda: bool(cluster.pool.decodes))
+            assert started.weights == NEWEST
+            await cluster.complete()
+        else:
+            await cluster.until(lambda: any(c.reason.endswith(reason) for c in cluster.pool.connections))
+            assert not cluster.pool.decodes
+        await first.kill()
+        await started.kill()
+
+
 async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
         prefill = FakeWorker(pb.POOL_PREFILL, cluster.lanes, cluster.output_ids)

@@ -107,6 +107,7 @@ async def test_a_worker_computes_with_the_weights_of_the_newest_version(
             await new.command(apply=True)
         after = await described(worker)
         assert after.model_fingerprint.endswith(f"; version={version}")
+        assert after.weights == pb.StageWeights(path=str(path), version=version)
         names.add(after.content_root)
         tokens.append(await first_token(worker))
     assert len(names) == 3, "no version has names of KV of another one"

@@ -127,7 +127,8 @@ class AttachService:
         except RefusedWeights as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
-    def _with_weights(self, replaced: messages.WeightsReplaced) -> None:
+    def _with_weights(self, weights: pb.StageWeights, replaced: messages.WeightsReplaced) -> None:
+        self._description.weights.CopyFrom(weights)
         self._description.model_fingerprint = replaced.model_fingerprint
         self._description.content_root = replaced.content_root
 

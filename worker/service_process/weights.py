@@ -34,7 +34,7 @@ class WeightsReplacement:
     """Of one worker. `replaced` is called before routers attach again."""
 
     def __init__(
-        self, backend: Backend, routers: Routers, replaced: Callable[[WeightsReplaced], None]
+        self, backend: Backend, routers: Routers, replaced: Callable[[pb.StageWeights, WeightsReplaced], None]
     ) -> None:
         self._backend = backend
         self._routers = routers
@@ -53,7 +53,8 @@ class WeightsReplacement:
 
     async def run(self, commands: AsyncIterator[pb.WeightsCommand]) -> AsyncIterator[pb.WeightsReport]:
         """Raises RefusedWeights."""
-        path, version = _checked((await _next(commands, "stage")).stage)
+        stage = (await _next(commands, "stage")).stage
+        path, version = _checked(stage)
         if self._called:
             raise RefusedWeights("another replacement of the weights is under way")
         if self._backend.draining:
@@ -72,7 +73,7 @@ class WeightsReplacement:
             yield pb.WeightsReport(seconds=time.monotonic() - began)
             await _next(commands, "apply")
             began, applied = time.monotonic(), True
-            self._replaced(await self._backend.replace_weights(version))
+            self._replaced(stage, await self._backend.replace_weights(version))
             await self._open()
             log.info("computes with weights of %s, version %s", path, version)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
