@@ -126,7 +126,7 @@ class WorkerStream:
             worker.reason = f"it cannot take the weights of the other workers: {error.details()}"
             worker.remedy = NEW_WEIGHTS
             return max(LAST_BACKOFF, time.monotonic() - began)  # at least half of the time it does not read
-        return 0.0
+        return FIRST_BACKOFF
 
     async def _serve(self) -> None:
         """Attaches to the worker and receives its messages until the stream ends."""

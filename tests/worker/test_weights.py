@@ -139,6 +139,29 @@ async def test_a_call_that_ends_before_apply_leaves_the_worker_as_it_was(
     await assert_whole(worker)
 
 
+async def test_a_call_that_ends_within_apply_leaves_all_old_or_all_new(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    paths = [saved(tmp_path / str(seed), seed) for seed in (4, 5)]
+    tokens = dict[str, tuple[int, float]]()
+    for path in paths:
+        async with replacement(worker) as new:
+            await new.stage(path, path.name)
+            await new.command(close=True)
+            await new.command(apply=True)
+        tokens[str(path)] = await first_token(worker)
+    for turn in range(4):
+        async with replacement(worker) as new:
+            await new.stage(paths[turn % 2], f"cut-{turn}")
+            await new.command(close=True)
+            await new.call.write(pb.WeightsCommand(apply=True))
+            new.call.cancel()
+        token = await first_token(worker)
+        after = await described(worker)
+        assert after.model_fingerprint.endswith(f"; version={after.weights.version}")
+        assert token == pytest.approx(tokens[after.weights.path])
+
+
 async def test_what_does_not_fit_is_refused_by_name(worker: WorkerProcess, tmp_path: Path) -> None:
     before = await described(worker)
     name = "model.layers.1.mlp.up_proj.weight"

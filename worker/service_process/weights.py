@@ -59,7 +59,8 @@ class WeightsReplacement:
             raise RefusedWeights("another replacement of the weights is under way")
         if self._backend.draining:
             raise RefusedWeights("the worker is shutting down")
-        self._called, applied = True, False
+        self._called = True
+        applying: asyncio.Task[None] | None = None
         try:
             began = time.monotonic()
             staged = await self._backend.stage_weights(path)
@@ -72,18 +73,24 @@ class WeightsReplacement:
             await self._close()
             yield pb.WeightsReport(seconds=time.monotonic() - began)
             await _next(commands, "apply")
-            began, applied = time.monotonic(), True
-            self._replaced(stage, await self._backend.replace_weights(version))
-            await self._open()
+            began = time.monotonic()
+            applying = asyncio.create_task(self._apply(stage))
+            await asyncio.shield(applying)  # the caller may end the call, and the engine goes on
             log.info("computes with weights of %s, version %s", path, version)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
         finally:
             # A call may end by cancellation, while what follows waits for the engine.
-            await asyncio.shield(self._end(applied=applied))
+            await asyncio.shield(self._end(applying))
 
-    async def _end(self, *, applied: bool) -> None:
-        if not applied:
+    async def _apply(self, weights: pb.StageWeights) -> None:
+        self._replaced(weights, await self._backend.replace_weights(weights.version))
+        await self._open()
+
+    async def _end(self, applying: asyncio.Task[None] | None) -> None:
+        if applying is None:
             await self._backend.send(messages.DropWeights())
+        else:
+            await applying
         await self._open()
         self._called = False
 
