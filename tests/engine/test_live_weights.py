@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import Engine
+from baton.engine import Engine, SpeculativeConfig
+from baton.engine.layers.in_place import pairs
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, run
+from tests.engine.draft_checkpoints import save_mtp
 from tests.engine.random_checkpoints import save_random
 
 PROMPTS = [3, 5, 7, 11] * 9, [13, 17, 19]
@@ -73,6 +75,21 @@ def test_new_weights_take_the_place_of_all_that_derives_from_them(
     assert engine.model_fingerprint not in (fingerprint, fresh.model_fingerprint)
     engine.replace_weights(engine.stage_weights(str(before)), "2")
     assert answers(engine) == first
+
+
+def test_the_head_that_drafts_changes_too(tmp_path: Path, one_form: None) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_mtp(before, "DeepseekV3")
+    after = trained(before, tmp_path)
+    config = {"device": DEVICE, "num_blocks": 16, "speculative_config": SpeculativeConfig("mtp")}
+    fresh, engine = load(after, **config), load(before, **config)
+    engine.replace_weights(engine.stage_weights(str(after)), "1")
+    found = pairs(engine._loaded.drafter, fresh._loaded.drafter)
+    same = [torch.equal(*(x.to_dense() if x.is_mkldnn else x for x in (a, b))) for _, a, b in found]
+    assert same
+    assert all(same)
+    assert answers(engine) == answers(fresh)
 
 
 def cut(tensors: dict[str, torch.Tensor]) -> None:
