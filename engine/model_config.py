@@ -401,8 +401,8 @@ class ModelConfig:
         """The size of the heads that the kernels of a GPU attend to. Those that are made of latents are
         padded to a power of two."""
         latent = self.latent
-        if self.gemma is not None:
-            return max(self.head_dim, self.gemma.head_dim)
+        if self.gemma is not None:  # of two sizes, the one that they refuse, if any
+            return max(self.head_dim, self.gemma.head_dim, key=lambda size: (size.bit_count() > 1, size))
         if latent is None:
             return self.head_dim
         if any(size.bit_count() > 1 for size in (latent.rank, latent.rope_dim, latent.value_dim)):

@@ -61,25 +61,36 @@ Attends = Callable[[AttentionMetadata], LayerDone]
 """From the chunks of a step to what lets them attend in a layer."""
 
 
+class TileShape(NamedTuple):
+    """How the chunks of a step are cut for attention."""
+
+    tokens: int  # of a tile; 0: there are none
+    programs: int  # pieces that are computed at once
+
+    def pieces(self, rows: int) -> int:
+        """The most pieces of tiles in a step of so many rows."""
+        if not self.tokens:
+            return 0
+        return max(rows // self.tokens + CHUNKS, most_pieces(rows, self.tokens, self.programs))
+
+
+NO_TILES = TileShape(0, 0)
+"""Also of a model whose chunks attend between graphs."""
+
+
 class Widths(NamedTuple):
     """Sizes of the arrays for one row or one request."""
 
     table: int  # of the block tables
     hidden: int
     vocabulary: int
-    tile: int  # tokens of a tile of attention; 0: chunks attend between graphs
-    programs: int  # pieces of tiles that are computed at once
+    tiles: TileShape
     scan: int  # tokens of a chunk of state layers; 0: no layer has states
     ahead: int = 1  # as in `arrange`
     head: bool = False  # whether there is a draft head
     windows: bool = False  # whether layers with windows have blocks of their own
+    window_tiles: TileShape = NO_TILES  # of layers with windows, if they are others
     sees: bool = False  # whether the model takes images
-
-    def pieces(self, rows: int) -> int:
-        """The most pieces of tiles in a step of so many rows."""
-        if not self.tile:
-            return 0
-        return max(rows // self.tile + CHUNKS, most_pieces(rows, self.tile, self.programs))
 
     def scans(self, rows: int) -> int:
         """The most chunks of state layers in a step of so many rows."""
@@ -102,13 +113,18 @@ class Widths(NamedTuple):
             "shifted": rows if self.sees else 0,
             "states": requests if self.scan else 0,
             "state rows": rows if self.scan else 0,
-            "pieces": self.pieces(rows),
+            "pieces": self.tiles.pieces(rows),
+            "window pieces": self.window_tiles.pieces(rows),
             "scans": self.scans(rows),
             "window rows": rows if self.windows else 0,
         }
 
 
-WORK = {"tiles": Layout(np.int32, ("pieces", TILE_FIELDS)), "scans": Layout(np.int32, ("scans", 6))}
+WORK = {
+    "tiles": Layout(np.int32, ("pieces", TILE_FIELDS)),
+    "window_tiles": Layout(np.int32, ("window pieces", TILE_FIELDS)),
+    "scans": Layout(np.int32, ("scans", 6)),
+}
 """What graphs read in place of `Step.prefills`."""
 
 
@@ -268,8 +284,9 @@ class StepGraphs:
                 del arrays[f"draws.{name}"]
         prefills, rows = step.prefills, step.decode_rows
         if size.chunks:
-            if widths.tile:
-                arrays["tiles"] = tile_work(prefills, rows, widths.tile, widths.programs)
+            for name, shape in (("tiles", widths.tiles), ("window_tiles", widths.window_tiles)):
+                if shape.tokens:
+                    arrays[name] = tile_work(prefills, rows, *shape)
             if widths.scan:
                 arrays["scans"] = scan_work(prefills, rows, widths.scan)
         self._lengths = {name: len(values) for name, values in arrays.items()}
@@ -329,7 +346,8 @@ class StepGraphs:
                 "state rows": rows,
                 "window rows": rows,
                 "shifted": rows,
-                "pieces": widths.pieces(rows) if size.chunks else 0,
+                "pieces": widths.tiles.pieces(rows) if size.chunks else 0,
+                "window pieces": widths.window_tiles.pieces(rows) if size.chunks else 0,
                 "scans": widths.scans(rows) if size.chunks else 0,
             }
         )

@@ -18,12 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.content.cache_kinds import ATTENTION
 from baton.engine.execution.commands import Commands, Kind
 from baton.engine.execution.draft_runner import DraftRunner, SampledStep
 from baton.engine.execution.elastic_cache import ElasticCache
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
-from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths, largest_graph
+from baton.engine.execution.graphs import (
+    NO_TILES,
+    Attends,
+    LayerDone,
+    Size,
+    StepGraphs,
+    TileShape,
+    Widths,
+    largest_graph,
+)
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import (
@@ -38,6 +48,7 @@ from baton.engine.kernels import (
     LatentHeads,
     LatentNorm,
     StateLayer,
+    parts,
 )
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
@@ -273,18 +284,19 @@ class ModelRunner:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
         assert self.table_width is not None, "a CPU has no graphs"
         config = self._config
-        tile = 0 if config.latent else SHORT.tokens(config.num_heads // config.num_kv_heads)
-        programs = self._kernels.tile_programs(config.num_kv_heads)
+        tiles, window_tiles = (self._tile_shape(windowed=windowed) for windowed in (False, True))
+        if tiles is None:
+            tiles, window_tiles = window_tiles, None
         widths = Widths(
             self.table_width,
             config.hidden_size * (1 + (self.drafter.taps if self.drafter else 0)),
             config.vocab_size,
-            tile,
-            programs,
+            tiles or NO_TILES,
             self.chunk_tokens,
             self.ahead,
             self.drafter is not None,
             self._window_blocks is not None,
+            window_tiles if window_tiles and window_tiles != tiles else NO_TILES,
             config.vision is not None,
         )
         self._graphs = StepGraphs(
@@ -301,6 +313,21 @@ class ModelRunner:
             self.drafter.capture(self._graphs)
         self.mixed_rows = self._graphs.rows_with_chunks(decodes=True)
         self.graph_rows = max(self._graphs.rows_with_chunks(decodes=False), default=math.inf)
+
+    def _tile_shape(self, *, windowed: bool) -> TileShape | None:
+        """What graphs cut chunks into, for all layers with windows or all without. None: there is no such
+        layer. The most query heads that share a KV head in one of them decide, and its fewest programs."""
+        layers = [
+            layer.num_kv_heads
+            for layer in self._cache
+            if isinstance(layer, AttentionCache)
+            and layer.kind == ATTENTION
+            and (layer.span is not None) is windowed
+        ]
+        if not layers:
+            return None
+        tokens = SHORT.tokens(self._config.num_heads // min(layers))
+        return TileShape(tokens, self._kernels.tile_programs(max(layers)))
 
     def _apart(self, rows: int) -> tuple[Apart, Attends] | None:
         """Memory for chunks that attend between graphs, and what makes them do so in each layer. None: chunks
@@ -467,14 +494,19 @@ class ModelRunner:
     def _attends(self, attention: AttentionMetadata, layer_done: LayerDone, config: ModelConfig) -> Any:
         """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""
         kernels = self._kernels
-        heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
+        heads, latents = config.num_heads, config.latent
         latent_tiling: Any = None
         if latents is not None:
             latent_tiling = self._tile_latent(attention, config)
         of_layers = [attention.of_layers(windowed=windowed) for windowed in (False, True)]
+        layers = (
+            (span, layer.num_kv_heads, layer.head_dim)
+            for span, layer in zip(self._spans, (self._cache[at] for at in self._sources), strict=True)
+            if isinstance(layer, AttentionCache) and layer.kind == ATTENTION
+        )
         tilings = {
-            span: kernels.tile(of_layers[span is not None], heads, kv_heads, self._dtype, span)
-            for span in (() if latents is not None else set(self._spans))
+            of: kernels.tile(of_layers[of[0] is not None], heads, of[1], self._dtype, of[0], of[2])
+            for of in {*layers}
         }
 
         def attend(
@@ -487,7 +519,8 @@ class ModelRunner:
             else:
                 q = kernels.rotate(qkv, rotary, norm)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, kv, tilings[span], sinks, scale)
+            kv_heads, head_dim = parts(kv)[0].shape[3:]
+            return kernels.attention(q, kv, tilings[span, kv_heads, head_dim], sinks, scale)
 
         def attend_latent(
             layer: int,

@@ -199,8 +199,10 @@ class Kernels:
         num_kv_heads: int,
         dtype: torch.dtype,
         span: Span | None = None,
+        head_dim: int | None = None,
     ) -> Any:
-        """The tiling that `attention` needs, the same for all layers of a step that have this span."""
+        """The tiling that `attention` needs, the same for all layers of a step that have this span and these
+        heads. `head_dim`: of the layers. None: that of the model."""
         return tile_attention(metadata, span, dtype, exact=self.exact)
 
     def attention(self, q: Tensor, kv: KV, tiling: Any, sinks: Tensor | None, scale: float) -> Tensor:

@@ -35,7 +35,15 @@ from baton.engine.kernels.attention.gather_kv import Gathered, gather, tile_gath
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.pieces import Pieces, Sharing, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
-from baton.engine.kernels.attention.tiles import LONG, MOST_WAVES, SHORT, SHORT_PER_SM, shape_for, tile_work
+from baton.engine.kernels.attention.tiles import (
+    LONG,
+    MOST_IN_LONG,
+    MOST_WAVES,
+    SHORT,
+    SHORT_PER_SM,
+    shape_for,
+    tile_work,
+)
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.moe.combine import combine
 from baton.engine.kernels.moe.experts import Terms
@@ -49,7 +57,7 @@ from baton.engine.kernels.state.tiling import TritonStateTiling, chunk_tokens, t
 from baton.engine.kernels.upload import upload
 from baton.engine.model_config import ClampedSwiGLU, LatentConfig, Scoring, Span, SquaredReLU
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,10 @@ class TritonKernels(Kernels):
         rope.rope_and_write(qkv, rotary, norm, kv, slots)
         return qkv[:, : qkv.shape[1] - 2 * parts(kv)[0].shape[3]]
 
+    def rotate(self, q: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
+        rope.rotate(q, rotary, norm)
+        return q
+
     def tile(
         self,
         metadata: AttentionMetadata,
@@ -159,7 +171,9 @@ class TritonKernels(Kernels):
         num_kv_heads: int,
         dtype: torch.dtype,
         span: Span | None = None,
+        head_dim: int | None = None,
     ) -> TritonTiling:
+        head_dim = head_dim or self._head_dim
         decodes, device = metadata.num_decodes, metadata.contexts.device
         pieces = None
         if decodes:
@@ -172,10 +186,11 @@ class TritonKernels(Kernels):
         if metadata.tiles is not None or metadata.prefills:
             group, shape, wgmma, work = num_heads // num_kv_heads, SHORT, False, metadata.tiles
             if work is None:
-                suits = prefill_wgmma.suits(dtype, self._head_dim, metadata.block_size)
+                suits = prefill_wgmma.suits(dtype, head_dim, metadata.block_size)
                 suits = suits and span is None and not self.exact
                 at_once = self._multiprocessors // num_kv_heads
-                shape = shape_for(metadata.prefills, group, at_once, wgmma=suits)
+                if head_dim <= MOST_IN_LONG:
+                    shape = shape_for(metadata.prefills, group, at_once, wgmma=suits)
                 wgmma = suits and shape is LONG
             programs = self.tile_programs(num_kv_heads) if shape is SHORT else 0
             if work is None:

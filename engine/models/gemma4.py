@@ -19,6 +19,9 @@ from baton.engine.model_config import GemmaConfig, ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, SharedCache
 from baton.engine.models.llama import Attend, Gemma3, Llama, LlamaAttention
 
+MOST_IN_FLOAT32 = 256
+"""Numbers of a head, on a GPU."""
+
 
 class Gemma4Attention(LlamaAttention):
     """Values are normalized without weights. `shared`: it has queries alone, and reads the KV of another
@@ -125,10 +128,14 @@ class Gemma4(Llama):
         return GatedMLP(config, weights, f"model.layers.{layer}.mlp", size, gelu=True)
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        if weights.device.type != "cpu":
-            raise ValueError(f"{weights.source}: kernels of a GPU take one shape of heads; use --device cpu")
-        super().__init__(config, weights)
         gemma = gemma_of(config)
+        on_gpu, size = weights.device.type != "cpu", gemma.head_dim
+        if on_gpu and weights.dtype is torch.float32 and size > MOST_IN_FLOAT32:
+            raise ValueError(
+                f"{weights.source}: a GPU has no room to attend with heads of {size} in float32; use --dtype "
+                "bfloat16, or --device cpu"
+            )
+        super().__init__(config, weights)
         assert self.embedding_scale is not None, "the loader sets the multipliers"
         # The model was trained with a factor in its dtype.
         self.embedding_scale = torch.tensor(self.embedding_scale, dtype=weights.dtype).item()

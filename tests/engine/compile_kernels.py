@@ -111,7 +111,10 @@ def main() -> None:
         )
         head_norm = HeadNorm(torch.zeros(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if norm else None
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
-        q = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
+        rotary = torch.zeros(rows, 2, head_dim)
+        q = kernels.rope_and_write(qkv, rotary, head_norm, kv, metadata.slots)
+        if norm:
+            kernels.rotate(q.contiguous(), rotary, head_norm)
         sinks = None if span is None else x[0, :heads]
         long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
         kernels.attention(q, kv, kernels.tile(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
@@ -164,6 +167,7 @@ def main() -> None:
     step(torch.float32, 32, 8, 128, 128, norm=False)  # the most shared memory
     step(torch.bfloat16, 9, 3, 64, 128, norm=False)  # SmolLM2 135M
     step(torch.bfloat16, 8, 4, 256, 128, norm=True)  # the largest head
+    step(torch.bfloat16, 8, 1, 512, 128, norm=True)  # Gemma 4 E2B, layers without a window
     step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128))  # gpt-oss
     step(torch.bfloat16, 40, 8, 128, 128, norm=False, span=Span(8192, chunked=True))  # Llama 4
 

@@ -28,6 +28,7 @@ from baton.engine.kernels.attention.paged import (
     prefill_group,
     tile_attention,
 )
+from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.state.mamba2 import Prompt, TorchStateTiling, nonzero
 
 Work = Callable[[graphs.LayerDone], None]
@@ -197,12 +198,20 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             choose(self, queries, keys, part.tiling)
 
     def tile(
-        self: Kernels, metadata: AttentionMetadata, heads: int, kv_heads: int, dtype: Any, span: Any = None
+        self: Kernels,
+        metadata: AttentionMetadata,
+        heads: int,
+        kv_heads: int,
+        dtype: Any,
+        span: Any = None,
+        head_dim: int | None = None,
     ) -> TorchTiling:
         found = tile_attention(_unpadded(metadata), span, dtype, exact=self.exact)
         if metadata.tiles is None:
             return found
         assert not self.exact, "its chunks and decodes are alike"
+        most = SHORT.tokens(heads // kv_heads)
+        assert all(tile[2] <= most for tile in metadata.tiles.tolist()), "a program has no more rows"
         tiles = (tile[:4] for tile in metadata.tiles.tolist() if tile[2])
         chunks = [
             _prefill_group(

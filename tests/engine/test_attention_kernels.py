@@ -23,7 +23,13 @@ BLOCK_SIZES = [*(2**i for i in range(7)), *range(128, 1025, 64)]
 
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "dtype"),
-    [(64, 16, F32), (64, 192, F16), (128, 64, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
+    [
+        (64, 16, F32),
+        (64, 192, F16),
+        (128, 64, F16),
+        (512, 32, F16),
+        pytest.param(128, 128, BF16, marks=pytest.mark.gpu),
+    ],
 )
 def test_mixed_batch(triton_kernels: Kernels, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
     Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, DEVICE)
@@ -256,6 +262,25 @@ def test_a_program_that_rotates_several_tokens(
     step = Step([(9, 10), (0, 6)], (3, 1), 64, 16, dtype)
     norm = HeadNorm(1 + normal(4, 64).to(dtype) / 4, 1e-6)
     step.check(triton_kernels, DEVICE, norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "many"), [(6, 1), (1, 1), (8, 1024)])
+def test_queries_are_rotated_alone(
+    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, many: int
+) -> None:
+    """As of a layer that reads the KV of another one: by one token at a time and by several."""
+    from baton.engine.kernels.attention import rope
+
+    monkeypatch.setattr(rope, "MANY", many)
+    step = Step([(0, 7)], (heads, 1), 32, 16, dtype)
+    norm = HeadNorm(1 + normal(heads, 32).to(dtype) / 4, 1e-6)
+    q = step.qkv[:, :heads].contiguous()
+    for scale in (norm.scale, None):
+        exact = None if scale is None else HeadNorm(scale.double(), norm.eps)
+        ours = None if scale is None else HeadNorm(scale.to(DEVICE), norm.eps)
+        expected = Kernels().rotate(q.double(), step.rotary.double(), exact)
+        close(triton_kernels.rotate(q.to(DEVICE, copy=True), step.rotary.to(DEVICE), ours), expected)
 
 
 def spans_of(longest_prefix: int, longest_chunk: int) -> st.SearchStrategy[list[tuple[int, int]]]:

@@ -155,7 +155,7 @@ def test_an_engine_on_the_kernels_of_a_gpu(
     capture_on_cpu(engine, monkeypatch, chunk_sizes=[32])
     graphs = engine._runner._graphs
     assert graphs is not None
-    work = tile_work([(0, 32)], 4, graphs._widths.tile, graphs._widths.programs)
+    work = tile_work([(0, 32)], 4, *graphs._widths.tiles)
     for staging in graphs._staging:  # as a step with a prompt leaves them
         staging.put({"tiles": work, "block_tables": np.zeros((1, 1), np.int32)})
     draft_always(engine)

@@ -3,11 +3,14 @@
 The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
 """
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from baton.engine.kernels import Kernels
+from baton.engine.loader.hf_config import read_config
+from baton.engine.models.gemma4 import Gemma4
 from tests.device import DEVICE
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
 from tests.engine.random_checkpoints import save_random
@@ -104,8 +109,7 @@ def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
 def test_a_gpu_replaces_every_operation() -> None:
     from baton.engine.kernels.triton_kernels import TritonKernels
 
-    of_cpus = {"rotate"}  # of Gemma 4, which a GPU refuses by name
-    operations = {name for name in vars(Kernels) if not name.startswith("_")} - of_cpus
+    operations = {name for name in vars(Kernels) if not name.startswith("_")}
     assert operations <= vars(TritonKernels).keys()
 
 
@@ -114,6 +118,15 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
 
     with pytest.raises(ValueError, match=r"head_dim 24 cannot run on CUDA .* use --device cpu"):
         TritonKernels(torch.device(kernel_device), 24)
+
+
+def test_wide_heads_in_float32_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma4ForCausalLM"]}))
+    config = read_config(tmp_path)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, source="here")
+    with pytest.raises(ValueError, match=r"here: a GPU has no room .* heads of 512 in float32; use --dtype"):
+        Gemma4(config, on_gpu)
+    assert replace(config, head_dim=24).kernel_head_dim == 24, "a GPU refuses it"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +145,17 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
             },
         ),
         ("Gemma3Text", {"num_hidden_layers": 2, "sliding_window": 4}),
+        (
+            "Gemma4Text",
+            {
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                "num_kv_shared_layers": 1,
+                "sliding_window": 4,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+            },
+        ),
         ("Olmo2", {"num_hidden_layers": 1}),
         ("Bamba", {"num_hidden_layers": 2}),
         ("DeepseekV3", {"num_hidden_layers": 2}),

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from baton.engine.execution.graphs import (
     CHUNKS,
     LARGEST,
     LARGEST_ALONE,
+    NO_TILES,
     WORK,
     Size,
     StepGraphs,
+    TileShape,
     Widths,
     batch_sizes,
     chunk_sizes,
@@ -29,7 +32,7 @@ from baton.engine.execution.inputs import Inputs, read_by_device
 from baton.engine.kernels import parts
 from baton.engine.layers.ranks import Ranks
 from tests.device import DEVICE
-from tests.engine.conftest import MakeEngine, TinyOf, request_of, tokens_of
+from tests.engine.conftest import MakeEngine, TinyOf, request_of, save_tiny, tokens_of
 from tests.engine.replays import capture_on_cpu, replayed_steps
 from tests.engine.scheduling import end, hooks_to
 
@@ -122,7 +125,7 @@ def test_only_a_step_with_chunks_is_cut_by_layer(
 
 def test_a_graph_reads_a_step_with_padding() -> None:
     """Requests that decode one, two and five tokens, after a larger step in the same memory."""
-    widths = Widths(table=4, hidden=1, vocabulary=199, tile=16, programs=0, scan=0)
+    widths = Widths(table=4, hidden=1, vocabulary=199, tiles=TileShape(16, 0), scan=0)
     make = partial(Inputs, partial(torch.zeros, dtype=torch.uint8), widths.sizes(64, 16), WORK)
     staging, static = make(), make()
     for lengths in ([5, 5, 5], [1, 2, 5]):
@@ -221,18 +224,28 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU all engine tests have graphs")
-@pytest.mark.parametrize("kind", ["Llama", "GptOss", "DeepseekV3", "GlmMoeDsa", "Bamba"])
+@pytest.mark.parametrize("kind", ["Llama", "GptOss", "DeepseekV3", "GlmMoeDsa", "Bamba", "Gemma4Text"])
 def test_graphs_with_chunks_read_what_the_step_says(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, kind: str, monkeypatch: pytest.MonkeyPatch
+    tiny_engine: MakeEngine, tiny_of: TinyOf, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts alone, together and beside decodes, in chunks: attention, latents between graphs, states."""
+    """Prompts alone, together and beside decodes, in chunks: attention, tiles of two kinds, latents between
+    graphs, states."""
+    path = tiny_of(kind) if kind != "Gemma4Text" else tmp_path
+    if path is tmp_path:  # its layers with windows have two KV heads, the others one
+        save_tiny(
+            path,
+            kind,
+            num_hidden_layers=3,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            num_kv_shared_layers=1,
+        )
     requests = [
         request_of(number, prompt, max_tokens=4, ignore_eos=True) for number, prompt in enumerate(PROMPTS)
     ]
     config: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4}
-    make = partial(
-        tiny_engine, model=str(tiny_of(kind)), num_blocks=160, enable_prefix_caching=True, **config
-    )
+    make = partial(tiny_engine, model=str(path), num_blocks=160, enable_prefix_caching=True, **config)
     expected = tokens_of(make(), requests)
     engine = make()
     capture_on_cpu(engine, monkeypatch)
@@ -240,3 +253,6 @@ def test_graphs_with_chunks_read_what_the_step_says(
         assert tokens_of(engine, requests) == expected
     counts = replayed_steps(engine)
     assert all(counts.values()), counts
+    graphs = engine._runner._graphs
+    assert graphs is not None
+    assert graphs._widths.window_tiles == (TileShape(32, 0) if path is tmp_path else NO_TILES)

@@ -37,12 +37,15 @@ from baton.engine.kernels.attention.online_softmax import (
     whole_tile,
 )
 from baton.engine.kernels.attention.pieces import BLOCK_N, Pieces, Sharing, combine, of_query, queries_from
+from baton.engine.kernels.attention.tiles import MOST_IN_LONG
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.model_config import Span
 
 # Measured on an H200.
 BYTES_PER_WARP = 256  # of a key
+WIDE_WARPS = 4  # at least, for heads of more than MOST_IN_LONG numbers: their sums are of 32 bits
 STAGES = 7
+STAGED_BYTES = 192 << 10  # at most, of the keys and values of all stages but one
 ROWS = 8  # least size of a side of a tensor core product; a group of query heads is padded to it
 SHARED_ROWS = 16  # padded query heads of all queries that share keys
 
@@ -75,7 +78,7 @@ def decode_attention(
     queries, places, contexts = pieces.sharing or Sharing(1, pieces.first, pieces.first)
     partial = torch.empty((count, queries, num_heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, queries, num_heads), dtype=torch.float32, device=q.device)
-    few = requests <= FEW_REQUESTS
+    few, head_bytes = requests <= FEW_REQUESTS, head_dim * parts(kv)[0].itemsize
     _split[(shape.kv_heads, count)](
         q,
         *cache,
@@ -103,8 +106,8 @@ def decode_attention(
         BLOCK_N=BLOCK_N,
         SPAN=span is not None,
         SINKS=sinks is not None,
-        num_warps=max(1, head_dim * parts(kv)[0].itemsize // BYTES_PER_WARP),
-        num_stages=STAGES,
+        num_warps=max(1, head_bytes // BYTES_PER_WARP, WIDE_WARPS if head_dim > MOST_IN_LONG else 1),
+        num_stages=min(STAGES, 1 + STAGED_BYTES // (2 * BLOCK_N * head_bytes)),
         **launch_options(),
     )
     if few:

@@ -31,6 +31,7 @@ from baton.engine.model_config import Span
 # Measured on an H200.
 WARPS = 2
 STAGES = 7
+LARGEST_HEAD = 256  # numbers; of a larger one, fewer tiles fit into shared memory, and sums need more threads
 ROWS = 8
 """Least number of query heads of a group, padded. With so few, Triton takes `mma.sync` in place of `wgmma`.
 Both add 16 products at a time in the same way: a test compares their bits."""
@@ -76,8 +77,8 @@ def exact_decode_attention(
         BLOCK_N=EXACT_N,
         SPAN=span is not None,
         SINKS=sinks is not None,
-        num_warps=WARPS,
-        num_stages=STAGES,
+        num_warps=WARPS if head_dim <= LARGEST_HEAD else 2 * WARPS,
+        num_stages=STAGES if head_dim <= LARGEST_HEAD else STAGES // 2,
         **launch_options(),
     )
 

@@ -129,15 +129,20 @@ class AttentionMetadata:
     window_slots: Tensor | None = None
     """As `slots`, of layers with windows, whose blocks are in the second half of `block_tables`. None: all
     layers have the same blocks."""
+    window_tiles: Tensor | None = None
+    """As `tiles`, of layers with windows. None: all layers have the same tiles."""
 
     def of_layers(self, *, windowed: bool) -> "AttentionMetadata":
         """As layers with windows, or those without, read and write their blocks."""
-        if self.window_slots is None:
-            return self
-        half = self.block_tables.shape[1] // 2
-        slots, first = (self.window_slots, half) if windowed else (self.slots, 0)
-        tables = self.block_tables[:, first : first + half]
-        return replace(self, slots=slots, block_tables=tables, window_slots=None)
+        tiles = self.window_tiles if windowed and self.window_tiles is not None else self.tiles
+        slots, tables = self.slots, self.block_tables
+        if self.window_slots is not None:
+            half = self.block_tables.shape[1] // 2
+            slots, first = (self.window_slots, half) if windowed else (self.slots, 0)
+            tables = self.block_tables[:, first : first + half]
+        return replace(
+            self, slots=slots, block_tables=tables, tiles=tiles, window_slots=None, window_tiles=None
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,17 @@ from baton.engine.kernels.attention.online_softmax import (
     span_options,
     whole_tile,
 )
-from baton.engine.kernels.attention.tiles import SHORT, TILE_FIELDS, Shape
+from baton.engine.kernels.attention.tiles import MOST_IN_LONG, SHORT, TILE_FIELDS, Shape
 from baton.engine.model_config import Span
 
 # Measured on an H200.
 STAGES = 5
 EXPANDED_STAGES = 2
 MASKED_N = 32  # keys of a tile that the causal mask cuts
+SUMS_OF_WARP = 4096  # at most, of a tile; with twice as many, registers are spilled
+# For heads of more than MOST_IN_LONG numbers. Not measured.
+WIDE = 32, 16  # keys of a tile, and of one that the causal mask cuts
+WIDE_STAGES = 2
 FIELDS = tl.constexpr(TILE_FIELDS)
 
 
@@ -99,6 +103,10 @@ def prefill_attention(
         block_n, stages = MASKED_N if largest and not tiles.exact else min(block_n, SHORT.block_n), 1
         if isinstance(kv, Expanded) and q.dtype.itemsize == 2:
             stages = EXPANDED_STAGES
+    warps = max(warps, block_m * head_dim // SUMS_OF_WARP)
+    masked_n = MASKED_N
+    if head_dim > MOST_IN_LONG and not tiles.exact:
+        (block_n, masked_n), stages = WIDE, WIDE_STAGES
     shape, cache, slots = cache_of(kv, block_n)
     split = tiles.finished is not None and span is None
     partial = lse = finished = out  # not used
@@ -125,7 +133,7 @@ def prefill_attention(
         GROUP=num_heads // shape.kv_heads,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        MASKED_N=EXACT_N if tiles.exact else MASKED_N,
+        MASKED_N=EXACT_N if tiles.exact else masked_n,
         SINKS=sinks is not None,
         SPLIT=split,
         EXACT=tiles.exact,

@@ -22,6 +22,8 @@ SHORT = Shape(64, 64, 4)
 SHORT_PER_SM = 2  # programs that share a multiprocessor
 LONG = Shape(128, 128, 8)
 LONG_FROM = 4096  # positions
+MOST_IN_LONG = 256
+"""Numbers of a head. With more, the sums of a long tile do not fit into registers."""
 
 TILE_FIELDS = 9
 LARGEST_N = 128
