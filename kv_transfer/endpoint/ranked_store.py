@@ -34,13 +34,10 @@ class RankedStore(CellStore):
         """As here: the other ranks begin a copy when they have room for it."""
         return self._rank0.room
 
-    def copy(
-        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
-    ) -> None:
-        cells = window_cells or [cell for cell, _ in pairs]
-        self._rank0.copy(pairs, is_load=is_load, window_cells=cells)
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int]) -> None:
+        self._rank0.copy(pairs, is_load=is_load, window_cells=window_cells)
         for rank in range(len(self._line.ordered)):
-            of_pairs = zip(pairs, cells, strict=True)
+            of_pairs = zip(pairs, window_cells, strict=True)
             self._line.order(rank, [CopyCell(*pair, is_load, window_cell) for pair, window_cell in of_pairs])
 
     def ended(self) -> list[bool]:

@@ -69,12 +69,10 @@ class CellStore(Protocol):
     def room(self) -> int:
         """How many cells may be copied now."""
 
-    def copy(
-        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
-    ) -> None:
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int]) -> None:
         """Starts to copy cells to places, or places into cells. No step writes a cell that is saved, or the
         caller does not use its place. No step uses a cell that is loaded. `window_cells`: of each pair, the
-        cell in arrays with windows; None: it is the same."""
+        cell in arrays with windows."""
 
     def ended(self) -> list[bool]:
         """Of each cell with a copy that is over, in the order of the copies: whether it is whole. A cell that

@@ -136,7 +136,7 @@ class CudaStore(HostStore):
         self._pin_next()
         # Compiles the kernels: cell 0, there and back.
         for is_load in (False, True):
-            self.copy([(0, 0)], is_load=is_load)
+            self.copy([(0, 0)], is_load=is_load, window_cells=[0])
         self._stream.synchronize()
         self.ended()
 
@@ -183,10 +183,7 @@ class CudaStore(HostStore):
     def room(self) -> int:
         return len(self._spare) * self.batch
 
-    def copy(
-        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
-    ) -> None:
-        window_cells = window_cells or [cell for cell, _ in pairs]
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int]) -> None:
         with torch.cuda.stream(self._stream):
             for first in range(0, len(pairs), self.batch):
                 some = slice(first, first + self.batch)

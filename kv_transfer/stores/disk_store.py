@@ -64,13 +64,10 @@ class DiskStore(CellStore):
     def room(self) -> int:
         return min(len(self._free), self._staging.room) // self.batch * self.batch
 
-    def copy(
-        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
-    ) -> None:
-        cells = window_cells or [cell for cell, _ in pairs]
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int]) -> None:
         copies = [
             _Copy(cell, place, self._free.pop(), is_load, window_cell)
-            for (cell, place), window_cell in zip(pairs, cells, strict=True)
+            for (cell, place), window_cell in zip(pairs, window_cells, strict=True)
         ]
         self._under_way += copies
         if not is_load:

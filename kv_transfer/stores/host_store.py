@@ -42,11 +42,8 @@ class CpuStore(HostStore):
     def room(self) -> int:
         return BATCHES * self.batch
 
-    def copy(
-        self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int] | None = None
-    ) -> None:
-        cells = window_cells or [cell for cell, _ in pairs]
-        for (cell, place), window_cell in zip(pairs, cells, strict=True):
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int]) -> None:
+        for (cell, place), window_cell in zip(pairs, window_cells, strict=True):
             whole = not is_load or self._sum(place) == self.sums[place]
             for pool, there, windowed in self._parts(place) if whole else ():
                 at = window_cell if windowed else cell

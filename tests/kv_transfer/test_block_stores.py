@@ -97,6 +97,11 @@ def ended(store: CellStore, count: int) -> list[bool]:
     return whole
 
 
+def copy(store: CellStore, pairs: list[tuple[int, int]], *, is_load: bool) -> None:
+    """As without windows."""
+    store.copy(pairs, is_load=is_load, window_cells=[cell for cell, _ in pairs])
+
+
 @pytest.fixture(params=["host", "disk"])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[CacheCells, int], CellStore]:
     if request.param == "host":
@@ -127,10 +132,10 @@ def check_copies(kv: CacheCells, store: CellStore) -> None:
     """Blocks go to a store and come back. The store has five places."""
     before = [content(kv, block) for block in range(BLOCKS)]
     saves = [(3, 4), (7, 0), (1, 2)]
-    store.copy(saves, is_load=False)
+    copy(store, saves, is_load=False)
     assert ended(store, 3) == [True] * 3
     loads = [(9, 0), (3, 2), (10, 4)]
-    store.copy(loads, is_load=True)
+    copy(store, loads, is_load=True)
     assert ended(store, 3) == [True] * 3
     saved = {place: before[block] for block, place in saves}
     expected = dict(enumerate(before)) | {block: saved[place] for block, place in loads}
@@ -148,10 +153,10 @@ def test_a_place_with_other_bytes_is_not_whole(device: str) -> None:
 
 def check_damage(kv: CacheCells, store: CellStore) -> None:
     """A byte of a block in the store is changed."""
-    store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
+    copy(store, [(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
     damage(store, kv, place=1)
-    store.copy([(4, 0), (5, 1), (6, 2)], is_load=True)
+    copy(store, [(4, 0), (5, 1), (6, 2)], is_load=True)
     assert ended(store, 3) == [True, False, True]
     store.close()
 
@@ -161,17 +166,17 @@ def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
     """One byte of the first block was changed, and the end of the last block is missing."""
     kv = of_kv("bfloat16", device)
     store = DiskStore(kv, 8, str(tmp_path))
-    store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
+    copy(store, [(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
     damage(store, kv, place=0)
     os.ftruncate(store._file.fileno(), 3 * kv.cell_bytes - 1)
     right = content(kv, 2)
-    store.copy([(4, 0), (5, 1), (6, 2)], is_load=True)
+    copy(store, [(4, 0), (5, 1), (6, 2)], is_load=True)
     assert ended(store, 3) == [False, True, False]
     assert all(map(torch.equal, content(kv, 5), right))
-    store.copy([(3, 2)], is_load=False)
+    copy(store, [(3, 2)], is_load=False)
     assert ended(store, 1) == [True], "a torn place is written anew"
-    store.copy([(6, 2)], is_load=True)
+    copy(store, [(6, 2)], is_load=True)
     assert ended(store, 1) == [True]
     store.close()
 
@@ -184,15 +189,15 @@ def test_a_disk_that_fills_keeps_what_it_has_and_takes_blocks_again(tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + size // 2, limits[1]))
     try:
-        store.copy([(1, 0), (2, 2), (3, 1), (4, 3)], is_load=False)
+        copy(store, [(1, 0), (2, 2), (3, 1), (4, 3)], is_load=False)
         assert ended(store, 4) == [True, False, True, False], "one does not fit, one has no room at all"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     expected = [content(kv, block) for block in (1, 3)]
-    store.copy([(2, 2), (4, 3)], is_load=False)
+    copy(store, [(2, 2), (4, 3)], is_load=False)
     assert ended(store, 2) == [True, True]
     expected += [content(kv, block) for block in (2, 4)]
-    store.copy([(8, 0), (9, 1), (10, 2), (7, 3)], is_load=True)
+    copy(store, [(8, 0), (9, 1), (10, 2), (7, 3)], is_load=True)
     assert ended(store, 4) == [True] * 4
     for block, rights in zip((8, 9, 10, 7), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(content(kv, block), rights, strict=True))
@@ -205,9 +210,9 @@ def test_a_full_disk_ends_the_save(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the file has no name, so no other process opens it"
     assert os.fstat(store._file.fileno()).st_mode & 0o077 == 0
     store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
-    store.copy([(1, 0), (2, 1)], is_load=False)
+    copy(store, [(1, 0), (2, 1)], is_load=False)
     assert ended(store, 2) == [False, False]
-    store.copy([(5, 0)], is_load=True)
+    copy(store, [(5, 0)], is_load=True)
     assert ended(store, 1) == [False], "the device has other bytes there"
     assert store.room
     store.close()
@@ -226,13 +231,13 @@ def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.M
     right = [content(kv, block) for block in range(BLOCKS)]
     for place in range(6):
         assert store.room
-        store.copy([(place, place)], is_load=False)
+        copy(store, [(place, place)], is_load=False)
         assert ended(store, 1) == [True]
-    store.copy([(6, 0)], is_load=True)
-    store.copy([(11, 7)], is_load=False)
+    copy(store, [(6, 0)], is_load=True)
+    copy(store, [(11, 7)], is_load=False)
     assert not store.room
     assert ended(store, 2) == [True, True]
-    store.copy([(7, 7), (8, 5)], is_load=True)
+    copy(store, [(7, 7), (8, 5)], is_load=True)
     assert ended(store, 2) == [True, True]
     for block, before in ((6, 0), (7, 11), (8, 5)):
         assert all(map(torch.equal, content(kv, block), right[before]))
@@ -357,10 +362,10 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
     ranks = other_ranks_of(*({3: CpuStore(of_kv("float32", "cpu"), 1), 7: store} for store in stores[1:]))
     ranked = RankedStore(stores[0], Line(ranks, TIERS + 7))
     before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
-    ranked.copy([(3, 0), (5, 2)], is_load=False)
+    copy(ranked, [(3, 0), (5, 2)], is_load=False)
     assert ended(ranked, 2) == [True, True]
     damage(stores[2], kvs[2], place=2)
-    ranked.copy([(8, 0), (9, 2)], is_load=True)
+    copy(ranked, [(8, 0), (9, 2)], is_load=True)
     assert ended(ranked, 2) == [True, False]
     for kv, right in zip(kvs, before, strict=True):
         assert all(map(torch.equal, content(kv, 8), right[0]))
@@ -384,7 +389,7 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
         now, ranks = 0.0, other_ranks_of({1: other(of_kv("float32", "cpu"), 2)})
         line = Line(ranks, TIERS + 1)
         ranked = RankedStore(own(of_kv("float32", "cpu"), 2), line)
-        ranked.copy([(3, 0)], is_load=False)
+        copy(ranked, [(3, 0)], is_load=False)
         while other is CpuStore and not line.over([1]):
             ranked.ended()
         now = 11.0

@@ -65,11 +65,10 @@ class OffloadPump:
     def _start(self, copies: Sequence[CellCopy], *, is_load: bool) -> None:
         self._busy = True
         self._under_way += copies
-        cells, window_cells = [copy.cell for copy in copies], None
-        if self._window_blocks is not None:
-            window_cells = self._window_blocks[cells].tolist()
+        cells = [copy.cell for copy in copies]
+        windowed = cells if self._window_blocks is None else self._window_blocks[cells].tolist()
         pairs = [(copy.cell, copy.place) for copy in copies]
-        self._store.copy(pairs, is_load=is_load, window_cells=window_cells)
+        self._store.copy(pairs, is_load=is_load, window_cells=windowed)
         self._end()
 
     def _end(self) -> None:
