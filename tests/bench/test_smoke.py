@@ -64,11 +64,12 @@ ON_GPU = (
     "store",
     "vllm",
 )
-ON_CPU = ("router", "routing_sim")
+ON_CPU = ("quality", "router", "routing_sim")
 ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
     "store": "test_the_short_form_runs_with_real_processes",
+    "quality": "test_the_short_form_runs_with_real_processes",
     "vllm": "tests/vllm_worker/test_bench.py",
 }
 
@@ -535,6 +536,7 @@ def test_runs_flip(
         "engine",
         "flip",
         "kv --only tcp",
+        "quality --only killed",
         "reuse",
         "router.scale streams --workers 8",
         "split",

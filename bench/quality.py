@@ -1,0 +1,197 @@
+"""Does a served model answer as well as the same model in transformers?
+
+A prefill and a decode worker serve the embedded model as real processes. Each form of serving gets the same
+questions, in tokens:
+
+    accuracy   share of multiple-choice questions whose right choice has the largest sum of log probabilities,
+               as lm-eval's `acc`. They are those of a prompt
+    prompt     how far the log probability of a token of a choice is from that of transformers
+    answer     the same of tokens that the decode worker gives, greedily: transformers reads the same tokens
+
+    float32    the dtype of transformers
+    killed     the same, while the engine of the decode worker is killed in the middle of the answers
+    fp8_kv     KV in 8 bits on both workers
+    int4       weights of 4 bits, the rest in bfloat16
+
+`--tasks FILE` takes other questions, a line of JSON each: {"query": …, "choices": […], "gold": index}.
+lm-eval makes the same three of a multiple-choice task. A query and a choice are put together as they are.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+import torch
+
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.streams import Case, Stream, new_session, read
+from baton.cluster.model import embedded_path
+
+TASKS = Path(__file__).with_name("quality_tasks.jsonl")
+SIMPLE = ("--device", "cpu", "--num-blocks", "600", "--no-enable-prefix-caching")
+FORMS: dict[str, tuple[str, ...]] = {
+    "float32": ("--dtype", "float32"),
+    "killed": ("--dtype", "float32"),
+    "fp8_kv": ("--dtype", "float32", "--kv-cache-dtype", "fp8"),
+    "int4": ("--dtype", "bfloat16", "--quantization", "int4"),
+}
+ANSWERS, ANSWER_TOKENS = 8, 24
+AT_ONCE = 16
+
+
+class Question(NamedTuple):
+    query: list[int]
+    choices: list[list[int]]
+    gold: int
+
+
+def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
+    """The first `count` questions, in tokens. Raises `ValueError` naming the line that has another form."""
+    found = []
+    for number, line in enumerate(path.read_text().splitlines()[:count], 1):
+        try:
+            asked = json.loads(line)
+            query, choices, gold = asked["query"], asked["choices"], int(asked["gold"])
+            whole = [tokenizer(query + choice)["input_ids"] for choice in choices]
+            found.append(Question(tokenizer(query)["input_ids"], whole, gold))
+            choices[gold]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f'--tasks {path}: line {number} is not {{"query", "choices", "gold"}}: {error}'
+            ) from error
+    return found
+
+
+class Reference:
+    """The model in transformers."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        self._model: Any = model.eval()
+
+    @torch.inference_mode()
+    def logprobs(self, ids: Sequence[int], first: int) -> list[float]:
+        """Of the tokens from position `first` on."""
+        every = self._model(torch.tensor([ids])).logits[0, first - 1 : -1].log_softmax(-1)
+        return every.gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
+
+
+async def prompt_logprobs(http: aiohttp.ClientSession, url: str, ids: list[int], first: int) -> list[float]:
+    """As `Reference.logprobs`, by the API. Raises RuntimeError if the server refuses."""
+    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    async with http.post(f"{url}/v1/completions", json=body) as response:
+        answer = await response.json()
+    if response.status != 200:
+        raise RuntimeError(f"the server refused a question: {answer}")
+    found = answer["choices"][0]["prompt_logprobs"]
+    return [found[i][str(ids[i])]["logprob"] for i in range(first, len(ids))]
+
+
+async def scored(url: str, asked: Sequence[Question]) -> list[list[list[float]]]:
+    """The log probabilities of the tokens of each choice of each question."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(http: aiohttp.ClientSession, question: Question, choice: list[int]) -> list[float]:
+        async with gate:
+            return await prompt_logprobs(http, url, choice, len(question.query))
+
+    async with new_session() as http:
+        return [
+            await asyncio.gather(*(one(http, question, choice) for choice in question.choices))
+            for question in asked
+        ]
+
+
+def right(scores: Sequence[Sequence[Sequence[float]]], asked: Sequence[Question]) -> list[bool]:
+    return [
+        int(np.argmax([sum(choice) for choice in choices])) == question.gold
+        for choices, question in zip(scores, asked, strict=True)
+    ]
+
+
+async def answered(cluster: LocalCluster, prompts: Sequence[list[int]], *, kill: bool) -> list[Stream]:
+    """Greedy answers that run side by side. `kill`: the engine of the decode worker dies when each has four
+    tokens. Raises RuntimeError if one fails."""
+    cases = [
+        Case(
+            "", ANSWER_TOKENS, temperature=0.0, seed=1, options=json.dumps({"prompt": prompt, "logprobs": 0})
+        )
+        for prompt in prompts
+    ]
+    streams = [Stream(case) for case in cases]
+    async with new_session() as http:
+        reading = [asyncio.create_task(read(http, cluster.url, each.case, into=each)) for each in streams]
+        while kill and not all(len(stream.token_ids) >= 4 for stream in streams):
+            if all(task.done() for task in reading):
+                break
+            await asyncio.sleep(0.002)
+        if kill:
+            cluster.of("decode")[0].kill("engine")
+        await asyncio.gather(*reading)
+    if failed := [stream.error for stream in streams if stream.failed]:
+        raise RuntimeError(f"an answer failed: {failed[0]}")
+    return streams
+
+
+def measure(form: str, path: Path, asked: Sequence[Question], reference: Reference, report: Report) -> None:
+    expected = [
+        [reference.logprobs(choice, len(question.query)) for choice in question.choices] for question in asked
+    ]
+    best = sum(right(expected, asked)) / len(asked)
+    model = ("--model", str(path), *SIMPLE, *FORMS[form])
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LocalCluster(
+            Path(directory), prefill=1, decode=1, worker_flags=model, router_flags=model[:2]
+        ) as cluster,
+    ):
+        found = asyncio.run(scored(cluster.url, asked))
+        prompts = [question.choices[question.gold] for question in asked[:ANSWERS]]
+        streams = asyncio.run(answered(cluster, prompts, kill=form == "killed"))
+    name = f"quality.{form}"
+    share = sum(right(found, asked)) / len(asked)
+    report.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))
+    pairs = zip(flat(found), flat(expected), strict=True)
+    _add(report, f"{name}.prompt", [abs(ours - theirs) for ours, theirs in pairs])
+    off = list[float]()
+    for prompt, stream in zip(prompts, streams, strict=True):
+        theirs = reference.logprobs([*prompt, *stream.token_ids], len(prompt))
+        off += [abs(a - b) for a, b in zip(stream.logprobs, theirs, strict=True)]
+    _add(report, f"{name}.answer", off)
+
+
+def flat(scores: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    return [x for choices in scores for choice in choices for x in choice]
+
+
+def _add(report: Report, name: str, off: Sequence[float]) -> None:
+    report.add(Row(name, float(np.mean(off)), "nats a token, mean", p99=float(np.percentile(off, 99))))
+
+
+def main() -> int:
+    p = contract.parser(__doc__ or "", devices=("cpu",))
+    p.add_argument("--tasks", default=str(TASKS), metavar="FILE", help="questions (default: 48 of its own)")
+    p.add_argument("--only", choices=FORMS, help="a form of serving; default: all")
+    args = p.parse_args()
+    report = Report.of("quality", args)
+    path = embedded_path()
+    reference = Reference(path)
+    asked = questions(Path(args.tasks), reference.tokenizer, 6 if args.short else None)
+    for form in [args.only] if args.only else FORMS:
+        measure(form, path, asked, reference, report)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
