@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.machine.logs import of_request
 from baton.machine.tracing import Attributes, Span, Tracer
@@ -21,7 +22,7 @@ from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Choice, Delta, Token, TokenQueue
+from baton.router.generation.output import Choice, Delta, Token, TokenQueue, WeightsVersions
 from baton.router.history import Ended
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
@@ -64,6 +65,16 @@ class TokenCounts:
     rejected_drafts: int = 0
     numerics_changed: bool = False
     """As in `AttemptPair`."""
+    weights_versions: tuple[str, str] | None = None
+    """As `WeightsVersions.replaced`."""
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The field of `usage` with the versions of the weights. Empty if all are those of `--model`."""
+        if self.weights_versions is None:
+            return {}
+        first, last = self.weights_versions
+        return {"weights_version": {"first": first or None, "last": last or None}}
 
 
 class ActiveRequests:
@@ -127,6 +138,7 @@ class ActiveRequest:
         stops = StopStrings(body.stop)
         self.choices = [Choice(self.services.tokenizer, body, stops) for _ in self.jobs]
         self._token_queue = TokenQueue(MAX_UNREAD_TOKENS * len(self.jobs), self._unread)
+        self._versions = WeightsVersions()
         self._generations: list[Generation] = []
         self._error: ApiError | None = None  # until `take` raises it
         self._failure = ""  # its message
@@ -150,6 +162,7 @@ class ActiveRequest:
                         pool=services.pool,
                         parked=services.admission.parked,
                         tokens=self._token_queue,
+                        versions=self._versions,
                         metrics=services.metrics,
                         index=index,
                         name=self.name,
@@ -267,6 +280,7 @@ class ActiveRequest:
             accepted_drafts=sum(generation.accepted_drafts for generation in self._generations),
             rejected_drafts=sum(generation.rejected_drafts for generation in self._generations),
             numerics_changed=any(generation.pair.numerics_changed for generation in self._generations),
+            weights_versions=self._versions.replaced(),
         )
 
     def timing(self) -> dict[str, float] | None:

@@ -40,6 +40,13 @@ class CompletionTokensDetails(ResponseModel):
     """Drafts that became none."""
 
 
+class WeightsVersion(ResponseModel):
+    """Versions of the weights that computed the first and the last token. null: the weights of `--model`."""
+
+    first: str | None
+    last: str | None
+
+
 class Usage(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
@@ -49,6 +56,8 @@ class Usage(ResponseModel):
     numerics_changed: Literal[True] | None = None
     """Only with workers of `--batch-invariant`: the request went on without a worker that computes the same
     bits as its first one."""
+    weights_version: WeightsVersion | None = None
+    """Only if `baton weights` replaced the weights that computed the answer, or some of it."""
 
 
 FinishReason = Literal["stop", "length"]
@@ -189,6 +198,8 @@ class ResponsesUsage(ResponseModel):
     output_tokens: int
     output_tokens_details: dict[str, int]
     total_tokens: int
+    weights_version: WeightsVersion | None = None
+    """As of a chat."""
 
 
 class ResponseObject(ResponseModel):

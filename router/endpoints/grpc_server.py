@@ -175,6 +175,8 @@ async def _write(active: ActiveRequest, context: grpc.aio.ServicerContext, clien
         accepted_prediction_tokens=used.accepted_drafts,
         rejected_prediction_tokens=used.rejected_drafts,
     )
+    if used.weights_versions is not None:
+        usage.weights_version.first, usage.weights_version.last = used.weights_versions
     await context.write(pb.GenerateResponse(usage=usage))
 
 

@@ -17,7 +17,7 @@ from baton.router.api.jobs import Job
 from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
 from baton.router.generation.attempts import AttemptPair, PrefillState, Verdict
 from baton.router.generation.failures import is_failure
-from baton.router.generation.output import Token, TokenQueue
+from baton.router.generation.output import Token, TokenQueue, WeightsVersions
 from baton.router.history import EVENTS, Event
 from baton.router.metrics import Metrics
 from baton.router.policy.plan import Plan
@@ -39,6 +39,8 @@ class Generation:
     pool: WorkerPool
     parked: Parked
     tokens: TokenQueue
+    versions: WeightsVersions
+    """Of all generations of the request."""
     metrics: Metrics
     index: int
     name: str
@@ -207,6 +209,7 @@ class Generation:
     def _emitted(self, attempt: Attempt, event: pb.TokenEvent) -> None:
         pair = self.pair
         pair.failures.token()
+        self.versions.computed(attempt.weights_version)
         self.turn.generated()
         self._measure()
         self.accepted_drafts += event.accepted_draft

@@ -32,6 +32,25 @@ class Token:
     """Of the first token: the log probabilities of all tokens of the prompt but the first, if asked for."""
 
 
+@dataclass(slots=True)
+class WeightsVersions:
+    """Versions of the weights that computed the first and the last token of a request, over all its choices.
+    Empty: the weights of `--model`."""
+
+    first: str | None = None  # until there is a token
+    last: str = ""
+
+    def computed(self, version: str) -> None:
+        """The next token is of this version."""
+        if self.first is None:
+            self.first = version
+        self.last = version
+
+    def replaced(self) -> tuple[str, str] | None:
+        """The first version and the last one. None: all tokens are of the weights of `--model`."""
+        return (self.first or "", self.last) if self.first or self.last else None
+
+
 class TokenQueue:
     """The tokens of a request that its client has not read yet.
 

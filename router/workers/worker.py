@@ -117,6 +117,9 @@ class Attempt:
     """By which it was submitted."""
     span: Span = field(init=False)
     """Begins when the attempt is submitted."""
+    weights_version: str = field(init=False)
+    """Of its worker when it was submitted: a worker that gets other weights ends its attempts first. Empty:
+    the weights of `--model`."""
     tokens: int = 0
     """KV positions that a decode reserves. 0 for a prefill."""
     work: PrefillWork | None = None
@@ -255,6 +258,7 @@ class Worker:
             described |= attempt.plan.attributes()
         attempt.span = request.child(f"{kind} attempt", described, "client")
         asked.traceparent = attempt.span.traceparent
+        attempt.weights_version = self.description.weights.version
         self.attempts[attempt.id] = attempt
         if attempt.tokens:
             self.load.sent(attempt.tokens)

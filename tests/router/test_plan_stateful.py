@@ -25,7 +25,7 @@ from baton.router.config import RouterConfig
 from baton.router.generation import generation
 from baton.router.generation.failures import MAX_FAILURES, MAX_LOSSES
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Token, TokenQueue
+from baton.router.generation.output import Token, TokenQueue, WeightsVersions
 from baton.router.metrics import Metrics
 from baton.router.policy.planner import plan
 from baton.router.workers.checks import RouterModel
@@ -106,7 +106,7 @@ class Life:
         [turn] = entry.turns([PROMPT])
         self.generation = Generation(
             Job([5] * PROMPT, sampling, rng.getrandbits(64), []), turn, pool, self.admission.parked,
-            self.tokens, METRICS, index=0, name="r", span=span,
+            self.tokens, WeightsVersions(), METRICS, index=0, name="r", span=span,
             deadline=Deadline(time.monotonic(), 1e6), worker_wait=1e6, began_at=0.0,
         )  # fmt: skip
         self.generation.advance()

@@ -73,6 +73,7 @@ class AnthropicBuilder(BlocksBuilder):
             "cache_read_input_tokens": used.cached_tokens,
             "output_tokens": used.completion_tokens,
             "output_tokens_details": {"thinking_tokens": self._parser.text.reasoning_tokens},
+            **used.weights,
         }
 
 

@@ -165,6 +165,7 @@ class ChoicesBuilder:
             "total_tokens": used.prompt_tokens + used.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
             **more,
+            **used.weights,
         }
 
     def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:

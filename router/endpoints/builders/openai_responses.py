@@ -182,6 +182,7 @@ class OpenAIResponsesBuilder(BlocksBuilder):
             "output_tokens": used.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._parser.text.reasoning_tokens},
             "total_tokens": used.prompt_tokens + used.completion_tokens,
+            **used.weights,
         }
 
 

@@ -1,0 +1,142 @@
+"""Weights that were replaced: workers that start later get them, and answers tell their versions."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import inference_pb2
+from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
+
+from .conftest import Cluster, make_cluster
+from .test_grpc import generate
+from .test_workers import rewrite
+
+NEWEST = pb.StageWeights(path="/step-200", version="v2")
+
+
+class Trained(FakeWorker):
+    """It takes the weights that it is given. `spoilt`: other ones are at the path now."""
+
+    weights = pb.StageWeights()
+    spoilt, missing = False, ""
+
+    async def Describe(
+        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerDescription:
+        described = await super().Describe(request, context)
+        if self.weights.version:
+            found = "w3" if self.spoilt else "w2"
+            described.model_fingerprint = f"model=m1; weights={found}; version={self.weights.version}"
+            described.weights.CopyFrom(self.weights)
+        else:
+            described.model_fingerprint = "model=m1; weights=w1"
+        return described
+
+    async def ReplaceWeights(
+        self, commands: AsyncIterator[pb.WeightsCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WeightsReport]:
+        if self.missing:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.missing)
+        weights = (await anext(commands)).stage
+        yield pb.WeightsReport()
+        assert (await anext(commands)).close
+        yield pb.WeightsReport()
+        assert (await anext(commands)).apply
+        self.weights = weights
+        yield pb.WeightsReport()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({}, ""),
+        ({"spoilt": True}, "in: weights (fake, there fake)"),
+        ({"missing": "no such file"}, "cannot take the weights of the other workers: no such file"),
+    ],
+)
+async def test_a_worker_that_starts_gets_the_weights_of_the_others(
+    tokenizer: ModelTokenizer, tmp_path: Path, fault: dict[str, Any], reason: str
+):
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
+        first = Trained(pb.POOL_PREFILL, cluster.lanes, cluster.output_ids)
+        started = Trained(pb.POOL_DECODE, cluster.lanes, cluster.output_ids)
+        first.weights = NEWEST
+        for name, value in fault.items():
+            setattr(started, name, value)
+        await first.start()
+        await started.start()
+        rewrite(tmp_path / "workers", [first])
+        await cluster.until(lambda: bool(cluster.pool.prefills))
+        rewrite(tmp_path / "workers", [first, started])
+        if not fault:
+            await cluster.until(lambda: bool(cluster.pool.decodes))
+            assert started.weights == NEWEST
+            await cluster.complete()
+        else:
+            await cluster.until(lambda: any(c.reason.endswith(reason) for c in cluster.pool.connections))
+            assert not cluster.pool.decodes
+        await first.kill()
+        await started.kill()
+
+
+@contextlib.asynccontextmanager
+async def trained(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[tuple[Cluster, list[Trained]]]:
+    """Two workers with the weights of `--model`."""
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
+        pools = pb.POOL_PREFILL, pb.POOL_DECODE
+        workers = [Trained(pool, cluster.lanes, cluster.output_ids) for pool in pools]
+        for worker in workers:
+            await worker.start()
+        rewrite(tmp_path / "workers", list(workers))
+        await cluster.until(lambda: cluster.pool.complete)
+        yield cluster, workers
+        for worker in workers:
+            await worker.kill()
+
+
+async def test_the_usage_tells_the_first_and_the_last_version(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with trained(tokenizer, tmp_path) as (cluster, workers):
+        assert "weights_version" not in (await cluster.complete())["usage"]
+        decode = workers[1]
+        decode.steps = asyncio.Semaphore(3)
+        body = {"prompt": "Hello", "max_tokens": 200, "stream": True}
+        body |= {"stream_options": {"include_usage": True}}
+        async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
+            lines = aiter(response.content)
+            while b'"choices"' not in await anext(lines):
+                pass
+            for worker in workers:
+                await worker.kill()
+            decode.steps = None
+            await cluster.until(lambda: not any(c.attached for c in cluster.pool.connections))
+            for worker in workers:
+                worker.weights = NEWEST
+                await worker.start(int(worker.address.rpartition(":")[2]))
+            rest = [json.loads(line[6:]) async for line in lines if line.startswith(b"data: {")]
+        assert rest[-1]["usage"]["completion_tokens"] == len(cluster.output_ids)
+        assert rest[-1]["usage"]["weights_version"] == {"first": None, "last": "v2"}
+
+        both = {"first": "v2", "last": "v2"}
+        assert (await cluster.complete())["usage"]["weights_version"] == both
+        messages = [{"role": "user", "content": "Hello"}]
+        for path, asked in (
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 100}),
+            ("/v1/responses", {"input": "Hello"}),
+        ):
+            status, answer = await cluster.post(path, model="fake", **asked)
+            assert status == 200, answer
+            assert answer["usage"]["weights_version"] == both, path
+        *_, last = await generate(cluster, text="Hello", max_tokens=200)
+        assert last.usage.weights_version == inference_pb2.WeightsVersion(first="v2", last="v2")
