@@ -1,17 +1,7 @@
-"""`baton weights`: replaces the weights of all workers, or of none.
-
-All workers stage the new weights, then all are closed, then all apply them
-(`worker.service_process.weights`). A fault before the last step ends all calls, which leaves the workers as
-they were.
-"""
+"""`baton weights`: replaces the weights of all workers, or of none."""
 
 import asyncio
-import contextlib
-import time
 import uuid
-from collections.abc import Mapping
-
-from grpc.aio import AioRpcError
 
 from baton.cluster.options.clients import EndpointOptions, LocalOptions, WeightsOptions
 from baton.cluster.options.roles import SecretOptions
@@ -20,10 +10,8 @@ from baton.cluster.tools.http import fetch
 from baton.cluster.tools.secret import secret_for
 from baton.cluster.tools.status import name_of
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.channel import connect
-from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
-from baton.rpc.weights import WeightsCall
+from baton.rpc.weights import NotReplaced, replace_weights
 
 
 def run(
@@ -47,39 +35,18 @@ async def _replace(path: str, endpoint: EndpointOptions, secret: bytes, tls: Tls
         raise ValueError(
             f"{', '.join(missing)}: not ready, and all workers must get the new weights; see `baton status`"
         )
+    names = {worker["address"]: name_of(worker) for worker in workers}
     version = uuid.uuid4().hex
-    async with contextlib.AsyncExitStack() as until_the_end:
-        calls = dict[str, WeightsCall]()
-        for worker in workers:
-            channel = await until_the_end.enter_async_context(connect(worker["address"], secret, tls))
-            calls[name_of(worker)] = WeightsCall(WorkerStub(channel))
-        stage = pb.StageWeights(path=path, version=version)
-        staged = await _all(calls, pb.WeightsCommand(stage=stage), "No weights have changed.")
-        began = time.monotonic()
-        await _all(calls, pb.WeightsCommand(close=True), "No weights have changed.")
-        await _all(calls, pb.WeightsCommand(apply=True), "Other workers have the new weights: try again.")
-        pause = time.monotonic() - began
-    size, slowest = max(report.bytes for report in staged), max(report.seconds for report in staged)
+    try:
+        done = await replace_weights(list(names), pb.StageWeights(path=path, version=version), secret, tls)
+    except NotReplaced as error:
+        faults = list[str]()
+        for address, fault in error.faults.items():
+            why = "it ended the call" if fault is None else refusal(fault, "replace its weights")
+            faults.append(f"{names[address]}: {why}")
+        raise ValueError(f"{'; '.join(faults)}. {error.outcome}") from error
     return (
-        f"{len(calls)} workers compute with {path}, version {version}: "
-        f"{size / 1e9:.3g} GB read in {slowest:.1f} s, no worker served for {pause:.2f} s."
+        f"{len(workers)} workers compute with {path}, version {version}: "
+        f"{done.nbytes / 1e9:.3g} GB read in {done.read_seconds:.1f} s, "
+        f"no worker served for {done.pause:.2f} s."
     )
-
-
-async def _all(
-    calls: Mapping[str, WeightsCall], command: pb.WeightsCommand, after: str
-) -> list[pb.WeightsReport]:
-    """The reports of all workers. Raises ValueError that names each worker without one."""
-    sent = [call.report(command) for call in calls.values()]
-    found = await asyncio.gather(*sent, return_exceptions=True)
-    faults = []
-    for name, report in zip(calls, found, strict=True):
-        if isinstance(report, StopAsyncIteration):
-            faults.append(f"{name}: it ended the call")
-        elif isinstance(report, AioRpcError):
-            faults.append(f"{name}: {refusal(report, 'replace its weights')}")
-        elif isinstance(report, BaseException):
-            raise report
-    if faults:
-        raise ValueError(f"{'; '.join(faults)}. {after}")
-    return [report for report in found if not isinstance(report, BaseException)]

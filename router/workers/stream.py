@@ -35,7 +35,7 @@ from baton.router.workers.worker import (
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
-from baton.rpc.weights import replace_weights
+from baton.rpc.weights import NotReplaced, replace_weights
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +120,12 @@ class WorkerStream:
         worker.remedy = WAIT_FOR_WEIGHTS
         log.info("%s: %s", worker, worker.reason)
         try:
-            async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
-                await replace_weights(WorkerStub(channel), weights)
-        except grpc.aio.AioRpcError as error:
-            worker.reason = f"it cannot take the weights of the other workers: {error.details()}"
+            config = self._config
+            await replace_weights([worker.address], weights, config.secret, config.cluster_tls)
+        except NotReplaced as error:
+            [fault] = error.faults.values()
+            why = "it ended the call" if fault is None else fault.details()
+            worker.reason = f"it cannot take the weights of the other workers: {why}"
             worker.remedy = NEW_WEIGHTS
             return max(LAST_BACKOFF, time.monotonic() - began)  # at least half of the time it does not read
         return FIRST_BACKOFF

@@ -10,11 +10,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from typer.testing import CliRunner
 
+from baton.cluster.cli import app
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
-from tests.fake_worker import FakeWorker
+from tests.fake_worker import SECRET, FakeWorker
 
 from .conftest import Cluster, make_cluster
 from .test_grpc import generate
@@ -89,15 +91,18 @@ async def test_a_worker_that_starts_gets_the_weights_of_the_others(
 
 
 @contextlib.asynccontextmanager
-async def trained(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[tuple[Cluster, list[Trained]]]:
-    """Two workers with the weights of `--model`."""
-    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
-        pools = pb.POOL_PREFILL, pb.POOL_DECODE
+async def trained(
+    tokenizer: ModelTokenizer, tmp_path: Path, decode: int = 1, **config: Any
+) -> AsyncIterator[tuple[Cluster, list[Trained]]]:
+    """A prefill worker and decode workers with the weights of `--model`."""
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **config) as cluster:
+        pools = pb.POOL_PREFILL, *[pb.POOL_DECODE] * decode
         workers = [Trained(pool, cluster.lanes, cluster.output_ids) for pool in pools]
         for worker in workers:
             await worker.start()
         rewrite(tmp_path / "workers", list(workers))
         await cluster.until(lambda: cluster.pool.complete)
+        await cluster.until(lambda: len(cluster.pool.ready(pb.POOL_DECODE)) == decode)
         yield cluster, workers
         for worker in workers:
             await worker.kill()
@@ -140,3 +145,21 @@ async def test_the_usage_tells_the_first_and_the_last_version(
             assert answer["usage"]["weights_version"] == both, path
         *_, last = await generate(cluster, text="Hello", max_tokens=200)
         assert last.usage.weights_version == inference_pb2.WeightsVersion(first="v2", last="v2")
+
+
+async def test_the_command_gives_all_workers_the_weights_also_those_with_one_name(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    """Workers that were started one by one are all of index 0."""
+    async with trained(tokenizer, tmp_path, decode=2) as (cluster, workers):
+        command = ["weights", "/step-200", "--url", cluster.url]
+        environment = {"BATON_CLUSTER_SECRET": SECRET.decode()}
+        done = await asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
+        assert done.exit_code == 0, done.stderr
+        assert done.stdout.startswith("3 workers compute with /step-200, version ")
+        [version] = {worker.weights.version for worker in workers}
+        assert version
+        workers[1].missing = "no such file"
+        done = await asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
+        assert "decode 0: no such file. No weights have changed." in done.stderr
+        assert {worker.weights.version for worker in workers} == {version}
