@@ -171,6 +171,7 @@ def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: 
         tls=given.front.tls(),
         cluster_tls=given.secret.tls(),
         api_keys=given.front.keys(),
+        admin_key=given.front.key_of_admin(),
         read_api_keys=given.front.keys,
         batch_bytes=size_in_bytes(given.front.batch_dir_size),
         keep_alive=given.front.timeout_keep_alive,

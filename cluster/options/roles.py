@@ -291,6 +291,14 @@ class FrontOptions(ServerTlsOptions):
     api_key_file: Path | None = opt(
         None, "TOML file of keys, names and limits; see docs/operations.md.", **OLD_FILE
     )
+    admin_key: str | None = opt(
+        None,
+        "Key of calls that replace weights over HTTP. Prefer BATON_ADMIN_KEY: every user of the machine can "
+        "read arguments.",
+        "KEY",
+        shown="there are no such calls",
+    )
+    admin_key_file: Path | None = opt(None, "File with this key.", **OLD_FILE)
     max_body_bytes: int = opt(16 << 20, "Largest body of a request.", "BYTES", check=between(1))
     max_wait: float = opt(
         60.0,
@@ -332,6 +340,20 @@ class FrontOptions(ServerTlsOptions):
         from baton.router.admission.keys import api_keys
 
         return api_keys(self.api_key, None if self.api_key_file is None else str(self.api_key_file))
+
+    def key_of_admin(self) -> ApiKey | None:
+        """The key of either option. Raises ValueError if there are two, or if it is empty."""
+        from baton.router.admission.keys import MAX_FILE_BYTES, ApiKey
+
+        if self.admin_key_file is None:
+            return None if self.admin_key is None else ApiKey.of("admin", self.admin_key)
+        if self.admin_key is not None:
+            raise ValueError("--admin-key-file: leave out --admin-key and BATON_ADMIN_KEY")
+        try:
+            with self.admin_key_file.open(errors="replace") as file:
+                return ApiKey.of("admin", file.read(MAX_FILE_BYTES))
+        except OSError as error:
+            raise ValueError(f"--admin-key-file {self.admin_key_file}: {error.strerror}") from error
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ class Blueprint:
             specs += workers[pairs:]
         self.front.tls()
         self.front.keys()
+        self.front.key_of_admin()
         front = {"environment": shared["environment"] | keys}
         router = RoleSpec("router", 0, self._args(self.router()), **(shared | front))
         _, store = self._store
@@ -169,7 +170,7 @@ class Blueprint:
     def router(self) -> options.RouterRole:
         """The options of the routers, less those that each has for itself, and without API keys."""
         shared = self._shared(options.RouterRole)
-        front = replace(self.front, api_key=[])
+        front = replace(self.front, api_key=[], admin_key=None)
         # Health checks have no client certificate, and must reach all processes: choose an admin port.
         if front.admin_port is None and (front.router_processes > 1 or front.ssl_certfile is not None):
             front = replace(front, admin_port=0)
@@ -306,19 +307,25 @@ class Blueprint:
         ValueError if roles on Ray could not have them."""
         from baton.rpc.auth import SECRET_VARIABLE, cluster_name, load_secret
 
-        file, keys = self.secret.cluster_secret_file, self.front.api_key
+        file, keys, admin = self.secret.cluster_secret_file, self.front.api_key, self.front.admin_key
         given = file is not None or SECRET_VARIABLE in os.environ
         if self.ray.ray_address is None:
             # Without a secret this command makes one, as it starts every process that needs it.
             secret = load_secret(file).decode() if given else secrets.token_hex(32)
             return (
                 {"environment": {SECRET_VARIABLE: secret}},
-                {"BATON_API_KEY": " ".join(keys)} if keys else {},
+                ({"BATON_API_KEY": " ".join(keys)} if keys else {})
+                | ({} if admin is None else {"BATON_ADMIN_KEY": admin}),
             )
         if keys:
             raise ValueError(
                 "--api-key, BATON_API_KEY: Ray stores what an actor is started with; with --ray-address give "
                 "the keys in --api-key-file, a file on the machine of the router"
+            )
+        if admin is not None:
+            raise ValueError(
+                "--admin-key, BATON_ADMIN_KEY: Ray stores what an actor is started with; with --ray-address "
+                "give the key in --admin-key-file, a file on the machine of the router"
             )
         if not given:
             raise ValueError(

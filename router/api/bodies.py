@@ -354,6 +354,20 @@ class BatchBody(BaseModel):
     metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
 
 
+class UpdateWeightsBody(BaseModel):
+    """POST /update_weights_from_disk. Other fields of SGLang's call have no effect."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """Checkpoint with the new weights, at the same place on the hosts of all workers."""
+    weight_version: Annotated[str, Field(pattern=r"^[!-:<-~]{1,64}$")] | None = None
+    """Begins the name of the version, which has a random part, too: no other weights may have its name."""
+    load_format: Literal["auto"] | None = None
+    abort_all_requests: Literal[False] | None = None
+    keep_pause: Literal[False] | None = None
+
+
 def parse_message(raw: bytes) -> ChatBody | CompletionBody:
     """Turns the message of a gRPC call into a body. Raises InvalidRequest.
 

@@ -19,6 +19,7 @@ from baton.router.api.bodies import (
     DetokenizeBody,
     InvocationBody,
     TokenizeBody,
+    UpdateWeightsBody,
 )
 from baton.router.api.openai_responses.body import ResponsesBody
 
@@ -156,6 +157,14 @@ OPERATIONS = (
     Operation(
         "get", "/status/requests/{id}", "What happened to a request that ended lately, by its x-request-id.",
         _JSON, also=(404,), admin=True,
+    ),
+    Operation(
+        "get", "/get_world_size", "Ranks of all workers (`world_size`). Needs the admin key.", _JSON,
+        also=(404,), admin=True,
+    ),
+    Operation(
+        "post", "/update_weights_from_disk", "Give all workers new weights. Needs the admin key.", _JSON,
+        body=UpdateWeightsBody, admin=True,
     ),
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
 from baton.router.endpoints import http_generation as http
-from baton.router.endpoints import pages
+from baton.router.endpoints import http_weights, pages
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_batches import HttpBatches
 from baton.router.endpoints.http_connections import is_extra
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_ADMIN = ("/metrics", "/metrics/targets", "/status", "/dashboard")
+_ADMIN = ("/metrics", "/metrics/targets", "/status", "/dashboard", *http_weights.PATHS)
 _POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open} | {f"/{name}" for name in pages.PARTS}
 
@@ -123,6 +123,7 @@ class HttpEndpoints:
                     web.get("/metrics/targets", self._targets),
                     web.get("/status", self._status),
                     web.get("/status/requests/{id}", self._timeline),
+                    *http_weights.HttpWeights(config, self._found_status).routes(),
                 ]
             )
 
@@ -170,7 +171,8 @@ class HttpEndpoints:
         if request.path not in _OPEN:
             if is_extra(request):
                 raise errors.Overloaded("too many connections to this router are open", retry_after=1)
-            http.ACCOUNT.set(self._frontend.authorize(http.authorization(request)))
+            if request.path not in http_weights.PATHS:  # they have a key of their own
+                http.ACCOUNT.set(self._frontend.authorize(http.authorization(request)))
 
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
@@ -257,7 +259,10 @@ class HttpEndpoints:
         return http.json_response(await asyncio.to_thread(encoded, version(), keys=keys, admin=admin))
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(await router_status(self._services, self._frontend.draining))
+        return web.json_response(await self._found_status())
+
+    async def _found_status(self) -> dict[str, Any]:
+        return await router_status(self._services, self._frontend.draining)
 
     async def _timeline(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
@@ -268,7 +273,7 @@ class HttpEndpoints:
         return web.json_response(found)
 
     async def _targets(self, request: web.Request) -> web.Response:
-        return web.json_response(scrape_targets(await router_status(self._services, self._frontend.draining)))
+        return web.json_response(scrape_targets(await self._found_status()))
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

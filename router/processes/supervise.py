@@ -2,9 +2,9 @@
 
 The supervisor serves no client. It reserves the ports, starts the processes, which all listen there with
 SO_REUSEPORT (the kernel spreads the connections), and restarts one that dies or hangs. On the admin port it
-serves `/dashboard`, `/metrics`, `/status`, `/health`, `/ready` and `/routable` for all of them. If the first
-start of a process fails, the router ends, because another try would fail too. If a later start fails, the
-supervisor retries after a pause, and the other processes go on.
+serves `/dashboard`, `/metrics`, `/status`, `/health`, `/ready`, `/routable` and the calls for weights for all
+of them. If the first start of a process fails, the router ends, because another try would fail too. If a
+later start fails, the supervisor retries after a pause, and the other processes go on.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from baton.router.config import RouterConfig
 from baton.router.endpoints import pages
 from baton.router.endpoints.frontend import request_name
 from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
+from baton.router.endpoints.http_weights import HttpWeights
 from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
@@ -238,6 +239,7 @@ class Supervisor:
                 web.get("/health", self._get_health),
                 web.get("/ready", partial(self._get_condition, "ready")),
                 web.get("/routable", partial(self._get_condition, "routable")),
+                *HttpWeights(config, self._status).routes(),
                 *pages.routes(("home", "dashboard")),
             ]
         )

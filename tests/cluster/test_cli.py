@@ -136,7 +136,7 @@ def test_help_shows_the_values_of_every_choice() -> None:
             (RouterConfig,),
             "download_dir cluster_secret_file cluster_certfile cluster_keyfile cluster_ca_certs worker "
             "kubernetes_service ssl_certfile ssl_keyfile ssl_ca_certs router_processes api_key "
-            "batch_dir_size timeout_keep_alive no_overflow no_prefix_fetches no_split_prompts",
+            "admin_key_file batch_dir_size timeout_keep_alive no_overflow no_prefix_fetches no_split_prompts",
         ),
     ],
 )
@@ -396,6 +396,7 @@ def test_roles_accept_the_arguments_that_serve_passes(
     run_baton(
         "serve", "--dtype", "float32", "--block-size", "32", "--enable-prefix-caching", "--kv-lanes", "2",
         "--drain-timeout", "5", "--trace-dir", str(tmp_path / "traces"), "--api-key", "k1", "--api-key", "k2",
+        "--admin-key", "k3",
         "--num-threads", "3", "--device", "cpu", "--cluster-secret-file", str(secret), "--decode", "2",
         "--log-format", "json", "--otlp-endpoint", "http://127.0.0.1:4317",
     )  # fmt: skip
@@ -404,12 +405,17 @@ def test_roles_accept_the_arguments_that_serve_passes(
     assert [role.name for role in roles] == ["prefill 0", "decode 0", "decode 1", "router 0"]
     assert all(role.environment["BATON_CLUSTER_SECRET"] == "s" * 32 for role in roles)
     assert roles[-1].environment["BATON_API_KEY"] == "k1 k2"
-    assert not any("k1" in arg or "s" * 32 in arg for role in roles for arg in role.args)
+    assert roles[-1].environment["BATON_ADMIN_KEY"] == "k3"
+    assert not any("BATON_ADMIN_KEY" in role.environment for role in roles[:-1])
+    assert not any("k1" in arg or "k3" in arg or "s" * 32 in arg for role in roles for arg in role.args)
     # Ray stores the arguments of actors: they name the secret, and where it is.
     on_ray = replace(blueprint, ray=replace(blueprint.ray, ray_address="10.0.0.1:6379"))
     with pytest.raises(ValueError, match=r"--api-key, BATON_API_KEY: Ray stores .* --api-key-file"):
         on_ray.roles()
     on_ray = replace(on_ray, front=replace(blueprint.front, api_key=[]))
+    with pytest.raises(ValueError, match=r"--admin-key, BATON_ADMIN_KEY: Ray stores .* --admin-key-file"):
+        on_ray.roles()
+    on_ray = replace(on_ray, front=replace(on_ray.front, admin_key=None))
     before = on_ray.roles()
     assert b"s" * 32 not in pickle.dumps(before)
     assert {role.secret for role in before} == {b"s" * 32}

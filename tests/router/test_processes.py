@@ -55,13 +55,23 @@ def counters(page: str) -> dict[str, float]:
 
 async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any], key_file: str):
     """One test for all: serve, keep secrets, restart after a death, drain. A start takes seconds."""
-    routers = await start("--router-processes", "2", "--api-key-file", key_file)
+    routers = await start(
+        "--router-processes", "2", "--api-key-file", key_file, "--admin-key", "trainer"
+    )  # fmt: skip
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
     parent = psutil.Process(routers.popen.pid)
     before = await routers.processes()
     titles = [process.cmdline()[0] for process in (parent, *map(psutil.Process, before.values()))]
     assert titles == ["baton: router 4", "baton: router 4.0", "baton: router 4.1"]
     assert len(routers.prefill._outputs) == 2, "each process has its own stream"
+
+    for path, key, status in (("/get_world_size", "trainer", 200), ("/get_world_size", KEY, 401)):
+        headers = {"Authorization": f"Bearer {key}"}
+        async with routers.http.get(routers.admin + path, headers=headers) as response:
+            assert response.status == status
+    async with routers.http.post(routers.url + "/update_weights_from_disk", headers=AS_CLIENT) as response:
+        assert response.status == 404
+        assert f"is on the admin port, {routers.admin}" in await response.text()
 
     for _ in range(8):
         assert (await routers.ask())["choices"][0]["text"] == TEXT

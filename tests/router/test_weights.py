@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cluster.cli import app
+from baton.router.admission.keys import ApiKey, api_keys
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
@@ -35,6 +36,7 @@ class Trained(FakeWorker):
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerDescription:
         described = await super().Describe(request, context)
+        described.tensor_parallel_size = 2 if self.first_pool == pb.POOL_DECODE else 1
         if self.weights.version:
             found = "w3" if self.spoilt else "w2"
             described.model_fingerprint = f"model=m1; weights={found}; version={self.weights.version}"
@@ -163,3 +165,42 @@ async def test_the_command_gives_all_workers_the_weights_also_those_with_one_nam
         done = await asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
         assert "decode 0: no such file. No weights have changed." in done.stderr
         assert {worker.weights.version for worker in workers} == {version}
+
+
+async def test_a_trainer_replaces_the_weights_over_http(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    """With the admin key, which is none of the API keys."""
+    keys = {"admin_key": ApiKey.of("admin", "trainer"), "api_keys": api_keys(["client"], None)}
+    async with trained(tokenizer, tmp_path, **keys) as (cluster, workers):
+
+        async def asked(method: str, path: str, key: str, **body: Any) -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {key}"}
+            given: dict[str, Any] = {"json": body} if body else {}
+            async with cluster.http.request(method, cluster.url + path, headers=headers, **given) as response:
+                return response.status, await response.json()
+
+        path = "/update_weights_from_disk"
+        checkpoint = {"model_path": "/step-200", "weight_version": "200"}
+        for key in ("client", "wrong"):
+            assert (await asked("POST", path, key, **checkpoint))[0] == 401
+            assert (await asked("GET", "/get_world_size", key))[0] == 401
+        status, answer = await asked("POST", path, "trainer", **{**checkpoint, "keep_pause": True})
+        assert (status, answer["error"]["param"]) == (400, "keep_pause")
+        workers[1].missing = "no such file"
+        status, answer = await asked("POST", path, "trainer", **checkpoint)
+        assert (status, answer["error"]["param"]) == (400, "model_path")
+        assert answer["error"]["message"].endswith(": no such file. No weights have changed.")
+        assert not any(worker.weights.version for worker in workers)
+
+        workers[1].missing = ""
+        status, answer = await asked("POST", path, "trainer", **checkpoint)
+        assert (status, answer["success"]) == (200, True), answer
+        assert answer["weight_version"].startswith("200-")
+        for worker in workers:
+            assert worker.weights == pb.StageWeights(path="/step-200", version=answer["weight_version"])
+        assert await asked("GET", "/get_world_size", "trainer") == (200, {"world_size": 3})
+
+
+async def test_without_an_admin_key_there_are_no_calls_for_weights(cluster: Cluster) -> None:
+    status, answer = await cluster.post("/update_weights_from_disk", model_path="/step-200")
+    assert status == 404
+    assert "--admin-key-file FILE or BATON_ADMIN_KEY" in answer["error"]["message"]
