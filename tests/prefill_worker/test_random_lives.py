@@ -313,6 +313,7 @@ WALKS: Sequence[Sequence[tuple[Any, ...]]] = (
     [("prefill", 135, 8, True, True), ("kv", 0, "lost"), ("store", False), ("cancel", 0, State.COMPUTING, 0)],
     [("prefill", 21, 8, True, False), ("steps", 2), ("cancel", 0, State.HELD, 0)],
     [("decode", 21, "", 0), ("steps", 2), ("cancel", 0, State.DECODING, 0)],
+    [("decode", 135, "peer", 0)] * 12,  # the last have no room
     [("prefill", 21, 8, True, False), ("decode", 21, "here", 0), ("reaches", State.DECODING)],
     [("prefill", 21, 8, True, False), ("decode", 21, "here", 0), ("cancel", 0, State.TAKING, 0)],
 )
