@@ -37,20 +37,19 @@ def answers(engine: Engine) -> Sequence[Any]:
 
 
 KINDS = [
-    ("Llama", {}, {}),
+    pytest.param("Llama", {}, {}, marks=pytest.mark.long),
     ("Llama", {"tie_word_embeddings": True}, {"quantization": "int4"}),
     ("Qwen3", {}, {"quantization": "int4"}),
     ("Gemma3Text", {}, {}),
     ("GptOss", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, {}),
-    ("Llama4Text", {}, {}),
+    pytest.param("Llama4Text", {}, {}, marks=pytest.mark.long),
     ("Qwen3Moe", {}, {"dtype": "bfloat16"}),
     ("DeepseekV3", {}, {}),
-    ("DeepseekV32", {}, {}),
-    ("Bamba", {}, {}),
     ("Qwen3_5Text", {}, {}),
-    ("KimiLinear", {}, {}),
-    ("Lfm2", {}, {}),
-    ("NemotronH", {}, {}),
+    *(
+        pytest.param(kind, {}, {}, marks=pytest.mark.long)
+        for kind in ("DeepseekV32", "Bamba", "KimiLinear", "Lfm2", "NemotronH")
+    ),
 ]
 
 

@@ -47,7 +47,11 @@ def test_steps_with_chunks_are_padded_to_the_next_graph():
     assert above == pytest.approx(whole, rel=0.005)
 
 
-@pytest.mark.parametrize("load", MEASURED, ids=str)
+@pytest.mark.parametrize(
+    "load",
+    [pytest.param(load, marks=() if load.rate == 12 else pytest.mark.long) for load in MEASURED],
+    ids=str,
+)
 def test_the_policy_is_no_worse_than_a_fixed_split_and_than_colocated_engines(load: Load):
     ours, split = typical(load, "policy"), typical(load, "split")
     ttft, gap = MEASURED[load]
@@ -89,7 +93,13 @@ def test_a_worker_that_has_computed_no_prompt_beside_decodes_gets_some():
 
 
 @pytest.mark.parametrize(
-    ("load", "slower"), [(Load(2000, 150, 22), 8), (Load(8000, 200, 3), 8), (Load(500, 500, 12), 2)], ids=str
+    ("load", "slower"),
+    [
+        (Load(2000, 150, 22), 8),
+        pytest.param(Load(8000, 200, 3), 8, marks=pytest.mark.long),
+        (Load(500, 500, 12), 2),
+    ],
+    ids=str,
 )
 def test_slower_workers_keep_the_order(load: Load, slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policies have no constants of one model on one GPU: on one half as fast (2), and with a model
@@ -110,7 +120,9 @@ def test_light_loads_are_handed_over_and_short_prompts_are_not():
     assert places["handover"] < 0.4 * places.total()
 
 
-@pytest.mark.parametrize("load", [Load(2000, 150, 80), Load(500, 500, 80)], ids=str)
+@pytest.mark.parametrize(
+    "load", [pytest.param(Load(2000, 150, 80), marks=pytest.mark.long), Load(500, 500, 80)], ids=str
+)
 def test_profiles_trade_gaps_for_throughput(load: Load):
     """With more requests than two workers can serve."""
     gaps, seconds = [], []
