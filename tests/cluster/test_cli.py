@@ -150,6 +150,23 @@ def test_no_option_of_a_role_is_lost(
     assert set(given) - taken == set(under_other_names.split())
 
 
+def test_the_admin_key_is_in_a_file_or_in_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "admin"
+    file.write_text("k3\n")
+    key = roles.FrontOptions(admin_key="k3").key_of_admin()
+    assert key is not None
+    assert roles.FrontOptions(admin_key_file=file).key_of_admin() == key
+    assert roles.FrontOptions().key_of_admin() is None
+    with pytest.raises(ValueError, match="leave out --admin-key and BATON_ADMIN_KEY"):
+        roles.FrontOptions(admin_key="k3", admin_key_file=file).key_of_admin()
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="cannot be empty"):
+        roles.FrontOptions(admin_key_file=file).key_of_admin()
+    file.unlink()
+    with pytest.raises(ValueError, match=f"--admin-key-file {file}: No such file"):
+        roles.FrontOptions(admin_key_file=file).key_of_admin()
+
+
 def test_the_version_and_the_completion_of_a_shell() -> None:
     assert run_baton("--version").output.startswith("baton ")
     for words, expected in (

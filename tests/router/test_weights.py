@@ -10,14 +10,16 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from typer.testing import CliRunner
 
-from baton.cluster.cli import app
+from baton.cluster.options.clients import EndpointOptions
+from baton.cluster.tools import weights
 from baton.router.admission.keys import ApiKey, api_keys
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
-from tests.fake_worker import SECRET, FakeWorker
+from baton.rpc.weights import replace_weights
+from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.within import within
 
 from .conftest import Cluster, make_cluster
 from .test_grpc import generate
@@ -31,6 +33,10 @@ class Trained(FakeWorker):
 
     weights = pb.StageWeights()
     spoilt, missing = False, ""
+    applies: asyncio.Event | None = None
+    """It waits for this event before it applies weights."""
+    asked = False
+    """To apply weights."""
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
@@ -55,6 +61,10 @@ class Trained(FakeWorker):
         assert (await anext(commands)).close
         yield pb.WeightsReport()
         assert (await anext(commands)).apply
+        self.asked = True
+        self.arrived.set()
+        if self.applies is not None:
+            await self.applies.wait()
         self.weights = weights
         yield pb.WeightsReport()
 
@@ -154,16 +164,14 @@ async def test_the_command_gives_all_workers_the_weights_also_those_with_one_nam
 ) -> None:
     """Workers that were started one by one are all of index 0."""
     async with trained(tokenizer, tmp_path, decode=2) as (cluster, workers):
-        command = ["weights", "/step-200", "--url", cluster.url]
-        environment = {"BATON_CLUSTER_SECRET": SECRET.decode()}
-        done = await asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
-        assert done.exit_code == 0, done.stderr
-        assert done.stdout.startswith("3 workers compute with /step-200, version ")
+        # In this thread: gRPC does not bear an event loop in another one.
+        given = "/step-200", EndpointOptions(url=cluster.url), SECRET, None
+        assert (await weights._replace(*given)).startswith("3 workers compute with /step-200, version ")
         [version] = {worker.weights.version for worker in workers}
         assert version
         workers[1].missing = "no such file"
-        done = await asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
-        assert "decode 0: no such file. No weights have changed." in done.stderr
+        with pytest.raises(ValueError, match=r"^decode 0: no such file\. No weights have changed\.$"):
+            await weights._replace(*given)
         assert {worker.weights.version for worker in workers} == {version}
 
 
@@ -204,3 +212,24 @@ async def test_without_an_admin_key_there_are_no_calls_for_weights(cluster: Clus
     status, answer = await cluster.post("/update_weights_from_disk", model_path="/step-200")
     assert status == 404
     assert "--admin-key-file FILE or BATON_ADMIN_KEY" in answer["error"]["message"]
+
+
+async def test_a_caller_that_is_cancelled_in_the_last_step_waits_for_all_workers() -> None:
+    """Else the first ones would have other weights than the others."""
+    workers = [Trained(pb.POOL_DECODE, Lanes(), [1]) for _ in range(2)]
+    for worker in workers:
+        worker.applies = asyncio.Event()
+        await worker.start()
+    addresses = [worker.address for worker in workers]
+    replacing = asyncio.create_task(replace_weights(addresses, NEWEST, SECRET, None))
+    for worker in workers:
+        await worker.until(lambda w: w.asked)
+    replacing.cancel()
+    for worker in workers:
+        assert worker.applies is not None
+        worker.applies.set()
+    with pytest.raises(asyncio.CancelledError):
+        await within(replacing)
+    assert [worker.weights for worker in workers] == [NEWEST, NEWEST]
+    for worker in workers:
+        await worker.kill()
