@@ -225,6 +225,8 @@ async def test_a_caller_that_is_cancelled_in_the_last_step_waits_for_all_workers
     for worker in workers:
         await worker.until(lambda w: w.asked)
     replacing.cancel()
+    ended, _ = await asyncio.wait([replacing], timeout=0.1)
+    assert not ended
     for worker in workers:
         assert worker.applies is not None
         worker.applies.set()
