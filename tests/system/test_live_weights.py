@@ -60,7 +60,7 @@ def trained(
         prefill=1,
         decode=1,
         worker_flags=[*FLAGS, "--enable-prefix-caching", *model],
-        router_flags=[*PATIENT, *model],
+        router_flags=[*PATIENT, *model, "--admin-key", "trainer"],
     ) as cluster:
         yield Trained(cluster, shallow_model_path, after)
 
@@ -124,6 +124,22 @@ async def test_a_call_that_ends_before_apply_leaves_the_worker_as_it_was(trained
         ):
             assert (await ask(stub, *commands))[1] == reason
     assert await expected(url, CASES, at_once=12) == old
+
+
+@pytest.mark.long
+async def test_a_trainer_calls_the_router_and_answers_name_its_version(trained: Trained) -> None:
+    url, headers = trained.cluster.url, {"Authorization": "Bearer trainer"}
+    update = {"model_path": str(trained.after), "weight_version": "7"}
+    async with new_session() as http:
+        async with http.get(url + "/get_world_size", headers=headers) as response:
+            assert await response.json() == {"world_size": 2}
+        async with http.post(url + "/update_weights_from_disk", json=update, headers=headers) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        version = answer["weight_version"]
+        assert version.startswith("7-")
+        async with http.post(url + "/v1/completions", json={"prompt": "Hello", "max_tokens": 4}) as response:
+            assert (await response.json())["usage"]["weights_version"] == {"first": version, "last": version}
 
 
 @pytest.mark.long
