@@ -60,7 +60,7 @@ class EngineLink:
             self._listen(_SHARED_MEMORY)
 
     async def send(self, message: ToEngine) -> None:
-        await self._socket.send(messages.encode(message))
+        await self._socket.send(messages.encode(message), copy=False)  # it may hold megabytes of pixels
 
     async def receive(self) -> FromEngine:
         return messages.decode_from_engine(await self._socket.recv())

@@ -64,16 +64,8 @@ class Job:
     tenant: bytes = b""
     pair: tuple[str, str] | None = None
     """As in `PrefillRequest`."""
-    images: tuple[pb.Image, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     """Those of the prompt, in order."""
-
-    @property
-    def image_places(self) -> list[pb.Image]:
-        """The images without their pixels."""
-        return [
-            pb.Image(name=each.name, start=each.start, rows=each.rows, columns=each.columns)
-            for each in self.images
-        ]
 
     @property
     def answer_names(self) -> tuple[int, bytes, str]:
@@ -172,7 +164,7 @@ def make_jobs(
             ImageSpan(each.start, each.start + each.rows * each.columns, each.name) for each in of_prompt
         ]
         chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, cache_salt, spans)
-        shown = tuple(pb.Image(**each._asdict()) for each in of_prompt)
+        shown = tuple(of_prompt)
         key = _session_key(session, prompt_ids, chunks, cache_salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         common = pb.SamplingParams(**sampling, max_tokens=max(1, max_tokens))

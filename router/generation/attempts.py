@@ -267,7 +267,7 @@ class AttemptPair:
             work=plan.work(plan.decode, self.job.chunks) if prefill is None else None,
         )
         within = plan.within if prefill is None else 0.0
-        request = self._request(plan, output_ids, within, computes_prompt=prefill is None)
+        request = self._request(plan, output_ids, within)
         submit = pb.SubmitDecode(decode_id=decode.id, request=request)
         if prefill is not None:
             prefill.fetches += 1
@@ -276,7 +276,7 @@ class AttemptPair:
             self.pool.prompts += 1
             if plan.source is not None:
                 submit.content.CopyFrom(plan.source.message())
-        self._submit(decode, pb.RouterMessage(decode=submit))
+        self._submit(decode, pb.RouterMessage(decode=submit), computes_prompt=prefill is None)
 
     def _next_source(self, decode: DecodeAttempt, prefill: PrefillAttempt) -> pb.PrefillSource:
         """Names the current prefill for a decode worker."""
@@ -292,13 +292,11 @@ class AttemptPair:
         within: float,
         *,
         last: bool = False,
-        computes_prompt: bool = True,
     ) -> pb.Request:
-        """Builds the message to a worker. `output_ids` were emitted before.
+        """Builds the message to a worker, without images. `output_ids` were emitted before.
 
         `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
         `last`: the worker generates no more than one token.
-        `computes_prompt`: the worker needs the pixels of images.
         """
         job = self.job
         request = pb.Request(
@@ -316,7 +314,6 @@ class AttemptPair:
             cache_salt=job.cache_salt,
             tenant=job.tenant,
             name=self.name,
-            images=job.images if computes_prompt else job.image_places,
         )
         sampling = request.sampling
         if output_ids:  # they came after all log probabilities of the prompt
@@ -326,7 +323,12 @@ class AttemptPair:
             sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
         return request
 
-    def _submit(self, attempt: Attempt, message: pb.RouterMessage) -> None:
+    def _submit(self, attempt: Attempt, message: pb.RouterMessage, *, computes_prompt: bool = True) -> None:
+        """`computes_prompt`: the worker needs the pixels of images."""
+        asked = message.prefill.request if message.HasField("prefill") else message.decode.request
+        # Only now: a message is encoded, copied and decoded when it is put into another one.
+        for image in self.job.images:
+            asked.images.add(**(image if computes_prompt else image._replace(pixels=b""))._asdict())
         numerics = attempt.worker.description.numerics
         self.numerics = self.numerics or numerics
         self.numerics_changed |= numerics != self.numerics

@@ -63,14 +63,15 @@ class SendQueue:
     """
 
     def __init__(self, on_full: Callable[[], None]) -> None:
-        self._queue: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[pb.RouterMessage, int] | None] = asyncio.Queue()
         self._bytes = 0
         self._on_full = on_full
         self._timer: asyncio.TimerHandle | None = None  # while more than MAX_UNSENT_BYTES wait
 
     def put(self, message: pb.RouterMessage) -> None:
-        self._queue.put_nowait(message)
-        self._bytes += message.ByteSize()
+        size = message.ByteSize()  # once: it encodes the message
+        self._queue.put_nowait((message, size))
+        self._bytes += size
         if self._timer is None:
             self._set_timer()
         if self._bytes > MOST_UNSENT_BYTES:
@@ -92,8 +93,9 @@ class SendQueue:
         self._queue.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[pb.RouterMessage]:
-        while (message := await self._queue.get()) is not None:
-            self._bytes -= message.ByteSize()
+        while (entry := await self._queue.get()) is not None:
+            message, size = entry
+            self._bytes -= size
             self._set_timer()
             yield message
 

@@ -134,8 +134,9 @@ class Life:
         for worker, works in self.works.items():
             messages = worker.send_queue._queue if worker.send_queue is not None else asyncio.Queue()
             while not messages.empty():
-                message = messages.get_nowait()
-                assert message is not None
+                entry = messages.get_nowait()
+                assert entry is not None
+                message, _ = entry
                 match message.WhichOneof("kind"):
                     case "prefill":
                         submit = message.prefill

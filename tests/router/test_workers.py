@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.router.api.jobs import Job, PlacedImage, make_jobs
 from baton.router.config import RouterConfig
+from baton.router.endpoints import frontend
 from baton.router.generation.generation import Generation
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import stream
@@ -416,3 +419,21 @@ async def test_a_defect_in_one_request_does_not_hide_a_lost_worker_from_the_othe
 def test_configuration_errors_name_the_flag(wrong, named):
     with pytest.raises(ValueError, match=named):
         RouterConfig(model="m", secret=b"x" * 16, **wrong)
+
+
+async def test_only_the_worker_that_computes_the_prompt_gets_pixels(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = PlacedImage(bytes(32), 1, 2, 3, b"pixels")
+
+    def with_image(*args: Any, **given: Any) -> Iterator[list[Job]]:
+        for made in make_jobs(*args, **given):
+            yield [replace(job, images=(image,)) for job in made]
+
+    monkeypatch.setattr(frontend, "make_jobs", with_image)
+    await cluster.complete()
+    decoded = cluster.decodes[0].submitted[-1].decode.request
+    assert [list(sent.images) for sent in (cluster.sent, decoded)] == [
+        [pb.Image(**image._asdict())],
+        [pb.Image(**image._replace(pixels=b"")._asdict())],
+    ]
