@@ -133,8 +133,8 @@ async def answered(cluster: LocalCluster, prompts: Sequence[list[int]], *, kill:
     async with new_session() as http:
         reading = [asyncio.create_task(read(http, cluster.url, each.case, into=each)) for each in streams]
         while kill and not all(len(stream.token_ids) >= 4 for stream in streams):
-            if all(task.done() for task in reading):
-                break
+            if any(task.done() for task in reading):
+                raise RuntimeError("an answer ended before the engine was killed: measure again")
             await asyncio.sleep(0.002)
         if kill:
             cluster.of("decode")[0].kill("engine")
@@ -156,9 +156,9 @@ def measure(form: str, path: Path, asked: Sequence[Question], reference: Referen
             Path(directory), prefill=1, decode=1, worker_flags=model, router_flags=model[:2]
         ) as cluster,
     ):
-        found = asyncio.run(scored(cluster.url, asked))
         prompts = [question.choices[question.gold] for question in asked[:ANSWERS]]
         streams = asyncio.run(answered(cluster, prompts, kill=form == "killed"))
+        found = asyncio.run(scored(cluster.url, asked))
     name = f"quality.{form}"
     share = sum(right(found, asked)) / len(asked)
     report.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))

@@ -230,7 +230,9 @@ async def test_a_call_that_the_client_does_not_read(
             assert await call.read()
             await passing(clock, lambda: not cluster.router.services.active)
             await cluster.idle()
-            assert not [record for record in caplog.records if record.exc_info], "no defect is logged"
+            # gRPC itself may log that it cannot send the status behind a write that is pending.
+            logged = [record for record in caplog.records if not record.name.startswith("grpc.")]
+            assert not [record for record in logged if record.exc_info], "no defect is logged"
             call.cancel()
 
 

@@ -129,10 +129,15 @@ function supervised(worker, roles) {
   return roles.find(role => role.address === worker.address) ?? {};
 }
 
+/** Workers of the supervisor that the router does not know: they start, or have ended. */
+function absent(status) {
+  const known = new Set(status.workers.map(each => each.address));
+  return (status.cluster?.roles ?? []).filter(role => ["prefill", "decode"].includes(role.role) && !known.has(role.address));
+}
+
 function drawWorkers(now, before) {
   const passed = before ? (now.at - before.at) / 1000 : 0;
   const roles = now.status.cluster?.roles ?? [];
-  const known = new Set(now.status.workers.map(each => each.address));
   const rows = now.status.workers.map(worker => {
     const load = worker.status, old = earlier(before, worker), role = supervised(worker, roles);
     const rate = name => (each => each === null || !passed ? "–" : short(each / passed))(added(old?.[name], load[name]));
@@ -152,11 +157,10 @@ function drawWorkers(now, before) {
       restarts: role.restarts ?? "–", device: worker.description.device || "–",
     };
   });
-  for (const role of roles)
-    if (["prefill", "decode"].includes(role.role) && !known.has(role.address))
-      rows.push({ worker: element("span", { className: "nowrap" }, `${role.role} ${role.index}`), pool: role.role,
-        state: element("span", { className: "warn" }, [...new Set([role.phase, role.stage, role.last_exit])].filter(Boolean).join(": ")),
-        restarts: role.restarts });
+  for (const role of absent(now.status))
+    rows.push({ worker: element("span", { className: "nowrap" }, `${role.role} ${role.index}`), pool: role.role,
+      state: element("span", { className: "warn" }, [...new Set([role.phase, role.stage, role.last_exit])].filter(Boolean).join(": ")),
+      restarts: role.restarts });
   rows.sort((a, b) => (a.pool < b.pool) - (a.pool > b.pool) || a.worker.textContent.localeCompare(b.worker.textContent, "en", { numeric: true }));
   table(at.workers, ["worker", "pool", "state", "seats", "waiting", "KV used", "prompt/s", "output/s",
     "step / target, ms", "KV MB/s", "restarts", "device"], rows, ["worker", "pool", "state", "KV used", "device"],
@@ -287,7 +291,7 @@ async function update() {
     at.ask.hidden = true;
     at.model.textContent = router.model;
     at.state.textContent = `${router.state} · Baton ${router.version} · up ${uptime(router.uptime_seconds)} · ` +
-      `${now.status.workers.filter(each => each.state === "ready").length} of ${now.status.workers.length} workers ready`;
+      `${now.status.workers.filter(each => each.state === "ready").length} of ${now.status.workers.length + absent(now.status).length} workers ready`;
     at.state.className = router.ready ? "good" : "bad";
     drawCards(now, before);
     drawWorkers(now, before);
