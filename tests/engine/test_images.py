@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from baton.content.images import ImageSettings
 from baton.engine import Engine, EngineConfig, EngineRequest, Image, SpeculativeConfig, check_request
 from baton.engine.loader import model_fingerprint
 from baton.engine.loader.hf_config import read_config
-from tests.engine.checkpoints import edited_tensors, load
+from tests.device import DEVICE
+from tests.engine import checkpoints
+from tests.engine.checkpoints import edited_tensors
 from tests.engine.conftest import IMAGE_TOKEN, request_of, run, save_tiny, tokens_of
 from tests.engine.test_disaggregation import Pair
 
+load = partial(checkpoints.load, device=DEVICE)
 SIZES = [(40, 24), (16, 80), (32, 32)]  # pixels, from the top and from the left
 
 
@@ -191,7 +195,7 @@ def test_ranks_share_what_one_of_them_encodes(seeing: tuple[Path, Any], ranks: C
     path, _ = seeing
     engine = ranks(path, 2, max_num_batched_tokens=16, max_num_seqs=4)
     request = request_with(1, engine, [pixels_of(1, 40, 24)])
-    one = load(path, num_blocks=64)
+    one = load(path, num_blocks=64, device="cpu")  # as the ranks
     assert tokens_of(engine, [request]) == tokens_of(one, [request])
     one.close()
 
