@@ -1,6 +1,7 @@
 """Encodes images in a thread of its own, and keeps their embeddings by name."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -17,16 +18,21 @@ class Encoder:
 
     Attributes:
         encoded: images that were encoded since the start.
+        tokens: of these images.
+        seconds: in which they were encoded.
         hits: images that were kept, or being encoded, when they were asked for.
+        kept_bytes: of embeddings.
     """
 
     def __init__(self, encode: Encode, cache_bytes: int = CACHE_BYTES) -> None:
         """`cache_bytes`: of embeddings that are kept. The least recently used ones go first."""
         self.encoded = 0
         self.hits = 0
+        self.tokens = 0
+        self.seconds = 0.0
         self._encode = encode
         self._most_bytes = cache_bytes
-        self._bytes = 0
+        self.kept_bytes = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._under_way: dict[bytes, Future[np.ndarray]] = {}
@@ -59,6 +65,11 @@ class Encoder:
             wait(under_way, seconds, FIRST_COMPLETED)
         return bool(under_way)
 
+    @property
+    def waiting(self) -> int:
+        """Images that are asked for now, and not encoded."""
+        return len(self._under_way)
+
     def close(self) -> None:
         """Encodes nothing more. Returns when the thread has ended."""
         self._thread.shutdown(cancel_futures=True)
@@ -66,14 +77,17 @@ class Encoder:
     def _run(self, name: bytes, pixels: bytes, rows: int, columns: int) -> np.ndarray:
         if not pixels:
             raise ValueError("the pixels of an image are missing, and its embeddings are not kept")
+        began = time.monotonic()
         encoded = self._encode(pixels, rows, columns)
         with self._lock:
             self.encoded += 1
+            self.tokens += rows * columns
+            self.seconds += time.monotonic() - began
             self._kept[name] = encoded
-            self._bytes += encoded.nbytes
-            while self._bytes > self._most_bytes:
+            self.kept_bytes += encoded.nbytes
+            while self.kept_bytes > self._most_bytes:
                 _, dropped = self._kept.popitem(last=False)
-                self._bytes -= dropped.nbytes
+                self.kept_bytes -= dropped.nbytes
         return encoded
 
     def _over(self, name: bytes) -> None:

@@ -32,6 +32,7 @@ from baton.engine.api.request import (
 )
 from baton.engine.api.sampling_params import Reasoning, SamplingParams, StructuredOutput
 from baton.engine.api.stats import (
+    EncoderStats,
     EngineStats,
     ExpertStats,
     MemoryStats,

@@ -12,7 +12,7 @@ import numpy as np
 
 from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
-from baton.engine.api.stats import EngineStats
+from baton.engine.api.stats import EncoderStats, EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import LiveRequest, Phase
@@ -395,6 +395,19 @@ class Engine:
         """As in `Meters`."""
         return self._meters.prompt_seconds(tokens, uncached, self._scheduler.batch(position))
 
+    @property
+    def _encoder_stats(self) -> EncoderStats | None:
+        if (encoder := self.encoder) is None:
+            return None
+        return EncoderStats(
+            encoder.encoded,
+            encoder.tokens,
+            encoder.seconds,
+            encoder.hits,
+            encoder.waiting,
+            encoder.kept_bytes,
+        )
+
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self.lives, self._scheduler, self._meters
         limit, cache = meters.chunk_limit, lives.cache
@@ -432,4 +445,5 @@ class Engine:
             gap_cost=batch.gap_cost,
             queue_seconds=meters.queue_seconds(waiting, batch),
             memory=None if (budget := lives.budget) is None else budget.stats,
+            encoder=self._encoder_stats,
         )

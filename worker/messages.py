@@ -346,6 +346,8 @@ class Prefilled(_Message):
     token_at: float
     prompt_tokens: int
     cached_tokens: int
+    images_asked_at: float = 0.0  # when its first image was asked for; 0: none was
+    images_encoded_at: float = 0.0  # when the last one was encoded
 
 
 class Decoded(_Message):

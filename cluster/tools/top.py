@@ -33,13 +33,14 @@ PAGE_BYTES = 16 << 20  # of a metrics page, at most
 
 COLUMNS = (
     "worker", "pool", "state", "running", "waiting", "KV used", "prompt/s", "output/s", "step ms", "KV MB/s",
-    "hidden", "cached", "fetched/s", "store/s", "host/s", "disk/s", "drafts", "transfers", "restarts",
-    "device",
+    "hidden", "cached", "fetched/s", "store/s", "host/s", "disk/s", "drafts", "images/s", "transfers",
+    "restarts", "device",
 )  # fmt: skip
 """The most important ones first: a terminal may show only these."""
 OPTIONAL = {
     "fetched/s": "prefix_fetched_tokens", "store/s": "store_fetched_tokens", "host/s": "host_loaded_tokens",
     "disk/s": "disk_loaded_tokens", "drafts": "draft_tokens",
+    "images/s": "images_encoded",
 }  # fmt: skip
 """Columns that stay away until a worker has counted something of this."""
 LATENCIES = {
@@ -219,6 +220,7 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
     - host/s, disk/s: prompt tokens with KV from the memory of the host and from its disk
     - KV MB/s: sent (prefill) or received and verified (decode)
     - drafts: share of the drafts of tokens that were right
+    - images/s: that were encoded
     - hidden: mean share of the time of a transfer that overlapped the prefill; decode only
     """
     change = Change(_same(worker, before), counts_of(worker), after.since(before))
@@ -235,6 +237,7 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
         "host/s": _number(change.rate("host_loaded_tokens")),
         "disk/s": _number(change.rate("disk_loaded_tokens")),
         "drafts": _share(change.share("accepted_draft_tokens", "draft_tokens")),
+        "images/s": _number(change.rate("images_encoded")),
     }
 
 

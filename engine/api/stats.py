@@ -82,6 +82,24 @@ class MemoryStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderStats:
+    """What an encoder has done since its start, and what it has to do now."""
+
+    images: int
+    """That were encoded."""
+    tokens: int
+    """Of these images."""
+    seconds: float
+    """In which they were encoded. The rest of the time the encoder had none."""
+    hits: int
+    """Images that were kept, or being encoded, when they were asked for."""
+    waiting: int
+    """Images that are asked for now, and not encoded."""
+    kept_bytes: int
+    """Of embeddings."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """What the recent steps of an engine cost, and what the next ones will."""
 
@@ -147,3 +165,5 @@ class EngineStats(StepStats):
     """None: no token is drafted."""
     memory: MemoryStats | None = None
     """None: KV and states keep the memory that they begin with, or the model has no states."""
+    encoder: EncoderStats | None = None
+    """None: the engine encodes no images."""

@@ -9,6 +9,7 @@ Rotation has three positions for a token of an image: in time, from the top and 
 Qwen2-VL 2024). Text has three equal ones. They go on behind the longest side of an image.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,10 +24,17 @@ Encode = Callable[[Image], "Future[np.ndarray]"]
 
 
 class PromptImages:
-    """Of one request. `failure`: why an image cannot be encoded. Empty: nothing is known to be wrong."""
+    """Of one request.
+
+    Attributes:
+        failure: why an image cannot be encoded. Empty: nothing is known to be wrong.
+        asked_at: when its first image was asked for (time.monotonic()). 0: none was.
+        encoded_at: when the last image that was asked for so far was encoded. 0: none was.
+    """
 
     def __init__(self, images: Sequence[Image], encode: Encode) -> None:
         self.failure = ""
+        self.asked_at = self.encoded_at = 0.0
         self._images = images
         self._encode = encode
         self._embeddings: dict[int, Future[np.ndarray]] = {}  # by image: those asked for, until they are used
@@ -55,8 +63,14 @@ class PromptImages:
 
     def _asked(self, i: int) -> "Future[np.ndarray]":
         if i not in self._embeddings:
+            self.asked_at = self.asked_at or time.monotonic()
             self._embeddings[i] = self._encode(self._images[i])
+            self._embeddings[i].add_done_callback(self._encoded)
         return self._embeddings[i]
+
+    def _encoded(self, _: "Future[np.ndarray]") -> None:
+        """Runs in the thread of the encoder, or at once if the embeddings are kept."""
+        self.encoded_at = time.monotonic()
 
     def shift(self, positions: np.ndarray) -> np.ndarray:
         """As `Step.rotary_shift`, for tokens at these positions."""

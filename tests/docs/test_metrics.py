@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client import Metric
 
 from baton.content import Tier
-from baton.engine import EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
+from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
@@ -52,6 +52,7 @@ def test_workers() -> None:
     values["offload"] = [OffloadStats(Tier.HOST, 1, 1, 1, 1, 1, 1, 1, 1)]
     values["speculation"] = SpeculationStats(1, 1, 1)
     values["memory"] = MemoryStats(1, 1, 1, 1, 1.0)
+    values["encoder"] = EncoderStats(1, 1, 1.0, 1, 1, 1)
     stats = EngineStats(**values)
     counts = RequestCounts()
     store = StoreStats(True, 1, 1, 1, 1)

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from baton.content.images import ImageSettings
 from baton.engine import Engine, EngineConfig, EngineRequest, Image, SpeculativeConfig, check_request
+from baton.engine.core.prompt_images import PromptImages
 from baton.engine.loader import model_fingerprint
 from baton.engine.loader.hf_config import read_config
 from tests.device import DEVICE
@@ -105,9 +107,32 @@ def test_tokens_equal_transformers(seeing: tuple[Path, Any], budget: int) -> Non
     for request, tokens, count in zip(requests, found, (1, 2, 3), strict=False):
         assert tokens == expected_of(reference, path, request.prompt_ids, pictures[:count])
     assert found[3] == tokens_of(load(path, num_blocks=64), [text])[0]
-    assert engine.encoder is not None
-    assert engine.encoder.encoded == 3  # of six images, three are repeated
+    stats = engine.stats().encoder
+    assert stats is not None
+    assert (stats.images, stats.hits, stats.waiting) == (3, 3, 0)  # of six images, three are repeated
+    assert stats.tokens == sum(rows * columns for rows, columns in SIZES) // 8**2
+    assert stats.seconds > 0
     engine.close()
+
+
+def test_an_encoder_is_timed_from_the_first_question_to_the_last_answer() -> None:
+    asked: list[Future[np.ndarray]] = []
+
+    def encode(_: Image) -> Future[np.ndarray]:
+        asked.append(Future())
+        return asked[-1]
+
+    images = PromptImages([Image(bytes(32), start, 1, 1, b"") for start in (3, 5)], encode)
+    assert images.computable(0, 3) == 3
+    assert (images.asked_at, images.encoded_at) == (0, 0)
+    assert images.computable(3, 4) == 0
+    first = images.asked_at
+    assert first > 0
+    for future in asked:
+        future.set_result(np.zeros((1, 1), dtype=np.uint8))
+        assert first <= images.encoded_at
+    assert images.computable(3, 4) == 4
+    assert images.asked_at == first
 
 
 @pytest.mark.parametrize("published", [False, True])

@@ -72,6 +72,16 @@ def test_a_prefill_makes_spans_and_log_lines(receiver: Receiver, caplog: pytest.
     assert "prefilled 11 tokens, 4 of them cached, in 2.0000 s after 1.0000 s" in caplog.text
 
 
+def test_a_prompt_with_images_has_a_span_for_the_encoder(receiver: Receiver) -> None:
+    worker, now = Worker("prefill", receiver), time.monotonic()
+    origin = worker.submit()
+    worker.journal.prefilled(messages.Prefilled(origin, now, now + 1, now + 9, 11, 4, now + 2, now + 5))
+    found = {each.kind: each.seconds for each in worker.journal.phases("mine")}
+    assert found == {"queue": pytest.approx(1, abs=1e-3), "encode": 3, "prefill": 8}
+    encode = worker.spans(3)["encode"]
+    assert encode.end - encode.start == pytest.approx(3e9, abs=1e6)
+
+
 def test_a_decode_makes_spans(receiver: Receiver) -> None:
     worker, now = Worker("decode", receiver), time.monotonic()
     origin = worker.submit()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.content import Tier
-from baton.engine import EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
+from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_transfer import TransferStats
 from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
@@ -42,6 +42,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         "offload": [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)],
         "speculation": SpeculationStats(3, 9, 5),
         "memory": MemoryStats(300, 200, 100, 50, 0.25),
+        "encoder": EncoderStats(6, 900, 0.5, 3, 2, 4096),
     }
     metrics.engine_status = EngineStatus(
         4, EngineStats(**values), RequestCounts(4, 4, 4, 4, 4), idle=True, links=[]
@@ -69,6 +70,12 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 5.0",
         f'baton:elastic_memory_bytes{{kind="states",{labels}}} 200.0',
         f"baton:elastic_memory_moved_bytes_total{{{labels}}} 50.0",
+        f"baton:images_waiting{{{labels}}} 2.0",
+        f"baton:images_encoded_total{{{labels}}} 6.0",
+        f"baton:image_tokens_encoded_total{{{labels}}} 900.0",
+        f"baton:encode_seconds_total{{{labels}}} 0.5",
+        f"baton:encoder_cache_hits_total{{{labels}}} 3.0",
+        f"baton:encoder_cache_bytes{{{labels}}} 4096.0",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
         'baton:kv_readers{model_name="m",role="prefill",transport="nixl"} 1.0',
         f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',

@@ -197,8 +197,11 @@ class AttemptTable(Generic[A]):
         self.counts.finished_length += output.finish_reason == "length"
         self.token(attempt, output)
 
-    def prefilled(self, attempt: Attempt, output: Output) -> None:
-        """The step has computed the prompt of the attempt."""
+    def prefilled(
+        self, attempt: Attempt, output: Output, asked_at: float = 0.0, encoded_at: float = 0.0
+    ) -> None:
+        """The step has computed the prompt of the attempt. The times are those of its images, as in
+        `PromptImages`."""
         now = time.monotonic()
         began = now - output.prefill_seconds
         done = messages.Prefilled(
@@ -208,6 +211,8 @@ class AttemptTable(Generic[A]):
             token_at=now,
             prompt_tokens=attempt.tokens,
             cached_tokens=output.cached_tokens,
+            images_asked_at=asked_at,
+            images_encoded_at=encoded_at,
         )
         self.report(done)
 

@@ -73,7 +73,9 @@ class EngineAttempt(Attempt):
         """Reports the prefill. `tokens`: of the prompt that were computed here, or cached."""
         self.shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
         self.attempts.counts.count_prompt(tokens, output.cached_tokens, self.fetched)
-        self.attempts.prefilled(self, output)
+        images = None if self.live is None else self.live.images
+        times = (0.0, 0.0) if images is None else (images.asked_at, images.encoded_at)
+        self.attempts.prefilled(self, output, *times)
 
     def range_launched(self) -> None:
         """The last step of a range of its part of a shared prompt is launched."""

@@ -142,6 +142,8 @@ class Backend:
             step_model=_step_model(stats),
             kv_memory_bytes=stats.memory.kv_bytes if stats.memory else 0,
             state_memory_bytes=stats.memory.state_bytes if stats.memory else 0,
+            images_waiting=stats.encoder.waiting if stats.encoder else 0,
+            images_encoded=stats.encoder.images if stats.encoder else 0,
             **same_names(pb.WorkerStatus, stats),
         )
         return self._last_status

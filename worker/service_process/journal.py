@@ -64,6 +64,8 @@ class Journal:
             done.began_at - done.queued_at,
         )  # fmt: skip
         self._record("queue", origin, origin.accepted_at, done.began_at, {})
+        if done.images_asked_at:
+            self._record("encode", origin, done.images_asked_at, done.images_encoded_at, {})
         computed: Attributes = {
             "gen_ai.usage.prompt_tokens": done.prompt_tokens,
             "gen_ai.latency.time_in_queue": done.began_at - origin.accepted_at,

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from baton.content import Tier
-from baton.engine import ExpertStats, MemoryStats, OffloadStats
+from baton.engine import EncoderStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_transfer import InjectStats, TransferStats
 from baton.kv_transfer.memory_reader import READERS, reader_of
 from baton.machine.connections import Connections
@@ -51,6 +51,11 @@ _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("vllm:request_queue_time_seconds", "Time from acceptance to the start of the prefill.", _SECONDS),
     ("vllm:request_prefill_time_seconds", "Time from the start of the prefill to the first token.", _SECONDS),
+    (
+        "baton:request_encode_seconds",
+        "Time from the first question for an image of the prompt until its images were encoded.",
+        _SECONDS,
+    ),
     (
         "vllm:request_decode_time_seconds",
         "Time from the end of KV injection to the last token.",
@@ -145,6 +150,8 @@ class Metrics(Collector):
     def prefilled(self, message: Prefilled) -> None:
         self._observe("vllm:request_queue_time_seconds", message.began_at - message.queued_at)
         self._observe("vllm:request_prefill_time_seconds", message.token_at - message.began_at)
+        if message.images_asked_at:
+            self._observe("baton:request_encode_seconds", message.images_encoded_at - message.images_asked_at)
 
     def decoded(self, message: Decoded) -> None:
         self._observe("vllm:request_decode_time_seconds", message.ended_at - message.joined_at)
@@ -199,12 +206,10 @@ class Metrics(Collector):
             yield from self._of_offload(stats.offload)
         if stats.memory is not None:
             yield from self._of_memory(stats.memory)
-        if (drafts := stats.speculation) is not None:
-            text = "Steps of requests that had drafts."
-            yield counter("vllm:spec_decode_num_drafts", text, drafts.steps)
-            yield counter("vllm:spec_decode_num_draft_tokens", "Drafts of tokens.", drafts.drafts)
-            text = "Drafts that became tokens."
-            yield counter("vllm:spec_decode_num_accepted_tokens", text, drafts.accepted)
+        if stats.encoder is not None:
+            yield from self._of_encoder(stats.encoder)
+        if stats.speculation is not None:
+            yield from self._of_drafts(stats.speculation)
         text = "Prompt tokens that this worker prefilled."
         yield counter("vllm:prompt_tokens", text, counts.prompt_tokens)
         known, fetched = counts.prompt_tokens_cached, counts.prompt_tokens_fetched
@@ -257,6 +262,13 @@ class Metrics(Collector):
         text = "Experts with tokens in a layer of a step; mean of recent ones."
         yield self._gauge("baton:experts_used", text, stats.used)
 
+    def _of_drafts(self, stats: SpeculationStats) -> Iterator[Metric]:
+        counter = self._counter
+        yield counter("vllm:spec_decode_num_drafts", "Steps of requests that had drafts.", stats.steps)
+        yield counter("vllm:spec_decode_num_draft_tokens", "Drafts of tokens.", stats.drafts)
+        text = "Drafts that became tokens."
+        yield counter("vllm:spec_decode_num_accepted_tokens", text, stats.accepted)
+
     def _of_memory(self, stats: MemoryStats) -> Iterator[Metric]:
         shares = {"kv": stats.kv_bytes, "states": stats.state_bytes, "free": stats.free_bytes}
         text = "Memory of a device that KV and states share, by what has it."
@@ -265,6 +277,17 @@ class Metrics(Collector):
         yield self._counter("baton:elastic_memory_moved_bytes", text, stats.moved_bytes)
         text = "Time in which it went."
         yield self._counter("baton:elastic_memory_move_seconds", text, stats.moving_seconds)
+
+    def _of_encoder(self, stats: EncoderStats) -> Iterator[Metric]:
+        gauge, counter = self._gauge, self._counter
+        text = "Images that prompts wait for, and that are not encoded."
+        yield gauge("baton:images_waiting", text, stats.waiting)
+        yield counter("baton:images_encoded", "Images that were encoded.", stats.images)
+        yield counter("baton:image_tokens_encoded", "Their tokens.", stats.tokens)
+        yield counter("baton:encode_seconds", "Time in which images were encoded.", stats.seconds)
+        text = "Images that were not encoded, since their embeddings were kept."
+        yield counter("baton:encoder_cache_hits", text, stats.hits)
+        yield gauge("baton:encoder_cache_bytes", "Embeddings that are kept.", stats.kept_bytes)
 
     def _of_offload(self, tiers: Sequence[OffloadStats]) -> Iterator[Metric]:
         used = {_TIERS[stats.tier]: stats.blocks_used / max(1, stats.blocks_total) for stats in tiers}

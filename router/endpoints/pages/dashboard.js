@@ -138,6 +138,7 @@ function absent(status) {
 function drawWorkers(now, before) {
   const passed = before ? (now.at - before.at) / 1000 : 0;
   const roles = now.status.cluster?.roles ?? [];
+  const sees = now.status.workers.some(each => each.status.images_encoded || each.status.images_waiting);
   const rows = now.status.workers.map(worker => {
     const load = worker.status, old = earlier(before, worker), role = supervised(worker, roles);
     const rate = name => (each => each === null || !passed ? "–" : short(each / passed))(added(old?.[name], load[name]));
@@ -154,6 +155,7 @@ function drawWorkers(now, before) {
       "prompt/s": rate("prompt_tokens"), "output/s": rate("generation_tokens"),
       "step / target, ms": load.step_seconds ? short(load.step_seconds * 1000) + target : "–",
       "KV MB/s": (each => each === null || !passed ? "–" : short(each / passed / 1e6))(added(old?.kv_bytes, load.kv_bytes)),
+      "images/s (waiting)": `${rate("images_encoded")} (${number(load.images_waiting)})`,
       restarts: role.restarts ?? "–", device: worker.description.device || "–",
     };
   });
@@ -163,7 +165,7 @@ function drawWorkers(now, before) {
       restarts: role.restarts });
   rows.sort((a, b) => (a.pool < b.pool) - (a.pool > b.pool) || a.worker.textContent.localeCompare(b.worker.textContent, "en", { numeric: true }));
   table(at.workers, ["worker", "pool", "state", "seats", "waiting", "KV used", "prompt/s", "output/s",
-    "step / target, ms", "KV MB/s", "restarts", "device"], rows, ["worker", "pool", "state", "KV used", "device"],
+    "step / target, ms", "KV MB/s", ...(sees ? ["images/s (waiting)"] : []), "restarts", "device"], rows, ["worker", "pool", "state", "KV used", "device"],
     "The router knows no worker.");
 }
 
