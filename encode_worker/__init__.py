@@ -4,6 +4,8 @@
 2. `Tower` runs the vision tower of transformers on them. It has the weights of the vision tower only.
 3. `Encoder` has one thread for the tower, and keeps embeddings by the name of their image, up to a limit of
    bytes. The same image, in whichever request, is encoded once while it is kept.
+4. `Turns` divides the device between the layers of the tower and the steps of the engine, where requests
+   decode: a step and the layers beside it fit the target of a gap.
 
 Prefill workers have an encoder inside their engine. It computes while the engine computes steps, and a prompt
 starts with the text before its first image. transformers is imported when a model that sees images is loaded:

@@ -1,5 +1,6 @@
 """Encodes images in a thread of its own, and keeps their embeddings by name."""
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
+
+from baton.encode_worker.turns import Turns
 
 Encode = Callable[[bytes, int, int], np.ndarray]
 """(pixels, rows, columns) → embeddings, as `Tower.encode`."""
@@ -19,13 +22,15 @@ class Encoder:
     Attributes:
         encoded: images that were encoded since the start.
         tokens: of these images.
-        seconds: in which they were encoded.
+        seconds: in which they were encoded, without those in which they waited for their turns.
         hits: images that were kept, or being encoded, when they were asked for.
         kept_bytes: of embeddings.
+        turns: when the layers of the encoder may begin.
     """
 
-    def __init__(self, encode: Encode, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, encode: Encode, turns: Turns, cache_bytes: int = CACHE_BYTES) -> None:
         """`cache_bytes`: of embeddings that are kept. The least recently used ones go first."""
+        self.turns = turns
         self.encoded = 0
         self.hits = 0
         self.tokens = 0
@@ -36,6 +41,7 @@ class Encoder:
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._under_way: dict[bytes, Future[np.ndarray]] = {}
+        self._tokens_waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 
     def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
@@ -54,7 +60,8 @@ class Encoder:
                 return asked
             future = self._thread.submit(self._run, name, pixels, rows, columns)
             self._under_way[name] = future
-        future.add_done_callback(lambda _: self._over(name))
+            self._tokens_waiting += rows * columns
+        future.add_done_callback(lambda _: self._over(name, rows * columns))
         return future
 
     def wait(self, seconds: float) -> bool:
@@ -70,19 +77,30 @@ class Encoder:
         """Images that are asked for now, and not encoded."""
         return len(self._under_way)
 
+    @property
+    def queue_seconds(self) -> float:
+        """In which the waiting images are encoded, if nothing decodes. 0: none waits, or not known."""
+        return self._tokens_waiting * self.turns.token_seconds
+
+    def rehearse(self, rows: int, columns: int, pixels: bytes) -> None:
+        """Encodes an image that is not kept, and learns from it alone what images cost."""
+        self.turns.forget()
+        self._thread.submit(self._encode, pixels, rows, columns).result()
+
     def close(self) -> None:
         """Encodes nothing more. Returns when the thread has ended."""
+        self.turns.grant(math.inf)
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, name: bytes, pixels: bytes, rows: int, columns: int) -> np.ndarray:
         if not pixels:
             raise ValueError("the pixels of an image are missing, and its embeddings are not kept")
-        began = time.monotonic()
+        began, waited = time.monotonic(), self.turns.waited
         encoded = self._encode(pixels, rows, columns)
         with self._lock:
             self.encoded += 1
             self.tokens += rows * columns
-            self.seconds += time.monotonic() - began
+            self.seconds += time.monotonic() - began - (self.turns.waited - waited)
             self._kept[name] = encoded
             self.kept_bytes += encoded.nbytes
             while self.kept_bytes > self._most_bytes:
@@ -90,6 +108,7 @@ class Encoder:
                 self.kept_bytes -= dropped.nbytes
         return encoded
 
-    def _over(self, name: bytes) -> None:
+    def _over(self, name: bytes, tokens: int) -> None:
         with self._lock:
             self._under_way.pop(name, None)
+            self._tokens_waiting -= tokens

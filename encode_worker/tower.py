@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import ModuleList
 
 from baton.content.images import CHANNELS, ImageSettings
+from baton.encode_worker.turns import Turns
 
 MOE = ("transformers.models.qwen3_vl_moe", "Qwen3VLMoeVisionConfig", "Qwen3VLMoeVisionModel")
 TOWERS = {
@@ -32,11 +34,12 @@ class Tower:
         tensors: Mapping[str, Tensor],
         device: torch.device,
         dtype: torch.dtype,
+        turns: Turns,
         *,
         seed: int = 0,
     ) -> None:
         """`config`: `vision_config` of the checkpoint, as JSON. `tensors`: the weights, by the names that
-        transformers gives them. Empty: dummy weights, drawn from `seed`.
+        transformers gives them. Empty: dummy weights, drawn from `seed`. `turns`: when a layer may begin.
 
         Raises `ValueError` if transformers is not installed, or does not know this tower or its tensors.
         """
@@ -67,6 +70,11 @@ class Tower:
                 if buffer.is_meta:
                     setattr(module, name, _frequencies(module, device))
         self._model = model.eval().requires_grad_(False)
+        layers = max((each for each in model.modules() if isinstance(each, ModuleList)), key=len)
+        for layer in layers:
+            layer.register_forward_pre_hook(self._next_layer)
+        self._turns = turns
+        self._before: torch.cuda.Event | None = None  # when the layer before the last launched one has ended
         self._settings = settings
         self._device = device
         self._dtype = dtype
@@ -83,8 +91,18 @@ class Tower:
 
         Returns [tokens, bytes] uint8: of each token its embedding, then what some layers of the language
         model add to it, in the dtype of the model."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._turns.image(rows * columns):
             return self._encode(pixels, rows, columns)
+
+    def _next_layer(self, *_: object) -> None:
+        """Runs before each layer. One layer is launched ahead, so that the device does not idle between two,
+        and no more: those that are launched cannot wait."""
+        if self._stream is not None:
+            if self._before is not None:
+                self._before.synchronize()
+            self._before = torch.cuda.Event(blocking=True)
+            self._before.record(self._stream)
+        self._turns.next_layer()
 
     def _encode(self, pixels: bytes, rows: int, columns: int) -> np.ndarray:
         side, merge = self._settings.side, self._settings.merge_size

@@ -406,6 +406,8 @@ class Engine:
             encoder.hits,
             encoder.waiting,
             encoder.kept_bytes,
+            encoder.turns.token_seconds,
+            encoder.queue_seconds,
         )
 
     def stats(self) -> EngineStats:

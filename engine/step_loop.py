@@ -12,6 +12,7 @@ import time
 from array import array
 
 from baton.encode_worker.encoder import Encoder
+from baton.encode_worker.turns import Turns
 from baton.engine.api.request import Hooks, StepResult
 from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import Phase
@@ -27,8 +28,8 @@ from baton.engine.outputs import Outputs
 from baton.engine.step import Step
 
 MOST_WAITED = 0.1
-"""Share of a step in which the host may wait for KV from other workers, if the step is to show a speed. The
-speed is wrong by no more than this share."""
+"""Share of a step in which the host may wait for KV from other workers, or the device may encode images, if
+the step is to show a speed. The speed is wrong by no more than this share."""
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for an image or a grammar."""
 
@@ -124,6 +125,8 @@ class StepLoop:
         """False: there was nothing to compute, or the step was given up."""
         began = time.monotonic()
         schedule = self._schedule(began, result)
+        if self._encoder is not None:
+            self._grant(self._encoder.turns, schedule)
         if not schedule.chunks:
             if not self.under_way and not (self._encoder is not None and self._encoder.wait(GRAMMAR_WAIT)):
                 self._grammars.wait(GRAMMAR_WAIT)
@@ -160,7 +163,9 @@ class StepLoop:
         begins = max(began, self._pace.ends) if self.under_way else began
 
         def prompt_limit(batch: Batch) -> int:
-            return self._meters.chunk_limit.tokens(batch, self._scheduler.prompts(), begins, joins_at)
+            encoding = 0.0 if self._encoder is None else self._encoder.queue_seconds
+            prompts = self._scheduler.prompts()
+            return self._meters.chunk_limit.tokens(batch, prompts, begins, joins_at, encoding)
 
         schedule = self._scheduler.schedule(prompt_limit)
         schedule.began = began
@@ -173,6 +178,14 @@ class StepLoop:
             if live.handover:
                 self.hooks.prefill_started(live)
         return schedule
+
+    def _grant(self, turns: Turns, schedule: Schedule) -> None:
+        """Gives the encoder what the step leaves until the gap target, if a gap may become longer by it."""
+        gap = self._meters.chunk_limit.gap_target
+        if gap and (schedule.decodes or self._scheduler.some_may_join):
+            turns.grant(max(0.0, gap - self._meters.step_expected(*schedule.size)), gap)
+        else:
+            turns.grant(math.inf)
 
     def _arrays(self, schedule: Schedule) -> Step:
         lives = self._scheduler.lives
@@ -241,11 +254,14 @@ class StepLoop:
         landed_at = time.monotonic()
         if self._overlap:
             self._pace.landed(seconds, landed_at)
-        if schedule.waited <= MOST_WAITED * seconds:
+        # What an encoder of images computes beside a step makes it longer, too.
+        waited = schedule.waited + (0.0 if self._encoder is None else self._encoder.turns.taken())
+        is_typical = waited <= MOST_WAITED * seconds
+        if is_typical:
             size = schedule.size
             self._meters.record(size.rows, size.tokens, seconds, size.position, size.context)
         speculation = self._scheduler.speculation
-        if speculation is not None and schedule.decodes and not schedule.prompts:
+        if speculation is not None and is_typical and schedule.decodes and not schedule.prompts:
             speculation.learn_cost(schedule, landed_at - max(schedule.began, self._landed_at))
         self._landed_at = landed_at
         self._computing()

@@ -97,6 +97,10 @@ class EncoderStats:
     """Images that are asked for now, and not encoded."""
     kept_bytes: int
     """Of embeddings."""
+    token_seconds: float
+    """For each token of an image. 0: not known."""
+    queue_seconds: float
+    """In which the waiting images are encoded, if nothing decodes here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,13 +164,19 @@ class ChunkLimit:
     # ------------------------------------------------------------ the limit
 
     def tokens(
-        self, batch: Batch, prompts: Iterable[tuple[int, float]], begins: float, joins_at: float = math.inf
+        self,
+        batch: Batch,
+        prompts: Iterable[tuple[int, float]],
+        begins: float,
+        joins_at: float = math.inf,
+        encoding: float = 0.0,
     ) -> int:
         """Most prompt tokens of the next step with decodes: at least `LEAST`.
 
         `prompts`: of each prompt, in order, the tokens that are left and the time when they should be
         computed. `begins`: when the step should begin. `joins_at`: when a request from another worker joins,
-        which waits until the step is over.
+        which waits until the step is over. `encoding`: seconds of images that wait for the encoder here.
+        Prompts and images share the time beside the decodes as their work is.
 
         The result is the fewest tokens with which all prompts are in time. They are computed a short step
         before they are due, since a prompt waits for the end of its last step. The result is bounded by a
@@ -181,6 +187,10 @@ class ChunkLimit:
         behind = list(accumulate(left for left, _ in prompts))
         waiting = sum(behind) / behind[-1] if behind and behind[-1] else 1.0
         short, long = self._short_seconds(decode, fixed), self._long_seconds(batch, decode, fixed, waiting)
+        if encoding and behind and (model := self.steps.model) is not None:
+            computing = model.prefill(behind[-1], batch.position)
+            images = encoding / (encoding + computing)
+            short, long = (each - images * max(0.0, each - decode - fixed) for each in (short, long))
         full = self._mixed_step(batch, long)
         until_join = max(0.0, joins_at - begins) + short
         most = max(LEAST, full.tokens if until_join >= long else self._fitting(batch, until_join))

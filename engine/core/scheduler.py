@@ -93,7 +93,7 @@ class Scheduler:
 
     def _prompt_limit(self, decodes: int, schedule: Schedule, chunk_limit: Callable[[Batch], int]) -> int:
         """Most prompt tokens of a step with the `decodes` of this schedule."""
-        if not decodes and not self._some_may_join:
+        if not decodes and not self.some_may_join:
             return self.max_num_batched_tokens
         position = next((position for _, position in self.parts_waiting()), 0)
         gap_cost = sum(live.asked.gap_cost for live in schedule.chunks)
@@ -127,7 +127,7 @@ class Scheduler:
         )
 
     @property
-    def _some_may_join(self) -> bool:
+    def some_may_join(self) -> bool:
         """Whether there are reservations that join the decodes. Those of shared prompts do not."""
         return not all(live.shared.ranges for live in self.lives.reserved)
 
@@ -136,7 +136,7 @@ class Scheduler:
         if live.shared.awaits is None:
             return False
         decodes = any(other.decodes and not other.handover for other in self._running)
-        return (decodes or self._some_may_join) and live.awaits_kv
+        return (decodes or self.some_may_join) and live.awaits_kv
 
     def _must_come_later(self, live: LiveRequest, schedule: Schedule) -> bool:
         """Whether a prompt is held back, or the step would wait for the workers of two prompts. Then those of

@@ -142,17 +142,20 @@ class MemoryUse:
     """What the captured graphs will keep."""
     other: int = 0
     """As `EngineConfig.other_bytes`."""
+    encoder: int = 0
+    """Peak of the encoder of images, beside its weights."""
 
     def room(self, share: float) -> int:
         """Bytes for KV if this process may use `share` of the GPU. Less if other processes leave less."""
         usable = min(int(share * self.total) - CUDA_BYTES - self.weights, self.free)
-        return usable - self.activations - self.graphs - self.other
+        return usable - self.activations - self.graphs - self.other - self.encoder
 
     def __str__(self) -> str:
         return (
             f"weights {gib(self.weights)}, activations of the largest step {gib(self.activations)}, "
             f"CUDA graphs {gib(self.graphs)}, CUDA itself {gib(CUDA_BYTES)}"
             + (f", outside the engine {gib(self.other)}" if self.other else "")
+            + (f", the largest image {gib(self.encoder)}" if self.encoder else "")
         )
 
 

@@ -8,6 +8,7 @@ they measure, compile and capture have sums over ranks.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,10 @@ import torch
 
 from baton.content import content_root
 from baton.content.cache_kinds import CacheArray
+from baton.content.images import ImageSettings
 from baton.encode_worker.encoder import Encoder
 from baton.encode_worker.tower import Tower
+from baton.encode_worker.turns import Turns
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
@@ -48,6 +51,8 @@ from baton.machine.step_model import StepModel
 
 log = logging.getLogger(__name__)
 
+COMMON_PIXELS = 1920 * 1080
+"""Of the image that shows what images cost."""
 MEASURED = 0.05
 """Share of the time of the start that it may take to measure what steps cost."""
 
@@ -125,7 +130,11 @@ def start_rank(
         ahead=config.ahead if looks_ahead else 1,
         head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
-    use = _measure(config, runner, limits, model_config.full_step, progress) if on_gpu else None
+    encoding = 0
+    if on_gpu and encoder is not None and model_config.vision is not None:
+        with memory_for("the largest image", "choose a smaller --model"):
+            encoding = _rehearse(encoder, model_config.vision.settings, device)
+    use = _measure(config, runner, limits, model_config.full_step, encoding, progress) if on_gpu else None
     shares = config.elastic_memory if config.elastic_memory is not None else not on_gpu
     pages = _pages(device, ranks) if limits.state_bytes and shares else None
     pool = size_pool(config, model_config, limits, use, ranks, pages)
@@ -197,8 +206,23 @@ def _encoder(
         log.warning("the model takes no images: transformers is missing, install the extra `images`")
         return None
     with memory_for("the encoder of images", "choose a smaller --model"):
-        tower = Tower(vision.settings, vision.tower, weights, device, dtype, seed=config.seed)
-    return Encoder(tower.encode)
+        turns = Turns()
+        tower = Tower(vision.settings, vision.tower, weights, device, dtype, turns, seed=config.seed)
+    return Encoder(tower.encode, turns)
+
+
+def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -> int:
+    """Encodes the largest image, and then one from which the cost of images is learned. Returns the bytes of
+    the GPU that the first one takes at the peak."""
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for pixels in (settings.max_pixels, min(settings.max_pixels, COMMON_PIXELS)):
+        rows = max(1, math.isqrt(pixels) // settings.side)
+        columns = max(1, pixels // settings.side**2 // rows)
+        encoder.rehearse(rows, columns, bytes(settings.pixel_bytes(rows, columns)))
+    peak = torch.cuda.max_memory_allocated(device) - allocated
+    return max(peak, torch.cuda.max_memory_reserved(device) - reserved)
 
 
 def _pages(device: torch.device, ranks: Ranks) -> int | None:
@@ -227,10 +251,11 @@ def _measure(
     runner: ModelRunner,
     limits: CacheLimits,
     full_step: int,
+    encoding: int,
     progress: Callable[[str, float], None],
 ) -> MemoryUse:
     """The memory of the largest step beside the weights. All layers of a kind share one small cache
-    meanwhile."""
+    meanwhile. `encoding`: bytes that the encoder of images takes meanwhile."""
     num_slots = config.max_num_seqs if limits.state_bytes else 0
     rehearsal = Rehearsal(config, limits.max_model_len, limits.block_size, num_slots=num_slots)
     device = runner.device
@@ -246,4 +271,4 @@ def _measure(
         # All graphs share one memory pool, which must hold a step of decodes and the largest one with chunks.
         rows = largest_graph(full_step, config.max_num_batched_tokens)
         graphs = decode + most * rows // config.max_num_batched_tokens
-    return MemoryUse(total, free, weights, most, graphs, config.other_bytes)
+    return MemoryUse(total, free, weights, most, graphs, config.other_bytes, encoding)

@@ -34,6 +34,8 @@ So prompts go where they come first and disturb least. Decodes spread over all w
 long, unless prompts there would wait for them. Under a load that gains from it, two workers act as a prefill
 and a decode worker, and under others as two colocated engines that share their work.
 
+Images that its cache lacks are encoded by the worker that computes the prompt, and take time as tokens do.
+
 All terms follow from the model of steps that a worker reports, and from what the router sent since. Pure.
 """
 
@@ -83,6 +85,7 @@ class Offer:
         spare: positions for which its cache forgets nothing that only this worker has.
         reuse: share of prompts that is cached.
         room: it has room to decode the request.
+        encoding: seconds in which the images are encoded that it has not cached, if it decodes nothing.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
@@ -102,13 +105,14 @@ class Offer:
     reuse: float = 0.0
     room: bool = True
     queues: bool = False
+    encoding: float = 0.0
     first: float = field(init=False)
     within: float = field(init=False)
     prompt_cost: float = field(init=False)
 
     def __post_init__(self) -> None:
         pace, now = self.pace, self.pace.now
-        alone, wait = pace.model.prefill(self.tokens, self.cached), self.ahead * pace.token
+        alone, wait = pace.model.prefill(self.tokens, self.cached) + self.encoding, self.ahead * pace.token
         busy = min(MOST_BUSY, pace.prompt_share)
         behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
         self.within = self.load + now.stretch * alone + JOIN_STEPS * now.step
@@ -232,6 +236,7 @@ def offer(
         loads.reuse,
         sent.fits(request.tokens + 1),
         max(waiting, loads.own_tokens(row)) > budget,
+        status.encode_token_seconds * sum(stop - start for start, stop in request.images if stop > cached),
     )
 
 

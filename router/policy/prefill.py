@@ -100,6 +100,8 @@ class PrefillRequest:
     """An attempt of it ended before its time."""
     may_split: bool = False
     """Several workers may compute it."""
+    images: Sequence[tuple[int, int]] = ()
+    """Those of the prompt: the first position of each, and the one behind its last."""
     pair: tuple[str, str] | None = None
     """The addresses of the workers that must compute and decode it, to prove that KV gets to the second."""
 

@@ -210,6 +210,8 @@ class PrefillLoads:
         elif not alone and status.long_chunk_tokens and status.long_chunk_seconds > 0:
             self._speed[row] = status.long_chunk_tokens / status.long_chunk_seconds
         self._changed(row)  # at the new speed, which the next line needs
+        # The device encodes images in the time of as many tokens.
+        tokens_waiting += status.encode_queue_seconds * self._speed.item(row)
         worker.tokens, worker.at = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
         self._changed(row)
         passed = now - worker.reported_at

@@ -100,6 +100,14 @@ def test_the_decodes_and_the_position_of_a_prompt_take_their_time() -> None:
     assert limit.tokens(Batch(0, 0, 0), LATE, 0.0) == pytest.approx(chunks[0], abs=1), "one may join"
 
 
+def test_prompts_share_the_time_of_a_step_with_images() -> None:
+    """As their work is: 500 tokens take 0.06 s, and leave a third of the time to images of 0.03 s."""
+    limit = measured(0.030)
+    alone, beside = limit.tokens(ONE, LATE, 0.0), limit.tokens(ONE, LATE, 0.0, encoding=0.03)
+    assert (alone, beside) == (pytest.approx(200, abs=1), pytest.approx(200 * 2 / 3, abs=1))
+    assert limit.tokens(ONE, LATE, 0.0, encoding=1e6) == LEAST
+
+
 @pytest.mark.parametrize("slower", [2, 8])
 @pytest.mark.parametrize("prompts", [LATE, [(500, 0.15)], [(500, 0.3), (2000, 0.9)], [(500, -9.0)]])
 def test_a_slower_worker_has_steps_of_the_same_shape(slower: float, prompts: Prompts) -> None:

@@ -1,6 +1,7 @@
 """Prompts with images: tokens equal transformers', in chunks that end inside an image, behind cached
 prefixes, after preemption and after a handover."""
 
+import math
 import random
 import re
 import shutil
@@ -133,6 +134,36 @@ def test_an_encoder_is_timed_from_the_first_question_to_the_last_answer() -> Non
         assert first <= images.encoded_at
     assert images.computable(3, 4) == 4
     assert images.asked_at == first
+
+
+def test_an_encoder_beside_decodes_gets_what_a_step_leaves(
+    seeing: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = seeing
+    engine = load(path, num_blocks=64, ttit_target=1000.0)
+    assert engine.encoder is not None
+    granted: list[tuple[float, float]] = []
+    grant = engine.encoder.turns.grant
+
+    def noted(seconds: float, longest: float = 0.0) -> None:
+        granted.append((seconds, longest))
+        grant(seconds, longest)
+
+    monkeypatch.setattr(engine.encoder.turns, "grant", noted)
+    shown = request_with(1, engine, [pixels_of(1, 40, 24)])
+    expected = tokens_of(engine, [shown])[0]
+    assert granted[0][0] == math.inf  # nothing decodes
+    text = request_of(2, [5, 6, 7, 8], max_tokens=60, ignore_eos=True)
+    engine.add(text)
+    while not any(output.id == text.id for output in engine.loop.step().outputs):
+        pass
+    granted.clear()
+    other = request_with(3, engine, [pixels_of(2, 40, 24)])
+    found = run(engine, [other])[other.id].tokens
+    assert all(0 <= seconds < 1000 == longest for seconds, longest in granted[:3])
+    fresh = load(path, num_blocks=64)
+    assert found == tokens_of(fresh, [other])[0] != expected
+    engine.close(), fresh.close()
 
 
 @pytest.mark.parametrize("published", [False, True])

@@ -65,6 +65,10 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert long.prompt_cost == pytest.approx(long.first, abs=1e-3), "long answers wait for it"
     short = offer(1000, model=FIXED, decodes=2, answer=10)
     assert short.prompt_cost == pytest.approx(short.first + 2 * (GAP - SHORT) / GAP), "ten gaps of each"
+    shown = offer(1000, model=FIXED, decodes=2, ahead=500, load=0.007, answer=100, encoding=0.03)
+    assert shown.first == pytest.approx(beside.first + 0.03 * 16 / 6), (
+        "images are encoded beside decodes, too"
+    )
     few = offer(20, model=FIXED, decodes=2)
     assert few.prompt_cost == few.first, "a short step costs nothing"
     busy = offer(1000, model=FIXED, rate=5000.0)
@@ -254,6 +258,9 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: in
     assert found.pace.context == 1000 * decodes * (decoding > 0)
     assert found.pace.model.decode(decodes, found.pace.context) == pytest.approx(0.010), "without a model"
     assert found.pace.model.prefill(1500) == pytest.approx(1500 / 20_000)
+    worker.status.encode_token_seconds = 0.001
+    request.images = [(100, 400), (400, 1400)]  # the first one is cached
+    assert placed(fleet_of(loads, [worker]), request, worker.row, 500).encoding == pytest.approx(1.0)
     worker.step_model = H200
     fleet = fleet_of(loads, [worker], ttft_target=0.5)
     known = placed(fleet, request, worker.row, 500)

@@ -46,6 +46,14 @@ def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
     assert look(loads, 13).wait[row] == 0, "the 50 tokens were of this prompt"
 
 
+def test_images_that_wait_for_the_encoder_take_their_time():
+    loads, row = one()
+    loads.reported(row, status(2000, SPEED, encode_queue_seconds=3.0), 10)
+    assert look(loads, 10).wait[row] == pytest.approx(5)
+    assert look(loads, 14).wait[row] == pytest.approx(1)
+    assert loads.tokens_of_others() == 2000
+
+
 def test_a_worker_computes_the_first_of_the_prompts_that_wait():
     loads, row = one()
     loads.reported(row, status(0, SPEED), 0)

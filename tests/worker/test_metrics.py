@@ -42,7 +42,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         "offload": [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)],
         "speculation": SpeculationStats(3, 9, 5),
         "memory": MemoryStats(300, 200, 100, 50, 0.25),
-        "encoder": EncoderStats(6, 900, 0.5, 3, 2, 4096),
+        "encoder": EncoderStats(6, 900, 0.5, 3, 2, 4096, 0.001, 0.1),
     }
     metrics.engine_status = EngineStatus(
         4, EngineStats(**values), RequestCounts(4, 4, 4, 4, 4), idle=True, links=[]

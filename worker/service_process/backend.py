@@ -144,6 +144,8 @@ class Backend:
             state_memory_bytes=stats.memory.state_bytes if stats.memory else 0,
             images_waiting=stats.encoder.waiting if stats.encoder else 0,
             images_encoded=stats.encoder.images if stats.encoder else 0,
+            encode_token_seconds=stats.encoder.token_seconds if stats.encoder else 0.0,
+            encode_queue_seconds=stats.encoder.queue_seconds if stats.encoder else 0.0,
             **same_names(pb.WorkerStatus, stats),
         )
         return self._last_status
