@@ -41,6 +41,7 @@ class StepLoop:
         under_way: the launched steps that have not landed, the oldest first. While there is one, the engine
             shows no sign of life until its end.
         joins_at: when the next reservation should have its KV (time.monotonic()). Set by the caller.
+        frozen: no step is launched. Those under way land, and requests stay as they are.
         landings_fd: an eventfd, readable when a launched step is over. The caller reads it.
     """
 
@@ -60,6 +61,7 @@ class StepLoop:
         """`overlap`: as in `EngineConfig`. `encoder`: of images. None: there is none."""
         self.under_way: list[tuple[Schedule, Launched]] = []
         self.joins_at = math.inf
+        self.frozen = False
         self.hooks = hooks
         self.graph_rows = runner.graph_rows
         self._joined = False  # a request from another worker decodes from the next step on
@@ -92,7 +94,7 @@ class StepLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. False while all requests wait for blocks or for a load."""
-        return bool(self.under_way) or self._scheduler.has_work
+        return bool(self.under_way) or (not self.frozen and self._scheduler.has_work)
 
     @property
     def seconds_to_step(self) -> float:
@@ -106,6 +108,8 @@ class StepLoop:
 
     @property
     def _may_launch(self) -> bool:
+        if self.frozen:
+            return False
         if not self.under_way:
             return True
         if not self._overlap or len(self.under_way) > 1 or not self._scheduler.may_look_ahead:

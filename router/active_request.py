@@ -170,6 +170,7 @@ class ActiveRequest:
                         span=span,
                         deadline=self.deadline,
                         worker_wait=services.config.worker_wait,
+                        max_wait=min(services.config.max_wait, self.entry.max_wait),
                     )
                     for index, (job, turn) in enumerate(zip(self.jobs, turns, strict=True))
                 ]

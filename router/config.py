@@ -54,7 +54,7 @@ class RouterConfig:
     read_api_keys: Callable[[], tuple[ApiKey, ...]] = field(default=tuple, repr=False)
     """Reads `api_keys` again."""
     admin_key: ApiKey | None = field(default=None, repr=False)
-    """The key of calls that replace weights. None: there are no such calls over HTTP."""
+    """The key of calls that replace weights or pause workers. None: there are no such calls over HTTP."""
     workers: tuple[str, ...] = ()
     """gRPC addresses of workers that are always there."""
     workers_file: str | None = None

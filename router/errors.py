@@ -118,6 +118,20 @@ class NoWorker(ApiError):
     remedy = "see `baton status` for why a pool has no ready worker, and start one"
 
 
+class Paused(ApiError):
+    """The cluster is paused, and the request has waited as long as it may."""
+
+    status, type, code = 503, "service_unavailable_error", "paused"
+    remedy = "let the cluster go on (POST /resume), or let requests wait longer (--max-wait)"
+
+
+class Aborted(ApiError):
+    """A pause has ended the request."""
+
+    status, type, code = 503, "service_unavailable_error", "aborted"
+    remedy = "nothing: whoever paused the cluster with mode=abort wanted that; mode=keep ends no request"
+
+
 class ShuttingDown(ApiError):
     status, type, code = 503, "service_unavailable_error", "shutting_down"
     remedy = "nothing: clients that try again reach another router"

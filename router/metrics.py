@@ -45,7 +45,7 @@ RETRY_CAUSES = (
     "mismatch",
     *(name.removeprefix("FAILURE_CODE_").lower() for name in pb.FailureCode.keys()),  # noqa: SIM118
 )
-DEADLINES = ("request", "worker_wait")
+DEADLINES = ("request", "worker_wait", "pause")
 
 
 class Histogram(Collector):
@@ -171,11 +171,16 @@ class Metrics:
             "baton:requests_waiting_for_room", "Requests that wait for capacity on a decode worker."
         ).set_function(lambda: admission.waiting_for_decode)
         self._gauge(
-            "baton:requests_waiting_for_worker", "Requests that wait because a pool has no worker."
+            "baton:requests_waiting_for_worker",
+            "Requests that wait because a pool has no worker, or for the end of a pause.",
         ).set_function(lambda: len(admission.parked.without_worker))
         self._gauge(
             "baton:requests_waiting_for_retry", "Requests that wait for the retry budget."
         ).set_function(lambda: len(admission.parked.without_budget))
+        self._gauge(
+            "baton:paused",
+            "1: new requests wait, since the cluster is paused. 2: no step is computed, either.",
+        ).set_function(lambda: known.pause)
         workers = self._family(Gauge, "baton:workers", "Workers on this router's list.", "pool", "state")
         left_out = self._family(
             Gauge, "baton:workers_left_out", "Workers whose circuit breaker is open.", "pool"

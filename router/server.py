@@ -43,6 +43,7 @@ from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
+from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ async def running(
             max_body_bytes=body_bytes(config),
             max_wait=config.max_wait,
             shared=len(config.api_keys) > 1,
+            paused=lambda: pool.pause != pb.PAUSE_NONE,
         ),
         metrics=Metrics(config.model_name),
         tracer=Tracer(config.otlp_endpoint, "baton-router", process),

@@ -14,12 +14,14 @@ from baton.router.active_request import Services
 from baton.router.config import RouterConfig
 from baton.router.policy.plan import REASONS
 from baton.router.workers.worker import Worker
+from baton.rpc import worker_pb2 as pb
 from baton.rpc.plain import described_as, plain
 
 Condition = Literal["ready", "routable"]
 """What is true of a router, or of each process."""
 ASKED = 50
 """The most workers that a status asks at once. Of more it shows the last reports, which are a second old."""
+PAUSES: dict["pb.Pause", str] = {pb.PAUSE_NONE: "none", pb.PAUSE_NEW: "new", pb.PAUSE_STEPS: "steps"}
 _COUNTS = (
     "requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens", "handovers",
     "split_prompts",
@@ -53,6 +55,7 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
         "version": version(),
         "model": config.model_name,
         "state": "draining" if draining else "serving",
+        "pause": PAUSES[pool.pause],
         "ready": pool.complete,
         "routable": not pool.blind,
         "requests": len(services.active),
@@ -81,6 +84,7 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
             "version": version(),
             "model": config.model_name,
             "state": "draining" if any(r["state"] == "draining" for r in routers) else "serving",
+            "pause": pause_of(routers),
             "ready": all_are("ready", routers),
             "routable": all_are("routable", routers),
             **counts,
@@ -96,6 +100,16 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
         "workers": next(iter(found.values()))["workers"] if found else [],
         "cluster": next(iter(found.values()))["cluster"] if found else None,
     }
+
+
+def health(state: str, pause: str) -> dict[str, str]:
+    """What `/health` shows. The router lives in each state, also while the cluster is paused."""
+    return {"status": state, "pause": pause}
+
+
+def pause_of(routers: list[dict[str, Any]]) -> str:
+    """The furthest pause that a process knows of."""
+    return max((router["pause"] for router in routers), key=[*PAUSES.values()].index, default="none")
 
 
 def all_are(condition: Condition, routers: list[dict[str, Any]]) -> bool:

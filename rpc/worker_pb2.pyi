@@ -37,6 +37,13 @@ class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_CODE_INVALID: _ClassVar[FailureCode]
     FAILURE_CODE_ENGINE: _ClassVar[FailureCode]
     FAILURE_CODE_FINISHED: _ClassVar[FailureCode]
+    FAILURE_CODE_ABORTED: _ClassVar[FailureCode]
+
+class Pause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_NONE: _ClassVar[Pause]
+    PAUSE_NEW: _ClassVar[Pause]
+    PAUSE_STEPS: _ClassVar[Pause]
 POOL_UNSPECIFIED: Pool
 POOL_PREFILL: Pool
 POOL_DECODE: Pool
@@ -56,6 +63,10 @@ FAILURE_CODE_DROPPED: FailureCode
 FAILURE_CODE_INVALID: FailureCode
 FAILURE_CODE_ENGINE: FailureCode
 FAILURE_CODE_FINISHED: FailureCode
+FAILURE_CODE_ABORTED: FailureCode
+PAUSE_NONE: Pause
+PAUSE_NEW: Pause
+PAUSE_STEPS: Pause
 
 class RouterMessage(_message.Message):
     __slots__ = ("hello", "prefill", "decode", "retarget", "cancel", "only_copies")
@@ -486,6 +497,16 @@ class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class PauseRequest(_message.Message):
+    __slots__ = ("pause", "abort", "seconds")
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pause: Pause
+    abort: bool
+    seconds: float
+    def __init__(self, pause: _Optional[_Union[Pause, str]] = ..., abort: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class WeightsCommand(_message.Message):
     __slots__ = ("stage", "close", "apply")
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -584,7 +605,7 @@ class StepModel(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., decode_seconds: _Optional[_Iterable[float]] = ..., context_seconds: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_seconds: _Optional[_Iterable[float]] = ..., pair_seconds: _Optional[float] = ..., overlap: _Optional[float] = ..., decode_factor: _Optional[float] = ..., prompt_factor: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "pool", "long_chunk_tokens", "long_chunk_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds", "gap_target_seconds", "gap_cost", "blocks_spare", "kv_memory_bytes", "state_memory_bytes", "images_waiting", "images_encoded", "encode_token_seconds", "encode_queue_seconds", "kv_sent")
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "pool", "long_chunk_tokens", "long_chunk_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds", "gap_target_seconds", "gap_cost", "blocks_spare", "kv_memory_bytes", "state_memory_bytes", "images_waiting", "images_encoded", "encode_token_seconds", "encode_queue_seconds", "pause", "idle", "kv_sent")
     class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
@@ -659,6 +680,8 @@ class WorkerStatus(_message.Message):
     IMAGES_ENCODED_FIELD_NUMBER: _ClassVar[int]
     ENCODE_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ENCODE_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     KV_SENT_FIELD_NUMBER: _ClassVar[int]
     health: WorkerStatus.Health
     requests_running: int
@@ -712,5 +735,7 @@ class WorkerStatus(_message.Message):
     images_encoded: int
     encode_token_seconds: float
     encode_queue_seconds: float
+    pause: Pause
+    idle: bool
     kv_sent: _containers.ScalarMap[str, int]
-    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., gap_target_seconds: _Optional[float] = ..., gap_cost: _Optional[float] = ..., blocks_spare: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., state_memory_bytes: _Optional[int] = ..., images_waiting: _Optional[int] = ..., images_encoded: _Optional[int] = ..., encode_token_seconds: _Optional[float] = ..., encode_queue_seconds: _Optional[float] = ..., kv_sent: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., gap_target_seconds: _Optional[float] = ..., gap_cost: _Optional[float] = ..., blocks_spare: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., state_memory_bytes: _Optional[int] = ..., images_waiting: _Optional[int] = ..., images_encoded: _Optional[int] = ..., encode_token_seconds: _Optional[float] = ..., encode_queue_seconds: _Optional[float] = ..., pause: _Optional[_Union[Pause, str]] = ..., idle: _Optional[bool] = ..., kv_sent: _Optional[_Mapping[str, int]] = ...) -> None: ...

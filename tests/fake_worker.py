@@ -42,6 +42,7 @@ class FakeWorker(StandIn):
         cache: None, or the chunks that routers are told when they attach.
         attention_doubles_at: as in the description; 0: it computes no parts of prompts.
         num_layers: as there.
+        refuses_pause: why it refuses to pause; empty: it does not.
         phases: what it remembers of requests, by their names.
     """
 
@@ -89,6 +90,9 @@ class FakeWorker(StandIn):
         self.vocab_size, self.vocabulary_fingerprint = 1 << 20, ""
         self.metrics_address = "127.0.0.1:2"  # no process listens there
         self._sources: dict[bytes, Source] = {}
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+        self.refuses_pause = ""
         self.phases: dict[str, list[pb.Phase]] = {}
 
     # ------------------------------------------------------------ start, stop, reports
@@ -172,6 +176,24 @@ class FakeWorker(StandIn):
         self.flip(request.pool)
         return self.status
 
+    async def SetPause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
+        """Frozen, it sends no token."""
+        if self.refuses_pause:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuses_pause)
+        self.status.pause = request.pause
+        self.report()
+        if request.abort:
+            for attempt_id, task in self._attempts.items():
+                if not task.done():
+                    task.cancel()
+                    for outputs in self._outputs:
+                        self._say_failed(outputs, attempt_id, pb.FAILURE_CODE_ABORTED)
+        if request.pause == pb.PAUSE_STEPS:
+            self._may_step.clear()
+        else:
+            self._may_step.set()
+        return self.status
+
     def flip(self, pool: "pb.Pool") -> None:
         """Moves to another pool and reports that."""
         self.status.pool = pool
@@ -215,6 +237,7 @@ class FakeWorker(StandIn):
 
     async def _emit(self, attempt_id: bytes, request: pb.Request, index: int, outputs: Outputs) -> bool:
         """Sends output token `index`. Returns whether it is the last one."""
+        await self._may_step.wait()
         await self.next_step()
         if request.sampling.HasField("prompt_logprobs") and self.scores_prompts and not index:
             self._put_prompt_logprobs(attempt_id, request, outputs)

@@ -192,6 +192,13 @@ class EngineProcess:
                     self._send(messages.WeightsStaged(question, 0, why))
                 case messages.DropWeights():
                     pass
+                case messages.Pause(question, frozen, abort):
+                    if abort:
+                        self._attempts.end_all(Code.ABORTED, abort)
+                    open_ones = sum(not attempt.closed for attempt in self._attempts)
+                    why = "--engine vllm: requests cannot be frozen; pause with mode=abort or mode=wait"
+                    error = why if frozen and open_ones else ""
+                    self._send(messages.Paused(question, bool(self._attempts), error))
                 case _:
                     self._roles.handle(message)
         self._soon()

@@ -28,6 +28,7 @@ class Code(IntEnum):
     INVALID = 6
     ENGINE = 7
     FINISHED = 8
+    ABORTED = 9
 
 
 class _Message(Struct, tag=True, array_like=True):
@@ -153,6 +154,14 @@ class DropWeights(_Message):
     """The weights that are staged, if any, are not wanted."""
 
 
+class Pause(_Message):
+    """Launch no step from now on, or go on. Paused answers."""
+
+    question: int
+    frozen: bool
+    abort: str  # why all attempts end with ABORTED first; empty: they stay
+
+
 class Stop(_Message):
     """Fail every attempt with DRAINING, then answer with Stopped."""
 
@@ -172,6 +181,7 @@ ToEngine = (
     | HandBack
     | ReplaceWeights
     | DropWeights
+    | Pause
     | Stop
     | Exit
 )
@@ -312,6 +322,12 @@ class WeightsReplaced(_Message):
     content_root: bytes
 
 
+class Paused(_Message):
+    question: int
+    computing: bool  # a step is under way
+    error: str  # for the user, why the engine cannot pause; empty: it does
+
+
 class CacheChanged(_Message):
     """Chunks that entered a tier of the prefix cache, or left all. One message per step, before the tokens of
     the step."""
@@ -379,6 +395,7 @@ FromEngine = (
     | EngineReady
     | WeightsStaged
     | WeightsReplaced
+    | Paused
     | Tokens
     | Reserved
     | PrefillStarted

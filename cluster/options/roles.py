@@ -293,8 +293,8 @@ class FrontOptions(ServerTlsOptions):
     )
     admin_key: str | None = opt(
         None,
-        "Key of calls that replace weights over HTTP. Prefer BATON_ADMIN_KEY: every user of the machine can "
-        "read arguments.",
+        "Key of calls that replace weights or pause workers. Prefer BATON_ADMIN_KEY: every user of the "
+        "machine can read arguments.",
         "KEY",
         shown="there are no such calls",
     )

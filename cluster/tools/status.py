@@ -92,6 +92,13 @@ def columns_for(rows: Sequence[Row], columns: Sequence[str]) -> Sequence[str]:
     return "worker", "address", *(column for column in columns[1:] if column != "address")
 
 
+_PAUSED = {
+    "new": "The cluster is paused: new requests wait, those that run go on.",
+    "steps": "The cluster is paused: new requests wait, and no step is computed. POST /resume lets it go on.",
+}
+"""By the pause that the router shows."""
+
+
 def about(router: dict[str, Any]) -> str:
     """The router itself, and its last failures; "" if it does not say so."""
     if "version" not in router:
@@ -103,6 +110,8 @@ def about(router: dict[str, Any]) -> str:
         f"Router: Baton {router['version']}, up {up}; last minute: {minute['requests']} requests ended, "
         f"{minute['errors']} errors"
     ]
+    if paused := _PAUSED.get(router.get("pause", "none")):
+        lines.append(paused)
     for failure in router["failures"][-SHOWN_FAILURES:]:
         when = datetime.fromtimestamp(failure["at"]).strftime("%H:%M:%S")
         where = f" at {failure['worker']}" if failure["worker"] else ""

@@ -1,6 +1,7 @@
 """Generations that cannot go on, and wait outside the admission queue.
 
     no worker of a pool ───▶ without_worker ─ a worker becomes ready ─▶ advance
+    a pause            ───▶ without_worker ─ a worker goes on       ─▶ advance
     no retry budget left ──▶ without_budget ─ budget is free again ───▶ advance, in order of arrival
 
 A parked generation does not hold up the queue. It may keep a reservation on a decode worker (`Retarget`). Its
@@ -9,13 +10,15 @@ A parked generation does not hold up the queue. It may keep a reservation on a d
 
 import asyncio
 import itertools
+import math
 import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.router.errors import ApiError, NoWorker, TimedOut
+from baton.router.admission.keys import MAX_RETRY_AFTER
+from baton.router.errors import ApiError, NoWorker, Paused, TimedOut
 
 WOKEN_AT_ONCE = 200
 """Generations. To wake one takes up to 0.1 ms, and thousands may wait for the same worker."""
@@ -67,7 +70,7 @@ class Parked:
     """Owns the retry budget. Runs on the event loop.
 
     Attributes:
-        without_worker: generations that wait for a worker, as keys in order.
+        without_worker: generations that wait for a worker, or for the end of a pause, as keys in order.
         without_budget: generations that wait for the retry budget, in order of arrival.
     """
 
@@ -210,6 +213,14 @@ class Waits:
             loop = asyncio.get_running_loop()
             self._worker_timer = loop.call_later(self.worker_wait, self._no_worker, pool)
 
+    def wait_for_resume(self, max_wait: float) -> None:
+        """Parks the generation until the end of a pause. It fails when it has waited `max_wait` seconds in
+        all."""
+        self.parked.without_worker[self] = None
+        if self._worker_timer is None and max_wait < math.inf:
+            loop, left = asyncio.get_running_loop(), max(0.0, max_wait - self.waited)
+            self._worker_timer = loop.call_later(left, self._paused, max_wait)
+
     def worker_ready(self) -> None:
         self.advance()
         if self not in self.parked.without_worker:  # it may be in the queue, or lack retry budget
@@ -230,6 +241,10 @@ class Waits:
     def _no_worker(self, pool: str) -> None:
         text = f"no {pool} worker became available within {self.worker_wait:g} s"
         self.on_deadline(NoWorker(text, retry_after=max(1, round(self.worker_wait))))
+
+    def _paused(self, max_wait: float) -> None:
+        text = f"the cluster is paused, and request {self.name} may wait {max_wait:g} s"
+        self.on_deadline(Paused(text, retry_after=max(1, round(min(max_wait, MAX_RETRY_AFTER)))))
 
     def _timed_out(self) -> None:
         text = f"request {self.name} was not finished within {self.deadline.seconds:g} s"

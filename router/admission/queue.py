@@ -195,6 +195,8 @@ class Admission:
     """Seconds that a new request may be expected to wait."""
     shared: bool = False
     """There are several keys. Each key has half of the window, and its prompts must fit into that."""
+    paused: Callable[[], bool] = lambda: False
+    """Whether no new generation may start. Each then waits outside the queue for the end of the pause."""
     clock: Clock = time.monotonic
 
     def __post_init__(self) -> None:
@@ -288,7 +290,11 @@ class Admission:
         free = self.free_capacity() if self.shared else _unlimited()
         self._window_full = False
 
+        paused = self.paused()
+
         def may_start(account: Account, turn: Turn) -> bool:
+            if paused and turn.is_new:
+                return True  # to park
             # Only a key without a running generation may overtake one that found no capacity.
             if full and (account in full or account.running):
                 return False

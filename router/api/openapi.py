@@ -134,9 +134,9 @@ OPERATIONS = (
     Operation("get", "/v1/models/{id}", "The model with this id.", responses.ModelCard, also=(404,)),
     Operation("post", "/tokenize", "Text or messages to token ids (`tokens`).", _JSON, body=TokenizeBody),
     Operation("post", "/detokenize", "Token ids to text (`prompt`).", _JSON, body=DetokenizeBody),
-    Operation("get", "/health", "The process serves.", open=True),
-    Operation("get", "/ping", "As /health.", open=True),
-    Operation("post", "/ping", "As /health.", open=True),
+    Operation("get", "/health", "The process serves. Also says if the cluster is paused.", _JSON, open=True),
+    Operation("get", "/ping", "As /health.", _JSON, open=True),
+    Operation("post", "/ping", "As /health.", _JSON, open=True),
     Operation("get", "/load", "How many requests this process generates for (`server_load`).", _JSON),
     Operation("get", "/server_info", "How the router serves.", _JSON),
     Operation("get", "/tokenizer_info", "The chat template and the special tokens.", _JSON),
@@ -165,6 +165,18 @@ OPERATIONS = (
     Operation(
         "post", "/update_weights_from_disk", "Give all workers new weights. Needs the admin key.", _JSON,
         body=UpdateWeightsBody, admin=True,
+    ),
+    Operation(
+        "post", "/pause", "Pause all workers: `?mode=abort`, `wait` or `keep`. Needs the admin key.", _JSON,
+        also=(400, 404, 500, 503, 504), admin=True,
+    ),
+    Operation(
+        "post", "/resume", "Let paused workers go on. Needs the admin key.", _JSON, also=(404, 500, 503),
+        admin=True,
+    ),
+    Operation(
+        "get", "/is_paused", "Whether the cluster is paused (`is_paused`). Needs the admin key.", _JSON,
+        also=(404,), admin=True,
     ),
 )  # fmt: skip
 

@@ -17,14 +17,15 @@ from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
 from baton.router.endpoints import http_generation as http
-from baton.router.endpoints import http_weights, pages
+from baton.router.endpoints import http_pause, http_weights, pages
 from baton.router.endpoints.frontend import Frontend, request_name
+from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_batches import HttpBatches
 from baton.router.endpoints.http_connections import is_extra
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
 from baton.router.history import REQUESTS
 from baton.router.preparation.prepare import Converted
-from baton.router.status import request_timeline, router_status, scrape_targets
+from baton.router.status import PAUSES, health, request_timeline, router_status, scrape_targets
 
 
 class Cors:
@@ -65,7 +66,9 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_ADMIN = ("/metrics", "/metrics/targets", "/status", "/dashboard", *http_weights.PATHS)
+_ADMIN_KEY = (*http_weights.PATHS, *http_pause.PATHS)
+"""They have a key of their own."""
+_ADMIN = ("/metrics", "/metrics/targets", "/status", "/dashboard", *_ADMIN_KEY)
 _POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open} | {f"/{name}" for name in pages.PARTS}
 
@@ -117,13 +120,15 @@ class HttpEndpoints:
             ]
         )
         if not config.supervised:  # otherwise the admin port serves them for all processes
+            calls = AdminCalls(config, self._found_status)
             self.app.add_routes(
                 [
                     web.get("/metrics", self._metrics),
                     web.get("/metrics/targets", self._targets),
                     web.get("/status", self._status),
                     web.get("/status/requests/{id}", self._timeline),
-                    *http_weights.HttpWeights(config, self._found_status).routes(),
+                    *http_weights.HttpWeights(calls).routes(),
+                    *http_pause.HttpPause(calls).routes(),
                 ]
             )
 
@@ -171,7 +176,7 @@ class HttpEndpoints:
         if request.path not in _OPEN:
             if is_extra(request):
                 raise errors.Overloaded("too many connections to this router are open", retry_after=1)
-            if request.path not in http_weights.PATHS:  # they have a key of their own
+            if request.path not in _ADMIN_KEY:
                 http.ACCOUNT.set(self._frontend.authorize(http.authorization(request)))
 
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
@@ -212,7 +217,11 @@ class HttpEndpoints:
     # ------------------------------------------------------------ the router
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.json_response(health("draining" if self._frontend.draining else "serving", self._pause))
+
+    @property
+    def _pause(self) -> str:
+        return PAUSES[self._services.pool.pause]
 
     async def _routable(self, request: web.Request) -> web.Response:
         if self._frontend.draining:

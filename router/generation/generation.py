@@ -4,6 +4,7 @@ The docstring of the package shows the states, and what waits for what.
 """
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from baton.router import prompt_logprobs
 from baton.router.admission.parked import Deadline, Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
 from baton.router.api.jobs import Job
-from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
+from baton.router.errors import Aborted, ApiError, Failed, InvalidRequest, Paused, TimedOut
 from baton.router.generation.attempts import AttemptPair, PrefillState, Verdict
 from baton.router.generation.failures import is_failure
 from baton.router.generation.output import Token, TokenQueue, WeightsVersions
@@ -27,6 +28,7 @@ from baton.router.workers.worker import Attempt, AttemptEvent, Worker
 from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
+_DEADLINES: dict[type[ApiError], str] = {TimedOut: "request", Paused: "pause"}
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -48,6 +50,8 @@ class Generation:
     span: Span
     deadline: Deadline
     worker_wait: float
+    max_wait: float
+    """Seconds that it may wait for the end of a pause, before a worker has it."""
     began_at: float
     """The time.monotonic() at which its request was admitted."""
     cached_tokens: int = 0
@@ -117,6 +121,9 @@ class Generation:
     def _go_on(self) -> TurnResult:
         """Plans from what workers hold of the request, and submits the plan or waits for what it lacks."""
         pair = self.pair
+        if (pause := self.pool.pause) and (self.turn.is_new or pause == pb.PAUSE_STEPS):
+            self._waits.wait_for_resume(self.max_wait if self.turn.is_new else math.inf)
+            return TurnResult.PARKED
         # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.
         if pair.loses or (pair.prefill is None and not self._waits.may_prefill()):
             return TurnResult.PARKED
@@ -277,6 +284,9 @@ class Generation:
             self.pair.failures.avoid.add(attempt.worker.address)
         if code == pb.FAILURE_CODE_INVALID and attempt in (prefill, decode):
             self.fail(InvalidRequest(f"the workers rejected {self}: {failure.message}"))
+        elif code == pb.FAILURE_CODE_ABORTED:
+            self._note("aborted", attempt.worker)
+            self.fail(Aborted(f"{self} was aborted: the cluster was paused with mode=abort"))
         elif code == pb.FAILURE_CODE_FINISHED and attempt is decode:
             # FINISHED came before the prefill's token, which may still come or be lost with its worker.
             self.pair.end_decode()
@@ -321,7 +331,7 @@ class Generation:
             self.cancel()
 
     def _waited_too_long(self, error: ApiError) -> None:
-        self.metrics.deadlines["request" if isinstance(error, TimedOut) else "worker_wait"].inc()
+        self.metrics.deadlines[_DEADLINES.get(type(error), "worker_wait")].inc()
         self.fail(error)
 
     def cancel(self) -> None:

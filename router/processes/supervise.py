@@ -2,9 +2,9 @@
 
 The supervisor serves no client. It reserves the ports, starts the processes, which all listen there with
 SO_REUSEPORT (the kernel spreads the connections), and restarts one that dies or hangs. On the admin port it
-serves `/dashboard`, `/metrics`, `/status`, `/health`, `/ready`, `/routable` and the calls for weights for all
-of them. If the first start of a process fails, the router ends, because another try would fail too. If a
-later start fails, the supervisor retries after a pause, and the other processes go on.
+serves `/dashboard`, `/metrics`, `/status`, `/health`, `/ready`, `/routable` and the calls with the admin key
+for all of them. If the first start of a process fails, the router ends, because another try would fail too.
+If a later start fails, the supervisor retries after a pause, and the other processes go on.
 """
 
 import asyncio
@@ -30,14 +30,16 @@ from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints import pages
 from baton.router.endpoints.frontend import request_name
+from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
+from baton.router.endpoints.http_pause import HttpPause
 from baton.router.endpoints.http_weights import HttpWeights
 from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.process import RouterProcess
 from baton.router.processes.sockets import reserve
-from baton.router.status import Condition, all_are, merged_status, scrape_targets
+from baton.router.status import Condition, all_are, health, merged_status, pause_of, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -230,6 +232,7 @@ class Supervisor:
         """Listens on the admin port, and yields its URL."""
         config = self._config
         app = web.Application()
+        calls = AdminCalls(config, self._status)
         app.add_routes(
             [
                 web.get("/metrics", self._get_metrics),
@@ -239,7 +242,8 @@ class Supervisor:
                 web.get("/health", self._get_health),
                 web.get("/ready", partial(self._get_condition, "ready")),
                 web.get("/routable", partial(self._get_condition, "routable")),
-                *HttpWeights(config, self._status).routes(),
+                *HttpWeights(calls).routes(),
+                *HttpPause(calls).routes(),
                 *pages.routes(("home", "dashboard")),
             ]
         )
@@ -285,7 +289,9 @@ class Supervisor:
         return merged_status(found, self._config)
 
     async def _get_health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if await self._known("ping") else 503)
+        found = [json.loads(text) for text in (await self._known("ping")).values()]
+        state = "draining" if any(router["state"] == "draining" for router in found) else "serving"
+        return web.json_response(health(state, pause_of(found)), status=200 if found else 503)
 
     async def _get_condition(self, condition: Condition, request: web.Request) -> web.Response:
         found = [json.loads(text) for text in (await self._known("ping")).values()]

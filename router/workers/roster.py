@@ -79,6 +79,7 @@ class Roster:
         self._accepted: dict[tuple[str, ...], dict[Worker, None]] = {}  # by what must agree; none is empty
         self._with_numerics: dict[str, set[str]] = {}  # addresses of accepted workers; none is empty
         self._limits: dict[Worker, _Limits] = {}
+        self._paused: dict[Worker, pb.Pause] = {}
         self._workers_with: Counter[_Limits] = Counter()  # how many workers have the same
 
     async def turn(self) -> None:
@@ -90,6 +91,12 @@ class Roster:
     def ready(self, pool: "pb.Pool") -> list[Worker]:
         """The workers that take the new work of a pool."""
         return list(self._ready[pool].workers)
+
+    @property
+    def pause(self) -> "pb.Pause":
+        """The furthest pause of an attached worker. It holds for all: a pause is one of the cluster, which
+        workers that start meanwhile do not know."""
+        return max(self._paused.values(), default=pb.PAUSE_NONE)
 
     @property
     def max_positions(self) -> int | None:
@@ -168,11 +175,15 @@ class Roster:
                 holder.send(pb.RouterMessage(only_copies=pb.OnlyCopies(chunks=chunks)))
 
     def availability_changed(self, worker: Worker) -> None:
-        """A worker came, went, drains, or moved to another pool. Requests then see only what is there now."""
+        """A worker came, went, drains, pauses, goes on, or moved to another pool. Requests then see only what
+        is there now."""
         if worker.retired:
             self.release(worker)
         if worker.attached and worker.row not in self.by_row:
             self._join(worker)
+        self._paused.pop(worker, None)
+        if worker.attached and worker.status.pause in pb.Pause.values() and worker.status.pause:
+            self._paused[worker] = worker.status.pause
         self._place(worker)
         if not worker.attached and worker.row in self.by_row:
             self._leave(worker)

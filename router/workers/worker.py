@@ -201,7 +201,7 @@ class Worker:
         self.description, self.pool = description, description.first_pool
 
     def report(self, status: pb.WorkerStatus) -> bool:
-        """Stores a status report. Returns whether the worker's state or pool changed."""
+        """Stores a status report. Returns whether the worker's state, pool or pause changed."""
         invalid = clear_invalid_rates(status)
         if status.step_model != self.status.step_model:
             self.step_model = step_model(status.step_model)
@@ -210,18 +210,18 @@ class Worker:
             invalid.append("step_model")
         if invalid and not self._invalid_rates:  # not with each report
             log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
+        before = self.state, self.pool, self.status.pause
         self.status, self.reported_at = status, time.monotonic()
         self._invalid_rates = bool(invalid)
         self.prefix_links = {(link.incarnation, link.tier): link for link in status.prefix_links}
         running = status.requests_running + status.reservations
         self.load.reported(blocks_free=status.blocks_free, running=running)
-        before = self.state, self.pool
         serving = status.health == pb.WorkerStatus.HEALTH_SERVING
         self.state = WorkerState.READY if serving else WorkerState.DRAINING
         self.pool = status.pool
         if self.attached and self.pool != before[1]:
             log.info("%s gets the work of the %s pool", self, POOL_NAMES.get(self.pool, self.pool))
-        return (self.state, self.pool) != before
+        return (self.state, self.pool, status.pause) != before
 
     async def ask(self) -> pb.WorkerStatus | None:
         """Asks the worker for its status. None: it does not answer in time."""

@@ -39,7 +39,7 @@ def documented(letter: str) -> set[str]:
 
 def test_router() -> None:
     metrics = RouterMetrics("model")
-    pool = stand_in(WorkerPool, listed={}, pools={pb.POOL_DECODE: "decode"})
+    pool = stand_in(WorkerPool, listed={}, pools={pb.POOL_DECODE: "decode"}, pause=pb.PAUSE_NONE)
     metrics.follow(pool, Admission(1, lambda: PrefillWindow(0.0)))
     metrics.certificate_ends(0.0)
     assert names(metrics.registry.collect()) == documented("R")

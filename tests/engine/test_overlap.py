@@ -43,6 +43,28 @@ def test_a_step_is_launched_while_one_is_under_way(
     engine.assert_whole()
 
 
+def test_a_frozen_engine_lands_what_is_under_way_and_launches_nothing(
+    late_engine: MakeEngine, tiny_engine: MakeEngine
+) -> None:
+    request = request_of(1, PROMPT, max_tokens=8, ignore_eos=True)
+    tokens = run(tiny_engine(), [request])[request.id].tokens
+    engine = late_engine()
+    engine.add(request)
+    found = [output.token for output in land_one(engine).outputs]
+    assert engine.loop.under_way
+    engine.loop.frozen = True
+    while engine.loop.has_work:
+        found += [output.token for output in engine.loop.step().outputs]
+    assert not engine.loop.under_way
+    assert 0 < len(found) < len(tokens)
+    assert engine.stats().requests_running == 1
+    engine.loop.frozen = False
+    while engine.loop.has_work:
+        found += [output.token for output in engine.loop.step().outputs]
+    assert found == tokens
+    engine.assert_whole()
+
+
 def test_the_blocks_of_an_ended_request_stay_in_use_until_its_last_launched_step_is_over(
     late_engine: MakeEngine, tiny_engine: MakeEngine
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from baton.router.admission.keys import api_keys
 from baton.router.api import openapi, responses
 from baton.router.api.openapi import OPERATIONS
-from baton.router.endpoints.http_weights import PATHS
+from baton.router.endpoints import http_pause, http_weights
 from baton.router.text.tokenizer import ModelTokenizer
 from tests.browser import browser
 
@@ -66,7 +66,14 @@ async def test_every_described_endpoint_exists(cluster: Cluster):
         async with cluster.http.request(operation.method, cluster.url + path, headers=json_type) as response:
             reads_body = 413 in operation.errors
             # This router keeps no files and batches, and has no admin key.
-            unknown = "/responses/fake", "/requests/fake", "/v1/files", "/v1/batches", *PATHS
+            unknown = (
+                "/responses/fake",
+                "/requests/fake",
+                "/v1/files",
+                "/v1/batches",
+                *http_weights.PATHS,
+                *http_pause.PATHS,
+            )
             missing = any(each in path for each in unknown)
             expected = 404 if missing else 400 if reads_body else 200
             assert response.status == expected, operation

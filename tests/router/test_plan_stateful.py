@@ -107,7 +107,7 @@ class Life:
         self.generation = Generation(
             Job([5] * PROMPT, sampling, rng.getrandbits(64), []), turn, pool, self.admission.parked,
             self.tokens, WeightsVersions(), METRICS, index=0, name="r", span=span,
-            deadline=Deadline(time.monotonic(), 1e6), worker_wait=1e6, began_at=0.0,
+            deadline=Deadline(time.monotonic(), 1e6), worker_wait=1e6, max_wait=1e6, began_at=0.0,
         )  # fmt: skip
         self.generation.advance()
         self.check()

@@ -301,7 +301,7 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
 def small_process(broken: Path) -> Callable[[RouterConfig], int]:
     """What a process does in place of serving. It ends at once while `broken` exists."""
     replies = {
-        "ping\n": b'{"ready": true, "state": "serving"}',
+        "ping\n": b'{"ready": true, "state": "serving", "pause": "none"}',
         "metrics\n": b"# TYPE a counter\na_total 1\n",
     }
 

@@ -1,4 +1,4 @@
-"""ReplaceWeights on a real worker, as a coordinator calls it. The worker starts with dummy weights."""
+"""ReplaceWeights and SetPause on a real worker, as a coordinator calls them. It starts with dummy weights."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -188,3 +188,48 @@ async def test_what_does_not_fit_is_refused_by_name(worker: WorkerProcess, tmp_p
         with pytest.raises(grpc.aio.AioRpcError, match="expected close, not apply"):
             await new.command(apply=True)
     assert await described(worker) == before
+
+
+def paused(pause: "pb.Pause", seconds: float = 600.0, *, abort: bool = False) -> pb.PauseRequest:
+    return pb.PauseRequest(pause=pause, seconds=seconds, abort=abort)
+
+
+async def test_a_frozen_worker_keeps_its_attempts_and_goes_on_with_the_same_tokens(
+    worker: WorkerProcess,
+) -> None:
+    asked = request(range(100), sampling(max_tokens=60, ignore_eos=True))
+    async with attached(worker) as stream:
+        undisturbed = [token.token_id for token, _ in await stream.tokens(await stream.reserve(asked))]
+        decode_id = await stream.reserve(asked)
+        await stream.token(decode_id)
+        status = await stream.stub.SetPause(paused(pb.PAUSE_STEPS))
+        assert (status.pause, status.idle, status.requests_running) == (pb.PAUSE_STEPS, False, 1)
+        seen = stream.events[decode_id].qsize()
+        late = await stream.submit_decode(asked)
+        await stream.reserved(late)
+        assert (await stream.stub.GetStatus(pb.StatusRequest())).requests_running == 2
+        assert stream.events[decode_id].qsize() == seen, "no step was computed meanwhile"
+        status = await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_NONE))
+        assert status.pause == pb.PAUSE_NONE
+        for frozen in (decode_id, late):
+            tokens = [token.token_id for token, _ in await stream.tokens(frozen)]
+            assert tokens == undisturbed[-len(tokens) :]
+    await assert_whole(worker)
+
+
+async def test_abort_ends_attempts_and_a_pause_ends_by_itself(worker: WorkerProcess) -> None:
+    long = request([1], sampling(max_tokens=2000, ignore_eos=True))
+    async with attached(worker) as stream:
+        decode_id = await stream.reserve(long)
+        await stream.token(decode_id)
+        status = await stream.stub.SetPause(paused(pb.PAUSE_STEPS, 0.2, abort=True))
+        assert status.pause == pb.PAUSE_STEPS
+        assert status.idle
+        last = [(await stream.next(decode_id)).message for _ in range(stream.events[decode_id].qsize())][-1]
+        assert isinstance(last, pb.AttemptFailed)
+        assert last.code == pb.FAILURE_CODE_ABORTED
+        await stream.token(await stream.reserve(long))  # it waits for the end of the pause
+        assert (await stream.stub.GetStatus(pb.StatusRequest())).pause == pb.PAUSE_NONE
+        with pytest.raises(grpc.aio.AioRpcError, match=r"seconds is 0: it must be above 0"):
+            await stream.stub.SetPause(paused(pb.PAUSE_NEW, 0.0))
+    await assert_whole(worker)

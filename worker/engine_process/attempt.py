@@ -168,6 +168,10 @@ class AttemptTable(Generic[A]):
         for attempt in self:
             self.fail(attempt, code, message)
 
+    def end_all(self, code: Code, message: str) -> None:
+        for attempt in [*self]:
+            attempt.lost(code, message)
+
     def reserved(self, attempt: Attempt) -> None:
         if attempt.stream is not None:
             self._send(messages.Reserved(attempt.stream, attempt.id))

@@ -88,8 +88,13 @@ class Roles:
             case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
                 self._weights.handle(message)
             case messages.HandBack(reason):
-                for attempt in [*self._attempts]:
-                    attempt.lost(Code.DRAINING, reason)
+                self._attempts.end_all(Code.DRAINING, reason)
+            case messages.Pause(question, frozen, abort):
+                steps = self.engine.loop
+                steps.frozen = frozen
+                if abort:
+                    self._attempts.end_all(Code.ABORTED, abort)
+                self._context.link.send(messages.Paused(question, bool(steps.under_way), ""))
             case _:
                 next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
 

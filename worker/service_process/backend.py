@@ -60,6 +60,7 @@ class Backend:
         self._journal = journal
         self._kv_events = kv_events
         self.draining = False
+        self.pause: pb.Pause = pb.PAUSE_NONE
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._pool = POOLS[config.role]
         self._last_status = pb.WorkerStatus()
@@ -84,6 +85,15 @@ class Backend:
         """Takes new attempts, as before `drain`."""
         self.draining = False
         await self.status()
+
+    def tell_pause(self, pause: "pb.Pause") -> None:
+        """Tells all routers, at once."""
+        self.pause = self._last_status.pause = pause
+        self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+
+    async def freeze(self, *, frozen: bool, abort: str) -> messages.Paused:
+        """The engine launches no step, or goes on. With `abort` it ends all attempts for that reason."""
+        return await self._answer(lambda question: messages.Pause(question, frozen, abort))
 
     async def stage_weights(self, path: str) -> messages.WeightsStaged:
         """The engine reads other weights. `drop_weights` must follow, or `replace_weights`."""
@@ -114,6 +124,8 @@ class Backend:
         self._last_status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
             pool=self._pool,
+            pause=self.pause,
+            idle=engine.idle,
             transfers_open=transfer.transfers_open,
             arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
             arena_slots_total=2 * transfer.slots,
@@ -198,7 +210,10 @@ class Backend:
                 failed = streams.failed(origin.attempt_id, code, text, prefill_id)
                 self._routers.deliver(stream, failed)
             case (
-                EngineStatus(question) | messages.WeightsStaged(question) | messages.WeightsReplaced(question)
+                EngineStatus(question)
+                | messages.WeightsStaged(question)
+                | messages.WeightsReplaced(question)
+                | messages.Paused(question)
             ):
                 answer = self._answers.get(question)
                 if answer is not None and not answer.done():

@@ -1,4 +1,4 @@
-"""The gRPC service of a worker: Attach, Describe, GetStatus, SetPool, ReplaceWeights.
+"""The gRPC service of a worker: Attach, Describe, GetStatus, SetPool, SetPause, ReplaceWeights.
 
 The stream of a router owns the attempts that are submitted on it. The stream ends when:
 
@@ -22,6 +22,7 @@ from baton.worker import messages
 from baton.worker.messages import Code, ToEngine
 from baton.worker.service_process import streams, validation
 from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.pause import RefusedPause, WorkerPause
 from baton.worker.service_process.streams import Routers, RouterStream
 from baton.worker.service_process.validation import Limits, RefusedAttempt, StreamError
 from baton.worker.service_process.weights import RefusedWeights, WeightsReplacement
@@ -42,6 +43,7 @@ class AttachService:
         self._limits = limits
         self._description = description
         self._weights = WeightsReplacement(backend, routers, self._with_weights)
+        self._pause = WorkerPause(backend)
         self._cancels: set[asyncio.Task[None]] = set()
         self._kinds: dict[str, tuple[str, Callable[[int, bytes, Any], ToEngine]]] = {
             "prefill": ("prefill_id", self._prefill),
@@ -117,6 +119,12 @@ class AttachService:
             text = f"pool is {request.pool}: it must be POOL_PREFILL or POOL_DECODE"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         return await self._backend.set_pool(request.pool)
+
+    async def SetPause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
+        try:
+            return await self._pause.set(request)
+        except RefusedPause as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def ReplaceWeights(
         self, request_iterator: AsyncIterator[pb.WeightsCommand], context: grpc.aio.ServicerContext

@@ -181,6 +181,9 @@ class Service:
         end = time.monotonic() + timeout
         await self._backend.drain()
         while not (await self._backend.engine_status()).idle:
+            if self._backend.pause == pb.PAUSE_STEPS:
+                log.info("paused: the requests are handed back")
+                return
             if time.monotonic() > end:
                 log.warning("still busy after %.0f s: the remaining requests are handed back", timeout)
                 return

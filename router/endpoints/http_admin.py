@@ -1,0 +1,67 @@
+"""What the calls with the admin key share: the key, their errors, their bodies, and the workers they name."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from aiohttp import web
+
+from baton.router import errors
+from baton.router.admission.keys import KeyRing
+from baton.router.config import RouterConfig
+from baton.router.endpoints.http_generation import authorization
+from baton.router.workers.checks import explain
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+_OFF = "is off: start the router with --admin-key-file FILE or BATON_ADMIN_KEY, and send that key"
+_KEY = "send the key of --admin-key-file or BATON_ADMIN_KEY as `Authorization: Bearer KEY`"
+
+
+class AdminCalls:
+    """Of one router: its only process serves them, or its supervisor."""
+
+    def __init__(self, config: RouterConfig, status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+        """`status`: gives what `/status` shows."""
+        self.config = config
+        self.status = status
+        self._keys = None if config.admin_key is None else KeyRing((config.admin_key,))
+
+    def answered(self, handler: Handler) -> Handler:
+        """Checks the key, and turns errors into responses."""
+
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                if self._keys is None:
+                    raise errors.NotFound(f"{request.path} {_OFF}")
+                try:
+                    self._keys.authorize(authorization(request))
+                except errors.Unauthorized:
+                    raise errors.Unauthorized(_KEY) from None
+                return await handler(request)
+            except errors.ApiError as error:
+                return web.json_response(error.body, status=error.status)
+
+        return answer
+
+    async def body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self.config.client_timeout):
+                return await request.read()
+        except TimeoutError:
+            raise errors.TooSlow(f"no whole body within {self.config.client_timeout:g} s") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise errors.BodyTooLarge("the body is too large") from None
+
+    def why(self, fault: grpc.aio.AioRpcError) -> str:
+        """Why a call to a worker failed."""
+        if fault.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            return fault.details() or ""
+        return explain(fault, files=self.config.cluster_tls is not None)[0]
+
+
+def name_of(worker: Mapping[str, Any]) -> str:
+    """Of a worker in the status."""
+    return f"{worker['role']} {worker['index']} at {worker['address']}"

@@ -1,0 +1,92 @@
+"""HTTP calls that pause all workers and let them go on, as vLLM has them. They need the admin key."""
+
+import math
+from typing import Any, get_args
+
+from aiohttp import web
+
+from baton.router import errors
+from baton.router.endpoints.http_admin import AdminCalls, name_of
+from baton.rpc.pause import Mode, NotPaused, Workers
+
+PATHS = "/pause", "/resume", "/is_paused"
+LONGEST = 7 * 24 * 3600.0
+"""Seconds of a pause."""
+
+
+class HttpPause:
+    def __init__(self, calls: AdminCalls) -> None:
+        self._calls = calls
+
+    def routes(self) -> list[web.RouteDef]:
+        pause, resume, is_paused = PATHS
+        return [
+            web.post(pause, self._calls.answered(self._pause)),
+            web.post(resume, self._calls.answered(self._resume)),
+            web.get(is_paused, self._calls.answered(self._is_paused)),
+        ]
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode, seconds = _mode(request.query.get("mode", "abort")), self._seconds(request.query.get("seconds"))
+        names = await self._names()
+        try:
+            async with self._workers(names) as workers:
+                await workers.pause(mode, seconds)
+        except NotPaused as error:
+            raise self._failed(error, names, "The cluster goes on.") from error
+        except TimeoutError:
+            text = f"requests still ran after {seconds:g} s, so the cluster goes on; pause with mode=keep"
+            raise errors.TimedOut(text) from None
+        return web.json_response({"status": "paused", "seconds": seconds})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        names = await self._names()
+        try:
+            async with self._workers(names) as workers:
+                await workers.resume()
+        except NotPaused as error:
+            raise self._failed(error, names, "Try again, or wait for the end of the pause.") from error
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        pause = (await self._calls.status())["router"]["pause"]
+        return web.json_response({"is_paused": pause != "none", "pause": pause})
+
+    def _seconds(self, given: str | None) -> float:
+        """Requests that run now have ended by then: after `request_timeout` a pause serves none of them."""
+        if given is None:
+            return min(self._calls.config.request_timeout, LONGEST)
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds <= LONGEST:
+            text = f"seconds: must be a number above 0, at most {LONGEST:g}, not {given[:20]!r}"
+            raise errors.InvalidRequest(text, param="seconds")
+        return seconds
+
+    async def _names(self) -> dict[str, str]:
+        """The workers to ask, and how errors name them. One that starts computes nothing yet, and gets no
+        request while the others are paused."""
+        workers = (await self._calls.status())["workers"]
+        names = {w["address"]: name_of(w) for w in workers if w["state"] in ("ready", "draining")}
+        if not names:
+            raise errors.NoWorker("no worker is ready; see `baton status`")
+        return names
+
+    def _workers(self, names: dict[str, str]) -> Workers:
+        config = self._calls.config
+        return Workers(list(names), config.secret, config.cluster_tls)
+
+    def _failed(self, error: NotPaused, names: dict[str, str], outcome: str) -> errors.ApiError:
+        faults = [f"{names[address]}: {self._calls.why(fault)}" for address, fault in error.faults.items()]
+        return errors.Failed(f"{'; '.join(faults)}. {outcome}")
+
+
+def _mode(given: str) -> Mode:
+    modes: tuple[Any, ...] = get_args(Mode)
+    for mode in modes:
+        if given == mode:
+            return mode
+    text = f"mode: must be {', '.join(modes)}, not {given[:20]!r}"
+    raise errors.InvalidRequest(text, param="mode")

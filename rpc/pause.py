@@ -1,0 +1,99 @@
+"""The calling side of SetPause: pauses all workers, or none.
+
+abort: steps of all workers end, and their attempts ─▶ paused
+wait:  all workers get no new request ─ none has an attempt any more ─▶ their steps end ─▶ paused
+keep:  steps of all workers end ─▶ paused
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Literal
+
+from grpc.aio import AioRpcError
+
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.stubs import WorkerStub
+from baton.rpc.tls import TlsFiles
+
+Mode = Literal["abort", "wait", "keep"]
+"""What becomes of the requests that workers have."""
+ANSWER_WITHIN = 30.0
+"""Seconds for a worker: its step ends first."""
+IDLE_CHECK = 0.02
+
+
+class NotPaused(Exception):
+    """Workers have refused, or do not answer. No worker is paused, as far as they answer.
+
+    Attributes:
+        faults: the errors of these workers, by address.
+    """
+
+    def __init__(self, faults: Mapping[str, AioRpcError]) -> None:
+        super().__init__(f"not all workers do what was asked: {', '.join(faults)}")
+        self.faults = faults
+
+
+class Workers:
+    """Connections to these workers, while the context is open."""
+
+    def __init__(self, addresses: Sequence[str], secret: bytes, tls: TlsFiles | None) -> None:
+        self._addresses, self._secret, self._tls = addresses, secret, tls
+        self._stubs = dict[str, WorkerStub]()
+        self._until_the_end = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Workers":
+        for address in self._addresses:
+            opened = connect(address, self._secret, self._tls)
+            self._stubs[address] = WorkerStub(await self._until_the_end.enter_async_context(opened))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._until_the_end.aclose()
+
+    async def pause(self, mode: Mode, seconds: float) -> None:
+        """Returns when no worker computes. The pause ends after so many seconds, also that of `wait` which
+        still waits. Raises NotPaused, and TimeoutError if requests run as long as that. If it ends before its
+        time, for whatever reason, the workers go on."""
+        done = False
+        try:
+            if mode == "wait":
+                async with asyncio.timeout(seconds):
+                    await self._set(pb.PauseRequest(pause=pb.PAUSE_NEW, seconds=seconds))
+                    while not all(status.idle for status in await self._statuses()):  # noqa: ASYNC110
+                        await asyncio.sleep(IDLE_CHECK)
+            paused = pb.PauseRequest(pause=pb.PAUSE_STEPS, abort=mode == "abort", seconds=seconds)
+            await self._set(paused)
+            done = True
+        finally:
+            if not done:
+                resuming = asyncio.create_task(self.resume())
+                await asyncio.wait([resuming])
+                resuming.exception()  # the first error is the one to tell
+
+    async def resume(self) -> None:
+        """Raises NotPaused."""
+        await self._set(pb.PauseRequest(pause=pb.PAUSE_NONE))
+
+    async def _set(self, request: pb.PauseRequest) -> None:
+        await self._all(*(stub.SetPause(request, timeout=ANSWER_WITHIN) for stub in self._stubs.values()))
+
+    async def _statuses(self) -> list[pb.WorkerStatus]:
+        asked = pb.StatusRequest()
+        return await self._all(*(s.GetStatus(asked, timeout=ANSWER_WITHIN) for s in self._stubs.values()))
+
+    async def _all(self, *calls: Awaitable[pb.WorkerStatus]) -> list[pb.WorkerStatus]:
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        faults, statuses = dict[str, AioRpcError](), list[pb.WorkerStatus]()
+        for address, status in zip(self._stubs, found, strict=True):
+            if isinstance(status, AioRpcError):
+                faults[address] = status
+            elif isinstance(status, BaseException):
+                raise status
+            else:
+                statuses.append(status)
+        if faults:
+            raise NotPaused(faults)
+        return statuses

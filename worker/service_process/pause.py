@@ -1,0 +1,77 @@
+"""A pause of the worker, which a coordinator sets for all workers (`rpc.pause`).
+
+    none ─▶ new ─▶ steps ─▶ none        in any order
+
+With `new` routers hold the requests that no worker has had. With `steps` the engine launches no step, too:
+attempts stay as they are between two steps, and KV whose steps are over goes on to move. Each pause has an
+end, since its coordinator may die.
+"""
+
+import asyncio
+import logging
+
+from baton.rpc import worker_pb2 as pb
+from baton.worker.service_process.backend import Backend
+
+log = logging.getLogger(__name__)
+
+LONGEST = 7 * 24 * 3600.0
+"""Seconds of a pause."""
+STILL_CHECK = 0.002
+_ABORTED = "its request was aborted: the cluster is paused with mode=abort"
+
+
+class RefusedPause(Exception):
+    """The message is for the user."""
+
+
+class WorkerPause:
+    """Of one worker."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._one_at_a_time = asyncio.Lock()
+        self._ending: asyncio.Task[None] | None = None
+        """Waits until the pause is over."""
+
+    async def set(self, request: pb.PauseRequest) -> pb.WorkerStatus:
+        """Returns when the engine does what was asked for. Raises RefusedPause."""
+        if request.pause not in pb.Pause.values():
+            raise RefusedPause(f"pause is {request.pause}: it must be one of {', '.join(pb.Pause.keys())}")
+        if request.pause and not 0 < request.seconds <= LONGEST:
+            raise RefusedPause(f"seconds is {request.seconds:g}: it must be above 0, at most {LONGEST:g}")
+        # The caller may go, and the engine must not stay behind what routers were told.
+        return await asyncio.shield(asyncio.create_task(self._set(request)))
+
+    async def _set(self, request: pb.PauseRequest) -> pb.WorkerStatus:
+        async with self._one_at_a_time:
+            if self._ending is not None:
+                self._ending.cancel()
+                self._ending = None
+            try:
+                return await self._apply(request.pause, abort=request.abort)
+            finally:  # also if the engine has refused it, and the pause before goes on
+                if self._backend.pause:
+                    self._ending = asyncio.create_task(self._end(request.seconds))
+
+    async def _end(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        async with self._one_at_a_time:
+            log.warning("the pause has lasted %g s: the worker goes on", seconds)
+            await self._apply(pb.PAUSE_NONE, abort=False)
+
+    async def _apply(self, pause: "pb.Pause", *, abort: bool) -> pb.WorkerStatus:
+        backend = self._backend
+        if pause != backend.pause:
+            log.info("pause: %s", pb.Pause.Name(pause).removeprefix("PAUSE_").lower())
+        before, frozen = backend.pause, pause == pb.PAUSE_STEPS
+        backend.tell_pause(pause)  # first: what ends now shall not come again
+        while True:
+            paused = await backend.freeze(frozen=frozen, abort=_ABORTED if abort else "")
+            if paused.error:
+                backend.tell_pause(before)
+                raise RefusedPause(paused.error)
+            if not (frozen and paused.computing):
+                return await backend.status()
+            abort = False
+            await asyncio.sleep(STILL_CHECK)
