@@ -6,7 +6,7 @@ model. The arithmetic is that of transformers' `smart_resize` (Qwen2-VL and late
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -14,6 +14,8 @@ from baton.content import IMAGE_NAME_BYTES
 
 MOST_RATIO = 200
 """Of the sides of an image."""
+LOW_PIXELS = 512 * 512
+"""Most of an image of low detail, as in OpenAI's API."""
 CHANNELS = 3
 """Bytes of a pixel: red, green, blue."""
 MEAN = [0.48145466, 0.4578275, 0.40821073]
@@ -45,6 +47,12 @@ class ImageSettings:
     def side(self) -> int:
         """Pixels of a side of a token."""
         return self.patch_size * self.merge_size
+
+    @property
+    def of_low_detail(self) -> "ImageSettings":
+        """Those for an image that a client wants to have few tokens."""
+        most = max(self.min_pixels, min(self.max_pixels, LOW_PIXELS))
+        return self if most == self.max_pixels else replace(self, max_pixels=most)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """The size in pixels to which an image is resized: multiples of `side`. Raises `ValueError` for an

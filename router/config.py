@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from yarl import URL
+
 from baton.machine import logs
 from baton.router.admission.keys import ApiKey
 from baton.router.discovery import Discovery, FileDiscovery, is_address
@@ -78,6 +80,11 @@ class RouterConfig:
     routing_policy: str = "sticky"
     """One of `router.policy.prefill.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
+    """Of the body of a request and, apart from it, of all files that it names by URL."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which images are fetched. Empty: none are fetched."""
+    max_images: int = 256
+    """Of a request."""
     max_wait: float = 60.0
     batch_dir: str | None = None
     """Where the router keeps files and batches of OpenAI's API. None: it has none."""
@@ -125,6 +132,8 @@ class RouterConfig:
             if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
                 text = "must be * or an origin such as https://chat.example"
                 raise ValueError(f"--allowed-origins {text}, not {origin!r}")
+        for domain in self.allowed_media_domains:
+            host_of(domain)
         for address in self.workers:
             if not is_address(address):
                 raise ValueError(f"--worker must be HOST:PORT, not {address!r}")
@@ -165,3 +174,14 @@ class RouterConfig:
     def logging(self) -> dict[str, Any]:
         process = {"role": "router", "index": self.index, "incarnation": self.incarnation}
         return logs.log_config(self.log_format, self.log_level, process, exception_text=False)
+
+
+def host_of(domain: str) -> str:
+    """A host as URLs have it. Raises ValueError for what is no host."""
+    try:
+        host = URL.build(scheme="http", host=domain).raw_host
+    except ValueError:
+        host = None
+    if not host or "*" in host:
+        raise ValueError(f"--allowed-media-domains must be hosts such as images.example.com, not {domain!r}")
+    return host.lower()

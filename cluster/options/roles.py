@@ -299,7 +299,14 @@ class FrontOptions(ServerTlsOptions):
         shown="there are no such calls",
     )
     admin_key_file: Path | None = opt(None, "File with this key.", **OLD_FILE)
-    max_body_bytes: int = opt(16 << 20, "Largest body of a request.", "BYTES", check=between(1))
+    max_body_bytes: int = opt(
+        16 << 20, "Largest body of a request, and most bytes of images that it names by URL.", "BYTES",
+        check=between(1),
+    )  # fmt: skip
+    allowed_media_domains: list[str] = opt(
+        [], "Fetch images of requests from this host; repeat it.", "HOST", shown="no image is fetched"
+    )
+    max_images: int = opt(256, "Most images of a request.", "N", check=between(1, 256))
     max_wait: float = opt(
         60.0,
         "A request that is expected to wait longer for its turn gets 429 at once; the header x-max-wait "

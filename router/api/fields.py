@@ -102,15 +102,21 @@ class RefusalPart(BaseModel):
     refusal: str
 
 
+Detail = Literal["auto", "low", "high", "original"]
+"""How large an image may be for the model: `low` is at most `LOW_PIXELS`. The others change nothing."""
+
+
 class ImagePart(Part):
-    """An image in a message. `detail` has no effect: all images are resized in the same way."""
+    """An image in a message. With `detail` `low` it has at most 512 × 512 pixels for the model."""
 
     type: Literal["image_url", "input_image"]
     image_url: "str | ImageUrl"
+    detail: Detail | None = None
 
 
 class ImageUrl(Part):
     url: str
+    detail: Detail | None = None
 
 
 class ShownText(Part):
@@ -125,6 +131,8 @@ class ShownImage(Part):
 
     type: Literal["image"] = "image"
     url: str
+    low: bool = False
+    """As `Detail` says."""
 
 
 TextInput = str | list[str | TextPart | RefusalPart] | None
@@ -211,11 +219,14 @@ def content(value: Any) -> str | list[ShownText | ShownImage]:
         if isinstance(part, ShownText | ShownImage):
             shown.append(part)
         elif _is_image(part):
-            url = part.get("image_url")
-            url = url.get("url") if isinstance(url, dict) else url
+            url, detail = part.get("image_url"), part.get("detail")
+            if isinstance(url, dict):
+                url, detail = url.get("url"), url.get("detail", detail)
             if not isinstance(url, str):
                 raise invalid("a part with an image must have an image_url, with a url")
-            shown.append(ShownImage(url=url))
+            if detail not in (None, *get_args(Detail)):
+                raise invalid(f"detail must be one of {', '.join(get_args(Detail))}")
+            shown.append(ShownImage(url=url, low=detail == "low"))
         else:
             shown.append(ShownText(text=text([part])))
     if sum(isinstance(part, ShownImage) for part in shown) > MAX_IMAGES:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
@@ -25,7 +26,8 @@ from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsuppor
 from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.demand import demand_of
 from baton.router.preparation.grammar_checker import GrammarChecker
-from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
+from baton.router.preparation.media import MediaFetcher
+from baton.router.preparation.prepare import Converted, Generated, Kind, NeedsFiles, Prepared, Served
 from baton.rpc import worker_pb2 as pb
 
 TOKEN_BYTES = 4
@@ -68,6 +70,7 @@ class Frontend:
         self._forks = fork_server(config.process_title, services.tokenizer, config.forks_fd)
         self._checker = GrammarChecker(self._forks)
         self._preparer = Preparer(services.tokenizer, self._forks, config.processes)
+        self._media = MediaFetcher(config.allowed_media_domains, config.max_body_bytes, config.client_timeout)
         self._counts = KeyCounts(config.keys_fd, config.processes, config.process_number or 0)
         self._accounts: dict[ApiKey, Account] = {}
         self.use_keys(config.api_keys)
@@ -105,6 +108,7 @@ class Frontend:
     async def close(self) -> None:
         await self._checker.close()
         await self._preparer.close()
+        await self._media.close()
         await self._forks.close()
 
     @property
@@ -115,7 +119,7 @@ class Frontend:
 
     @property
     def _served(self) -> Served:
-        return Served(self._model_names, self.capacity)
+        return Served(self._model_names, self.capacity, self._services.config.max_images)
 
     @contextmanager
     def admit(self, account: Account) -> Iterator[Entry]:
@@ -159,9 +163,7 @@ class Frontend:
         entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
         with self._services.active.counting():
             async with _until(Deadline(began, limit)):
-                prepared = await self._preparer.prepare(
-                    kind, raw, self._served, entry.account.key, history, entry.expect
-                )
+                prepared = await self._prepared(kind, raw, entry, history)
             assert isinstance(prepared, Prepared)
             entry.receive(sum(len(image.pixels) for images in prepared.images for image in images))
             body = prepared.options
@@ -203,6 +205,19 @@ class Frontend:
             traceparent=valid_traceparent(headers.get("traceparent")),
         )
 
+    async def _prepared(
+        self, kind: Kind, raw: bytes | bytearray, entry: Entry, history: bytes
+    ) -> Prepared | bytes:
+        """Fetches the images that the body names by URL, if there are any."""
+        prepare = partial(
+            self._preparer.prepare, kind, raw, self._served, entry.account.key, history, entry.expect
+        )
+        try:
+            return await prepare()
+        except NeedsFiles as needed:
+            files = await self._media.fetch(needed.urls, entry.receive)
+        return await prepare(files)
+
     def _pair(self, sent: str) -> tuple[str, str]:
         """Returns the two workers that a header names. Raises InvalidRequest."""
         listed = self._services.pool.listed
@@ -218,7 +233,7 @@ class Frontend:
         """Returns the response to an endpoint that only counts or converts, or to a peek. Raises ApiError."""
         entry.receive(len(history))
         async with _until(Deadline(time.monotonic(), self._services.config.request_timeout)):
-            response = await self._preparer.prepare(kind, raw, self._served, entry.account.key, history)
+            response = await self._prepared(kind, raw, entry, history)
         assert isinstance(response, bytes)
         entry.receive(len(response))  # until the client has it
         return response

@@ -1,8 +1,9 @@
 """Prepares bodies, large ones in a child process. This module is also the process that forks the children.
 
-A frame is a body to prepare: a line of JSON, then the history, then the client's bytes. The line is [kind,
-model names, context length, salt in hexadecimal, bytes of the history]. An answer is the bytes of a response,
-or an array of the fields of `Prepared`.
+A frame is a body to prepare: a line of JSON, then the history, then files, then the client's bytes. The line
+is [kind, model names, context length, most images, salt in hexadecimal, bytes of the history, {URL: bytes of
+its file}]. An answer is the bytes of a response, an array of the fields of `Prepared`, or an object with the
+URLs of the files that the router has to fetch.
 """
 
 import asyncio
@@ -10,9 +11,10 @@ import gc
 import json
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,15 @@ from baton.router.child_pool import ChildPool, ForkServer
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation import pipe
 from baton.router.preparation.images import PlacedImage, pillow
-from baton.router.preparation.prepare import Kind, NeedsChild, Prepared, Served, prepare
+from baton.router.preparation.prepare import (
+    NO_FILES,
+    Kind,
+    NeedsChild,
+    NeedsFiles,
+    Prepared,
+    Served,
+    prepare,
+)
 from baton.router.text.tokenizer import ModelTokenizer
 
 SMALL_BYTES = 16 << 10
@@ -63,19 +73,21 @@ class Preparer:
         key: ApiKey,
         history: bytes = b"",
         expect: Callable[[int], None] = lambda tokens: None,
+        files: Mapping[str, bytes] = NO_FILES,
     ) -> Prepared | bytes:
-        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError.
+        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError and NeedsFiles.
 
         `expect` is told the tokens of the prompts before this process makes lists of them, which take nine
         times their bytes. It may refuse them."""
-        if len(raw) + len(history) <= SMALL_BYTES:
+        if len(raw) + len(history) <= SMALL_BYTES and not files:
             loop, tokenizer, salt = asyncio.get_running_loop(), self._tokenizer, key.cache_salt
             small = partial(prepare, kind, raw, tokenizer, served, history, salt, in_child=False)
             with suppress(NeedsChild):
                 return await loop.run_in_executor(self._thread, small)
-        head = request_head(kind, served, history, key.cache_salt)
+        head = request_head(kind, served, history, key.cache_salt, files)
         too_much = InvalidRequest(f"the preparation of this request takes more than {self._limits}")
-        return read_prepared(await self._children.ask(key.name, head, raw, too_much=too_much), expect)
+        parts = head, *files.values(), raw
+        return read_prepared(await self._children.ask(key.name, *parts, too_much=too_much), expect)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -95,15 +107,25 @@ def fork_server(
     return ForkServer([sys.executable, "-m", __name__, title, memory], tokenizer.state, fd)
 
 
-def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes = b"") -> bytes:
-    """Returns what precedes the client's bytes."""
-    head = [kind, served.model_names, served.context, salt.hex(), len(history)]
+def request_head(
+    kind: Kind,
+    served: Served,
+    history: bytes = b"",
+    salt: bytes = b"",
+    files: Mapping[str, bytes] = NO_FILES,
+) -> bytes:
+    """Returns what precedes the files and the client's bytes."""
+    sizes = {url: len(file) for url, file in files.items()}
+    head = [kind, *astuple(served), salt.hex(), len(history), sizes]
     return json.dumps(head).encode() + b"\n" + history
 
 
 def read_prepared(answer: Any, expect: Callable[[int], None] = lambda tokens: None) -> Prepared | bytes:
+    """Raises NeedsFiles."""
     if isinstance(answer, bytes):
         return answer
+    if isinstance(answer, dict):
+        raise NeedsFiles(answer["urls"])
     is_chat, options, *ids, echoes, starts, beginning, repeated, images = answer
     expect(sum(map(len, ids[0])) // 4)
     kind = ChatOptions if is_chat else CompletionOptions
@@ -129,12 +151,18 @@ def main(title: str, memory_bytes: str, control: str) -> None:
     pipe.fork_children(int(control), title, kinds, int(memory_bytes))
 
 
-def answer_to(tokenizer: ModelTokenizer, request: bytes) -> list[Any] | bytes:
+def answer_to(tokenizer: ModelTokenizer, request: bytes) -> list[Any] | dict[str, Any] | bytes:
     """Raises InvalidRequest and ModelNotFound."""
     head, _, rest = request.partition(b"\n")
-    kind, model_names, context, salt, length = json.loads(head)
-    served, history, raw = Served(tuple(model_names), context), rest[:length], rest[length:]
-    return _sent(prepare(kind, raw, tokenizer, served, history, bytes.fromhex(salt)))
+    kind, model_names, context, max_images, salt, length, sizes = json.loads(head)
+    served, history, files = Served(tuple(model_names), context, max_images), rest[:length], {}
+    for url, size in sizes.items():
+        files[url] = rest[length : length + size]
+        length += size
+    try:
+        return _sent(prepare(kind, rest[length:], tokenizer, served, history, bytes.fromhex(salt), files))
+    except NeedsFiles as needed:
+        return {"urls": needed.urls}
 
 
 def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:

@@ -9,7 +9,7 @@ import binascii
 import io
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ MOST_SOURCE_PIXELS = 1 << 26
 """Of a file. They are known before it is decoded: a small file may hold a huge image."""
 KEPT_BYTES = 128 << 20
 """Of pixels that a child keeps for requests that repeat an image, as each turn of a chat does."""
+_REMOTE = re.compile(r"https?:", re.IGNORECASE)
 _DATA = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w.+-]+=[^;,]*)*;base64,", re.ASCII)
 
 
@@ -37,12 +38,21 @@ class Decoded(NamedTuple):
 _kept: OrderedDict[bytes, Decoded] = OrderedDict()  # of this process, the least recently used first
 
 
-def decode_images(images: Sequence[ShownImage], settings: ImageSettings) -> list[Decoded]:
-    """Raises InvalidRequest, which names the image by its number in the request."""
+def is_remote(url: str) -> bool:
+    """Whether the router must fetch the file."""
+    return _REMOTE.match(url) is not None
+
+
+def decode_images(
+    images: Sequence[ShownImage], settings: ImageSettings, files: Mapping[str, bytes]
+) -> list[Decoded]:
+    """`files`: those that were fetched, by URL. Raises InvalidRequest, which names the image by its number in
+    the request."""
     found: list[Decoded] = []
     total = 0
     for i, image in enumerate(images):
-        decoded = _decoded(_file(image.url, i), settings, i)
+        file = files[image.url] if image.url in files else _file(image.url, i)
+        decoded = _decoded(file, settings.of_low_detail if image.low else settings, i)
         total += decoded.rows * decoded.columns * settings.side**2
         if total > MOST_PIXELS:
             text = f"messages: the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
@@ -74,7 +84,7 @@ def place(
 def _file(url: str, i: int) -> bytes:
     match = _DATA.match(url[:256])
     if match is None:
-        text = f"messages: image {i}: must be a URL of the form data:image/png;base64,…"
+        text = f"messages: image {i}: must be a URL of https or http, or of the form data:image/png;base64,…"
         raise Unsupported(text, param="messages")
     try:
         return base64.b64decode(url[match.end() :], validate=True)

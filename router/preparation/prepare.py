@@ -1,8 +1,9 @@
 """Makes token ids of the bytes of a client. Pure. The largest bodies take seconds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -18,18 +19,20 @@ from baton.router.api.bodies import (
     TokenizeBody,
     parse_message,
 )
+from baton.router.api.fields import MAX_IMAGES
 from baton.router.api.jobs import output_room
 from baton.router.api.messages import Message
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
-from baton.router.preparation.images import Decoded, PlacedImage, decode_images, place
+from baton.router.preparation.images import Decoded, PlacedImage, decode_images, is_remote, place
 from baton.router.preparation.input_items import Query, input_items
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
 
 Raw = bytes | bytearray
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _CUT_TOKENS = 1024
 MAX_BAD_WORD_TOKENS = 4096
 """Each choice of a request has them, on its way to a worker and there."""
@@ -61,6 +64,8 @@ class Served:
     model_names: tuple[str, ...]
     context: int
     """Tokens of prompt and output together."""
+    max_images: int = MAX_IMAGES
+    """Of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,15 @@ class NeedsChild(Exception):
     """A body has images, which only a child process decodes."""
 
 
+class NeedsFiles(Exception):
+    """A body names images by URL. Once their files are known, the body is prepared again."""
+
+    def __init__(self, urls: list[str]) -> None:
+        """`urls`: of http or https, each once."""
+        super().__init__(urls)
+        self.urls = urls
+
+
 def prepare(
     kind: Kind,
     raw: Raw,
@@ -145,6 +159,7 @@ def prepare(
     served: Served,
     history: bytes = b"",
     salt: bytes = b"",
+    files: Mapping[str, bytes] = NO_FILES,
     *,
     in_child: bool = True,
 ) -> Prepared | bytes:
@@ -153,9 +168,11 @@ def prepare(
 
     `history`: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
     `salt`: of the client's API key.
+    `files`: those that the router has fetched, by URL.
     `in_child`: this process may decode images.
 
-    Raises InvalidRequest and ModelNotFound. Without `in_child`, raises NeedsChild for a body with images.
+    Raises InvalidRequest and ModelNotFound. Raises NeedsFiles for a body with URLs that are not in `files`.
+    Without `in_child`, raises NeedsChild for a body with images.
     """
     if kind == "peek":
         return msgspec.msgpack.encode(peek(raw))
@@ -166,7 +183,7 @@ def prepare(
     body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
     if body.model not in (None, *served.model_names):
         raise ModelNotFound.of(body.model, served.model_names)
-    preparation = _Preparation(tokenizer, served.context, salt, in_child)
+    preparation = _Preparation(tokenizer, served, salt, files, in_child)
     with named_as_in(kind):
         prepared = preparation.of_body(body, kind, history)
     if isinstance(prepared, Prepared) and prepared.options.bad_words:
@@ -179,9 +196,14 @@ class _Preparation:
     """Prepares one body."""
 
     tokenizer: ModelTokenizer
-    context: int
+    served: Served
     salt: bytes
+    files: Mapping[str, bytes]
     in_child: bool
+
+    @property
+    def context(self) -> int:
+        return self.served.context
 
     def of_body(self, body: Body, kind: Kind, history: bytes) -> Prepared | bytes:
         match body:
@@ -231,16 +253,22 @@ class _Preparation:
         return Prepared(body, [prompt], [], beginning=beginning, images=[placed] if placed else [])
 
     def _images(self, messages: Sequence[Message]) -> list[Decoded]:
-        """The images of a chat. Raises InvalidRequest for one that is broken, and NeedsChild."""
+        """The images of a chat. Raises InvalidRequest for one that is broken, NeedsChild and NeedsFiles."""
         images = [image for message in messages for image in message.images]
         if not images:
             return []
         if self.tokenizer.images is None:
             text = "parts of type 'image_url' are not supported: this model takes no images"
             raise Unsupported(f"messages: {text}", param="messages")
+        if len(images) > (most := self.served.max_images):
+            text = f"messages: the request has {len(images)} images, more than {most}"
+            raise InvalidRequest(text, param="messages")
         if not self.in_child:
             raise NeedsChild
-        return decode_images(images, self.tokenizer.images)
+        urls = dict.fromkeys(image.url for image in images if is_remote(image.url))
+        if missing := [url for url in urls if url not in self.files]:
+            raise NeedsFiles(missing)
+        return decode_images(images, self.tokenizer.images, self.files)
 
     def _placed(self, token_ids: list[int], images: list[Decoded]) -> tuple[list[int], list[PlacedImage]]:
         settings = self.tokenizer.images

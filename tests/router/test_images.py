@@ -20,7 +20,7 @@ from baton.router.api import jobs
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
 from baton.router.preparation import images
 from baton.router.preparation.child import answer_to, read_prepared, request_head
-from baton.router.preparation.prepare import NeedsChild, Prepared, Served, prepare
+from baton.router.preparation.prepare import NeedsChild, NeedsFiles, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.engine.conftest import IMAGE_TOKEN, save_seeing_tokenizer, save_tiny
 
@@ -56,8 +56,8 @@ def url_of(file: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(file).decode()
 
 
-def chat(*urls: str) -> dict[str, Any]:
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+def chat(*urls: str, **more: Any) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url, **more}} for url in urls]
     return {"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}, *parts]}]}
 
 
@@ -131,6 +131,47 @@ def test_tokens_of_images_stand_where_the_template_puts_them(tokenizer: ModelTok
         prepared(tokenizer, chat(*urls), in_child=False)
 
 
+def test_files_that_are_fetched_are_images_as_those_in_a_body(tokenizer: ModelTokenizer) -> None:
+    url, other = "https://a.example/1", "HTTP://b.example/2"
+    files = {url: file_of(picture()), other: file_of(picture(size=(16, 8)))}
+    body = chat(url, other, url)
+    with pytest.raises(NeedsFiles) as needed:
+        prepared(tokenizer, body)
+    assert needed.value.urls == [url, other]
+    expected = prepared(tokenizer, chat(*(url_of(files[each]) for each in (url, other, url))))
+    assert prepared(tokenizer, body, files=files).images == expected.images
+    raw = json.dumps(body).encode()
+    with pytest.raises(NeedsFiles) as needed:
+        read_prepared(answer_to(tokenizer, request_head("chat", SERVED, files={url: b""}) + raw))
+    assert needed.value.urls == [other]
+    frame = request_head("chat", SERVED, b"[]", files=files) + b"".join(files.values()) + raw
+    sent = read_prepared(answer_to(tokenizer, frame))
+    assert isinstance(sent, Prepared)
+    assert (sent.prompts, sent.images) == (expected.prompts, expected.images)
+
+
+def test_an_image_of_low_detail_is_small(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = url_of(file_of(picture(size=(80, 80))))
+    [[whole]] = prepared(tokenizer, chat(url, detail="high")).images
+    assert (whole.rows, whole.columns) == (10, 10)
+    monkeypatch.setattr("baton.content.images.LOW_PIXELS", 40 * 40)
+    [[small]] = prepared(tokenizer, chat(url, detail="low")).images
+    assert (small.rows, small.columns) == (5, 5)
+    assert small.name != whole.name
+    part = {"type": "input_image", "image_url": url, "detail": "low"}
+    body = {"input": [{"role": "user", "content": [part]}]}
+    assert prepared(tokenizer, body, "responses").images[0][0].name == small.name
+    with pytest.raises(InvalidRequest, match="detail must be one of auto, low, high, original"):
+        prepared(tokenizer, chat(url, detail="medium"))
+
+
+def test_a_request_has_a_limit_of_images(tokenizer: ModelTokenizer) -> None:
+    body = json.dumps(chat(*["https://a.example/1"] * 3)).encode()
+    for most, error, text in ((3, NeedsFiles, "a.example"), (2, InvalidRequest, "has 3 images, more than 2")):
+        with pytest.raises(error, match=text):
+            prepare("chat", body, tokenizer, Served(("vl",), 256, most))
+
+
 def test_a_repeated_image_is_decoded_once(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     body = chat(url_of(file_of(picture())))
     first = prepared(tokenizer, body).images
@@ -159,8 +200,7 @@ def bomb(width: int, height: int) -> bytes:
         (url_of(file_of(picture())[:-60]), "image 0 cannot be decoded: image file is truncated"),
         (url_of(b"BM" + bytes(90)), "it is none of PNG, JPEG, WEBP, GIF"),
         ("data:image/png;base64,!!", "image 0 is not valid base64"),
-        ("https://example.com/a.png", "must be a URL of the form data:image/png;base64"),
-        ("file:///etc/passwd", "must be a URL of the form data:image/png;base64"),
+        ("file:///etc/passwd", "must be a URL of https or http, or of the form data:image/png;base64"),
     ],
 )
 def test_what_is_no_image_is_refused(url: str, reason: str, tokenizer: ModelTokenizer) -> None:
