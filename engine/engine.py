@@ -6,15 +6,18 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EncoderStats, EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget
+from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import ChunkLimit, Meters
 from baton.engine.core.offload_tier import stats_of
@@ -27,7 +30,8 @@ from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.graphs import batch_sizes
-from baton.engine.execution.memory_sizing import COPY_TOKENS, PoolSize, tier_places
+from baton.engine.execution.kept_cache import KeptCache
+from baton.engine.execution.memory_sizing import COPY_TOKENS, CacheLimits, PoolSize, tier_places
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank
@@ -45,23 +49,46 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(
-    config: EngineConfig, *, files: RankFiles | None = None, hooks: Hooks = NO_HOOKS
+    config: EngineConfig,
+    *,
+    files: RankFiles | None = None,
+    hooks: Hooks = NO_HOOKS,
+    kept_fd: int | None = None,
 ) -> "Engine":
     """Loads the model and makes it ready. Raises `ValueError` for mistakes that the user can mend.
 
     With `tensor_parallel_size` above 1 this is rank 0. The caller starts a process for each
     other rank. That process runs an `engine.execution.rank.Follower` with the same configuration and `files`.
-    If one of them ends, the caller ends this process."""
+    If one of them ends, the caller ends this process.
+
+    `kept_fd`: as in `KeptCache`; the caller owns it. Engines that follow each other on it use the
+    published KV of those before. Only one may live at a time."""
 
     def progress(stage: str, fraction: float) -> None:
         hooks.tick()
         hooks.progress(stage, fraction)
 
     device, ranks = join(config, 0, files)
-    started = start_rank(config, device, ranks, progress)
+    started = start_rank(config, device, ranks, progress, partial(_kept_cache, kept_fd, config, device))
     if files is not None:
         started.runner.followers = commands(config, started, files)
     return Engine(config, started, hooks)
+
+
+def _kept_cache(
+    fd: int | None, config: EngineConfig, device: torch.device, limits: CacheLimits, pool: PoolSize
+) -> KeptCache | None:
+    """None: the KV ends with the engine."""
+    if fd is None or not config.enable_prefix_caching:
+        return None
+    if device.type != "cpu" or config.tensor_parallel_size > 1:
+        reason = "only a CPU with one rank keeps it"
+    elif limits.state_bytes or pool.window_blocks is not None:
+        reason = "the model has states, or windows with blocks of their own"
+    else:
+        return KeptCache(fd, pool.num_blocks, record_bytes(limits.block_size))
+    log.info("KV ends with this engine process: %s", reason)
+    return None
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:
@@ -154,7 +181,10 @@ class Engine:
         budget = config.max_num_batched_tokens
         limit = ChunkLimit(steps, config.ttit_target, budget, config.ttit_target_steps)
         pool, states = _pools(started.pool, self.block_size, self._windows(config, started))
+        self._kept = started.kept
         cache = self._prefix_cache(config, started, hooks, pool)
+        if cache is not None and (found := cache.take_over()):
+            log.info("%d blocks of KV of the engine before are whole, and are used", found)
         self.window_blocks = None if pool.windows is None else pool.windows.of
         """int32, by block: the block in layers with windows, 0 if it has none. None: all layers have the same
         blocks."""
@@ -233,6 +263,9 @@ class Engine:
             copies = StateCopies(
                 first, count, COPY_TOKENS, self.block_size, started.runner.chunk_tokens, units
             )
+        kept = None
+        if self._kept is not None:
+            kept = KeptBlocks(self._kept.table, self.block_size, self._kept.checksum)
         return PrefixCache(
             pool,
             self.content_root,
@@ -241,6 +274,7 @@ class Engine:
             prompt_seconds=self.prompt_seconds,
             copies=copies,
             windows=windows_of(self.cache_arrays),
+            kept=kept,
         )
 
     def _windows(self, config: EngineConfig, started: Started) -> WindowBlocks | None:
@@ -366,6 +400,8 @@ class Engine:
         self.content_root = self._root_of(self.model_fingerprint)
         if self.lives.cache is not None:
             self.lives.cache.rename(self.content_root)
+        if self._kept is not None:
+            self._kept.rename(self.content_root)
 
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""

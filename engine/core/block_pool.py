@@ -207,6 +207,14 @@ class BlockPool:
         self._name_of[block] = name
         return True
 
+    def put_cached(self, block: int, name: bytes) -> None:
+        """A free block has the content of this name, which no other block has. It is evicted after those that
+        came before."""
+        del self._free[block]
+        self._block_of[name] = block
+        self._name_of[block] = name
+        self._unreferenced[block] = None
+
     def forget(self, name: bytes) -> None:
         """No request finds the cached block with this name any more, if there is one. Those that hold it keep
         it."""

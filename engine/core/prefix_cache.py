@@ -18,6 +18,7 @@ from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine.api.config import TierCells
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.state_copies import StateCopies
 
@@ -100,9 +101,12 @@ class PrefixCache:
         prompt_seconds: Callable[[int, int, int], float] = lambda *_: 0.0,
         copies: StateCopies | None = None,
         windows: Collection[Window] = (),
+        kept: KeptBlocks | None = None,
     ) -> None:
         """`content_root`: root of all names. `offload_places`: cells of each tier below the device.
-        `prompt_seconds`: as in `Meters`. `windows`: those of the arrays of tokens that layers keep."""
+        `prompt_seconds`: as in `Meters`. `windows`: those of the arrays of tokens that layers keep.
+        `kept`: table of what the next engine may use. None: the memory ends with this one.
+        `kept`: the table of what the next engine may use. None: the memory ends with this one."""
         self.queries = 0
         self.hits = 0
         self.copies = copies
@@ -114,6 +118,7 @@ class PrefixCache:
         self._windows = windows
         # The names of blocks that are thin in all tiers. Those of `halved` are thin on the device alone.
         self._thin: set[bytes] = set()
+        self._kept = kept
         self._halved = pool.halved
         self._named: tuple[EngineRequest, PrefixNames] | None = None  # the last request, and its names
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
@@ -148,6 +153,8 @@ class PrefixCache:
         """All names of requests from now on begin at this root. Blocks with names of before are found no
         more."""
         self._root, self._named = content_root, None
+        if self._kept is not None:
+            self._kept.clear()
 
     def publish(
         self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: int = 0
@@ -155,6 +162,7 @@ class PrefixCache:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
         indices below `thin` are thin, and those without a window block."""
         entered: list[int] = []
+        whole: list[int] = []
         for index in range(start, stop):
             name = names.blocks[index]
             is_thin = index < thin or not self._pool.has_window(blocks[index])
@@ -167,18 +175,52 @@ class PrefixCache:
                 continue
             if is_thin:
                 self._thin.add(name)
+            else:
+                whole.append(index)
             if name in self._cached:
                 self._place_changed(name)
             else:
                 entered.append(index)
         for index, block in zip(entered, names.cached(entered), strict=True):
-            self._cached[block.name] = _Cached(block.chunks, block.before, names.salt, names.tenant)
-            last = (index + 1) * self._block_size // CHUNK_TOKENS
-            for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
-                first = chunk * CHUNK_TOKENS // self._block_size
-                self._blocks_of[name] = chunk, names.blocks[first : index + 1]
+            self._enter(block, index, names.blocks, names.tenant)
+        if self._kept is not None:
+            for index, block in zip(whole, names.cached(whole), strict=True):
+                self._kept.add(blocks[index], block, names.tenant)
         if entered:
             self._hooks.cached(names.cached(entered))
+
+    def _enter(self, block: CachedBlock, index: int, names: list[bytes], tenant: bytes) -> None:
+        """A block comes to the cache, the one with this index in its prompt. `names`: of the blocks of the
+        prompt up to it."""
+        self._cached[block.name] = _Cached(block.chunks, block.before, block.salt, tenant)
+        last = (index + 1) * self._block_size // CHUNK_TOKENS
+        for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
+            first = chunk * CHUNK_TOKENS // self._block_size
+            self._blocks_of[name] = chunk, names[first : index + 1]
+
+    def take_over(self) -> int:
+        """Has the blocks from now on that the engine before this one left, if they are whole. Returns their
+        number. A block whose beginning of the prompt is lost is left out. Called once, before all else."""
+        if self._kept is None:
+            return 0
+        after: dict[bytes, list[KeptBlock]] = {}
+        for kept in self._kept.left():
+            after.setdefault(kept.cached.before, []).append(kept)
+        found: list[KeptBlock] = []
+        prompts = [(kept, list[bytes]()) for kept in after.pop(b"", ())]
+        while prompts:
+            kept, before = prompts.pop()
+            block, names = kept.cached, [*before, kept.cached.name]
+            self._enter(block, len(names) - 1, names, kept.tenant)
+            found.append(kept)
+            prompts.extend((each, names) for each in after.pop(block.name, ()))
+        for lost in (kept for rest in after.values() for kept in rest):
+            self._kept.remove(lost.cached.name)
+        for kept in reversed(found):  # the end of a prompt is evicted first
+            self._pool.put_cached(kept.block, kept.cached.name)
+        if found:
+            self._hooks.cached([kept.cached for kept in found])
+        return len(found)
 
     def _forget_thin(self, name: bytes) -> None:
         """A block with this name has all positions. No tier keeps a thin one, except while it is read."""
@@ -383,6 +425,8 @@ class PrefixCache:
         return len(chunks), list(table.values())
 
     def _evicted(self, name: bytes) -> None:
+        if self._kept is not None:
+            self._kept.remove(name)
         self._halved.discard(name)
         for tier in self._block_tiers:
             tier.evicted(name)

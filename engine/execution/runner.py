@@ -35,6 +35,7 @@ from baton.engine.execution.graphs import (
     largest_graph,
 )
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
+from baton.engine.execution.kept_cache import KeptCache
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import (
     FP8,
@@ -220,13 +221,14 @@ class ModelRunner:
         *,
         window_blocks: int | None = None,
         elastic: ElasticCache | None = None,
+        kept: KeptCache | None = None,
         shared: bool = False,
     ) -> None:
         """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
-        `window_blocks`: as in `Places`. `elastic`: has the memory. None: it is fixed. `shared`: all layers
-        with the same arrays share the memory of one."""
+        `window_blocks`: as in `Places`. `elastic` or `kept`: has the memory. None: torch has. `shared`: all
+        layers with the same arrays share the memory of one."""
         self._elastic = elastic
-        memory = DeviceTensors(self.device) if elastic is None else elastic
+        memory = elastic or kept or DeviceTensors(self.device)
         places = Places(num_blocks, self.block_size, num_slots, window_blocks)
         alike = dict[Any, Any]()
         self._window_blocks = window_blocks
@@ -243,8 +245,8 @@ class ModelRunner:
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for spec, cache in zip(self._cache, self.caches, strict=True):
             slots = spec.slots(cache)
-            kept = sum(array.bytes for array in spec.arrays if not array.per_token)
-            assert sum(x.nbytes for x in slots) == num_slots * kept, "copies have all arrays of a request"
+            each = sum(array.bytes for array in spec.arrays if not array.per_token)
+            assert sum(x.nbytes for x in slots) == num_slots * each, "copies have all arrays of a request"
             for x in slots:
                 by_dtype[x.dtype].append(x)
         self._slots = list(by_dtype.values())

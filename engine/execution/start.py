@@ -27,6 +27,7 @@ from baton.encode_worker.turns import Turns
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
+from baton.engine.execution.kept_cache import KeptCache
 from baton.engine.execution.memory_sizing import (
     CacheLimits,
     MemoryUse,
@@ -83,13 +84,20 @@ class Started:
     """Of images. None: the model takes none, transformers is not installed, or this is not rank 0."""
     steps: StepModel | None
     """What steps cost, as far as it was measured. None: not at all."""
+    kept: KeptCache | None
+    """The memory of KV that outlives this engine. None: it ends with the engine."""
 
 
 def start_rank(
-    config: EngineConfig, device: torch.device, ranks: Ranks, progress: Callable[[str, float], None]
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks,
+    progress: Callable[[str, float], None],
+    keep: Callable[[CacheLimits, PoolSize], KeptCache | None] = lambda *_: None,
 ) -> Started:
     """Loads this rank's part of the model and makes it ready. Raises `ValueError` for mistakes that the user
-    can mend. `progress(stage, fraction)` tells how far the start is."""
+    can mend. `progress(stage, fraction)` tells how far the start is. `keep` makes memory for KV that outlives
+    the engine, if there is any for such a cache."""
     began = time.monotonic()
     # By default torch has a thread for each CPU of the machine, whatever quota the container has.
     threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
@@ -138,13 +146,25 @@ def start_rank(
     shares = config.elastic_memory if config.elastic_memory is not None else not on_gpu
     pages = _pages(device, ranks) if limits.state_bytes and shares else None
     pool = size_pool(config, model_config, limits, use, ranks, pages)
+    root_of = partial(
+        content_root,
+        weight_format=str(limits.dtype),
+        kv_dtype=str(limits.kv_dtype),
+        numerics=numerics_of(config, limits, weight_format, device) if config.batch_invariant else "",
+    )
+    kept = keep(limits, pool)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         runner.open(
             pool.num_blocks,
             pool.num_slots + pool.num_copies,
             window_blocks=pool.window_blocks,
             elastic=_elastic_cache(pool.elastic, device),
+            kept=kept,
         )
+        if kept is not None and not kept.open(root_of(fingerprint)):
+            log.warning("the KV that was kept is of another model or layout: it is not used")
+            kept = None
+            runner.open(pool.num_blocks)
         if on_gpu:
             warm_up(runner, rehearsal_in(pool, config, limits.block_size), progress)
         if on_gpu and config.cuda_graphs:
@@ -156,18 +176,12 @@ def start_rank(
             )
         if runner.expert_load is not None:
             runner.expert_load.clear()
-    numerics = numerics_of(config, limits, weight_format, device) if config.batch_invariant else ""
     return Started(
         runner,
         replace(model_config, max_model_len=pool.max_model_len),
         fingerprint,
-        partial(
-            content_root,
-            weight_format=str(limits.dtype),
-            kv_dtype=str(limits.kv_dtype),
-            numerics=numerics,
-        ),
-        numerics,
+        root_of,
+        root_of.keywords["numerics"],
         checkpoint.source,
         limits.cache,
         [layer.arrays for layer in of_model],
@@ -185,6 +199,7 @@ def start_rank(
         ),
         encoder,
         steps,
+        kept,
     )
 
 

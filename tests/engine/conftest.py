@@ -539,7 +539,7 @@ def tiny_path(tiny_of: TinyOf) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
-    def make(*, hooks: Hooks = NO_HOOKS, **config: Any) -> Engine:
+    def make(*, hooks: Hooks = NO_HOOKS, kept_fd: int | None = None, **config: Any) -> Engine:
         settings: dict[str, Any] = {
             "model": str(tiny_path),
             "dtype": "float32",
@@ -549,7 +549,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
             "overlap": False,
             "cuda_graphs": False,
         }
-        return build_engine(EngineConfig(**{**settings, **config}), hooks=hooks)
+        return build_engine(EngineConfig(**{**settings, **config}), hooks=hooks, kept_fd=kept_fd)
 
     return make
 

@@ -1,0 +1,163 @@
+"""KV that outlives its engine: the next engine on the memory uses what is whole, and computes the rest."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import xxhash
+
+from baton.engine import CachedBlock, Engine
+from baton.engine.api.request import Hooks
+from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
+from tests.engine.conftest import MakeEngine, request_of, run
+
+PROMPT = [*range(3, 43)]  # ten blocks
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_batched_tokens": 64, "enable_prefix_caching": True}
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = os.memfd_create("kept", os.MFD_ALLOW_SEALING)
+    yield fd
+    os.close(fd)
+
+
+def answer(
+    engine: Engine, salt: bytes = b"", prompt: list[int] = PROMPT, **sampling: Any
+) -> tuple[list[int], int]:
+    """The tokens of a request, and how many positions of its prompt were cached."""
+    request = request_of(1, prompt, max_tokens=12, ignore_eos=True, **sampling)
+    request.cache_salt = salt
+    outputs = run(engine, [request])[request.id].outputs
+    engine.assert_whole()
+    return [output.token for output in outputs], outputs[0].cached_tokens
+
+
+def record_of(engine: Engine, index: int) -> tuple[KeptBlocks, int]:
+    """The table of an engine, and the block with this index in the prompt."""
+    cache = engine.lives.cache
+    assert cache is not None
+    assert cache._kept is not None
+    names = cache.names(request_of(1, PROMPT))
+    names.extend(PROMPT, len(PROMPT))
+    return cache._kept, cache._kept._block_of[names.blocks[index]]
+
+
+def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
+    tiny_engine: MakeEngine, memory: int
+) -> None:
+    first = tiny_engine(kept_fd=memory, **SETTINGS)
+    tokens, cached = answer(first, logprobs=2)
+    assert cached == 0
+    seen: list[CachedBlock] = []
+    second = tiny_engine(kept_fd=memory, hooks=Hooks(cached=seen.extend), **SETTINGS)
+    assert len(seen) == 12, "those of the answer, too: 51 of 52 positions have KV"
+    assert answer(second, logprobs=2) == (tokens, 36)
+    # A recovered stream has all but what fills no block.
+    recovered = request_of(2, PROMPT, tokens[:11], max_tokens=12, ignore_eos=True)
+    outputs = run(second, [recovered])[recovered.id].outputs
+    assert [output.token for output in outputs] == tokens[11:]
+    assert outputs[0].cached_tokens == 48
+    assert answer(second, b"salt") == (tokens, 0), "no KV of another salt"
+    third = tiny_engine(kept_fd=memory, **SETTINGS)
+    assert answer(third, b"salt") == (tokens, 36)
+
+
+def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: int) -> None:
+    prompt = [token % 190 for token in range(3, 178)]  # two chunks and a part of the third
+    first = tiny_engine(kept_fd=memory, **SETTINGS)
+    answer(first, prompt=prompt)
+    seen: list[CachedBlock] = []
+    second = tiny_engine(kept_fd=memory, hooks=Hooks(cached=seen.extend), **SETTINGS)
+    chunks = [name for block in seen for name in block.chunks]
+    assert len(chunks) == 2
+    prompts = []
+    for engine in (first, second):
+        cache = engine.lives.cache
+        assert cache is not None
+        assert cache.table(chunks, 0, 99)[0] == 2
+        assert len(cache.table(chunks[1:], 1, 99)[1]) == 16
+        prompts.append([*cache.last_used()])
+    assert prompts[0] == prompts[1] == [(b"", chunks)]
+
+
+def test_damaged_blocks_and_those_behind_them_are_computed_again(
+    tiny_engine: MakeEngine, memory: int
+) -> None:
+    first = tiny_engine(kept_fd=memory, **SETTINGS)
+    tokens, _ = answer(first)
+    _, block = record_of(first, 4)
+    first.caches[1][1, block, 2, 0, 3] += 1  # one V of one position of the second layer
+    second = tiny_engine(kept_fd=memory, **SETTINGS)
+    assert answer(second) == (tokens, 16)
+    table, block = record_of(second, 2)
+    table._table[block * record_bytes(4) + 40] ^= 1  # a bit of its name or its tokens
+    third = tiny_engine(kept_fd=memory, **SETTINGS)
+    assert answer(third) == (tokens, 8)
+
+
+def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngine, memory: int) -> None:
+    first = tiny_engine(kept_fd=memory, num_blocks=20, **SETTINGS)
+    tokens, _ = answer(first)
+    other = [*range(100, 160)]
+    answer(first, prompt=other)  # takes 18 blocks: only two of the first prompt are left
+    reserved = first.reserve(request_of(7, range(50, 70), max_tokens=8))
+    assert reserved is not None, "evicts blocks, and does not write them"
+    second = tiny_engine(kept_fd=memory, num_blocks=20, **SETTINGS)
+    cache = second.lives.cache
+    assert cache is not None
+    second.assert_whole()
+    assert cache._kept is not None
+    of_first = first.lives.cache
+    assert of_first is not None
+    assert set(cache._cached) == {*of_first._cached}
+    assert answer(second)[0] == tokens
+
+
+def test_another_layout_gets_memory_of_its_own(tiny_engine: MakeEngine, memory: int) -> None:
+    first = tiny_engine(kept_fd=memory, **SETTINGS)
+    tokens, _ = answer(first)
+    for other in (
+        {"num_blocks": 48},
+        {"num_blocks": 96},
+        {"block_size": 8},
+        {"dtype": "bfloat16"},
+        {"seed": 1, "load_format": "dummy"},
+    ):
+        engine = tiny_engine(kept_fd=memory, **{**SETTINGS, **other})
+        assert answer(engine)[1] == 0, other
+    assert answer(tiny_engine(kept_fd=memory, **SETTINGS)) == (tokens, 36), "what was kept is as it was"
+
+
+def test_a_size_that_is_sealed(tiny_engine: MakeEngine, memory: int) -> None:
+    tiny_engine(kept_fd=memory, **SETTINGS)
+    for size in (0, os.fstat(memory).st_size + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory, size)
+
+
+def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
+    size = record_bytes(4)
+    table = memoryview(bytearray(3 * size))
+
+    def kept() -> KeptBlocks:
+        return KeptBlocks(table, 4, lambda _: xxhash.xxh3_64())
+
+    one = CachedBlock(b"1" * 16, [], 0, b"", b"", [1, 2, 3, 4])
+    two = CachedBlock(b"2" * 16, [b"c" * 16], 0, b"s" * 16, b"1" * 16, [5, 6, 7, 8])
+    writer = kept()
+    writer.add(0, one, b"tenant")
+    writer.add(2, two, b"")
+    writer.add(1, two._replace(name=b"3" * 16, salt=b"s" * 400), b"")
+    found = [*kept().left()]
+    assert [(each.block, each.cached, each.tenant) for each in found] == [
+        (0, one._replace(token_ids=found[0].cached.token_ids), b"tenant"),
+        (2, two._replace(token_ids=found[1].cached.token_ids), b""),
+    ]
+    assert [[*each.cached.token_ids] for each in found] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    for length in (0, 3, 1 << 40):
+        table[:8] = length.to_bytes(8, "little")
+        assert [each.block for each in kept().left()] == [2]
+    table[2 * size + 16] ^= 255
+    assert [*kept().left()] == []
