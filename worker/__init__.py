@@ -11,7 +11,8 @@ The life of a worker, which `worker.service_process.service.run` implements:
 4. The service process validates each request of a router. The engine process computes it. The tokens of one
    engine step go to each router in one message.
 5. If a child dies or hangs, the whole tree ends with a non-zero exit code. The supervisor starts the next
-   incarnation. All children die with the service process, even if SIGKILL ends it.
+   incarnation. With `replace_engine` the service process stays and starts the others again, if it was the
+   engine process. All children die with the service process, even if SIGKILL ends it.
 6. SIGTERM drains: the worker refuses new requests and waits, up to a deadline, until the accepted ones have
    ended. SIGINT skips this wait. Then the remaining attempts fail, and the transfer process, the engine
    process and the gRPC server stop in this order.

@@ -91,6 +91,9 @@ class WorkerConfig:
     deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)
     """Of KV transfer. An engine or transfer process without a sign of life for `engine_dead` counts as
     hung."""
+    replace_engine: bool = False
+    """Start another engine process in place of one that dies or hangs, with its published KV. Attempts wait
+    for it. False: the worker ends."""
     drain_timeout: float = 60.0
     """Seconds. A drain after SIGTERM lasts at most this long."""
     run_dir: str | None = None
@@ -129,6 +132,8 @@ class WorkerConfig:
                 raise ValueError(
                     f"--{flag}-timeout: {seconds} is not a time in seconds (above 0, at most a day)"
                 )
+        if self.replace_engine and (self.engine_args is not None or self.engine.device != "cpu"):
+            raise ValueError("--replace-engine: only for Baton's engine on CPUs; leave it out")
         self._check_transfer()
 
     def _check_transfer(self) -> None:

@@ -175,6 +175,10 @@ class EngineOptions:
         "Move memory between states and KV while a worker runs, if the model has state layers.",
         shown="on a CPU on, on GPUs off",
     )
+    replace_engine: bool = opt(
+        False,
+        "Replace an engine process that ends: requests go on with the KV that it published (only on CPUs).",
+    )
     block_size: int | None = opt(
         None,
         "Tokens in one KV block: a divisor or a multiple of 64.",

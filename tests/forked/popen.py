@@ -45,7 +45,8 @@ _BENCH = ["baton.cluster.cli", "bench"]
 VLLM_PYTHON = str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
 """All that runs by it has a fork server of its own, which has vLLM."""
 LAST = "baton.kv_transfer.process"
-"""A worker starts no fork after its transfer process."""
+"""A worker starts no fork after its transfer process, unless its environment has the next variable."""
+FORKS_AGAIN = "BATON_TEST_FORKS_AGAIN"
 ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a program ignores if the process that starts it does."""
 _AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "TRITON_", "SSL_", "HF_")
@@ -183,7 +184,7 @@ class ForkedPopen(subprocess.Popen[AnyStr]):
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in pipes))  # pyrefly: ignore[missing-attribute]
-        if command[2] == LAST and not _may_start:
+        if command[2] == LAST and not _may_start and FORKS_AGAIN not in os.environ:
             close()
         return True
 

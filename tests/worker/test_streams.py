@@ -205,7 +205,7 @@ async def test_a_question_to_the_engine_is_forgotten_with_the_call_that_asks() -
         asked.append(message)
 
     answers: dict[int, asyncio.Future[messages.EngineStatus]] = {}
-    backend = stand_in(Backend, send=send, _questions=itertools.count(), _answers=answers)
+    backend = stand_in(Backend, send=send, _questions=itertools.count(), _answers=answers, replacing=False)
     asking = asyncio.create_task(Backend._answer(backend, messages.AskStatus))
     await asyncio.sleep(0)
     assert (asked, [*answers]) == ([messages.AskStatus(0)], [0])

@@ -79,4 +79,5 @@ class Context:
             states_kept=partial(self._kept, states=True),
             remnant_kept=partial(self._kept, states=False),
         )
-        return build_engine(self.config.engine, files=self.config.files, hooks=hooks)
+        config = self.config
+        return build_engine(config.engine, files=config.files, hooks=hooks, kept_fd=config.kept_fd)

@@ -70,11 +70,14 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     """Whether the service publishes `CacheEvents`."""
     rank_arenas: Sequence[Arenas] = ()
     """Of the other ranks, if this process passes them on."""
+    kept_fd: int | None = None
+    """Memory for KV that outlives this process. None: there is none."""
 
     @property
     def fds(self) -> Sequence[int]:
         of_ranks = chain.from_iterable(arenas.fds for arenas in self.rank_arenas)
-        return *super().fds, *of_ranks, self.heartbeat_fd
+        kept = () if self.kept_fd is None else (self.kept_fd,)
+        return *super().fds, *of_ranks, self.heartbeat_fd, *kept
 
 
 C = TypeVar("C", bound=RankProcessConfig)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -16,11 +17,13 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
 from baton.worker.messages import EngineStatus, FromEngine, ToEngine
+from baton.worker.processes import TreeError
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
+from baton.worker.service_process.open_attempts import OpenAttempts
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
 
@@ -65,14 +68,70 @@ class Backend:
         self._pool = POOLS[config.role]
         self._last_status = pb.WorkerStatus()
         self._handovers, self._handovers_hidden = 0, 0.0
+        self._open = OpenAttempts(config.deadlines.hold) if config.replace_engine else None
+        self.replacing = False
+        """Whether the engine process has ended, and another one is not ready yet."""
+        self._settled = asyncio.Event()
+        """Not set from then on, until the other one has all attempts."""
+        self._settled.set()
+        self._goes_on = True
+        """Whether the engine has computed a token since it replaced another one."""
+        self._has_files_weights = True
         self._questions = count()
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by question
 
     async def send(self, message: ToEngine) -> None:
-        """Sends to the engine, in order. Waits while the engine reads too slowly."""
+        """Sends to the engine, in order. Waits while the engine reads too slowly. Between two engine
+        processes the attempt alone is remembered, for the next one."""
         if isinstance(message, messages.Prefill | messages.Decode):
             self._journal.accepted(message.work)
-        await self._tree.engine_link.send(message)
+        if self._open is not None:
+            self._open.sent(message)
+        if self.replacing:
+            return
+        try:
+            await self._tree.engine_link.send(message)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self.replacing or task is None or task.cancelling():
+                raise  # else the socket was closed, since its engine process has ended
+
+    # ------------------------------------------------------------ another engine process
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether another engine process can go on. It would read the weights of `--model`, and would likely
+        die, too, if the one that has died was itself such a process that computed nothing."""
+        return self._open is not None and self._goes_on and self._has_files_weights
+
+    def engine_lost(self, error: str) -> None:
+        """The engine process has ended. Attempts wait for the next one; routers give the worker no others."""
+        assert self._open is not None, "another process may take its place"
+        self.replacing, self._goes_on = True, False
+        self._settled.clear()
+        for lost in self._open.lost(self._tree.heartbeat.step, error):
+            self._routers.deliver(lost.stream, streams.failed(lost.attempt_id, lost.code, lost.message))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(TreeError(error))
+        self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
+        self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+        if self._cache is not None:
+            for changes in self._cache.cleared():
+                self._routers.broadcast_cache_events(changes)
+
+    async def engine_replaced(self, tree: WorkerTree) -> None:
+        """The next engine process is ready, and gets the attempts that wait."""
+        assert self._open is not None, "it has taken the place of another one"
+        self._tree, self.replacing = tree, False
+        if self.pause == pb.PAUSE_STEPS:
+            await self._answer(lambda question: messages.Pause(question, frozen=True, abort=""))
+        for attempt in self._open.again():
+            await tree.engine_link.send(attempt)
+        self._settled.set()
+        await self.status()
+
+    # ------------------------------------------------------------ questions
 
     async def drain(self) -> None:
         """Refuses new attempts."""
@@ -93,10 +152,14 @@ class Backend:
 
     async def freeze(self, *, frozen: bool, abort: str) -> messages.Paused:
         """The engine launches no step, or goes on. With `abort` it ends all attempts for that reason."""
-        return await self._answer(lambda question: messages.Pause(question, frozen, abort))
+        while True:
+            with suppress(TreeError):
+                return await self._answer(lambda question: messages.Pause(question, frozen, abort))
+            await self._settled.wait()
 
     async def stage_weights(self, path: str) -> messages.WeightsStaged:
         """The engine reads other weights. `drop_weights` must follow, or `replace_weights`."""
+        self._has_files_weights = False
         return await self._answer(lambda question: messages.StageWeights(question, path))
 
     async def replace_weights(self, version: str) -> messages.WeightsReplaced:
@@ -104,6 +167,9 @@ class Backend:
         return await self._answer(lambda question: messages.ReplaceWeights(question, version))
 
     async def _answer(self, ask: Callable[[int], ToEngine]) -> Any:
+        """Raises TreeError if the engine process ends before it answers."""
+        if self.replacing:
+            raise TreeError("the engine process is replaced")
         question = next(self._questions)
         answer = self._answers[question] = asyncio.get_running_loop().create_future()
         try:
@@ -113,8 +179,14 @@ class Backend:
             del self._answers[question]
 
     async def status(self) -> pb.WorkerStatus:
-        """Asks the engine and transfer processes for their status."""
-        engine, transfer = await asyncio.gather(self.engine_status(), self._tree.transfer_link.stats())
+        """Asks the engine and transfer processes for their status. While the engine process is replaced, it
+        is the last one."""
+        if self.replacing:
+            return self._last_status
+        try:
+            engine, transfer = await asyncio.gather(self.engine_status(), self._tree.transfer_link.stats())
+        except TreeError:
+            return self._last_status
         self._metrics.engine_status = engine
         self._metrics.transfer_stats = transfer
         stats = engine.stats
@@ -182,6 +254,7 @@ class Backend:
         return iter(()) if self._cache is None else self._cache.snapshot()
 
     async def engine_status(self) -> EngineStatus:
+        """Raises TreeError if the engine process ends before it answers."""
         return await self._answer(messages.AskStatus)
 
     async def report(self) -> None:
@@ -200,6 +273,9 @@ class Backend:
     # ------------------------------------------------------------ from the engine
 
     def deliver(self, message: FromEngine) -> None:
+        if self._open is not None:
+            self._open.heard(message)
+            self._goes_on |= isinstance(message, messages.Tokens)
         match message:
             case (
                 messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()

@@ -41,6 +41,10 @@ class CacheFeed:
             messages.append(self._events(stored=now, not_stored=gone))
         return messages
 
+    def cleared(self) -> list[pb.WorkerMessage]:
+        """No tier has anything any more. Returns the messages for all routers."""
+        return self.changed(dict.fromkeys(self._tier_of))
+
     def snapshot(self) -> Iterator[pb.WorkerMessage]:
         """Yields the parts of a snapshot for one router. Each has the tiers of its chunks when it is made.
 

@@ -7,10 +7,12 @@ import signal
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import setproctitle
 from grpc_health.v1 import health_pb2
 
+from baton.kv_transfer.arena import memory_file
 from baton.machine.system import cannot_listen, report, try_port
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
@@ -81,7 +83,13 @@ class Service:
         self._server = create_server(config.secret, config.tls, self._health)
         self._metrics = Metrics(config.role, config.model_name, config.engine.tensor_parallel_size)
         self._journal = Journal(config, incarnation)
-        self._tree = WorkerTree(config, self._incarnation)
+        # It has no name. So the system gives it back when the processes of this worker have ended.
+        self._kept_fd = memory_file() if config.replace_engine else None
+        self._tree = WorkerTree(config, self._incarnation, self._kept_fd)
+        self._engine: EngineReady | None = None
+        self._kv_port = 0
+        self._crashed: list[bytes] = []
+        """Attempts that were in the last step of an engine process that could not be replaced."""
         self._routers = Routers()
         self._kv_events = None
         if config.kv_events_endpoint is not None:
@@ -98,7 +106,7 @@ class Service:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         try:
-            await self._run_until_failure(self._serve())
+            await self._run_until_failure(self._serve(), replace_engine=True)
             await self._stop()
         except Interrupted:
             log.info("interrupted: stopping")
@@ -106,7 +114,7 @@ class Service:
         except (StartError, TreeError) as error:
             log.error("%s", error)
             self._ready.error(str(error))
-            if self._serving and isinstance(error, EngineError):
+            if self._serving and (self._crashed or isinstance(error, EngineError)):
                 self._fail_crashed_step(str(error))
             return 1
         finally:
@@ -122,10 +130,8 @@ class Service:
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         # The ports come first, so that a wrong port fails before the model is loaded.
         port, metrics_port, host = await self._open_ports()
-        self._ready.stage("starting the engine process", 0.0)
-        engine = await self._tree.start_engine(self._ready.stage)
-        self._ready.stage("starting the transfer process", 0.0)
-        kv_address = await self._tree.start_transfer(engine)
+        engine, kv_address = await self._start_tree()
+        self._engine, self._kv_port = engine, int(kv_address.rpartition(":")[2])
         metrics_address = f"{host}:{metrics_port}"
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
         service = AttachService(
@@ -135,7 +141,6 @@ class Service:
             self._description(engine, kv_address, metrics_address),
         )
         add_service(self._server, WORKER, service)
-        self._tree.follow(self._backend.deliver)
         self._reporting = self._tree.watch(self._backend.report())
         await self._backend.status()
         await self._server.start()
@@ -154,6 +159,15 @@ class Service:
         await self._drain_asked.wait()
         await self._drain()
 
+    async def _start_tree(self) -> tuple[EngineReady, str]:
+        """Starts the processes. Returns what the engine is, and the address of the KV lanes."""
+        self._ready.stage("starting the engine process", 0.0)
+        engine = await self._tree.start_engine(self._ready.stage)
+        self._ready.stage("starting the transfer process", 0.0)
+        kv_address = await self._tree.start_transfer(engine)
+        self._tree.follow(self._backend.deliver)
+        return engine, kv_address
+
     async def _open_ports(self) -> tuple[int, int, str]:
         config = self._config
         try:
@@ -171,7 +185,7 @@ class Service:
         return port, metrics_port, host
 
     def _serves(self) -> bool:
-        return self._serving and not self._backend.draining
+        return self._serving and not self._backend.draining and not self._backend.replacing
 
     async def _drain(self) -> None:
         """Refuses new attempts. Returns when all accepted ones have ended, or after the drain deadline."""
@@ -180,7 +194,7 @@ class Service:
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         end = time.monotonic() + timeout
         await self._backend.drain()
-        while not (await self._backend.engine_status()).idle:
+        while not await self._is_idle():
             if self._backend.pause == pb.PAUSE_STEPS:
                 log.info("paused: the requests are handed back")
                 return
@@ -188,6 +202,12 @@ class Service:
                 log.warning("still busy after %.0f s: the remaining requests are handed back", timeout)
                 return
             await asyncio.sleep(DRAIN_CHECK)
+
+    async def _is_idle(self) -> bool:
+        try:
+            return (await self._backend.engine_status()).idle
+        except TreeError:  # the attempts wait for another engine process
+            return False
 
     async def _stop(self) -> None:
         if self._reporting is not None:
@@ -200,7 +220,7 @@ class Service:
         One of these attempts may have caused the crash, and routers count that. All other attempts end with
         their stream. Only the engine knew which router owns an attempt, so every router is told.
         """
-        for attempt_id in self._tree.heartbeat.step:
+        for attempt_id in self._crashed or self._tree.heartbeat.step:
             text = f"it was being computed when {error}"
             self._routers.broadcast(streams.failed(attempt_id, Code.ENGINE, text))
 
@@ -214,19 +234,58 @@ class Service:
             self._kv_events.close()
         await asyncio.to_thread(self._journal.close)
         await self._tree.close()
+        if self._kept_fd is not None:
+            os.close(self._kept_fd)
         self._ready.close()
 
-    async def _run_until_failure(self, work: Coroutine[None, None, None]) -> None:
-        """Runs `work` to its end. Raises the tree's failure or Interrupted if one of them comes first."""
+    async def _run_until_failure(
+        self, work: Coroutine[None, None, None], *, replace_engine: bool = False
+    ) -> None:
+        """Runs `work` to its end. Raises the tree's failure or Interrupted if one of them comes first.
+        `replace_engine`: an engine process that ends meanwhile is replaced, if that may help."""
         task = asyncio.create_task(work)
-        await asyncio.wait({task, self._tree.failure, self._interrupted}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        try:
+            while True:
+                ends = {task, self._tree.failure, self._interrupted}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    break
+                if not self._tree.failure.done():
+                    raise Interrupted
+                error = self._tree.failure.exception()
+                is_engine = self._serving and isinstance(error, EngineError)
+                if not (replace_engine and is_engine and self._backend.replaceable):
+                    self._tree.failure.result()
+                await self._replace_engine(str(error))
+        finally:
             task.cancel()
             await asyncio.wait({task})
-            if self._tree.failure.done():
-                self._tree.failure.result()
-            raise Interrupted
         task.result()
+
+    async def _replace_engine(self, error: str) -> None:
+        """Ends the other processes, and starts all of them again. The gRPC server and its streams stay.
+
+        The transfer process has slots, credits and transfers of the engine process that has ended. It ends
+        with it, so nothing of them can be written into the memory that the next one maps. Peers see that
+        lanes break, and fetch again."""
+        log.error("%s: another engine process goes on", error)
+        began = time.monotonic()
+        self._crashed = self._tree.heartbeat.step
+        self._backend.engine_lost(error)
+        await self._tree.kill()
+        await self._tree.close()
+        config = replace(self._config, kv_port=self._kv_port)
+        self._tree = WorkerTree(config, self._incarnation, self._kept_fd)
+        self._reporting = self._tree.watch(self._backend.report())
+        await self._run_until_failure(self._go_on())
+        self._crashed = []
+        log.info("another engine process goes on after %.1f s", time.monotonic() - began)
+
+    async def _go_on(self) -> None:
+        engine, _ = await self._start_tree()
+        if engine != self._engine:
+            raise TreeError("another engine process would differ from the one that has ended")
+        await self._backend.engine_replaced(self._tree)
 
     def _interrupt(self) -> None:
         if not self._interrupted.done():

@@ -61,8 +61,12 @@ class TransferLink:
                 await self._drained.wait()
 
     def close(self) -> None:
-        """Closes the socket, which makes the transfer process exit."""
+        """Closes the socket, which makes the transfer process exit. `stats` that wait raise TreeError."""
         self._end.close()
+        for answer in self._stats_answers:
+            if not answer.done():
+                answer.set_exception(TreeError("the transfer process has ended"))
+        self._stats_answers.clear()
 
     async def _send(self, message: StatsRequest | Drain) -> None:
         await asyncio.get_running_loop().sock_sendall(self._end, spawn.encode(message))

@@ -61,8 +61,10 @@ class WorkerTree:
     The service process owns it and uses it in its main thread.
     """
 
-    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
+    def __init__(self, config: WorkerConfig, incarnation: int, kept_fd: int | None = None) -> None:
+        """`kept_fd`: memory for KV that outlives the engine process. The caller owns it."""
         self._config = config
+        self._kept_fd = kept_fd
         self._adopted = config.reader_device() is not None
         self._exported = self._adopted or config.kv_connector == "auto"
         other = 0
@@ -107,6 +109,7 @@ class WorkerTree:
             trace_path=config.trace_path("engine"),
             engine_args=config.engine_args or (),
             kv_events=config.kv_events_endpoint is not None,
+            kept_fd=self._kept_fd,
             rank_arenas=[
                 self._arenas(rank) for rank in range(config.ranks, config.engine.tensor_parallel_size)
             ],

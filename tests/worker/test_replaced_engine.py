@@ -1,0 +1,209 @@
+"""An engine process that dies is replaced: attempts go on, and published KV is not computed again."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.rpc import worker_pb2 as pb
+from tests.cluster_helpers import (
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    attached,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
+from tests.forked.popen import FORKS_AGAIN
+from tests.within import WITHIN, within
+
+from .test_deaths import stop_in_step
+
+ENGINE = {
+    "load_format": "dummy",
+    "num_blocks": 300,
+    "max_num_batched_tokens": 64,
+    "enable_prefix_caching": True,
+}
+PROMPT = [7 * i % 500 for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    directory = tmp_path_factory.mktemp("replaced")
+    model = tiny_model(directory / "model")
+    started = start_worker(
+        "decode", model, directory, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"}
+    )
+    try:
+        yield started.wait_ready()
+    finally:
+        started.popen.kill()
+        started.popen.wait()
+
+
+async def read(stream: WorkerStream, decode_id: bytes) -> list[pb.TokenEvent]:
+    """Waits for all tokens of an attempt. Their indices must come in order."""
+    tokens: list[pb.TokenEvent] = []
+    while not tokens or not tokens[-1].finish_reason:
+        message = (await stream.next(decode_id)).message
+        if not isinstance(message, pb.Reserved):  # again from the next engine
+            assert isinstance(message, pb.TokenEvent), message
+            tokens.append(message)
+    first = tokens[0].output_index
+    assert [token.output_index for token in tokens] == [*range(first, first + len(tokens))]
+    return tokens
+
+
+def ids(tokens: list[pb.TokenEvent]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+async def until_tokens(stream: WorkerStream, decodes: list[bytes], count: int) -> None:
+    while any(stream.events[decode_id].qsize() < count for decode_id in decodes):
+        await status(stream)
+
+
+async def status(stream: WorkerStream) -> pb.WorkerStatus:
+    return await stream.stub.GetStatus(pb.StatusRequest())
+
+
+def kill(worker: WorkerProcess, how: signal.Signals = signal.SIGKILL) -> psutil.Process:
+    engine = worker.child("engine")
+    engine.send_signal(how)
+    return engine
+
+
+async def next_engine(worker: WorkerProcess, before: psutil.Process) -> psutil.Process:
+    """Waits until another engine process starts."""
+    while True:
+        for each in worker.tree()[1:]:
+            with contextlib.suppress(psutil.Error):  # it has ended since
+                if each != before and each.cmdline()[:1] and each.cmdline()[0].endswith(" engine"):
+                    return each
+        await asyncio.sleep(0.001)
+
+
+def open_files(worker: WorkerProcess) -> int:
+    return len([*Path(f"/proc/{worker.popen.pid}/fd").iterdir()])
+
+
+async def test_a_killed_engine_costs_what_it_had_not_published(worker: WorkerProcess) -> None:
+    params = [
+        sampling(max_tokens=150, ignore_eos=True, logprobs=2),
+        sampling(max_tokens=150, ignore_eos=True, temperature=0.8, seed=7),
+        sampling(
+            max_tokens=150, ignore_eos=True, temperature=1.0, seed=3, presence_penalty=0.4,
+            frequency_penalty=0.2, repetition_penalty=1.1, min_tokens=140,
+        ),
+    ]  # fmt: skip
+    async with attached(worker) as stream:
+        described = await stream.stub.Describe(pb.DescribeRequest())
+        asked = [request(PROMPT[i:], each) for i, each in enumerate(params)]
+        right = [ids(await read(stream, await stream.submit_decode(each))) for each in asked]
+        files = []
+        for how in (signal.SIGKILL, signal.SIGABRT):
+            decodes = [await stream.reserve(each) for each in asked]
+            await until_tokens(stream, decodes, 100)
+            kill(worker, how)
+            for decode_id, each, expected in zip(decodes, asked, right, strict=True):
+                tokens = await within(read(stream, decode_id))
+                assert ids(tokens) == expected
+                again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
+                length = len(each.prompt_ids) + again.output_index
+                assert length - again.cached_tokens <= 2 * 16, "a block, and that of the step under way"
+            assert (await status(stream)).health == pb.WorkerStatus.HEALTH_SERVING
+            files.append(open_files(worker))
+        assert files[0] == files[1]
+        now = await stream.stub.Describe(pb.DescribeRequest())
+        for description in (described, now):
+            description.ClearField("status")
+        assert now == described, "incarnation, address of KV lanes and all else stay"
+    await assert_whole(worker)
+
+
+@pytest.mark.long
+async def test_nothing_leaks_in_50_kills(worker: WorkerProcess) -> None:
+    params = sampling(max_tokens=400, ignore_eos=True)
+    async with attached(worker) as stream:
+        right = ids(await read(stream, await stream.submit_decode(request(PROMPT, params))))
+        counts = []
+        for _ in range(50):
+            decode_id = await stream.reserve(request(PROMPT, params))
+            await until_tokens(stream, [decode_id], 20)
+            kill(worker)
+            assert ids(await within(read(stream, decode_id))) == right
+            memory = [psutil.Process(each.pid).memory_info().shared for each in worker.tree()]
+            counts.append((open_files(worker), len(worker.tree()), sum(memory)))
+        assert counts[5][:2] == counts[-1][:2]
+        assert counts[-1][2] <= 1.1 * counts[5][2]
+    await assert_whole(worker)
+
+
+async def test_what_comes_meanwhile_waits_or_ends(worker: WorkerProcess) -> None:
+    """Routers are told that the worker drains. One may have sent something before."""
+    params = sampling(max_tokens=300, ignore_eos=True)
+    async with attached(worker) as stream, attached(worker) as other:
+        right = ids(await read(stream, await stream.submit_decode(request(PROMPT, params))))
+        cancelled, stays = [await stream.reserve(request(PROMPT, params)) for _ in range(2)]
+        detached = await other.reserve(request(PROMPT, params))
+        await until_tokens(stream, [cancelled, stays], 5)
+        await until_tokens(other, [detached], 5)
+        engine = kill(worker)
+        while (await stream.next_status()).health != pb.WorkerStatus.HEALTH_DRAINING:
+            pass
+        await stream.cancel(cancelled)
+        other.call.cancel()
+        late = await stream.submit_decode(request(PROMPT, params))
+        prefill = await stream.submit_prefill(request(PROMPT, sampling(max_tokens=1)), handover=False)
+        assert (await status(stream)).health == pb.WorkerStatus.HEALTH_DRAINING
+        assert ids(await within(read(stream, stays))) == right
+        assert ids(await within(read(stream, late))) == right
+        assert ids(await within(read(stream, prefill))) == right[:1]
+        assert not engine.is_running()
+        assert stream.events[cancelled].qsize() < 200
+        hints = await stream.hints(PROMPT)
+        cached: set[int] = set()
+        while stream.caches.qsize():
+            events = stream.caches.get_nowait()
+            cached = (set() if events.reset else cached) - {*events.evicted} | {*events.added}
+        assert {*hints} <= cached, "routers know what the next engine has"
+    await assert_whole(worker)
+
+
+async def test_an_engine_that_dies_before_its_first_token_is_the_end(tmp_path: Path) -> None:
+    """The attempts of its last step may be the cause, and routers learn of these."""
+    started = start_worker(
+        "decode",
+        tiny_model(tmp_path / "model"),
+        tmp_path,
+        engine=ENGINE,
+        replace_engine=True,
+        variables={FORKS_AGAIN: "1"},
+    )
+    try:
+        worker = started.wait_ready()
+        async with attached(worker) as stream:
+            decode_id = await stream.reserve(request(PROMPT, sampling(max_tokens=2000, ignore_eos=True)))
+            await until_tokens(stream, [decode_id], 5)
+            first = worker.child("engine")
+            stop_in_step(first)
+            first.kill()
+            (await next_engine(worker, first)).kill()
+            await within(stream.ended.wait())
+            seen = [
+                stream.events[decode_id].get_nowait().message for _ in range(stream.events[decode_id].qsize())
+            ]
+            assert isinstance(seen[-1], pb.AttemptFailed)
+            assert seen[-1].code == pb.FAILURE_CODE_ENGINE
+        assert await asyncio.to_thread(worker.popen.wait, WITHIN) == 1
+        assert list(worker.run_dir.iterdir()) == []
+    finally:
+        started.popen.kill()
+        started.popen.wait()

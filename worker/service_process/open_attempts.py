@@ -1,0 +1,156 @@
+"""The attempts of a worker whose engine process may be replaced: what the next one must be told.
+
+    message of a router ─▶ sent ──────▶ open ─▶ failed, finished, cancelled
+    token of the engine ─▶ heard ──────▶ │
+    the engine has ended ─▶ lost ─▶ told to routers, or submitted again: prompt + output so far
+
+An attempt goes on under its id, so its router sees a pause and then the next token. The next engine has the
+published KV of the one before, and computes the rest. What another worker may have read half is told to the
+router, which plans it again: a prefill that waits for its decode worker, and a part of a shared prompt.
+"""
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.worker import messages
+from baton.worker.messages import Code, Decode, FromEngine, Prefill, ToEngine
+
+MOST_CRASHES = 2
+"""An attempt that was in so many crashed steps shares no step with others. With one more it fails."""
+
+
+class Lost(NamedTuple):
+    """What a router is told of an attempt."""
+
+    stream: int
+    attempt_id: bytes
+    code: Code
+    message: str
+
+
+@dataclass(slots=True)
+class _Open:
+    message: Prefill | Decode
+    deadline: float  # time.monotonic()
+    crashes: int = 0
+    has_output: bool = False
+    was_scored: bool = False
+    """The router has a part of the log probabilities of its prompt. It takes no position twice."""
+
+    @property
+    def returns(self) -> str:
+        """Why the attempt goes back to its router. Empty: it goes on here."""
+        request = self.message.work.request
+        if self.was_scored and not request.output_ids:
+            return "its prompt was being scored"
+        if isinstance(self.message, Prefill) and (self.has_output or self.message.plan):
+            return "its KV was on the way to another worker"
+        if self.has_output and any(not image.pixels for image in request.images):
+            return "its images were on another worker"
+        return "" if self.deadline > time.monotonic() else "its deadline has come"
+
+
+class OpenAttempts:
+    """Not more than the engine has, and for `hold` seconds more what routers need not cancel: prefills that
+    were handed over."""
+
+    def __init__(self, hold: float) -> None:
+        self._hold = hold
+        self._open: dict[bytes, _Open] = {}
+        self._held: dict[bytes, float] = {}
+        """When it is forgotten, in this order: of prefills with their token, and of parts."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def sent(self, message: ToEngine) -> None:
+        """A router sent this. Messages of an attempt come in order."""
+        match message:
+            case Prefill(work=work) | Decode(work=work):
+                deadline = time.monotonic() + work.timeout
+                self._open.setdefault(work.request.id, _Open(message, deadline))
+                if isinstance(message, Prefill) and message.plan:
+                    self._forget_later(work.request.id, deadline)
+            case messages.Retarget(stream, decode_id, source, output_ids):
+                found = self._open.get(decode_id)
+                if found is None or found.message.stream != stream or found.has_output:
+                    return
+                if isinstance(found.message, Decode):
+                    found.message.source = source
+                    found.message.work.request.output_ids = list(output_ids)
+            case messages.Cancel(stream, cancelled):
+                for attempt_id in [*self._open] if cancelled is None else [cancelled]:
+                    found = self._open.get(attempt_id)
+                    if found is not None and found.message.stream == stream:
+                        self._end(attempt_id)
+            case _:
+                pass
+
+    def heard(self, message: FromEngine) -> None:
+        """The engine says this, and routers are told."""
+        match message:
+            case messages.Tokens(_, tokens):
+                for token in tokens:
+                    if (found := self._open.get(token.id)) is not None:
+                        self._has_token(found, token.output_index, token.token, bool(token.finish_reason))
+            case messages.PromptScored(_, logprobs):
+                if (found := self._open.get(logprobs.id)) is not None:
+                    found.was_scored = True
+            case messages.AttemptFailed(stream, origin, code) if code is not Code.KV_FAILED:
+                found = self._open.get(origin.attempt_id)
+                if found is not None and found.message.stream == stream:
+                    self._end(origin.attempt_id)
+            case _:
+                pass
+
+    def _has_token(self, found: _Open, index: int, token: int, is_last: bool) -> None:
+        request = found.message.work.request
+        if is_last or (isinstance(found.message, Prefill) and not found.message.handover):
+            self._end(request.id)
+            return
+        found.has_output = True
+        if isinstance(found.message, Prefill):
+            self._forget_later(request.id, time.monotonic() + self._hold)
+        elif index == len(request.output_ids):
+            request.output_ids.append(token)
+            found.message.source = found.message.content = None  # the KV of all tokens is, or was, here
+
+    def _forget_later(self, attempt_id: bytes, at: float) -> None:
+        self._held[attempt_id] = at
+        now = time.monotonic()
+        while self._held and (first := next(iter(self._held))) and self._held[first] <= now:
+            self._end(first)
+
+    def _end(self, attempt_id: bytes) -> None:
+        self._open.pop(attempt_id, None)
+        self._held.pop(attempt_id, None)
+
+    def lost(self, step: Collection[bytes], error: str) -> list[Lost]:
+        """The engine has ended, with these attempts in its last step. Returns what routers are told. All
+        other attempts stay open."""
+        told: list[Lost] = []
+        for attempt_id, found in [*self._open.items()]:
+            found.crashes += attempt_id in step
+            if reason := found.returns:
+                told.append(Lost(found.message.stream, attempt_id, Code.HANDED_BACK, f"{error}: {reason}"))
+            elif found.crashes > MOST_CRASHES:
+                text = f"it was being computed when {error}"
+                told.append(Lost(found.message.stream, attempt_id, Code.ENGINE, text))
+            else:
+                continue
+            self._end(attempt_id)
+        return told
+
+    def again(self) -> Iterator[Prefill | Decode]:
+        """Yields what the next engine gets, in the order of arrival. Meanwhile attempts may end, and others
+        may come, which are not among them."""
+        for attempt_id in [*self._open]:
+            if (found := self._open.get(attempt_id)) is None:
+                continue
+            work = found.message.work
+            work.timeout = max(0.0, found.deadline - time.monotonic())
+            work.request.retried = True
+            work.request.alone |= found.crashes >= MOST_CRASHES
+            yield found.message
