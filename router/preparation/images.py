@@ -1,7 +1,7 @@
 """Decodes and resizes the images of a request. Runs in a child process, whose time and memory are limited.
 
-The result is that of transformers' processor: the first frame, turned as EXIF says, in red, green and blue,
-resized by Pillow. So workers get pixels, and no file of a client.
+The result is that of transformers' processor: the first frame, turned as EXIF says, in red, green and blue on
+white, resized by Pillow. So workers get pixels, and no file of a client.
 """
 
 import base64
@@ -103,7 +103,7 @@ def _decoded(file: bytes, settings: ImageSettings, i: int) -> Decoded:
             if image.width * image.height > MOST_SOURCE_PIXELS:
                 size = f"{image.width} × {image.height} pixels"
                 raise _wrong(i, f"has {size}, more than {MOST_SOURCE_PIXELS}")
-            turned = pil.ImageOps.exif_transpose(image).convert("RGB")
+            turned = _opaque(pil.ImageOps.exif_transpose(image), pil)
         height, width = settings.size(turned.height, turned.width)
         if turned.size != (width, height):
             turned = turned.resize((width, height), pil.Image.Resampling.BICUBIC)
@@ -119,6 +119,15 @@ def _decoded(file: bytes, settings: ImageSettings, i: int) -> Decoded:
     while sum(len(each.pixels) for each in _kept.values()) > KEPT_BYTES:
         _kept.popitem(last=False)
     return decoded
+
+
+def _opaque(image: Any, pil: Any) -> Any:
+    """The image in red, green and blue. What is transparent shows white."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    background = pil.Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return pil.Image.alpha_composite(background, image).convert("RGB")
 
 
 def _wrong(i: int, what: str) -> InvalidRequest:

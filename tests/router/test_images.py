@@ -67,13 +67,32 @@ def prepared(tokenizer: ModelTokenizer, body: Any, kind: Any = "chat", **how: An
     return found
 
 
+def transparent() -> PIL.Image.Image:
+    image = picture("RGBA")
+    image.putalpha(picture("L", seed=5))
+    return image
+
+
+def turned() -> PIL.Image.Exif:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
 FILES = {
     "png": lambda: file_of(picture()),
     "jpeg": lambda: file_of(picture(), "JPEG"),
     "cmyk": lambda: file_of(picture("CMYK"), "JPEG"),
     "palette": lambda: file_of(picture("P")),
     "grey": lambda: file_of(picture("L")),
-    "alpha": lambda: file_of(picture("RGBA")),
+    "alpha": lambda: file_of(transparent()),
+    "grey with alpha": lambda: file_of(transparent().convert("LA")),
+    "palette with alpha": lambda: file_of(picture("P"), transparency=bytes(range(256))),
+    "transparent webp": lambda: file_of(transparent(), "WEBP", lossless=True),
+    "transparent gif": lambda: file_of(picture("P"), "GIF", transparency=3),
+    "16 bits": lambda: file_of(PIL.Image.fromarray(np.arange(630, dtype=np.uint16).reshape(21, 30) * 99)),
+    "black and white": lambda: file_of(picture("1")),
+    "turned": lambda: file_of(picture(), "JPEG", exif=turned()),
     "webp": lambda: file_of(picture(), "WEBP"),
     "animated": lambda: file_of(picture(), "GIF", save_all=True, append_images=[picture(seed=2)]),
     "large": lambda: file_of(picture(size=(400, 300))),
@@ -86,7 +105,7 @@ def test_pixels_are_those_of_transformers(kind: str, seeing: Path, tokenizer: Mo
     assert settings is not None
     [[image]] = prepared(tokenizer, chat(url_of(file))).images
     processor = Qwen2VLImageProcessorPil.from_pretrained(seeing)
-    shown = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(file))).convert("RGB")
+    shown = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(file)))
     inputs = processor(images=[shown], return_tensors="np", do_normalize=False, do_rescale=False)
     _, rows, columns = inputs["image_grid_thw"][0] // [1, 2, 2]
     assert (image.rows, image.columns) == (rows, columns)
@@ -100,10 +119,8 @@ def test_pixels_are_those_of_transformers(kind: str, seeing: Path, tokenizer: Mo
 
 
 def test_exif_turns_an_image(tokenizer: ModelTokenizer) -> None:
-    exif = PIL.Image.Exif()
-    exif[0x0112] = 6
-    [[turned]] = prepared(tokenizer, chat(url_of(file_of(picture(size=(80, 16)), exif=exif)))).images
-    assert (turned.rows, turned.columns) == (10, 2)
+    [[image]] = prepared(tokenizer, chat(url_of(file_of(picture(size=(80, 16)), exif=turned())))).images
+    assert (image.rows, image.columns) == (10, 2)
 
 
 def test_tokens_of_images_stand_where_the_template_puts_them(tokenizer: ModelTokenizer) -> None:
