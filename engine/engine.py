@@ -391,10 +391,15 @@ class Engine:
         return self._loaded.stage(path)
 
     def replace_weights(self, new: NewWeights, version: str) -> None:
-        """Computes with these weights from now on. The engine is `idle`. `version` is one that no other
-        weights have or had. It is part of the fingerprint, and so of all names of KV: no prefix of other
-        weights is found again, and what the cache has of them ages out."""
-        assert self.idle, "a request has KV of the weights before"
+        """Computes with these weights from now on. `version` is one that no other weights have or had. It is
+        part of the fingerprint, and so of all names of KV: no prefix of other weights is found again, and
+        what the cache has of them ages out.
+
+        The engine has `only_decodes`. These go on with the KV that they have, and no other request gets it.
+        """
+        assert self.only_decodes, "a prompt would have KV of two weights"
+        for live in self.lives:
+            self.lives.memory.make_private(live)
         new.apply()
         self.model_fingerprint = f"{new.fingerprint}; version={version}"
         self.content_root = self._root_of(self.model_fingerprint)
@@ -421,6 +426,14 @@ class Engine:
         """Whether there is no request in any phase, no lease on one, and no block that a tier fills."""
         loading = any(tier.loading for tier in self.offload)
         return not self.lives.some and not self.loop.under_way and not loading
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether all requests decode, and neither a step, a transfer nor a tier uses their blocks."""
+        lives, loading = self.lives, any(tier.loading for tier in self.offload)
+        if loading or self.loop.under_way or lives.leaving:
+            return False
+        return all(live.phase is Phase.RUNNING and live.decodes and not live.leases for live in lives)
 
     def assert_whole(self) -> None:
         """Proves, when idle, that no block and no other part of a request was left behind."""

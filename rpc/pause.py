@@ -7,9 +7,10 @@ keep:  steps of all workers end ─▶ paused
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Literal
 
+import grpc
 from grpc.aio import AioRpcError
 
 from baton.rpc import worker_pb2 as pb
@@ -21,7 +22,10 @@ Mode = Literal["abort", "wait", "keep"]
 """What becomes of the requests that workers have."""
 ANSWER_WITHIN = 30.0
 """Seconds for a worker: its step ends first."""
+CONNECT_WITHIN = 5.0
+"""For one that may be down."""
 IDLE_CHECK = 0.02
+_NO_ANSWER = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class NotPaused(Exception):
@@ -39,8 +43,12 @@ class NotPaused(Exception):
 class Workers:
     """Connections to these workers, while the context is open."""
 
-    def __init__(self, addresses: Sequence[str], secret: bytes, tls: TlsFiles | None) -> None:
+    def __init__(
+        self, addresses: Sequence[str], secret: bytes, tls: TlsFiles | None, *, may_lack: Collection[str] = ()
+    ) -> None:
+        """`may_lack`: these may be down. One that does not answer is left out."""
         self._addresses, self._secret, self._tls = addresses, secret, tls
+        self._may_lack = may_lack
         self._stubs = dict[str, WorkerStub]()
         self._until_the_end = contextlib.AsyncExitStack()
 
@@ -53,10 +61,10 @@ class Workers:
     async def __aexit__(self, *_: object) -> None:
         await self._until_the_end.aclose()
 
-    async def pause(self, mode: Mode, seconds: float) -> None:
+    async def pause(self, mode: Mode, seconds: float, *, keep_kv: bool = False) -> None:
         """Returns when no worker computes. The pause ends after so many seconds, also that of `wait` which
         still waits. Raises NotPaused, and TimeoutError if requests run as long as that. If it ends before its
-        time, for whatever reason, the workers go on."""
+        time, for whatever reason, the workers go on. `keep_kv`: as in `PauseRequest`."""
         done = False
         try:
             if mode == "wait":
@@ -64,8 +72,9 @@ class Workers:
                     await self._set(pb.PauseRequest(pause=pb.PAUSE_NEW, seconds=seconds))
                     while not all(status.idle for status in await self._statuses()):  # noqa: ASYNC110
                         await asyncio.sleep(IDLE_CHECK)
-            paused = pb.PauseRequest(pause=pb.PAUSE_STEPS, abort=mode == "abort", seconds=seconds)
-            await self._set(paused)
+            steps = pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=seconds, keep_kv=keep_kv)
+            steps.abort = mode == "abort"
+            await self._set(steps)
             done = True
         finally:
             if not done:
@@ -78,17 +87,24 @@ class Workers:
         await self._set(pb.PauseRequest(pause=pb.PAUSE_NONE))
 
     async def _set(self, request: pb.PauseRequest) -> None:
-        await self._all(*(stub.SetPause(request, timeout=ANSWER_WITHIN) for stub in self._stubs.values()))
+        await self._all(lambda stub, timeout: stub.SetPause(request, timeout=timeout))
 
     async def _statuses(self) -> list[pb.WorkerStatus]:
-        asked = pb.StatusRequest()
-        return await self._all(*(s.GetStatus(asked, timeout=ANSWER_WITHIN) for s in self._stubs.values()))
+        return await self._all(lambda stub, timeout: stub.GetStatus(pb.StatusRequest(), timeout=timeout))
 
-    async def _all(self, *calls: Awaitable[pb.WorkerStatus]) -> list[pb.WorkerStatus]:
+    async def _all(
+        self, call: Callable[[WorkerStub, float], Awaitable[pb.WorkerStatus]]
+    ) -> list[pb.WorkerStatus]:
+        addresses = list(self._stubs)
+        within = [CONNECT_WITHIN if each in self._may_lack else ANSWER_WITHIN for each in addresses]
+        calls = map(call, self._stubs.values(), within)
         found = await asyncio.gather(*calls, return_exceptions=True)
         faults, statuses = dict[str, AioRpcError](), list[pb.WorkerStatus]()
-        for address, status in zip(self._stubs, found, strict=True):
+        for address, status in zip(addresses, found, strict=True):
             if isinstance(status, AioRpcError):
+                if address in self._may_lack and status.code() in _NO_ANSWER:
+                    del self._stubs[address]
+                    continue
                 faults[address] = status
             elif isinstance(status, BaseException):
                 raise status

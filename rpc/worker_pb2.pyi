@@ -498,14 +498,16 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PauseRequest(_message.Message):
-    __slots__ = ("pause", "abort", "seconds")
+    __slots__ = ("pause", "abort", "seconds", "keep_kv")
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_KV_FIELD_NUMBER: _ClassVar[int]
     pause: Pause
     abort: bool
     seconds: float
-    def __init__(self, pause: _Optional[_Union[Pause, str]] = ..., abort: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...
+    keep_kv: bool
+    def __init__(self, pause: _Optional[_Union[Pause, str]] = ..., abort: _Optional[bool] = ..., seconds: _Optional[float] = ..., keep_kv: _Optional[bool] = ...) -> None: ...
 
 class WeightsCommand(_message.Message):
     __slots__ = ("stage", "close", "apply")

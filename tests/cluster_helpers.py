@@ -231,6 +231,7 @@ class WorkerStream:
     steps: list[pb.StepOutput] = field(default_factory=list)
     started: dict[bytes, float] = field(default_factory=dict)  # prefill id -> time.monotonic()
     statuses: asyncio.Queue[pb.WorkerStatus] = field(default_factory=asyncio.Queue)
+    descriptions: asyncio.Queue[pb.WorkerDescription] = field(default_factory=asyncio.Queue)
     caches: asyncio.Queue[pb.CacheEvents] = field(default_factory=asyncio.Queue)
     events: defaultdict[bytes, asyncio.Queue[Seen]] = field(
         default_factory=lambda: defaultdict(asyncio.Queue)
@@ -343,6 +344,8 @@ class WorkerStream:
                 self.started[message.prefill_started.prefill_id] = now
             case "failed":
                 self.events[message.failed.attempt_id].put_nowait(Seen(message.failed, now))
+            case "description":
+                self.descriptions.put_nowait(message.description)
             case "cache":
                 self.caches.put_nowait(message.cache)
             case "status":

@@ -43,6 +43,7 @@ class FakeWorker(StandIn):
         attention_doubles_at: as in the description; 0: it computes no parts of prompts.
         num_layers: as there.
         refuses_pause: why it refuses to pause; empty: it does not.
+        paused: the last pause that it was asked for.
         phases: what it remembers of requests, by their names.
     """
 
@@ -93,6 +94,7 @@ class FakeWorker(StandIn):
         self._may_step = asyncio.Event()
         self._may_step.set()
         self.refuses_pause = ""
+        self.paused = pb.PauseRequest()
         self.phases: dict[str, list[pb.Phase]] = {}
 
     # ------------------------------------------------------------ start, stop, reports
@@ -180,7 +182,7 @@ class FakeWorker(StandIn):
         """Frozen, it sends no token."""
         if self.refuses_pause:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuses_pause)
-        self.status.pause = request.pause
+        self.status.pause, self.paused = request.pause, request
         self.report()
         if request.abort:
             for attempt_id, task in self._attempts.items():

@@ -141,10 +141,12 @@ class HandBack(_Message):
     """Fail every attempt with DRAINING, and end it."""
 
     reason: str
+    but_decodes: bool = False  # those that decode stay
 
 
 class ReplaceWeights(_Message):
-    """Compute with the weights that are staged. The engine is idle. WeightsReplaced answers."""
+    """Compute with the weights that are staged. The engine is idle, or has `only_decodes`. WeightsReplaced
+    answers."""
 
     question: int
     version: str
@@ -308,6 +310,7 @@ class EngineStatus(_Message):
     idle: bool  # there is no request in any phase, and no transfer reads or writes a block
     links: list[PrefixLink]
     store: StoreStats | None = None  # None: there is none
+    only_decodes: bool = False  # no step is under way, and it is idle but for attempts that decode
 
 
 class WeightsStaged(_Message):

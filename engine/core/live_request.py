@@ -198,6 +198,8 @@ class LiveRequest:
     """Number of leading blocks that were offered to the prefix cache."""
     thin_before: int = 0
     """Blocks before this one that it did not find in the prefix cache are thin (`prefix_cache`)."""
+    private: bool = False
+    """Some of its KV is of weights before the present ones: what is computed from now on gets no name."""
     handed_over: bool = False
     """Another worker has all its KV, and goes on with it."""
 

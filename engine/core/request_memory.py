@@ -255,7 +255,7 @@ class RequestMemory:
     def _remnant(self, live: LiveRequest) -> tuple[int, bytes] | None:
         """The block of a request that full chunks end in, if it is not full, and the name of these chunks."""
         end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
-        if self._cache is None or self.states is not None or not end % self._block_size:
+        if self._cache is None or self.states is not None or live.private or not end % self._block_size:
             return None
         index = end // self._block_size
         if index != live.num_verified // self._block_size or index < live.thin_before:
@@ -369,6 +369,8 @@ class RequestMemory:
         """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
         from their KV were finite, so other requests may share it."""
         live.num_verified = computed
+        if live.private:
+            return
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:
             names, thin = self._names(live, self._cache), live.thin_before
@@ -376,6 +378,14 @@ class RequestMemory:
             live.num_published = full
         if self.states is not None:
             self.states.publish(live, computed)
+
+    def make_private(self, live: LiveRequest) -> None:
+        """The weights change, and the request goes on with the KV that it has. Blocks that have names keep
+        these, which are of the weights before. No other one gets a name, and nor do copies of its states. No
+        step is under way."""
+        live.private = True
+        if self.states is not None:
+            self.states.forget_copies(live)
 
     def came(self, live: LiveRequest) -> None:
         """The KV of all its tokens came from another worker, behind its cached blocks."""

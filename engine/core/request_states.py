@@ -110,12 +110,26 @@ class RequestStates:
         self.forget_restore(live)
         self.choose(live, newest=True)
         self._pool.release(states.slot)
-        for copy in states.copies:
-            assert self._copies is not None
-            self._copies.release(copy.slot)
+        self._release_copies(states)
         if states.of_answer is not None:
             self._publish_copy(live, states.of_answer)
         live.states = None
+
+    def forget_copies(self, live: LiveRequest) -> None:
+        """Gives back the copies of its states that have no name yet."""
+        if (states := live.states) is None:
+            return
+        self._release_copies(states)
+        if states.of_answer is not None:
+            assert self._copies is not None
+            self._copies.release(states.of_answer.slot)
+            states.of_answer = None
+
+    def _release_copies(self, states: States) -> None:
+        for copy in states.copies:
+            assert self._copies is not None
+            self._copies.release(copy.slot)
+        states.copies.clear()
 
     # States of drafts
 
@@ -182,7 +196,7 @@ class RequestStates:
             return saves
         size = self._block_size
         for live, chunk in chunks.items():
-            if chunk.start // size == chunk.stop // size:
+            if chunk.start // size == chunk.stop // size or live.private:
                 continue  # as most decodes: no block ends in it, and so no copy is taken
             wanted = _wanted(live)
             positions = [*copies.positions(wanted, chunk.start, chunk.stop, len(live.token_ids))]

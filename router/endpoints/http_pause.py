@@ -28,10 +28,11 @@ class HttpPause:
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode, seconds = _mode(request.query.get("mode", "abort")), self._seconds(request.query.get("seconds"))
-        names = await self._names()
+        keep_kv = not _clears(request.query.get("clear_cache", "true"))
+        workers, names = await self._workers()
         try:
-            async with self._workers(names) as workers:
-                await workers.pause(mode, seconds)
+            async with workers:
+                await workers.pause(mode, seconds, keep_kv=keep_kv)
         except NotPaused as error:
             raise self._failed(error, names, "The cluster goes on.") from error
         except TimeoutError:
@@ -40,9 +41,9 @@ class HttpPause:
         return web.json_response({"status": "paused", "seconds": seconds})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        names = await self._names()
+        workers, names = await self._workers()
         try:
-            async with self._workers(names) as workers:
+            async with workers:
                 await workers.resume()
         except NotPaused as error:
             raise self._failed(error, names, "Try again, or wait for the end of the pause.") from error
@@ -65,18 +66,18 @@ class HttpPause:
             raise errors.InvalidRequest(text, param="seconds")
         return seconds
 
-    async def _names(self) -> dict[str, str]:
-        """The workers to ask, and how errors name them. One that starts computes nothing yet, and gets no
-        request while the others are paused."""
-        workers = (await self._calls.status())["workers"]
-        names = {w["address"]: name_of(w) for w in workers if w["state"] in ("ready", "draining")}
-        if not names:
-            raise errors.NoWorker("no worker is ready; see `baton status`")
-        return names
+    async def _workers(self) -> tuple[Workers, dict[str, str]]:
+        """All workers, and how errors name them.
 
-    def _workers(self, names: dict[str, str]) -> Workers:
+        One that is not connected may have dropped the router's stream to take new weights, or start only.
+        Then it gets no request while the others are paused."""
+        known = (await self._calls.status())["workers"]
+        names = {worker["address"]: name_of(worker) for worker in known}
+        lacking = {w["address"] for w in known if w["state"] not in ("ready", "draining")}
+        if not names:
+            raise errors.NoWorker("no worker is known; see `baton status`")
         config = self._calls.config
-        return Workers(list(names), config.secret, config.cluster_tls)
+        return Workers(list(names), config.secret, config.cluster_tls, may_lack=lacking), names
 
     def _failed(self, error: NotPaused, names: dict[str, str], outcome: str) -> errors.ApiError:
         faults = [f"{names[address]}: {self._calls.why(fault)}" for address, fault in error.faults.items()]
@@ -90,3 +91,12 @@ def _mode(given: str) -> Mode:
             return mode
     text = f"mode: must be {', '.join(modes)}, not {given[:20]!r}"
     raise errors.InvalidRequest(text, param="mode")
+
+
+def _clears(given: str) -> bool:
+    """Whether requests drop their KV if weights change in the pause."""
+    if given.lower() not in ("true", "false", "1", "0"):
+        raise errors.InvalidRequest(
+            f"clear_cache: must be true or false, not {given[:20]!r}", param="clear_cache"
+        )
+    return given.lower() in ("true", "1")

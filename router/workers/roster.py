@@ -13,8 +13,15 @@ from typing import NamedTuple
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill_loads import PrefillLoads
-from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit, lacks_weights, must_agree
-from baton.router.workers.worker import POOL_NAMES, Worker, WorkerState
+from baton.router.workers.checks import (
+    NEW_WEIGHTS,
+    RefusedWorker,
+    RouterModel,
+    check_fit,
+    lacks_weights,
+    must_agree,
+)
+from baton.router.workers.worker import CALL_TIMEOUT, POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 
 
@@ -125,6 +132,21 @@ class Roster:
         self._accepted.setdefault(must_agree(worker.description), {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
+    def redescribed(self, worker: Worker, description: pb.WorkerDescription) -> None:
+        """An attached worker has got other weights, while its attempts stay. All workers get them, after each
+        has stopped to take work. So those with other ones get no work until they say the same. Raises
+        RefusedWorker."""
+        self.release(worker)
+        worker.redescribed(description)
+        newest = must_agree(worker.description)
+        others = [other for key, same in self._accepted.items() if key != newest for other in same]
+        for other in others:
+            other.outdated_since = time.monotonic()
+            self.release(other)
+            self.availability_changed(other)
+        self.accept(worker)
+        self.availability_changed(worker)
+
     def weights_for(self, refused: Worker) -> pb.StageWeights | None:
         """What a refused worker needs to be accepted, if that is only the weights of the accepted workers."""
         for other in (next(iter(same)) for same in self._accepted.values()):
@@ -149,7 +171,11 @@ class Roster:
         return set().union(*others)
 
     def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
-        """An attached worker sent a report."""
+        """An attached worker sent a report. Raises RefusedWorker if the worker goes on with weights of which
+        the others have newer ones."""
+        serves, since = status.health == pb.WorkerStatus.HEALTH_SERVING, worker.outdated_since
+        if serves and since is not None and time.monotonic() - since > CALL_TIMEOUT:
+            raise RefusedWorker("the other workers have newer weights", NEW_WEIGHTS)
         before = worker.pool
         changed = worker.report(status)
         self.pool_changes += worker.pool != before

@@ -223,6 +223,8 @@ class WorkerStream:
                 self._receive_failure(message.failed)
             case "cache":
                 self._roster.cache_changed(self.worker, message.cache)
+            case "description":
+                self._roster.redescribed(self.worker, message.description)
             case "status":
                 self._roster.reported(self.worker, message.status)
 

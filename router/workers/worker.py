@@ -120,8 +120,7 @@ class Attempt:
     span: Span = field(init=False)
     """Begins when the attempt is submitted."""
     weights_version: str = field(init=False)
-    """Of its worker when it was submitted: a worker that gets other weights ends its attempts first. Empty:
-    the weights of `--model`."""
+    """Of its worker. Empty: the weights of `--model`."""
     tokens: int = 0
     """KV positions that a decode reserves. 0 for a prefill."""
     work: PrefillWork | None = None
@@ -171,6 +170,9 @@ class Worker:
     send_queue: SendQueue | None = None
     """Of its stream, as is `stub`. None without a stream."""
     stub: WorkerStub | None = None
+    outdated_since: float | None = None
+    """The time.monotonic() at which another worker got newer weights. It takes no new work until it has
+    them."""
     _invalid_rates: bool = False  # in `status`
 
     def __str__(self) -> str:
@@ -180,7 +182,7 @@ class Worker:
     @property
     def ready(self) -> bool:
         """Whether the worker takes new work."""
-        return self.state is WorkerState.READY and not self.retired
+        return self.state is WorkerState.READY and not self.retired and self.outdated_since is None
 
     def ready_in(self, pool: "pb.Pool") -> bool:
         """Whether the worker takes new work of this pool."""
@@ -199,6 +201,19 @@ class Worker:
     def described(self, description: pb.WorkerDescription) -> None:
         """Applies the description of a new incarnation."""
         self.description, self.pool = description, description.first_pool
+        self.outdated_since = None
+
+    def redescribed(self, description: pb.WorkerDescription) -> None:
+        """It has other weights, and its attempts go on with them. Nothing else may change."""
+        described = self.description
+        described.weights.CopyFrom(description.weights)
+        described.model_fingerprint, described.content_root = (
+            description.model_fingerprint,
+            description.content_root,
+        )
+        self.outdated_since = None
+        for attempt in self.attempts.values():
+            attempt.weights_version = described.weights.version
 
     def report(self, status: pb.WorkerStatus) -> bool:
         """Stores a status report. Returns whether the worker's state, pool or pause changed."""

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from baton.engine import Engine, SpeculativeConfig
+from baton.engine.core.live_request import Phase
 from baton.engine.layers.in_place import pairs
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json, edited_tensors, load
-from tests.engine.conftest import request_of, run
+from tests.engine.conftest import request_of, run, tokens_of
 from tests.engine.draft_checkpoints import save_mtp
 from tests.engine.random_checkpoints import save_random
 
@@ -134,3 +135,46 @@ def test_another_model_is_refused_by_what_differs(tmp_path: Path) -> None:
         engine.stage_weights(str(tmp_path / "trained"))
     with pytest.raises(ValueError, match="no such file or directory on the host of this worker"):
         engine.stage_weights(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3_5Text"])
+def test_a_request_that_decodes_keeps_its_kv_and_no_other_one_gets_it(
+    kind: str, tmp_path: Path, one_form: None
+) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, kind)
+    after = trained(before, tmp_path)
+    settings: dict[str, Any] = {"device": DEVICE, "num_blocks": 32, "enable_prefix_caching": True}
+    fresh, engine = load(after, **settings), load(before, **settings)
+    kept = request_of(1, [3, 5, 7, 11] * 20, max_tokens=100, ignore_eos=True)
+    [old] = tokens_of(engine, [kept])
+    live = engine.start(kept)
+    assert live is not None
+    found: list[int] = []
+    while len(found) < 20:
+        found += [output.token for output in engine.loop.step().outputs]
+    engine.loop.frozen = True
+    while engine.loop.has_work:
+        found += [output.token for output in engine.loop.step().outputs]
+    assert found == old[: len(found)]
+    blocks = list(live.blocks)
+    engine.replace_weights(engine.stage_weights(str(after)), "1")
+    engine.loop.frozen = False
+    while engine.loop.has_work:
+        step = engine.loop.step()
+        assert not step.prompts, "nothing of it is computed again"
+        found += [output.token for output in step.outputs]
+        assert live.phase is Phase.GONE or list(live.blocks)[: len(blocks)] == blocks
+    assert len(found) == 100
+    assert found != old
+    tokens = [*kept.prompt_ids, *found]
+    for number, count in enumerate((80 + 40, len(tokens)), 2):  # the second one finds what the first one left
+        request = request_of(number, tokens[:count], max_tokens=4, ignore_eos=True, logprobs=3)
+        [new], [wanted] = (run(each, [request]).values() for each in (engine, fresh))
+        assert new.outputs[0].cached_tokens == wanted.outputs[0].cached_tokens
+        assert (new.tokens, [o.logprobs for o in new.outputs]) == (
+            wanted.tokens,
+            [o.logprobs for o in wanted.outputs],
+        )
+    engine.assert_whole()

@@ -1,6 +1,7 @@
 """A paused cluster: requests that wait, requests that end, and what shows the pause."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from baton.router.admission.keys import ApiKey
 from baton.router.policy.placement import PrefillWindow
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.pause import Workers
+from baton.rpc.pause import NotPaused, Workers
 from tests.fake_worker import SECRET, FakeWorker
 
 from .conftest import Cluster, make_cluster
@@ -70,10 +71,11 @@ async def test_keep_freezes_streams_and_new_requests_wait(paused: Cluster) -> No
     reading, lines = await begun(paused)
     [decode] = paused.decodes
     assert await asked(paused, "GET", "/is_paused") == (200, {"is_paused": False, "pause": "none"})
-    assert (await asked(paused, "POST", "/pause?mode=keep&seconds=60"))[1] == {
-        "status": "paused",
-        "seconds": 60,
-    }
+    done = {"status": "paused", "seconds": 60}
+    assert await asked(paused, "POST", "/pause?mode=keep&seconds=60") == (200, done)
+    assert not decode.paused.keep_kv
+    assert await asked(paused, "POST", "/pause?mode=keep&seconds=60&clear_cache=false") == (200, done)
+    assert decode.paused.keep_kv
     await knows(paused, pb.PAUSE_STEPS)
     let(decode)
     submitted = len(decode.submitted)
@@ -170,7 +172,11 @@ async def test_one_worker_that_refuses_pauses_none(paused: Cluster) -> None:
     address = paused.decodes[0].address
     assert answer["error"]["message"] == f"decode 0 at {address}: it cannot. The cluster goes on."
     assert {w.status.pause for w in paused.workers} == {pb.PAUSE_NONE}
-    for path, param in (("/pause?mode=stop", "mode"), ("/pause?seconds=x", "seconds")):
+    for path, param in (
+        ("/pause?mode=stop", "mode"),
+        ("/pause?seconds=x", "seconds"),
+        ("/pause?clear_cache=no", "clear_cache"),
+    ):
         status, answer = await asked(paused, "POST", path)
         assert (status, answer["error"]["param"]) == (400, param)
 
@@ -206,3 +212,18 @@ async def test_an_interrupted_request_goes_to_no_worker_while_no_step_is_compute
         assert (await asked(cluster, "POST", "/resume"))[0] == 200
         await reading
         assert texts(lines)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_worker_that_takes_new_weights_just_now_goes_on_with_the_others(paused: Cluster) -> None:
+    """It has ended the stream of the router for that. One that is down is left out."""
+    prefill, decode = paused.workers
+    assert (await asked(paused, "POST", "/pause?mode=keep"))[0] == 200
+    addresses = [w.address for w in paused.workers]
+    await prefill.kill()
+    async with Workers(addresses, SECRET, None, may_lack={prefill.address}) as workers:
+        await workers.resume()
+    assert decode.status.pause == pb.PAUSE_NONE
+    for address in addresses:
+        with pytest.raises(NotPaused) if address == prefill.address else contextlib.nullcontext():
+            async with Workers([address], SECRET, None) as workers:
+                await workers.resume()

@@ -69,6 +69,15 @@ class Trained(FakeWorker):
         yield pb.WeightsReport()
 
 
+async def change(worker: Trained, context: Any = None) -> None:
+    """The worker gets the newest weights in a pause that keeps KV, and tells routers on their streams."""
+    worker.weights = NEWEST
+    described = await worker.Describe(pb.DescribeRequest(), context)
+    described.ClearField("status")
+    for outputs in worker._outputs:
+        outputs.put_nowait(pb.WorkerMessage(description=described))
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -235,3 +244,40 @@ async def test_a_caller_that_is_cancelled_in_the_last_step_waits_for_all_workers
     assert [worker.weights for worker in workers] == [NEWEST, NEWEST]
     for worker in workers:
         await worker.kill()
+
+
+async def test_streams_go_on_while_workers_get_other_weights_one_after_the_other(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with trained(tokenizer, tmp_path) as (cluster, [prefill, decode]):
+        decode.steps = asyncio.Semaphore(3)
+        body = {"prompt": "Hello", "max_tokens": 200, "stream": True}
+        body |= {"stream_options": {"include_usage": True}}
+        async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
+            lines = aiter(response.content)
+            while b'"choices"' not in await anext(lines):
+                pass
+            await change(decode)
+            await cluster.until(lambda: not cluster.pool.prefills)
+            assert cluster.pool.decodes, "the worker with other weights gets nothing until it says the same"
+            prefill.report()
+            await change(prefill)
+            await cluster.until(lambda: cluster.pool.complete)
+            assert decode.submitted
+            for _ in range(1000):
+                decode.steps.release()
+            rest = [json.loads(line[6:]) async for line in lines if line.startswith(b"data: {")]
+        assert rest[-1]["usage"]["completion_tokens"] == len(cluster.output_ids)
+        assert rest[-1]["usage"]["weights_version"] == {"first": None, "last": "v2"}
+        assert sum(message.HasField("decode") for message in decode.submitted) == 1, "nothing began anew"
+
+
+async def test_a_worker_that_keeps_older_weights_is_refused(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.router.workers.roster.CALL_TIMEOUT", 0.0)
+    async with trained(tokenizer, tmp_path) as (cluster, [prefill, decode]):
+        await change(decode)
+        await cluster.until(lambda: not cluster.pool.prefills)
+        prefill.report()
+        await cluster.until(lambda: prefill.weights == NEWEST and bool(cluster.pool.prefills))

@@ -143,6 +143,42 @@ async def test_a_trainer_calls_the_router_and_answers_name_its_version(trained: 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("clear_cache", ["true", "false"])
+async def test_frozen_streams_go_on_with_new_weights_and_later_ones_have_nothing_of_the_old(
+    trained: Trained, clear_cache: str
+) -> None:
+    url, headers = trained.cluster.url, {"Authorization": "Bearer trainer"}
+    answers = []
+    for path in (trained.after, trained.before):
+        assert (await trained.weights(path)).exit_code == 0
+        answers.append(await expected(url, CASES, at_once=12))
+    new, old = answers
+    streams = [Stream(case) for case in CASES]
+    async with new_session() as http:
+
+        async def call(path: str) -> None:
+            async with http.post(url + path, headers=headers) as response:
+                assert response.status == 200, await response.text()
+
+        reading = [asyncio.create_task(read(http, url, stream.case, into=stream)) for stream in streams]
+        begun = each_has(4)
+        await asyncio.to_thread(until, lambda: begun(streams) or None, WITHIN, "four tokens of each")
+        await call(f"/pause?mode=keep&clear_cache={clear_cache}")
+        done = await trained.weights(trained.after)
+        assert done.exit_code == 0, done.stderr
+        frozen = [len(stream.token_ids) for stream in streams]
+        assert min(frozen) < TOKENS
+        await call("/resume")
+        await asyncio.gather(*reading)
+    for stream, had in zip(streams, frozen, strict=True):
+        assert not stream.failed
+        assert len(stream.token_ids) == TOKENS
+        assert stream.token_ids[:had] == old[stream.case][:had]
+    assert await expected(url, CASES, at_once=12) == new
+    assert await asyncio.to_thread(leaks_when_idle, url, WITHIN) == {}
+
+
+@pytest.mark.long
 async def test_no_version_has_a_prefix_of_another_one(trained: Trained) -> None:
     url = trained.cluster.url
     answers = []

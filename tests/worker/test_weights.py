@@ -197,23 +197,29 @@ def paused(pause: "pb.Pause", seconds: float = 600.0, *, abort: bool = False) ->
 async def test_a_frozen_worker_keeps_its_attempts_and_goes_on_with_the_same_tokens(
     worker: WorkerProcess,
 ) -> None:
-    asked = request(range(100), sampling(max_tokens=60, ignore_eos=True))
+    asked = request(range(100), sampling(max_tokens=2000, ignore_eos=True))
     async with attached(worker) as stream:
-        undisturbed = [token.token_id for token, _ in await stream.tokens(await stream.reserve(asked))]
+
+        async def first(decode_id: bytes) -> list[int]:
+            """Of the attempt, which ends."""
+            tokens = [(await stream.token(decode_id))[0].token_id for _ in range(40)]
+            await stream.cancel(decode_id)
+            return tokens
+
+        undisturbed = await first(await stream.reserve(asked))
         decode_id = await stream.reserve(asked)
-        await stream.token(decode_id)
+        token = (await stream.token(decode_id))[0]
         status = await stream.stub.SetPause(paused(pb.PAUSE_STEPS))
         assert (status.pause, status.idle, status.requests_running) == (pb.PAUSE_STEPS, False, 1)
-        seen = stream.events[decode_id].qsize()
         late = await stream.submit_decode(asked)
         await stream.reserved(late)
+        seen = stream.events[decode_id].qsize()
         assert (await stream.stub.GetStatus(pb.StatusRequest())).requests_running == 2
         assert stream.events[decode_id].qsize() == seen, "no step was computed meanwhile"
         status = await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_NONE))
         assert status.pause == pb.PAUSE_NONE
-        for frozen in (decode_id, late):
-            tokens = [token.token_id for token, _ in await stream.tokens(frozen)]
-            assert tokens == undisturbed[-len(tokens) :]
+        assert [token.token_id, *await first(decode_id)][:40] == undisturbed
+        assert await first(late) == undisturbed
     await assert_whole(worker)
 
 
@@ -232,4 +238,39 @@ async def test_abort_ends_attempts_and_a_pause_ends_by_itself(worker: WorkerProc
         assert (await stream.stub.GetStatus(pb.StatusRequest())).pause == pb.PAUSE_NONE
         with pytest.raises(grpc.aio.AioRpcError, match=r"seconds is 0: it must be above 0"):
             await stream.stub.SetPause(paused(pb.PAUSE_NEW, 0.0))
+    await assert_whole(worker)
+
+
+async def test_a_change_in_a_pause_that_keeps_kv_leaves_decodes_and_hands_prompts_back(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "kept", 5)
+    async with attached(worker) as stream:
+        held = await stream.submit_prefill(request(range(100), sampling()), handover=True)
+        await stream.token(held)
+        asked = request(range(100), sampling(max_tokens=2000, ignore_eos=True))
+        decode_id = await stream.reserve(asked)
+        last = (await stream.token(decode_id))[0]
+        keeping = pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=600, keep_kv=True)
+        computed = (await stream.stub.SetPause(keeping)).prompt_tokens
+        async with replacement(worker) as new:
+            await new.stage(path, "kept")
+            await new.command(close=True)
+            assert (await stream.failure(held)).code == pb.FAILURE_CODE_DRAINING
+            going_on = asyncio.ensure_future(stream.stub.SetPause(pb.PauseRequest()))
+            for _ in range(stream.events[decode_id].qsize()):
+                last = (await stream.token(decode_id))[0]
+            await new.command(apply=True)
+        await within(going_on)  # it waits for the end of the change
+        described = await within(stream.descriptions.get())
+        assert described.weights == pb.StageWeights(path=str(path), version="kept")
+        after = (await stream.token(decode_id))[0]
+        assert after.output_index == last.output_index + 1
+        assert (await stream.stub.GetStatus(pb.StatusRequest())).prompt_tokens == computed
+    token = await first_token(worker)
+    async with replacement(worker) as new:
+        await new.stage(path, "again")
+        await new.command(close=True)
+        await new.command(apply=True)
+    assert await first_token(worker) == token, "it had no KV of the weights before"
     await assert_whole(worker)

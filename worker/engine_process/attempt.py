@@ -168,9 +168,11 @@ class AttemptTable(Generic[A]):
         for attempt in self:
             self.fail(attempt, code, message)
 
-    def end_all(self, code: Code, message: str) -> None:
+    def end_all(self, code: Code, message: str, *, but_decodes: bool = False) -> None:
+        """`but_decodes`: those that decode stay."""
         for attempt in [*self]:
-            attempt.lost(code, message)
+            if not but_decodes or attempt.state is not State.DECODING:
+                attempt.lost(code, message)
 
     def reserved(self, attempt: Attempt) -> None:
         if attempt.stream is not None:

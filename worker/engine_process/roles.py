@@ -62,8 +62,17 @@ class Roles:
     @property
     def idle(self) -> bool:
         """Whether there is no attempt, no request, and no transfer from or to the KV pool."""
-        parts = self.engine, self._sender, self._receiver, *self._roles
-        return not self._attempts and all(part.idle for part in parts)
+        return not self._attempts and self.engine.idle and self._moves_nothing
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether all attempts decode, and neither a step nor a transfer uses their blocks."""
+        attempts = self._attempts
+        return attempts.decoding == len(attempts) and self.engine.only_decodes and self._moves_nothing
+
+    @property
+    def _moves_nothing(self) -> bool:
+        return all(part.idle for part in (self._sender, self._receiver, *self._roles))
 
     def handle(self, message: ToEngine) -> None:
         """Handles a message of the service process that does not end the loop."""
@@ -71,13 +80,15 @@ class Roles:
         match message:
             case messages.AskStatus():
                 store = self._context.store
+                store_idle = store is None or store.idle
                 status = messages.EngineStatus(
                     message.question,
                     self.engine.stats(),
                     self._attempts.counts,
-                    self.idle and (store is None or store.idle),
+                    self.idle and store_idle,
                     self._context.links.recent(time.monotonic()),
                     None if store is None else store.stats,
+                    self.only_decodes and store_idle,
                 )
                 self._context.link.send(status)
             case messages.Cancel(stream, attempt_id):
@@ -87,8 +98,8 @@ class Roles:
                 self.engine.only_here(names)
             case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
                 self._weights.handle(message)
-            case messages.HandBack(reason):
-                self._attempts.end_all(Code.DRAINING, reason)
+            case messages.HandBack(reason, but_decodes):
+                self._attempts.end_all(Code.DRAINING, reason, but_decodes=but_decodes)
             case messages.Pause(question, frozen, abort):
                 steps = self.engine.loop
                 steps.frozen = frozen

@@ -42,8 +42,8 @@ class AttachService:
         self._routers = routers
         self._limits = limits
         self._description = description
-        self._weights = WeightsReplacement(backend, routers, self._with_weights)
         self._pause = WorkerPause(backend)
+        self._weights = WeightsReplacement(backend, routers, self._pause, self._with_weights)
         self._cancels: set[asyncio.Task[None]] = set()
         self._kinds: dict[str, tuple[str, Callable[[int, bytes, Any], ToEngine]]] = {
             "prefill": ("prefill_id", self._prefill),
@@ -135,10 +135,15 @@ class AttachService:
         except RefusedWeights as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
-    def _with_weights(self, weights: pb.StageWeights, replaced: messages.WeightsReplaced) -> None:
+    def _with_weights(
+        self, weights: pb.StageWeights, replaced: messages.WeightsReplaced
+    ) -> pb.WorkerDescription:
         self._description.weights.CopyFrom(weights)
         self._description.model_fingerprint = replaced.model_fingerprint
         self._description.content_root = replaced.content_root
+        described = pb.WorkerDescription()
+        described.CopyFrom(self._description)
+        return described
 
     # ------------------------------------------------------------ router to worker
 

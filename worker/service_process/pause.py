@@ -8,7 +8,9 @@ end, since its coordinator may die.
 """
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process.backend import Backend
@@ -29,6 +31,8 @@ class WorkerPause:
     """Of one worker."""
 
     def __init__(self, backend: Backend) -> None:
+        self.keeps_kv = False
+        """Frozen requests keep their KV if weights change."""
         self._backend = backend
         self._one_at_a_time = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
@@ -49,14 +53,23 @@ class WorkerPause:
                 self._ending.cancel()
                 self._ending = None
             try:
-                return await self._apply(request.pause, abort=request.abort)
+                status = await self._apply(request.pause, abort=request.abort)
+                self.keeps_kv = request.keep_kv and request.pause == pb.PAUSE_STEPS
+                return status
             finally:  # also if the engine has refused it, and the pause before goes on
                 if self._backend.pause:
                     self._ending = asyncio.create_task(self._end(request.seconds))
 
+    @contextlib.asynccontextmanager
+    async def unchanged(self) -> AsyncIterator[None]:
+        """While it is open, no pause begins or ends."""
+        async with self._one_at_a_time:
+            yield
+
     async def _end(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         async with self._one_at_a_time:
+            self.keeps_kv = False
             log.warning("the pause has lasted %g s: the worker goes on", seconds)
             await self._apply(pb.PAUSE_NONE, abort=False)
 

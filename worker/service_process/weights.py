@@ -4,11 +4,17 @@
     close ─▶ attempts are handed back, routers are let go, and no KV of the old weights is in use
     apply ─▶ the engine computes with the new weights, and routers attach again
 
+In a pause with `keep_kv`, attempts that decode stay, with their KV, and so do the streams of routers:
+
+    close ─▶ all other attempts are handed back
+    apply ─▶ the engine has the new weights, and routers get the new description
+
 All workers are closed before one applies. So no attempt has KV of other weights than its worker, and no
 worker of a pair is behind the other one. A call that ends before `apply` leaves the worker as it was.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +23,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.messages import WeightsReplaced
 from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers
 
 log = logging.getLogger(__name__)
@@ -31,12 +38,17 @@ class RefusedWeights(Exception):
 
 
 class WeightsReplacement:
-    """Of one worker. `replaced` is called before routers attach again."""
+    """Of one worker. `replaced` is called before routers attach again. It returns the new description."""
 
     def __init__(
-        self, backend: Backend, routers: Routers, replaced: Callable[[pb.StageWeights, WeightsReplaced], None]
+        self,
+        backend: Backend,
+        routers: Routers,
+        pause: WorkerPause,
+        replaced: Callable[[pb.StageWeights, WeightsReplaced], pb.WorkerDescription],
     ) -> None:
         self._backend = backend
+        self._pause = pause
         self._routers = routers
         self._replaced = replaced
         self._is_open = asyncio.Event()
@@ -61,6 +73,7 @@ class WeightsReplacement:
             raise RefusedWeights("the worker is shutting down")
         self._called = True
         applying: asyncio.Task[None] | None = None
+        unpaused = contextlib.AsyncExitStack()
         try:
             began = time.monotonic()
             staged = await self._backend.stage_weights(path)
@@ -70,43 +83,50 @@ class WeightsReplacement:
             yield pb.WeightsReport(bytes=staged.nbytes, seconds=time.monotonic() - began)
             await _next(commands, "close")
             began = time.monotonic()
-            await self._close()
+            await unpaused.enter_async_context(self._pause.unchanged())
+            keeps_kv = self._pause.keeps_kv
+            await self._close(keeps_kv=keeps_kv)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
             await _next(commands, "apply")
             began = time.monotonic()
-            applying = asyncio.create_task(self._apply(stage))
+            applying = asyncio.create_task(self._apply(stage, keeps_kv=keeps_kv))
             await asyncio.shield(applying)  # the caller may end the call, and the engine goes on
             log.info("computes with weights of %s, version %s", path, version)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
         finally:
             # A call may end by cancellation, while what follows waits for the engine.
-            await asyncio.shield(self._end(applying))
+            await asyncio.shield(self._end(applying, unpaused))
 
-    async def _apply(self, weights: pb.StageWeights) -> None:
-        self._replaced(weights, await self._backend.replace_weights(weights.version))
+    async def _apply(self, weights: pb.StageWeights, *, keeps_kv: bool) -> None:
+        described = self._replaced(weights, await self._backend.replace_weights(weights.version))
+        if keeps_kv:
+            self._routers.broadcast(pb.WorkerMessage(description=described))
         await self._open()
 
-    async def _end(self, applying: asyncio.Task[None] | None) -> None:
-        if applying is None:
-            await self._backend.send(messages.DropWeights())
-        else:
-            await applying
-        await self._open()
-        self._called = False
+    async def _end(self, applying: asyncio.Task[None] | None, unpaused: contextlib.AsyncExitStack) -> None:
+        async with unpaused:
+            if applying is None:
+                await self._backend.send(messages.DropWeights())
+            else:
+                await applying
+            await self._open()
+            self._called = False
 
-    async def _close(self) -> None:
+    async def _close(self, *, keeps_kv: bool) -> None:
         self._is_open.clear()
         await self._backend.drain()
         end = time.monotonic() + CLOSE_WITHIN
         while True:
             # Again with each turn: an attempt that was accepted before may have waited for a full socket.
-            await self._backend.send(messages.HandBack(REASON))
-            if (await self._backend.engine_status()).idle:
+            await self._backend.send(messages.HandBack(REASON, keeps_kv))
+            engine = await self._backend.engine_status()
+            if engine.idle or (keeps_kv and engine.only_decodes):
                 break
             if time.monotonic() > end:
                 raise RefusedWeights(f"its engine is still busy after {CLOSE_WITHIN:g} s")
             await asyncio.sleep(IDLE_CHECK)
-        self._routers.finish()
+        if not keeps_kv:
+            self._routers.finish()
 
     async def _open(self) -> None:
         if not self._is_open.is_set():
