@@ -6,15 +6,18 @@ A W with few rows, such as a router's, is too small for many programs even in pa
 a program then has whole rows of W, which it loads before its inputs are ready.
 
 Compared with cuBLAS, the products of a layer take 3 % less time up to 64 rows, and 6 % less with launches
-that overlap (`overlap`). Both read W at over 4 TB/s and lose some 4 µs around it (docs/lab/engine.md).
+that overlap (`overlap`). Both read W at over 4 TB/s and lose some 4 µs around it (docs/lab/engine.md). For
+small weights and more than 16 rows cuBLAS may be faster, so there each shape is measured (`FewRowsLinear`).
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels import from_hopper_on
+from baton.engine.kernels.fastest import fastest
 from baton.engine.kernels.launch import inputs_ready, launch_options, next_may_begin
 from baton.engine.kernels.split_k import MAX_SPLITS, SHARED_BYTES, Tiling, counters, multiply, splits
 
@@ -22,6 +25,7 @@ BLOCK_N = 64
 MAX_STAGES = 8
 FEW_ROWS = 2  # of x, with a small W; measured on an H200
 WEIGHTS = 8192  # of a program with whole rows of W
+ONE_TILE = 16  # rows of x; up to so many this kernel was always the faster one on an H200
 
 
 def tiling(rows: int, inner: int, size: int, multiprocessors: int) -> Tiling:
@@ -65,6 +69,25 @@ class SkinnyLinear:
             return _whole_rows(x, self._weight, self._bias)
         shape = tiling(rows, inner, size, self._multiprocessors)
         return multiply(x, self._weight, self._bias, x.dtype, shape, self._finished)
+
+
+class FewRowsLinear:
+    """A linear product for 1 to 64 rows, by `SkinnyLinear` or by cuBLAS: what is faster on this device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, multiprocessors: int) -> None:
+        """As `SkinnyLinear`."""
+        self._weight, self._bias = weight, bias
+        self._skinny = SkinnyLinear(weight, bias, multiprocessors)
+        self._name = f"{weight.dtype} {len(weight)} x {weight.shape[1]}"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, in], contiguous, 1 to 64 rows. Returns [rows, out]."""
+        if len(x) <= ONE_TILE:
+            return self._skinny(x)
+        return fastest(self._name, x, len(x), {"skinny": self._skinny, "cublas": self._by_cublas})
+
+    def _by_cublas(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
 
 
 def _whole_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -49,7 +49,7 @@ def packs_plain(dtype: torch.dtype, device: torch.device) -> bool:
 def _product(weight: Tensor, bias: Tensor | None, *, exact: bool) -> Callable[[Tensor], Tensor] | None:
     from baton.engine.kernels.exact_linear import ExactLinear
     from baton.engine.kernels.launch import multiprocessors
-    from baton.engine.kernels.skinny_linear import SkinnyLinear
+    from baton.engine.kernels.skinny_linear import FewRowsLinear, SkinnyLinear
 
     if not SkinnyLinear.suits(weight):
         if exact:
@@ -58,7 +58,7 @@ def _product(weight: Tensor, bias: Tensor | None, *, exact: bool) -> Callable[[T
                 "exactly on this GPU; use --dtype bfloat16 on Hopper or later, or leave the flag out"
             )
         return None
-    return (ExactLinear if exact else SkinnyLinear)(weight, bias, multiprocessors(weight.device))
+    return (ExactLinear if exact else FewRowsLinear)(weight, bias, multiprocessors(weight.device))
 
 
 MAX_SKINNY_ROWS = 64

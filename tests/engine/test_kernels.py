@@ -92,6 +92,18 @@ def test_linear_of_few_rows(
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("rows", [16, 17, 64])
+def test_linear_of_few_rows_by_the_faster_kernel(kernel_device: str, rows: int) -> None:
+    """More than 16 rows may be multiplied by cuBLAS."""
+    from baton.engine.kernels.skinny_linear import FewRowsLinear
+
+    x, weight, b = (normal(*s, seed=i).to(torch.float16) for i, s in enumerate([(rows, 128), (70, 128), (70,)]))
+    linear = FewRowsLinear(weight.to(kernel_device), b.to(kernel_device), 4)
+    expected = F.linear(x.double(), weight.double(), b.double())
+    for _ in range(2):  # measures the kernels, then uses one of them
+        close(linear(x.to(kernel_device)), expected)
+
+
 @pytest.mark.gpu
 def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
     from baton.engine.kernels.skinny_linear import SkinnyLinear
