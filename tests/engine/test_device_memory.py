@@ -122,6 +122,8 @@ def test_pages_come_back_when_they_are_freed(memory: DeviceMemory) -> None:
     address = memory.reserve(4 * memory.page_bytes)
     memory.map(address, pages)
     bytes_at(memory, address, 4).fill_(1)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     memory.unmap(address, 4)
     if DEVICE == "cpu":
         before = os.fstat(pages[0].handle).st_blocks
@@ -131,7 +133,6 @@ def test_pages_come_back_when_they_are_freed(memory: DeviceMemory) -> None:
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(pages[3].handle)
     else:
-        torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()
         memory.free(pages)
         assert torch.cuda.mem_get_info()[0] >= free + 3 * memory.page_bytes

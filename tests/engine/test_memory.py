@@ -33,6 +33,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
 from baton.machine.step_model import row_sizes, token_sizes
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run, save_tiny
 from tests.memory import anonymous_bytes
 
@@ -333,7 +334,8 @@ def test_timed_steps_stay_within_all_limits(
 
 def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=16)
-    assert engine.stats().step_table is None, "a CPU measures nothing before the first request"
+    measured = engine.stats().step_table is not None
+    assert measured == (DEVICE == "cuda"), "a GPU measures steps before the first request, and a CPU does not"
     engine.add(request_of(1, range(1, 9), max_tokens=4))
     engine.add(request_of(2, range(1, 31), max_tokens=4))
     assert engine.stats().queue_seconds == 0
