@@ -97,7 +97,8 @@ def test_linear_of_few_rows_by_the_faster_kernel(kernel_device: str, rows: int) 
     """More than 16 rows may be multiplied by cuBLAS."""
     from baton.engine.kernels.skinny_linear import FewRowsLinear
 
-    x, weight, b = (normal(*s, seed=i).to(torch.float16) for i, s in enumerate([(rows, 128), (70, 128), (70,)]))
+    shapes = [(rows, 128), (70, 128), (70,)]
+    x, weight, b = (normal(*shape, seed=i).to(torch.float16) for i, shape in enumerate(shapes))
     linear = FewRowsLinear(weight.to(kernel_device), b.to(kernel_device), 4)
     expected = F.linear(x.double(), weight.double(), b.double())
     for _ in range(2):  # measures the kernels, then uses one of them
