@@ -21,8 +21,14 @@ CHANNELS = 3
 MEAN = [0.48145466, 0.4578275, 0.40821073]
 STD = [0.26862954, 0.26130258, 0.27577711]
 """As in transformers, where the files of a model do not say it."""
-ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
-"""The models of which Baton's engine takes images, by the names that checkpoints have in `architectures`."""
+ARCHITECTURES = {
+    "Qwen3VLForConditionalGeneration": 151655,
+    "Qwen3VLMoeForConditionalGeneration": 151655,
+    "Qwen3_5ForConditionalGeneration": 248056,
+    "Qwen3_5MoeForConditionalGeneration": 248056,
+}
+"""The models of which Baton's engine takes images, by the names that checkpoints have in `architectures`: the
+token of images, where the files of the model do not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,8 @@ def image_settings(
     `ValueError` naming `source` and the key that is wrong."""
     named = config.get("architectures")
     vision = config.get("vision_config")
-    if not isinstance(named, list) or not set(named) & set(ARCHITECTURES) or not isinstance(vision, Mapping):
+    known = [name for name in named if name in ARCHITECTURES] if isinstance(named, list) else []
+    if not known or not isinstance(vision, Mapping):
         return None
     size = processor.get("size")
     size = size if isinstance(size, Mapping) else {}
@@ -113,7 +120,7 @@ def image_settings(
         return tuple(map(float, values))
 
     return ImageSettings(
-        number("image_token_id", config.get("image_token_id"), 151655),
+        number("image_token_id", config.get("image_token_id"), ARCHITECTURES[known[0]]),
         number("patch_size", processor.get("patch_size"), vision.get("patch_size"), 16),
         number("merge_size", processor.get("merge_size"), vision.get("spatial_merge_size"), 2),
         number("temporal_patch_size", vision.get("temporal_patch_size"), 2),

@@ -87,6 +87,17 @@ class Encoder:
         self.turns.forget()
         self._thread.submit(self._encode, pixels, rows, columns).result()
 
+    def forget(self) -> None:
+        """Keeps no embeddings, since the weights change. Encodes what was asked for before, which no request
+        waits for any more."""
+        self.turns.grant(math.inf)
+        self._thread.submit(self._forget).result()
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self.kept_bytes = 0
+
     def close(self) -> None:
         """Encodes nothing more. Returns when the thread has ended."""
         self.turns.grant(math.inf)

@@ -14,14 +14,13 @@ from torch.nn import ModuleList
 from baton.content.images import CHANNELS, ImageSettings
 from baton.encode_worker.turns import Turns
 
-MOE = ("transformers.models.qwen3_vl_moe", "Qwen3VLMoeVisionConfig", "Qwen3VLMoeVisionModel")
 TOWERS = {
     "qwen3_vl": ("transformers.models.qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
-    "qwen3_vl_vision": ("transformers.models.qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
-    "qwen3_vl_moe": MOE,
-    "qwen3_vl_moe_vision": MOE,
+    "qwen3_vl_moe": ("transformers.models.qwen3_vl_moe", "Qwen3VLMoeVisionConfig", "Qwen3VLMoeVisionModel"),
+    "qwen3_5": ("transformers.models.qwen3_5", "Qwen3_5VisionConfig", "Qwen3_5VisionModel"),
+    "qwen3_5_moe": ("transformers.models.qwen3_5_moe", "Qwen3_5MoeVisionConfig", "Qwen3_5MoeVisionModel"),
 }
-"""Where the classes of a tower are, by the `model_type` of its configuration."""
+"""Where the classes of a tower are, by the `model_type` of its configuration without `_vision`."""
 
 
 class Tower:
@@ -44,7 +43,7 @@ class Tower:
         Raises `ValueError` if transformers is not installed, or does not know this tower or its tensors.
         """
         given: dict[str, Any] = json.loads(config)
-        kind = given.get("model_type", "qwen3_vl")
+        kind = str(given.get("model_type", "qwen3_vl")).removesuffix("_vision")
         if kind not in TOWERS:
             raise ValueError(f"vision_config: model_type {kind!r} is not supported ({', '.join(TOWERS)} are)")
         module, of_config, of_model = TOWERS[kind]

@@ -400,6 +400,8 @@ class Engine:
         assert self.only_decodes, "a prompt would have KV of two weights"
         for live in self.lives:
             self.lives.memory.make_private(live)
+        if self.encoder is not None:
+            self.encoder.forget()
         new.apply()
         self.model_fingerprint = f"{new.fingerprint}; version={version}"
         self.content_root = self._root_of(self.model_fingerprint)

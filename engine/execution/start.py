@@ -10,13 +10,14 @@ they measure, compile and capture have sums over ranks.
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from baton.content import content_root
 from baton.content.cache_kinds import CacheArray
@@ -119,7 +120,7 @@ def start_rank(
             head=head,
             exact=config.batch_invariant,
         )
-    encoder = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
+    encoder, tower = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     of_model = layer_caches(model_config, limits.dtype, limits.kv_dtype, drafts=head is not None)
     # Where no step is launched before the tokens of the last one are known, drafts cost no step anything. A
@@ -195,7 +196,7 @@ def start_rank(
             ranks,
             model,
             drafter,
-            encodes=model_config.vision is not None,
+            tower=tower,
         ),
         encoder,
         steps,
@@ -210,20 +211,25 @@ def _encoder(
     dtype: torch.dtype,
     device: torch.device,
     ranks: Ranks,
-) -> Encoder | None:
-    """Takes the weights of the encoder from the model. None: it takes no images, transformers is not
-    installed, or another rank encodes."""
+) -> tuple[Encoder | None, Mapping[str, Tensor]]:
+    """Takes the weights of the encoder from the model, and returns them, too. None: it takes no images, its
+    files have no encoder, transformers is not installed, or another rank encodes."""
     vision = model_config.vision
-    if vision is None or ranks.rank:
-        return None
+    if vision is None:
+        return None, {}
     weights, model.tower = model.tower, {}
+    if ranks.rank:
+        return None, {}
+    if not weights and config.load_format != "dummy":
+        log.warning("the model takes no images: its files have no weights of an encoder")
+        return None, {}
     if find_spec("transformers") is None:
         log.warning("the model takes no images: transformers is missing, install the extra `images`")
-        return None
+        return None, {}
     with memory_for("the encoder of images", "choose a smaller --model"):
         turns = Turns()
         tower = Tower(vision.settings, vision.tower, weights, device, dtype, turns, seed=config.seed)
-    return Encoder(tower.encode, turns)
+    return Encoder(tower.encode, turns), weights
 
 
 def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -> int:

@@ -122,6 +122,8 @@ def _vision(
     if family.vision is None:
         return None
     images = image_settings(settings.values, processor, settings.source)
+    if images is None and not family.needs_vision:
+        return None
     if images is None:
         raise ValueError(f"{settings.source}: vision_config is missing, so the model cannot see")
     return family.vision(settings, rope, images)

@@ -8,12 +8,13 @@ error leaves the model as it was. The device has room for a layer, the embedding
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.in_place import Pair, pairs
@@ -63,18 +64,16 @@ class LoadedModel:
     ranks: Ranks
     model: Llama
     drafter: DraftHead | None
-    encodes: bool
-    """Whether an encoder of images belongs to the model."""
+    tower: Mapping[str, Tensor]
+    """The weights of the encoder of images that the engine uses."""
 
     def check_replaceable(self) -> None:
         """Raises `ValueError` if the weights cannot be replaced while the worker runs."""
-        why = None
         if self.ranks.size > 1:
-            why = f"--tensor-parallel-size {self.ranks.size}: only the weights of one GPU can be replaced"
-        elif self.encodes:
-            why = "the weights of an encoder of images cannot be replaced"
-        if why is not None:
-            raise ValueError(f"{why}; start the workers again with the new --model")
+            raise ValueError(
+                f"--tensor-parallel-size {self.ranks.size}: only the weights of one GPU can be replaced; "
+                "start the workers again with the new --model"
+            )
 
     def stage(self, path: str) -> NewWeights:
         """Reads the weights of the checkpoint at `path`, a directory or GGUF file on this host. May run in
@@ -101,6 +100,7 @@ class LoadedModel:
             )  # fmt: skip
             found.extend(self._on_host(self.model, model, "model"))
             found.extend(self._on_host(self.drafter, drafter, "draft head"))
+            found.extend(self._on_host(self.tower, getattr(model, "tower", {}), "encoder"))
         return NewWeights(fingerprint, found)
 
     @property

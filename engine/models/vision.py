@@ -8,20 +8,21 @@ from baton.engine.layers.current_step import ImageRows, current_step
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig, VisionConfig
-from baton.engine.models.llama import Attend, Qwen3
+from baton.engine.models.hybrids import Qwen3Next
+from baton.engine.models.llama import Attend, Llama, Qwen3
 
 TOWER = "visual."
 """The prefix of the weights of the encoder."""
 
 
-class ImageRotary:
+class ImageRotary(Rotary):
     """Rotary positions of a step with images (interleaved M-RoPE, Qwen3-VL).
 
     Each frequency turns by one of three positions. Text has three equal ones, so it needs no more than a
     shift."""
 
     def __init__(self, rotary: Rotary, vision: VisionConfig) -> None:
-        self._rotary = rotary
+        self.has_positions, self.table = rotary.has_positions, rotary.table
         half = rotary.table.shape[-1] // 2
         part = torch.zeros(half, dtype=torch.int64)
         for i in (1, 2):
@@ -29,13 +30,12 @@ class ImageRotary:
         self._part = part.repeat(2).to(rotary.table.device)  # [head_dim]
 
     def at(self, positions: Tensor) -> Tensor:
-        """As `Rotary.at`."""
         step = current_step()
         if step.rotary_shift is not None:
             positions = positions + step.rotary_shift
-        rotary = self._rotary.at(positions)
+        rotary = super().at(positions)
         if (images := step.images) is not None:
-            parts = self._rotary.table[images.positions]  # [rows, 3, 2, head_dim]
+            parts = self.table[images.positions]  # [rows, 3, 2, head_dim]
             index = self._part.expand(len(parts), 1, 2, -1)
             rotary.index_copy_(0, images.rows, parts.gather(1, index)[:, 0])
         return rotary
@@ -48,25 +48,42 @@ def place(images: ImageRows, residual: Tensor, delta: Tensor | None) -> None:
         delta.index_fill_(0, images.rows, 0)
 
 
-class Qwen3VL(Qwen3):
-    """Qwen3-VL, dense: Qwen3 with images. Features of an image are added behind the first layers."""
+class TakesImages(Llama):
+    """A base beside a model, which gives it the embeddings and the positions of images."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        self.tower: dict[str, Tensor] = {}
+        """The weights of the encoder. The engine takes them."""
+        if config.vision is not None:
+            self.rotary = ImageRotary(self.rotary, config.vision)
+            self.tower = weights.below(TOWER)
+
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        residual, delta = super().embed(token_ids)
+        if (images := current_step().images) is not None:
+            place(images, residual, delta)
+        return residual, delta
+
+
+class Qwen3VL(TakesImages, Qwen3):
+    """Qwen3-VL: Qwen3 with images. Features of an image are added behind the first layers."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         assert config.vision is not None, "the loader sets it for this architecture"
         self.deepstack = config.vision.deepstack
-        self.image_rotary = ImageRotary(self.rotary, config.vision)
-        self.tower = weights.below(TOWER)
-        """The weights of the encoder. The engine takes them."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         images = current_step().images
         residual, delta = self.embed(token_ids)
-        if images is not None:
-            place(images, residual, delta)
-        rotary = self.image_rotary.at(positions)
+        rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
             delta = layer(i, residual, delta, rotary, attend)
             if images is not None and i < self.deepstack:
                 residual.index_add_(0, images.rows, images.features[:, i + 1])
         return self.norm(residual, delta)
+
+
+class Qwen3_5(TakesImages, Qwen3Next):
+    """Qwen3.5: Qwen3-Next, which takes images where the checkpoint has an encoder."""

@@ -293,6 +293,7 @@ TINY_QWEN3_5: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 TINY_QWEN3_5_MOE = TINY_QWEN3_NEXT | TINY_QWEN3_5
+IMAGE_TOKEN, TINY_PIXELS = 190, 1 << 14
 TINY_QWEN_VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -316,7 +317,11 @@ def tiny_qwen3_5(kind: str, changes: dict[str, Any]) -> Any:
         return getattr(transformers, f"{name}ForCausalLM")(text)
     both = getattr(transformers, f"{name}Config")(
         text_config=text.to_dict(),
-        vision_config=TINY_QWEN_VISION,
+        vision_config={**TINY_QWEN_VISION, "depth": 2, "patch_size": 4, "initializer_range": 0.4},
+        image_token_id=IMAGE_TOKEN,
+        vision_start_token_id=IMAGE_TOKEN + 1,
+        vision_end_token_id=IMAGE_TOKEN + 2,
+        video_token_id=IMAGE_TOKEN + 3,
         tie_word_embeddings=text.tie_word_embeddings,
     )
     return getattr(transformers, f"{name}ForConditionalGeneration")(both)
@@ -331,7 +336,6 @@ TINY_QWEN3_VL = {
         "mrope_interleaved": True,
     },
 }
-IMAGE_TOKEN, TINY_PIXELS = 190, 1 << 14
 TINY_QWEN3_VISION = {
     **TINY_QWEN_VISION,
     "depth": 3,
@@ -508,7 +512,7 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
         elif name.endswith(".A_log"):  # states that outlive some tokens
             torch.nn.init.uniform_(parameter, -3.0, 0.0)
     model.save_pretrained(directory)
-    if kind.startswith("Qwen3VL"):
+    if kind in ("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"):
         size = {"shortest_edge": 64, "longest_edge": TINY_PIXELS}
         settings = {"size": size, "patch_size": 4, "merge_size": 2, "image_mean": [0.5, 0.4, 0.3]}
         (directory / "preprocessor_config.json").write_text(json.dumps(settings))

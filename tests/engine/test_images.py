@@ -1,6 +1,7 @@
 """Prompts with images: tokens equal transformers', in chunks that end inside an image, behind cached
 prefixes, after preemption and after a handover."""
 
+import json
 import math
 import random
 import re
@@ -90,7 +91,7 @@ def expected_of(
             pixel_values=inputs["pixel_values"],
             image_grid_thw=inputs["image_grid_thw"],
             max_new_tokens=count,
-            min_new_tokens=count,
+            eos_token_id=-1,
             do_sample=False,
         )
     return output[0, len(ids) :].tolist()
@@ -177,6 +178,70 @@ def test_experts_as_transformers_writes_them_and_as_published(published: bool, t
     request = request_with(1, engine, pictures)
     assert tokens_of(engine, [request])[0] == expected_of(reference, tmp_path, request.prompt_ids, pictures)
     engine.close()
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_models_with_states_see(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks that end inside an image, and behind states that the prefix cache has of one."""
+    monkeypatch.setattr("baton.engine.core.state_copies.END_TOKENS", 4)
+    reference = save_tiny(tmp_path, kind)
+    sizes = {"num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    engine = load(tmp_path, enable_prefix_caching=True, **sizes)
+    pictures = [pixels_of(i, *size) for i, size in enumerate(SIZES)]
+    requests = [request_with(i, engine, pictures[: i + 1]) for i in range(3)]
+    expected = [
+        expected_of(reference, tmp_path, request.prompt_ids, pictures[: i + 1])
+        for i, request in enumerate(requests)
+    ]
+    assert tokens_of(engine, requests) == expected
+    [result] = run(engine, [request_with(7, engine, pictures)]).values()
+    assert result.tokens == expected[2]
+    assert result.outputs[0].cached_tokens >= requests[2].images[2].stop
+    other = [pixels_of(8, *SIZES[0]), *pictures[1:]]
+    [result] = run(engine, [request_with(8, engine, other)]).values()
+    assert result.tokens == expected_of(reference, tmp_path, requests[2].prompt_ids, other)
+    assert result.outputs[0].cached_tokens < requests[2].images[0].stop
+    engine.assert_whole()
+    engine.close()
+
+
+def test_a_checkpoint_without_its_encoder_still_reads_text(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Qwen3_5")
+    text = request_of(9, [5, 6, 7, 8], max_tokens=10, ignore_eos=True)
+    engine = load(tmp_path, num_blocks=16)
+    expected = tokens_of(engine, [text])
+    engine.close()
+    with edited_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if ".visual." in name]:
+            del tensors[name]
+    engine = load(tmp_path, num_blocks=16)
+    assert engine.encoder is None
+    assert tokens_of(engine, [text]) == expected
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["vision_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = load(tmp_path, num_blocks=16)
+    assert engine.model_config.vision is None
+    assert tokens_of(engine, [text]) == expected
+
+
+def test_new_weights_of_the_encoder(seeing: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = seeing
+    after = shutil.copytree(path, tmp_path / "after")
+    with edited_tensors(after) as tensors:
+        for name in tensors:
+            tensors[name] = tensors[name] * 1.01
+    engine, fresh = load(path, num_blocks=64), load(after, num_blocks=64)
+    request = request_with(1, engine, [pixels_of(1, 40, 24)])
+    before = tokens_of(engine, [request])
+    engine.replace_weights(engine.stage_weights(str(after)), "1")
+    assert engine.encoder is not None
+    assert engine.stats().encoder.kept_bytes == 0  # type: ignore[union-attr]
+    assert tokens_of(engine, [request]) == tokens_of(fresh, [request])
+    assert engine.encoder.encoded == 2
+    engine.replace_weights(engine.stage_weights(str(path)), "2")
+    assert tokens_of(engine, [request]) == before
+    engine.close(), fresh.close()
 
 
 @pytest.mark.parametrize(

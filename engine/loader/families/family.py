@@ -46,6 +46,8 @@ class Family:
     vision: Callable[[Settings, Settings, ImageSettings], VisionConfig] | None = None
     """How the model takes images, from all settings, those of the rotation, and those of the processor. None:
     no such model takes any."""
+    needs_vision: bool = True
+    """Whether a checkpoint without an encoder of images is refused."""
     squared_relu: bool = False
     """As in `ModelConfig`."""
     not_supported: Callable[[Settings], Iterator[str]] = lambda settings: iter(())

@@ -1,7 +1,7 @@
-"""Qwen3.5, dense and with experts: the text model of checkpoints that see images, too.
+"""Qwen3.5, dense and with experts.
 
-It is Qwen3-Next with the projections of the gated delta rule in tensors of their own. The part that sees
-images is left out.
+It is Qwen3-Next with the projections of the gated delta rule in tensors of their own. It takes images as
+Qwen3-VL does, if the checkpoint has an encoder.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from baton.engine.loader.experts_config import qwen3_next_experts
 from baton.engine.loader.families.family import Family
+from baton.engine.loader.families.qwen3_vl import Qwen3VLCheckpoint, vision_config
 from baton.engine.loader.families.rearrangements import Qwen3NextCheckpoint
 from baton.engine.loader.hybrid_config import gated_delta_config
 from baton.engine.loader.rearranged import Piece
 from baton.engine.loader.settings import Settings
-from baton.engine.models.hybrids import Qwen3Next
+from baton.engine.models.vision import TOWER, Qwen3_5
 
 
 class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
@@ -25,8 +26,11 @@ class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
     their own, as in other families, or one: [experts, 2 · inner, hidden_size] and [experts, hidden_size,
     inner]."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
-    left_out = "model.visual."
+    renamed: ClassVar[Mapping[str, str]] = Qwen3VLCheckpoint.renamed
+
+    def _name(self, stored: str) -> str | None:
+        name = super()._name(stored)
+        return None if name is not None and self.config.vision is None and name.startswith(TOWER) else name
 
     def _rows(self, kind: str) -> Mapping[str, Tensor]:
         state = self.config.state
@@ -53,11 +57,13 @@ def not_supported(settings: Settings) -> Iterator[str]:
 
 
 DENSE = Family(
-    model=Qwen3Next,
+    model=Qwen3_5,
     checkpoint=Qwen3_5Checkpoint,
     rotated=0.25,
     state=gated_delta_config,
     further="mtp_num_hidden_layers",
+    vision=vision_config,
+    needs_vision=False,
     not_supported=not_supported,
 )
 MOE = replace(DENSE, settings=with_experts, experts=qwen3_next_experts)
