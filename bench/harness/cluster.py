@@ -105,9 +105,9 @@ class Worker:
             end = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
             raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready:\n{end}")
 
-    def metric(self, name: str) -> float:
-        """The sum over all labels of a metric of the current process."""
-        return metric(f"http://{self.lives[-1]['metrics_address']}", name)
+    def metric(self, name: str, label: str = "") -> float:
+        """Of the current process, as `harness.workers.metric`."""
+        return metric(f"http://{self.lives[-1]['metrics_address']}", name, label)
 
     def end(self) -> None:
         self._stopping = True

@@ -64,12 +64,13 @@ ON_GPU = (
     "store",
     "vllm",
 )
-ON_CPU = ("quality", "router", "routing_sim")
+ON_CPU = ("quality", "router", "routing_sim", "survive")
 ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
     "store": "test_the_short_form_runs_with_real_processes",
     "quality": "test_the_short_form_runs_with_real_processes",
+    "survive": "test_the_short_form_runs_with_real_processes",
     "vllm": "tests/vllm_worker/test_bench.py",
 }
 
@@ -541,6 +542,7 @@ def test_runs_flip(
         "router.scale streams --workers 8",
         "split",
         "store",
+        "survive",
     ],
 )
 def test_the_short_form_runs_with_real_processes(
