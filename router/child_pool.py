@@ -103,15 +103,7 @@ class ForkServer:
                     process = subprocess.Popen(  # noqa: ASYNC220
                         [*self._command, str(number)], stdin=state, pass_fds=[number], env=env
                     )
-                ending = asyncio.create_task(process_end(process.pid))
-                while not (await asyncio.wait({ending}, timeout=_CHECK_SECONDS))[0]:
-                    async with asyncio.timeout(HANG_SECONDS):
-                        child = await self.fork("check")
-                        await child.ended()
-                        await child.end()
-                why = "has ended"
-            except TimeoutError:
-                why = "hangs"
+                why = "has ended" if await self._ended(process.pid) else "hangs"
             except OSError as error:  # the machine has no memory or no process left
                 why = f"cannot start: {error}"
             finally:
@@ -120,6 +112,36 @@ class ForkServer:
                     process.wait()
             log.error("the process that forks children for requests %s; it starts again", why)
             await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _ended(self, pid: int) -> bool:
+        """Waits until the process has ended, or does not fork. Returns whether it has ended.
+
+        A check that an ended process has not read would wait for the next process, which starts only then. So
+        both are awaited together."""
+        ending = asyncio.create_task(process_end(pid))
+        check = None
+        try:
+            while not (await asyncio.wait({ending}, timeout=_CHECK_SECONDS))[0]:
+                check = asyncio.create_task(self._check())
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait({ending, check}, timeout=HANG_SECONDS, return_when=first)
+                if not done:
+                    return False
+                if check in done:
+                    check.result()
+            return True
+        finally:
+            for task in (ending, check):
+                if task is not None:
+                    task.cancel()
+
+    async def _check(self) -> None:
+        """Returns when the process has forked a child. Raises OSError."""
+        child = await self.fork("check")
+        try:
+            await child.ended()
+        finally:
+            child.close()
 
     async def fork(self, kind: str) -> "_Process":
         """Starts a child of this kind. Raises OSError."""
@@ -174,8 +196,13 @@ class _Process:
             self.alive.write_eof()
             async with asyncio.timeout(_DYING_SECONDS):
                 code = await self.ended()
-        self.alive.close()
+        self.close()
         return code
+
+    def close(self) -> None:
+        """Closes both sockets."""
+        self.requests.close()
+        self.alive.close()
 
 
 class Child:

@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-_CHILDREN = "tests/router/test_child_pool.py::test_one_process_forks_the_children_of_several_routers"
-RERUNS: dict[str, str] = {
-    f"{_CHILDREN}_and_is_replaced": (
-        "2026-11-27: once in some twenty runs the request that the killed server had taken gets no reply"
-    ),
-}
+RERUNS: dict[str, str] = {}
 """By id, why a test may fail though nothing is wrong, and since when: "2026-11-26: the reason"."""
 MOST = 5
 AGAIN = 2

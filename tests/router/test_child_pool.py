@@ -323,6 +323,28 @@ async def test_one_process_forks_the_children_of_several_routers_and_is_replaced
     assert not psutil.pid_exists(third)
 
 
+async def test_a_fork_server_that_ends_within_a_check_is_replaced(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    """The check lies in its socket, so no answer to it comes before the next one has started."""
+    servers, checked, fork = list[int](), asyncio.Event(), ForkServer.fork
+
+    def noted(server: ForkServer, kind: str) -> Any:
+        if kind == "check" and servers and not checked.is_set():
+            os.kill(servers[0], signal.SIGSTOP)
+            checked.set()
+        return fork(server, kind)
+
+    monkeypatch.setattr("baton.router.child_pool._CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(ForkServer, "fork", noted)
+    pool = make()
+    pid, _ = await call(pool, b"a")
+    servers.append(psutil.Process(pid).ppid())
+    await checked.wait()
+    os.kill(servers[0], signal.SIGKILL)
+    assert (await call(pool, b"b"))[1] == b"hello b "
+
+
 async def test_children_work_at_the_same_time(make: Make):
     pool = make(count=2)
     (first, _), (second, _) = await asyncio.gather(call(pool, b"wait"), call(pool, b"wait"))
