@@ -283,6 +283,7 @@ def doctor(
 @command(
     CLIENTS,
     "baton plan --rate 40 --input 2000 --output 150 --slo ttft=500,ttit=20",
+    "baton plan --agents 48 --prefill 1 --decode 1",
     "baton plan --model Qwen/Qwen3-14B --measured engine.json --gpu-memory 80",
 )
 def plan(sizing: clients.SizingOptions) -> int:

@@ -20,5 +20,6 @@ they go on (a closed loop).
 
 All simulations run on a `Clock` (`clock`).
 
-`bench.routing_sim` compares policies with it, and `baton plan` sizes pools with it.
+`agents` makes the sessions of agents. `bench.routing_sim` compares policies with it, and `baton plan` sizes
+pools with it.
 """

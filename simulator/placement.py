@@ -160,6 +160,7 @@ def simulate(
     ttft_target: float | None = None,
     splits: bool = True,
     machine: Machine = H200_8B,
+    prefill_machine: Machine | None = None,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.
 
@@ -171,7 +172,8 @@ def simulate(
     `prefills`: workers of the prefill pool. None: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps. `ttft_target`: in seconds. `splits`: whether the
-    policy may split prompts. `machine`: of each worker.
+    policy may split prompts. `machine`: of each worker. `prefill_machine`: of those that begin in the prefill
+    pool, if theirs is another one.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -180,6 +182,7 @@ def simulate(
         sessions = list(arrivals(lambda _: load, requests, workers, rng))
     else:
         sessions = list(arrivals(load, requests, workers, rng)) if callable(load) else load
+    of_prefill, prefills = prefill_machine or machine, workers // 2 if prefills is None else prefills
     engines = [
         Worker(
             str(row),
@@ -187,7 +190,7 @@ def simulate(
             outcome,
             colocated=kind == "colocated",
             target_steps=target_steps,
-            machine=machine,
+            machine=of_prefill if row < prefills else machine,
         )
         for row in range(workers)
     ]
@@ -196,5 +199,5 @@ def simulate(
         for _ in range(routers)
     ]
     cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
-    cluster.run(workers // 2 if prefills is None else prefills, at_a_time, flips)
+    cluster.run(prefills, at_a_time, flips)
     return outcome

@@ -53,6 +53,8 @@ class PlacementOutcome:
         seconds: until the last token.
         answers: the requests, in the order of their last tokens.
         flips: how many workers moved to the other pool.
+        busy: seconds of the steps of each worker.
+        most: decodes of the largest step.
     """
 
     measures: bool = False
@@ -62,6 +64,8 @@ class PlacementOutcome:
     seconds: float = 0.0
     answers: list[Answer] = field(default_factory=list)
     flips: int = 0
+    busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    most: int = 0
 
     @property
     def ttft(self) -> list[float]:

@@ -11,7 +11,7 @@ from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import Answer
 from baton.simulator.steps import LAYERS
 
-OVERHEAD_SECONDS = 3e-3
+OVERHEAD_SECONDS = 5e-3
 """Between the client and the engine, until the first token."""
 TOKENIZE_SECONDS = 1.4e-6
 """Of a prompt token, before its request arrives at the router's queue."""

@@ -24,7 +24,7 @@ from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Part, Request, SharedPrompt
 from baton.simulator.step_worker import BLOCK, BUDGET, Worker
-from baton.simulator.steps import DOUBLES_AT, LAYERS
+from baton.simulator.steps import LAYERS
 
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
 """Least and most time from the first token until a request can join a decode step."""
@@ -47,13 +47,15 @@ class SeenWorker:
     ready: bool = True
 
     def __post_init__(self, worker: Worker, seats: int) -> None:
-        self.address, doubles_at = worker.name, DOUBLES_AT * worker.machine.weights / worker.machine.attention
+        self.address = worker.name
         self.load = DecodeLoad(self.address, BLOCK, worker.blocks, seats, worker.blocks)
         link = pb.PrefixLink(wait=FETCH_SECONDS, tokens_per_s=1 / FETCH_TOKEN_SECONDS)
         self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {(0, Tier.DEVICE): link}
         self.step_model: StepModel | None = None
         self.description = pb.WorkerDescription(
-            max_num_batched_tokens=BUDGET, attention_doubles_at=round(doubles_at), num_layers=LAYERS
+            max_num_batched_tokens=BUDGET,
+            attention_doubles_at=round(worker.machine.doubles_at),
+            num_layers=LAYERS,
         )
 
     def ready_in(self, pool: "pb.Pool") -> bool:

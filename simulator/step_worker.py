@@ -12,7 +12,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.meters import MIXED_STEPS, Batch, ChunkLimit, Meters, may_join, prompt_limit
@@ -23,11 +23,9 @@ from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
-from baton.simulator.steps import GRAPH_ROWS, H200_8B, Machine, step_seconds
+from baton.simulator.steps import GRAPH_ROWS, H200_8B, Machine
 
 BLOCK = 128
-BLOCKS = 6_888
-"""Of a worker with the 8B model: 880 thousand positions."""
 BUDGET = 8_192
 """Prompt tokens of a step."""
 COLOCATED_BUDGET = 512
@@ -44,12 +42,12 @@ Chunks = list[tuple[Request, int]]
 """Prompts, and how many tokens of each a step takes."""
 
 
-@cache
-def measured(seconds: Callable[..., float], machine: Machine = H200_8B) -> StepModel:
+@lru_cache(16)
+def measured(machine: Machine) -> StepModel:
     """Measures as an engine does when it starts."""
 
     def step(rows: int, context: float, tokens: int, position: float) -> float:
-        return seconds(rows, context, [(tokens, int(position))] if tokens else [], machine)
+        return machine.step(rows, context, [(tokens, int(position))] if tokens else [])
 
     return measure(step, row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET), LONG_CONTEXT, LONG_CONTEXT)
 
@@ -80,7 +78,7 @@ class Worker:
         self.name = name
         self.reserved = 0
         self.arriving: dict[int, float] = {}
-        self.blocks = int(machine.memory * BLOCKS)
+        self.blocks = machine.positions // BLOCK
         self.kv = KvMemory(self.blocks * BLOCK // CHUNK_TOKENS)
         self.slowness = 1.0
         self.cache_changed: Callable[[], None] = lambda: None
@@ -90,9 +88,9 @@ class Worker:
         self._outcome = outcome
         self._colocated = colocated
         self.machine = machine
-        largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)], machine)
+        largest = BUDGET, machine.step(0, 0, [(BUDGET, 0)])
         sizes = row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET)
-        steps = LearnedSteps(*sizes, measured(step_seconds, machine))
+        steps = LearnedSteps(*sizes, measured(machine))
         self._limit = ChunkLimit(steps, None, BUDGET, target_steps)
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
@@ -242,7 +240,7 @@ class Worker:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
         position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
-        now, seconds = self._clock.now, step_seconds(len(self._decodes), self._context, starts, self.machine)
+        now, seconds = self._clock.now, self.machine.step(len(self._decodes), self._context, starts)
         seconds *= COLOCATED_DECODES if self._colocated and not tokens else self.slowness
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
@@ -311,6 +309,8 @@ class Worker:
         self._tokens += 1
         self._context += decodes
         outcome.seconds = now
+        outcome.busy[self.name] += seconds
+        outcome.most = max(outcome.most, decodes)
         if outcome.measures:
             outcome.gaps[seconds] += decodes - len(joined)
             for request in joined:

@@ -1,14 +1,17 @@
-"""What a step of an engine costs: Llama-3.1-8B in bfloat16 on one H200.
+"""What a step of an engine costs, and what else a simulated worker has.
 
-Fitted to measurements. 1, 32, 64, 128 and 256 decodes take 4.3, 5.5, 6.8, 9.3 and 15.2 ms. Prompts of 2,000
-and 8,000 tokens take 48 and 203 to 210 ms. Chunks of 256 and 512 tokens of a prompt of 4,000 take 9.8 and
-16.9 ms, with one decode. A prompt of 8,000 tokens, in chunks of about 300 beside decodes, adds 158 ms to
-their steps.
+`step_seconds` is Llama-3.1-8B in bfloat16 on one H200, fitted to measurements. 1, 32, 64, 128 and 256
+decodes take 4.3, 5.5, 6.8, 9.3 and 15.2 ms. Prompts of 2,000 and 8,000 tokens take 48 and 203 to 210 ms.
+Chunks of 256 and 512 tokens of a prompt of 4,000 take 9.8 and 16.9 ms, with one decode. A prompt of 8,000
+tokens, in chunks of about 300 beside decodes, adds 158 ms to their steps.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+from baton.machine.step_model import StepModel
 
 GRAPH_ROWS = (
     *range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, *range(512, 2048, 128), 2048,
@@ -39,32 +42,20 @@ DOUBLES_AT = ROW_SECONDS / PAIR_SECONDS
 """As an engine reports it: from the cost of a position beside that of a pair of positions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A model on a GPU, beside the 8B model on an H200.
+POSITIONS = 6_888 * 128
+"""Of KV that a worker with the 8B model has room for."""
 
-    Attributes:
-        weights: how many times as long a step takes for the weights: to read them, and to multiply by them.
-        attention: the same for attention.
-        memory: how many times as many positions of KV it has room for.
-    """
-
-    weights: float = 1.0
-    attention: float = 1.0
-    memory: float = 1.0
-
-
-H200_8B = Machine()
-HALF_32B = Machine(8.0, 4.0, 0.25)
-"""A GPU half as fast with a model four times as large, which has twice as many layers."""
+Chunks = Sequence[tuple[int, int]]
+"""(tokens, position of the first token) of each chunk of a prompt."""
 
 
 def step_seconds(
-    decodes: int, context: float, chunks: Iterable[tuple[int, int]], machine: Machine = H200_8B
+    decodes: int, context: float, chunks: Chunks, weights: float = 1.0, attention: float = 1.0
 ) -> float:
     """Seconds of a step on the device.
 
-    `context`: positions of all decodes. `chunks`: (tokens, position of the first token) of each chunk."""
+    `context`: positions of all decodes. `weights`: how many times as long a step takes for the weights: to
+    read them, and to multiply by them. `attention`: the same for attention."""
     tokens, seconds = 0, context * DECODE_SECONDS
     for count, start in chunks:
         tokens += count
@@ -72,6 +63,62 @@ def step_seconds(
     rows = tokens + decodes
     if tokens and rows <= GRAPH_ROWS[-1]:
         rows = GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)]
-    seconds = machine.attention * (seconds + MIXED_SECONDS if tokens and decodes else seconds)
+    seconds = attention * (seconds + MIXED_SECONDS if tokens and decodes else seconds)
     reading = READ_SECONDS + rows * (CHUNK_ROW_SECONDS if tokens else DECODE_ROW_SECONDS)
-    return seconds + machine.weights * max(reading, PRODUCTS_SECONDS + ROW_SECONDS * rows)
+    return seconds + weights * max(reading, PRODUCTS_SECONDS + ROW_SECONDS * rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model on a GPU.
+
+    Attributes:
+        step: seconds of a step, with the arguments of `step_seconds`.
+        positions: of KV that it has room for.
+        doubles_at: the position of a prompt whose token costs twice as much as the first one.
+    """
+
+    step: Callable[[int, float, Chunks], float]
+    positions: int
+    doubles_at: float
+
+
+def _beside_8b(weights: float, attention: float, memory: float) -> Machine:
+    """How many times as long steps take for weights and attention, and how much more memory there is."""
+    step = partial(step_seconds, weights=weights, attention=attention)
+    return Machine(step, int(memory * POSITIONS), DOUBLES_AT * weights / attention)
+
+
+H200_8B = _beside_8b(1.0, 1.0, 1.0)
+HALF_32B = _beside_8b(8.0, 4.0, 0.25)
+"""A GPU half as fast with a model four times as large, which has twice as many layers."""
+
+
+def modelled(
+    model: StepModel,
+    positions: int,
+    doubles_at: float,
+    row_seconds: float = 0.0,
+    small: float = SMALL_PAIR_SECONDS / PAIR_SECONDS,
+) -> Machine:
+    """The machine whose steps cost what a model says. `row_seconds`: that each decode adds for its states.
+    `small`: how many times as long a pair takes in a chunk of fewer than `SMALL` tokens."""
+    return Machine(partial(_modelled_step, model, row_seconds, small), positions, doubles_at)
+
+
+def _modelled_step(
+    model: StepModel, row_seconds: float, small: float, decodes: int, context: float, chunks: Chunks
+) -> float:
+    """The model was measured with rows that fill a graph. Others are padded, without more attention."""
+    seconds = decodes * row_seconds
+    tokens = sum(count for count, _ in chunks)
+    if not tokens:
+        return seconds + model.decode(decodes, context) if decodes else 0.0
+    position = sum(count * (start + count / 2) for count, start in chunks) / tokens - tokens / 2
+    pairs = sum(count * (start + count / 2) for count, start in chunks if count < SMALL)
+    seconds += model.step(decodes, context, tokens, position)
+    seconds += pairs * model.pair_seconds * (small - 1)
+    if decodes + tokens > GRAPH_ROWS[-1]:
+        return seconds
+    padded = GRAPH_ROWS[bisect_left(GRAPH_ROWS, decodes + tokens)] - decodes
+    return seconds + model.step(decodes, 0.0, padded) - model.step(decodes, 0.0, tokens)

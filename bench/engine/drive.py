@@ -4,9 +4,11 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from baton.bench.contract import Report
+from baton.cluster.tools.sizing import STEP_MODEL
 from baton.engine import EngineRequest, SamplingParams
 
 
@@ -89,6 +91,13 @@ def add_predicted(report: Report, name: str, ratios: Sequence[float]) -> None:
     """The median of expected ÷ measured seconds, and how far a step is off, as a share."""
     report.add_median(f"{name}.predicted", ratios, "expected ÷ measured")
     report.add_median(f"{name}.predicted.error", [abs(ratio - 1) for ratio in ratios], "of a step")
+
+
+def add_step_model(report: Report, engine: Any) -> None:
+    """What the engine measured when it started, for `baton plan --measured`."""
+    if (measured := engine._meters.steps.measured) is not None:
+        report.detail[STEP_MODEL] = asdict(measured)
+        report.write()
 
 
 def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sampling: Any) -> list[float]:

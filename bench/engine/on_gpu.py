@@ -28,6 +28,7 @@ import baton.bench.contract as contract
 from baton.bench.contract import Report, Row, median_ms
 from baton.bench.engine.drive import (
     add_predicted,
+    add_step_model,
     decode_step_seconds,
     drain,
     fill,
@@ -190,6 +191,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         _prefills(engine, case, report, floors, dense, rounds)
         _decodes(engine, case, report, floors, steps)
         add_predicted(report, case.name, predicted_steps(engine, REQUESTS, CONTEXT, COUNTED))
+        add_step_model(report, engine)
         engine.close()
         del engine
         if args.batch_invariant:

@@ -18,21 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import xxhash
-
 from baton.bench.contract import Report, Row, percentile
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK, read_trace
-from baton.bench.load.traffic.workload import AGENTS, Distribution
 from baton.content import CHUNK_TOKENS
+from baton.simulator.agents import agents, chunk_name
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.steps import H200_8B, HALF_32B, Machine
 from baton.simulator.trace import Session, Turn
-
-NEW, ANSWER, THOUGHT = (
-    Distribution.parse(str(AGENTS[name]), name) for name in ("input_len", "output_len", "think_time")
-)
 
 
 class Case(NamedTuple):
@@ -66,24 +59,6 @@ CLUMP_SECONDS = 3.0
 """Between two times of the trace, which have several requests each."""
 
 
-def agents(sessions: int, turns: int, seed: int) -> list[tuple[float, Session]]:
-    """Returns twice as many sessions as run at a time, with so many turns each."""
-    rng = np.random.default_rng(seed)
-    return [(0.0, _agent(rng, number, turns)) for number in range(2 * sessions)]
-
-
-def _agent(rng: np.random.Generator, number: int, turns: int) -> Session:
-    shared = int(AGENTS["prefix_len"])
-    tokens, asked = shared + int(AGENTS["context_len"]), list[Turn]()
-    for _ in range(turns):
-        tokens += NEW.draw_length(rng)
-        answer = ANSWER.draw_length(rng)
-        chunks = _names("agents", shared, f"agent {number}", tokens + answer)
-        asked.append(Turn(tokens, chunks, THOUGHT.draw(rng), answer))
-        tokens += answer
-    return Session(_name("agent", number), tuple(asked), shared // CHUNK_TOKENS)
-
-
 def trace(path: Path) -> list[tuple[float, Session]]:
     """Returns the requests of a trace, at half its speed. Each is a session of one turn, and has the key of
     its second block: all requests share the first one. Requests with the same time are spread evenly until
@@ -97,24 +72,13 @@ def trace(path: Path) -> list[tuple[float, Session]]:
         tokens, answer = line.input_length, max(2, line.output_length)
         known = min(len(line.hash_ids) * MOONCAKE_BLOCK, tokens) // CHUNK_TOKENS
         per_block = MOONCAKE_BLOCK // CHUNK_TOKENS
-        chunks = tuple(_name(f"block {line.hash_ids[i // per_block]}", i) for i in range(known))
+        chunks = tuple(chunk_name(f"block {line.hash_ids[i // per_block]}", i) for i in range(known))
         chunks += tuple(
-            _name(f"request {number}", i) for i in range(known, (tokens + answer) // CHUNK_TOKENS)
+            chunk_name(f"request {number}", i) for i in range(known, (tokens + answer) // CHUNK_TOKENS)
         )
-        key = chunks[per_block] if len(chunks) > per_block else _name(f"request {number}", 0)
+        key = chunks[per_block] if len(chunks) > per_block else chunk_name(f"request {number}", 0)
         sessions.append((at / TRACE_SPEED, Session(key, (Turn(tokens, chunks, 0.0, answer),), per_block)))
     return sessions
-
-
-def _names(shared: str, shared_tokens: int, own: str, tokens: int) -> tuple[int, ...]:
-    return tuple(
-        _name(shared if (i + 1) * CHUNK_TOKENS <= shared_tokens else own, i)
-        for i in range(tokens // CHUNK_TOKENS)
-    )
-
-
-def _name(kind: str, index: int) -> int:
-    return xxhash.xxh3_64_intdigest(f"{kind} {index}".encode())
 
 
 def add_agents(report: Report, short: bool, path: Path = TRACE) -> None:

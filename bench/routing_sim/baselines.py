@@ -9,7 +9,7 @@ from baton.cluster.supervision.blueprint import Pool
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.step_worker import measured
-from baton.simulator.steps import step_seconds
+from baton.simulator.steps import H200_8B
 
 
 def least_loaded(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
@@ -32,7 +32,7 @@ class Flips:
         without a free one refuses requests."""
         size = PoolSize(1, most)
         self._balancer = Balancer(PoolOptions(size, size), 1e3 * ttft, 1e3 * gap)
-        self._seats, self._model = seats, measured(step_seconds)
+        self._seats, self._model = seats, measured(H200_8B)
         self._computed = 0
 
     def __call__(self, now: float, reports: Mapping[Pool, Sequence[pb.WorkerStatus]]) -> dict[Pool, int]:

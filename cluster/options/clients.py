@@ -67,6 +67,10 @@ class RunBatchOptions:
     concurrency: int = opt(32, "Requests at a time.", "N", check=between(1, 10_000))
 
 
+DEFAULT_SLO = "ttft=1000,ttit=50"
+"""Of `baton plan`."""
+
+
 @dataclass(frozen=True)
 class SizingOptions:
     """The load and the hardware for `baton plan`."""
@@ -75,7 +79,24 @@ class SizingOptions:
     rate: float = opt(10.0, "Requests per second.", "R", check=between(0.001, 1e5))
     input: int = opt(2000, "Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))
     output: int = opt(150, "Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))
-    slo: str = opt("ttft=1000,ttit=50", "Targets for the 99th percentile, in ms.", "TTFT_AND_TTIT")
+    agents: int | None = opt(
+        None,
+        "Agents at a time, as of `baton bench agents`, in place of the three options above.",
+        "N",
+        check=between(1, 4096),
+    )
+    slo: str | None = opt(
+        None,
+        "Targets for the 99th percentile, in ms. The cluster is told of them.",
+        "TTFT_AND_TTIT",
+        shown=f"{DEFAULT_SLO}; with --prefill those of `baton serve`",
+    )
+    prefill: int | None = opt(
+        None, "Predict what so many prefill workers do, with --decode.", "N", check=between(1, 1024)
+    )
+    decode: int | None = opt(
+        None, "Predict what so many decode workers do, with --prefill.", "N", check=between(1, 1024)
+    )
     model: str = opt(
         "llama-3.1-8b",
         "llama-3.1-8b, qwen3-30b-a3b, glm-4.7-flash, deepseek-v3, llama-4-scout, llama-4-maverick, "

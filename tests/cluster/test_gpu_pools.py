@@ -110,7 +110,7 @@ def test_gpus_in_use_are_skipped_and_named(
 
 @pytest.mark.parametrize(
     ("seats", "longest_step", "pools"),
-    [(256, 0.0, (4, 4)), (256, 30.0, (4, 4)), (256, 12.0, (3, 5)), (8, 0.0, (3, 5))],
+    [(256, 0.0, (4, 4)), (256, 30.0, (4, 4)), (256, 11.0, (3, 5)), (8, 0.0, (3, 5))],
 )
 def test_fewer_requests_of_a_decode_worker_are_more_decode_workers(
     seats: int, longest_step: float, pools: tuple[int, int]

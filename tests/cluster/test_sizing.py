@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,8 @@ from baton.bench.shapes import BAMBA, SHAPES, SPARSE, write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing import MODELS
-from baton.cluster.tools.sizing.answer import Answer, Targets, answer
+from baton.cluster.tools.sizing.answer import Answer, Pools, Targets, answer, predicted
 from baton.cluster.tools.sizing.command import HUB_NAMES
-from baton.cluster.tools.sizing.simulated import decode, prefill
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, measured, shape
 from baton.engine.loader.hf_config import model_config_from_hf
 
@@ -38,14 +36,15 @@ def answered(of_prefill: Speeds = SPEEDS, of_decode: Speeds = SPEEDS, **changes:
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of simulated requests changes the accuracy of an answer, not the way to it."""
-    monkeypatch.setattr("baton.cluster.tools.sizing.simulated.REQUESTS", 500)
+    monkeypatch.setattr("baton.cluster.tools.sizing.simulated.REQUESTS", 100)
+    monkeypatch.setattr("baton.cluster.tools.sizing.simulated.PER_WORKER", 4)
 
 
 def test_speeds_are_the_measured_ones() -> None:
-    for tokens, seconds in H200.prefill.items():
-        assert STEPS.prefill(tokens) == pytest.approx(seconds)
+    for tokens, seconds in H200.prefill.items():  # a step has 8,192 tokens at most
+        assert STEPS.prefill(tokens) == pytest.approx(seconds, rel=0.001 if tokens <= 8192 else 0.05)
     for batch, seconds in H200.decode.items():
-        assert STEPS.decode(batch, batch * 1064) == pytest.approx(seconds)
+        assert STEPS.decode(batch, batch * 1064) == pytest.approx(seconds, rel=0.001)
     assert STEPS.prefill(1) > 4e-3, "all weights are read"
     assert STEPS.prefill(500, 1500) < STEPS.prefill(2000)
 
@@ -127,47 +126,59 @@ def test_kv_in_fp8_is_read_in_half_the_time() -> None:
 
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     found = answered()
-    again = prefill(STEPS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)
-    assert again == found.ttft
-    assert found.ttft.p99 <= TARGETS.ttft
-    assert found.decoded.gap.p99 <= TARGETS.ttit
-    hurried = answered(ttft=0.1)
-    assert hurried.ttft.p99 <= 0.1 < found.ttft.p99
-    assert "TTFT decides" in hurried.why[0]
-    assert LOAD.rate * STEPS.prefill(LOAD.input) < found.prefill, "no queue that only grows"
-    fewer = decode(
-        STEPS, rate=LOAD.rate / (found.decode - 1), prompt=LOAD.input, output=LOAD.output, slots=256
-    )
-    assert fewer.gap.p99 > TARGETS.ttit
-    assert "TTIT decides" in found.why[1]
+    served = found.served
+    assert served.ttft.p99 <= TARGETS.ttft
+    assert served.gap.p99 <= TARGETS.ttit
+    for pool, workers in enumerate(found.pools):
+        fewer = found.pools._replace(**{Pools._fields[pool]: workers - 1})
+        if workers == 1:
+            assert found.why[pool] == "one worker is enough"
+            continue
+        less = predicted(SPEEDS, SPEEDS, replace(LOAD, slo="ttft=500,ttit=6.5"), fewer).served
+        assert less.ttft.p99 > TARGETS.ttft or less.gap.p99 > TARGETS.ttit
+        assert "decides" in found.why[pool]
     assert 0 < found.kv_bytes < found.kv_room
 
 
-def pools(**changes: Any) -> tuple[int, int]:
-    short: dict[str, Any] = {"output": 40}
-    found = answered(**short | changes)
-    return found.prefill, found.decode
+@pytest.mark.parametrize(
+    ("changes", "less", "more"),
+    [
+        ("rate", 2, 20),
+        pytest.param("ttft", 2.0, 0.12, marks=pytest.mark.long),
+        ("ttit", 0.05, 0.006),
+        pytest.param("output", 20, 60, marks=pytest.mark.long),
+    ],
+)
+def test_more_load_or_stricter_targets_never_need_fewer_workers(
+    changes: str, less: float, more: float
+) -> None:
+    def workers(value: float) -> int:
+        asked: dict[str, Any] = {"output": 40, "rate": 10, changes: value}
+        return sum(answered(**asked).pools)
+
+    assert workers(less) <= workers(more)
 
 
-def test_more_load_or_stricter_targets_never_need_fewer_workers() -> None:
-    for key, values in {
-        "rate": (2, 20),
-        "ttft": (2.0, 0.1),
-        "ttit": (0.05, 0.006),
-        "output": (20, 60),
-    }.items():
-        sizes = [pools(**{key: value}) for value in values]
-        for less, more in itertools.pairwise(sizes):
-            assert less <= more, (key, sizes)
-            assert less[1] <= more[1], (key, sizes)
+def test_agents_run_in_a_closed_loop() -> None:
+    load = replace(LOAD, agents=2)
+    one, two = (predicted(SPEEDS, SPEEDS, load, Pools(1, decodes)).served for decodes in (1, 2))
+    assert one.first is not None
+    assert one.later is not None
+    assert one.later.p50 < 0.5 * one.first.p50, "most of the prompt is cached"
+    assert two.tokens_per_s < 1.5 * one.tokens_per_s, "they wait for their answers, and think"
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"ttft": 0.049}, "one prefill of 2000 tokens takes 49.8 ms"),
+        ({"ttft": 0.012}, "one prefill of 2000 tokens takes 50.3 ms"),
         ({"ttit": 0.004}, "a step with a single request takes 4."),
         ({"input": 1_000_000, "ttft": 1e6, "ttit": 1.0}, "needs more KV memory than one worker has"),
+        pytest.param(
+            {"ttft": 0.02, "output": 2},
+            r"workers miss a target of --slo by \d+%; allow more",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_impossible_targets_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -180,8 +191,8 @@ def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
         speeds = Speeds(replace(H200, memory=memory), REFERENCE)
         return answered(speeds, speeds, **changes)
 
-    slow = {"ttft": 5.0, "ttit": 1.0, "output": 30}
-    assert "KV memory decides" in why(23 << 30, **slow).why[1]
+    slow = {"ttft": 0.5, "ttit": 1.0}
+    assert "KV memory for 6 requests a worker decides" in why(23 << 30, **slow).why[1]
     assert "--max-num-seqs 4 decides" in why(139 << 30, max_num_seqs=4, **slow).why[1]
     with pytest.raises(ValueError, match="leave no room"):
         why(16 << 30)
@@ -203,18 +214,19 @@ def test_workers_of_several_gpus() -> None:
 
 def test_each_pool_has_workers_of_its_own_size() -> None:
     two = Speeds(H200, REFERENCE, ranks=2)
-    with pytest.raises(ValueError, match="a larger --prefill-tensor-parallel-size may"):
-        answered(ttft=0.045)
-    mixed, alike = answered(two, ttft=0.045), answered()
-    assert mixed.ttft.p99 <= 0.045
-    assert (mixed.decode, mixed.kv_room) == (alike.decode, alike.kv_room)
+    mixed = predicted(two, SPEEDS, LOAD, Pools(1, 1))
+    alike = predicted(SPEEDS, SPEEDS, LOAD, Pools(1, 1))
+    assert mixed.served.ttft.p50 < 0.7 * alike.served.ttft.p50
+    assert mixed.kv_room == alike.kv_room
     large = Speeds(H200, replace(REFERENCE, num_layers=320), ranks=2)
     with pytest.raises(ValueError, match="and a worker has one GPU; choose larger --prefill-tensor-par"):
         answered(Speeds(H200, replace(REFERENCE, num_layers=320)), large, ttft=9.0, ttit=1.0)
 
 
 def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
-    assert answered(output=1).decode == 0
+    found = answered(output=1)
+    assert found.pools.decode == 0
+    assert found.served.ttft.p99 <= TARGETS.ttft
 
 
 def test_measured_speeds(tmp_path: Path) -> None:
@@ -223,12 +235,45 @@ def test_measured_speeds(tmp_path: Path) -> None:
     rows |= {"engine.decode.b1": 9, "engine.decode.b8": 10}
     file.write_text(json.dumps({"results": [{"name": n, "value": v} for n, v in rows.items()]}))
     slow = Speeds(measured(H200, file), REFERENCE).steps
-    assert slow.prefill(4000) == pytest.approx(0.2)
-    assert slow.decode(8, 8 * 1064) == pytest.approx(0.010)
-    for text in ('{"results": []}', "no json", "[]"):
+    assert slow.prefill(4000) == pytest.approx(0.2, rel=0.01)
+    assert slow.decode(8, 8 * 1064) == pytest.approx(0.010, rel=0.001)
+    table = {"rows": [1, 8], "decode_seconds": [0.009, 0.010], "tokens": [16, 8192]}
+    table |= {"prompt_seconds": [0.009, 0.41], "context_seconds": 3e-8, "pair_seconds": 1e-9, "overlap": 0.9}
+    report = {"results": json.loads(file.read_text())["results"], "detail": {"step_model": table}}
+    file.write_text(json.dumps(report))
+    own = Speeds(measured(H200, file), REFERENCE).steps
+    assert own.decode(8, 0) == pytest.approx(0.010), "the engine measured it"
+    table["decode_seconds"] = [0.009]
+    for text in (json.dumps(report), '{"results": []}', "no json", "[]"):
         file.write_text(text)
         with pytest.raises(ValueError, match="--measured"):
             measured(H200, file)
+
+
+def test_rows_of_the_planned_model_are_not_scaled(tmp_path: Path) -> None:
+    """Bamba has states, for which no other model says anything."""
+    file = tmp_path / "engine.json"
+    rows = {"engine.hybrid.prefill.1x2000": 62.1, "engine.hybrid.prefill.1x8000": 237}
+    rows |= {
+        "engine.hybrid.decode.b1": 5.15,
+        "engine.hybrid.decode.b64": 9.90,
+        "engine.hybrid.decode.b256": 24.8,
+    }
+    file.write_text(json.dumps({"results": [{"name": n, "value": v} for n, v in rows.items()]}))
+    speeds = Speeds(measured(H200, file), model_config_from_hf(SHAPES[BAMBA], {}, BAMBA))
+    for tokens in (2000, 8000):
+        seconds = rows[f"engine.hybrid.prefill.1x{tokens}"] / 1e3
+        assert speeds.steps.prefill(tokens) == pytest.approx(seconds, rel=0.02)
+    machine = speeds.machine(1064, 0.9)
+    for batch in (1, 64, 256):
+        seconds = rows[f"engine.hybrid.decode.b{batch}"] / 1e3
+        assert machine.step(batch, batch * 1064, []) == pytest.approx(seconds, rel=0.01)
+    command = ["plan", "--model", str(write_shape(BAMBA, tmp_path)), "--measured", str(file), "--rate", "1"]
+    printed = CliRunner().invoke(app, command)
+    assert printed.exit_code == 0, printed.output
+    printed = CliRunner().invoke(app, ["plan", "--prefill", "1"])
+    assert printed.exit_code == 2
+    assert "give both" in printed.output
 
 
 def test_a_shape_from_a_directory(tmp_path: Path) -> None:
@@ -244,12 +289,14 @@ def test_a_shape_from_a_directory(tmp_path: Path) -> None:
 def test_the_command() -> None:
     printed = CliRunner().invoke(app, ["plan", "--rate", "20", "--slo", "ttft=500,ttit=6.5"])
     assert printed.exit_code == 0, printed.output
-    assert "TTIT decides" in printed.output
+    assert "TTFT decides" in printed.output
+    assert "--ttft-target 500 --ttit-target 6.5" in printed.output
     gpus = ["--prefill-tensor-parallel-size", "4", "--decode-tensor-parallel-size", "2"]
     printed = CliRunner().invoke(app, ["plan", "--rate", "8", *gpus])
     assert [line.split()[2:4] for line in printed.output.splitlines()[1:3]] == [["1", "4"], ["1", "2"]]
     assert "KV: bfloat16, 131,072 bytes a token" in printed.output
     line = "baton serve meta-llama/Llama-3.1-8B-Instruct --prefill 1 --decode 1"
+    line += " --ttft-target 1000 --ttit-target 50"
     line += " --prefill-tensor-parallel-size 4 --decode-tensor-parallel-size 2"
     assert printed.output.endswith(f"To serve it: {line}\n")
     assert HUB_NAMES.keys() == MODELS.keys()

@@ -2,8 +2,9 @@
 
 import pytest
 
-from baton.bench.routing_sim.agents import TRACE, agents, trace
+from baton.bench.routing_sim.agents import TRACE, trace
 from baton.content import CHUNK_TOKENS
+from baton.simulator.agents import agents
 from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.placement import Kind, simulate
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from baton.bench.routing_sim.agents import agents
 from baton.content import CHUNK_TOKENS
 from baton.machine.quantiles import percentile
 from baton.machine.step_model import StepModel
@@ -17,6 +16,7 @@ from baton.router.policy.answers import AnswerLengths
 from baton.router.policy.decode import DecodeCaches
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
+from baton.simulator.agents import agents
 from baton.simulator.placement import Pool, simulate
 from baton.simulator.placement_outcome import Quantiles
 from baton.simulator.requests import Request

@@ -1,7 +1,7 @@
 """What the simulator shows of placement, step by step."""
 
 import statistics
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import cache
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from baton.cluster.options.optimize import PROFILES
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome, Quantiles
-from baton.simulator.steps import step_seconds
+from baton.simulator.steps import H200_8B, step_seconds
 from baton.simulator.trace import Load
 
 MEASURED = {
@@ -101,15 +101,15 @@ def test_a_worker_that_has_computed_no_prompt_beside_decodes_gets_some():
     ],
     ids=str,
 )
-def test_slower_workers_keep_the_order(load: Load, slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_workers_keep_the_order(load: Load, slower: int) -> None:
     """The policies have no constants of one model on one GPU: on one half as fast (2), and with a model
     four times as large there (8)."""
     policy, colocated = outcome(load, "policy").quantiles(), outcome(load, "colocated").quantiles()
-    monkeypatch.setattr(
-        "baton.simulator.step_worker.step_seconds", lambda *step: slower * step_seconds(*step)
-    )
+    machine = replace(H200_8B, step=lambda *step: slower * step_seconds(*step))
     fewer = Load(load.prompt, load.answer, load.rate / slower)
-    ours, theirs = (simulate(fewer, kind, requests=400).quantiles() for kind in ("policy", "colocated"))
+    ours, theirs = (
+        simulate(fewer, kind, requests=400, machine=machine).quantiles() for kind in ("policy", "colocated")
+    )
     assert ours.ttft_p99 / theirs.ttft_p99 < 1.15 * policy.ttft_p99 / colocated.ttft_p99
     assert ours.gap_p99 / theirs.gap_p99 < 1.15 * policy.gap_p99 / colocated.gap_p99
 

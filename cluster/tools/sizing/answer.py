@@ -1,15 +1,30 @@
 """Searches the smallest pools that meet the latency targets, and explains what limits them."""
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.cluster.options.clients import SizingOptions
-from baton.cluster.tools.sizing.simulated import Decoded, Latency, decode, prefill
+from baton.cluster.tools.sizing.simulated import (
+    Latency,
+    Served,
+    Workers,
+    prefill,
+    requests_at,
+    serve,
+)
 from baton.cluster.tools.sizing.speeds import Speeds
+from baton.router.policy.split import MOST_WORKERS
+from baton.simulator.agents import agents
 
-WAITED = 0.01
-"""Largest share of requests that may wait for a slot in the batch of a decode worker."""
+GROWTH = 4
+"""The search adds at most this part of a pool at once."""
+MOST_IN_VAIN = 3
+"""After so many times in which more workers brought no latency nearer to its target, there is no answer."""
+AGENT_POSITIONS = 15_575
+"""Of a turn of an agent, on average."""
 
 
 class Targets(NamedTuple):
@@ -19,23 +34,38 @@ class Targets(NamedTuple):
     ttit: float
 
 
+class Pools(NamedTuple):
+    """Numbers of workers."""
+
+    prefill: int
+    decode: int
+
+
 @dataclass(frozen=True)
 class Answer:
     """The pools and their simulated latencies.
 
     Attributes:
         kv_bytes, kv_room: largest use of KV memory in one decode worker, and its capacity, in bytes.
-        why: the limit of the prefill pool and of the decode pool, for people.
+        why: the limit of the prefill pool and of the decode pool, for people. Empty: the pools were given.
     """
 
-    prefill: int
-    decode: int
-    ttft: Latency
-    decoded: Decoded
-    prefill_busy: float
+    pools: Pools
+    served: Served
     kv_bytes: int
     kv_room: int
-    why: tuple[str, str]
+    why: tuple[str, ...] = ()
+
+
+def positions_of(load: SizingOptions) -> float:
+    """Of a request on average."""
+    return load.input + load.output / 2 if load.agents is None else AGENT_POSITIONS
+
+
+def predicted(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, pools: Pools) -> Answer:
+    """What these pools do, with targets if the load has any."""
+    targets = parse_slo(load.slo) if load.slo is not None else None
+    return _answer(of_decode, load, pools, _simulation(of_prefill, of_decode, load, targets)(pools))
 
 
 def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets) -> Answer:
@@ -44,90 +74,199 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
     Raises ValueError if no number of workers can meet the targets.
     """
     alone = of_prefill.steps.prefill(load.input)
-    if targets.ttft < alone:
+    if load.agents is None and targets.ttft < alone / MOST_WORKERS:
         raise ValueError(
             f"--slo ttft={targets.ttft * 1e3:.0f}: one prefill of {load.input} tokens takes "
-            f"{alone * 1e3:.1f} ms on an idle worker, and no number of workers makes it shorter; "
-            "a larger --prefill-tensor-parallel-size may"
+            f"{alone * 1e3:.1f} ms on an idle worker, and at most {MOST_WORKERS} workers share it; "
+            "a larger --prefill-tensor-parallel-size may help"
         )
-    context = load.input + load.output
-    shortest = of_decode.steps.decode(1, context)
+    shortest = of_decode.machine(positions_of(load), load.gpu_memory_utilization).step(1, _longest(load), [])
     if targets.ttit < shortest:
         raise ValueError(
             f"--slo ttit={targets.ttit * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} "
             "ms, and no number of workers makes it shorter; a larger --decode-tensor-parallel-size may"
         )
-    of_prefill.kv_room(load.gpu_memory_utilization)
-    room = of_decode.kv_room(load.gpu_memory_utilization)
-    in_memory = int(room // of_decode.kv_bytes(context))
+    in_memory = _in_memory(of_decode, load)
     if not in_memory:
+        room = of_decode.kv_room(load.gpu_memory_utilization)
         raise ValueError(
-            f"a request of {context} tokens needs more KV memory than one worker has ({room / 1e9:.1f} GB); "
-            "reduce --input or --output, or choose a smaller --model"
+            f"a request of {_longest(load)} tokens needs more KV memory than one worker has "
+            f"({room / 1e9:.1f} GB); reduce --input or --output, or choose a smaller --model"
         )
-    workers, ttft, prefill_why = _prefill_pool(of_prefill, load, targets.ttft, alone)
-    slots = min(load.max_num_seqs, in_memory)
-    decoders, decoded, decode_why = _decode_pool(of_decode, load, targets.ttit, slots, in_memory)
+    if load.output == 1 and load.agents is None:
+        return _one_token(of_prefill, of_decode, load, targets.ttft, alone)
+    work, first = _work(of_prefill, of_decode, load, targets, in_memory)
+    simulate = _simulation(of_prefill, of_decode, load, targets)
+    rows = of_decode.steps.fitting_rows(positions_of(load), targets.ttit)
+    search = _Search(simulate, targets, in_memory, load.max_num_seqs, rows, work)
+    found = search.smallest(first)
+    return replace(_answer(of_decode, load, found, search.of(found)), why=search.why(found))
+
+
+def _longest(load: SizingOptions) -> int:
+    return load.input + load.output if load.agents is None else AGENT_POSITIONS
+
+
+def _in_memory(speeds: Speeds, load: SizingOptions) -> int:
+    """Requests whose KV fits into a worker."""
+    return int(speeds.kv_room(load.gpu_memory_utilization) // speeds.kv_bytes(_longest(load)))
+
+
+def _answer(of_decode: Speeds, load: SizingOptions, pools: Pools, served: Served) -> Answer:
+    room = of_decode.kv_room(load.gpu_memory_utilization)
+    used = min(room, int(served.most * of_decode.kv_bytes(_longest(load))))
+    return Answer(pools, served, used, room)
+
+
+Simulate = Callable[[Pools], Served]
+
+
+def _simulation(
+    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets | None
+) -> Simulate:
+    """`targets`: those that the cluster is told of."""
+    positions, share = positions_of(load), load.gpu_memory_utilization
+    machine = of_decode.machine(positions, share)
+    workers = Workers(of_prefill.machine(positions, share), machine, load.max_num_seqs)
+    if targets is not None:
+        steps = targets.ttit / machine.step(1, 1, [])
+        workers = replace(workers, ttft_target=targets.ttft, target_steps=steps)
+
+    def simulated(pools: Pools) -> Served:
+        if load.agents is not None:
+            return serve(agents(load.agents), workers, *pools, at_a_time=load.agents)
+        sessions = requests_at(load.rate, load.input, load.output, sum(pools))
+        return serve(sessions, workers, *pools, warm_up=0.1)
+
+    return simulated
+
+
+def _work(
+    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, in_memory: int
+) -> tuple[float, Pools]:
+    """How many workers the load keeps busy all the time, and the pools with which the search begins: those in
+    which each pool does its own work. Agents ask for more only when they have their answers."""
+    if load.agents is not None:
+        return 0.0, Pools(1, 1)
+    context = load.input + load.output / 2
+    rows = min(load.max_num_seqs, in_memory, of_decode.steps.fitting_rows(context, targets.ttit) or 1)
+    prompts = load.rate * of_prefill.steps.prefill(load.input)
+    decodes = load.rate * load.output * of_decode.steps.decode(rows, rows * context) / rows
+    return prompts + decodes, Pools(math.floor(prompts) + 1, math.ceil(decodes))
+
+
+class _Search:
+    """The smallest pools that meet the targets. Each simulation runs once."""
+
+    def __init__(
+        self, simulate: Simulate, targets: Targets, in_memory: int, seats: int, rows: int, work: float
+    ) -> None:
+        """`rows`: decodes of a step within the target. `work`: workers that the load keeps busy all the time.
+        With fewer, queues grow without bound, and a simulation ends before they do."""
+        self._simulate, self._targets = simulate, targets
+        self._in_memory, self._seats = in_memory, seats
+        self._rows, self._work = rows, work
+        self._found: dict[Pools, Served] = {}
+
+    def of(self, pools: Pools) -> Served:
+        if pools not in self._found:
+            self._found[pools] = self._simulate(pools)
+        return self._found[pools]
+
+    def smallest(self, first: Pools) -> Pools:
+        """Adds workers to the pool where they help more, and then takes away those that are not needed."""
+        pools, least, vain = first, math.inf, 0
+        while (missed := self._missed(pools)) > 1:
+            vain, least = (0, missed) if missed < least else (vain + 1, least)
+            if vain == MOST_IN_VAIN:
+                raise ValueError(
+                    f"{sum(pools)} workers miss a target of --slo by {missed - 1:.0%}; allow more time"
+                )
+            prefills, decodes = pools
+            larger = (
+                Pools(prefills, decodes + max(1, decodes // GROWTH)),
+                Pools(prefills + max(1, prefills // GROWTH), decodes),
+            )
+            pools = min(larger, key=self._missed)
+        for part, pool in itertools.product((2 * GROWTH, math.inf), (0, 1)):
+            while (less := _fewer(pools, pool, part)) is not None and self._missed(less) <= 1:
+                pools = less
+        return pools
+
+    def why(self, pools: Pools) -> tuple[str, str]:
+        return self._why(_fewer(pools, 0)), self._why(_fewer(pools, 1))
+
+    def _why(self, less: Pools | None) -> str:
+        if less is None:
+            return "one worker is enough"
+        if sum(less) <= self._work:
+            return f"{self._bound('capacity')} decides: the load keeps {self._work:.2f} workers busy"
+        served = self.of(less)
+        if self._no_room(served) and served.ttft.p99 > self._targets.ttft:
+            return f"{self._bound('TTFT')} decides: with one worker less requests wait for room"
+        if served.ttft.p99 > self._targets.ttft:
+            return f"TTFT decides: with one worker less its p99 is {served.ttft.p99 * 1e3:.0f} ms"
+        return f"TTIT decides: with one worker less its p99 is {served.gap.p99 * 1e3:.1f} ms"
+
+    def _missed(self, pools: Pools) -> float:
+        """The larger of both latencies, ÷ its target. More than 1 without capacity."""
+        if sum(pools) <= self._work:
+            return math.inf
+        served = self.of(pools)
+        return max(served.ttft.p99 / self._targets.ttft, served.gap.p99 / self._targets.ttit)
+
+    def _bound(self, else_: str) -> str:
+        """What keeps a worker from more requests at a time, or `else_`."""
+        if self._in_memory < min(self._seats, self._rows):
+            return f"KV memory for {self._in_memory} requests a worker"
+        return f"--max-num-seqs {self._seats}" if self._seats < self._rows else else_
+
+    def _no_room(self, served: Served) -> bool:
+        """Whether a worker had as many requests as it can."""
+        return served.most >= min(self._seats, self._in_memory)
+
+
+def _fewer(pools: Pools, pool: int, part: float = math.inf) -> Pools | None:
+    """With one worker less in a pool, or this part of it. None: it has one only."""
+    counts = list(pools)
+    counts[pool] -= max(1, int(counts[pool] // part))
+    return Pools(*counts) if counts[pool] else None
+
+
+def _one_token(
+    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, ttft: float, alone: float
+) -> Answer:
+    """Prefill workers alone answer requests for one token."""
+
+    def simulated(workers: int) -> Latency:
+        return prefill(of_prefill.steps, workers=workers, rate=load.rate, tokens=load.input)
+
+    workers = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
+    before: Latency | None = None
+    while (found := simulated(workers)).p99 > ttft * (1 + 1e-9):  # tolerates rounding of the simulated clock
+        before = found
+        workers += max(1, workers // 50)
+    why = f"capacity decides: prompts alone keep {load.rate * alone:.2f} workers busy"
+    if before is not None:
+        why = f"TTFT decides: with fewer workers its p99 is {before.p99 * 1e3:.0f} ms"
+    served = Served(
+        ttft=found, first=found, later=None, gap=Latency(0.0, 0.0), latency=(found.p50, found.p99),
+        tokens_per_s=load.rate, busy=(load.rate * alone / workers, 0.0), most=0,
+    )  # fmt: skip
+    room = of_decode.kv_room(load.gpu_memory_utilization)
     return Answer(
-        prefill=workers,
-        decode=decoders,
-        ttft=ttft,
-        decoded=decoded,
-        prefill_busy=load.rate * alone / workers,
-        kv_bytes=int(decoded.most * of_decode.kv_bytes(context)),
-        kv_room=room,
-        why=(prefill_why, decode_why),
+        Pools(workers, 0), served, 0, room, (why, "prefill workers alone answer requests of one token")
     )
 
 
-def _prefill_pool(speeds: Speeds, load: SizingOptions, ttft: float, alone: float) -> tuple[int, Latency, str]:
-    least = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
-    workers = least
-    before: Latency | None = None
-    while True:
-        found = prefill(speeds.steps, workers=workers, rate=load.rate, tokens=load.input)
-        if found.p99 <= ttft * (1 + 1e-9):  # tolerates rounding errors of the simulated clock
-            break
-        before = found
-        workers += max(1, workers // 50)
-    if before is not None:
-        why = f"TTFT decides: with fewer workers its p99 is {before.p99 * 1e3:.0f} ms"
-    else:
-        why = f"capacity decides: prompts alone keep {load.rate * alone:.2f} workers busy"
-    return workers, found, why
-
-
-def _decode_pool(
-    speeds: Speeds, load: SizingOptions, ttit: float, slots: int, in_memory: int
-) -> tuple[int, Decoded, str]:
-    if load.output == 1:
-        idle = Decoded(Latency(0.0, 0.0), 0.0, 0.0, 0)
-        return 0, idle, "prefill workers alone answer requests of one token"
-
-    def keeps(found: Decoded) -> bool:
-        return found.gap.p99 <= ttit and found.waited <= WAITED
-
-    def tried(workers: int) -> Decoded:
-        return decode(
-            speeds.steps, rate=load.rate / workers, prompt=load.input, output=load.output, slots=slots
-        )
-
-    low, high = 0, 1
-    found = {high: tried(high)}
-    while not keeps(found[high]):
-        low, high = high, 2 * high
-        found[high] = tried(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        found[middle] = tried(middle)
-        low, high = (low, middle) if keeps(found[middle]) else (middle, high)
-    if low == 0:
-        return high, found[high], "one worker is enough"
-    fewer = found[low]
-    if fewer.gap.p99 > ttit:
-        why = f"TTIT decides: with {low} its p99 is {fewer.gap.p99 * 1e3:.1f} ms"
-    elif slots == in_memory:
-        why = f"KV memory decides: {slots} requests fit a worker; with {low} workers {fewer.waited:.0%} wait"
-    else:
-        why = f"--max-num-seqs {slots} decides: with {low} workers {fewer.waited:.0%} of the requests wait"
-    return high, found[high], why
+def parse_slo(text: str) -> Targets:
+    """Parses `ttft=500,ttit=20`, in ms. Raises ValueError with the flag."""
+    try:
+        found = {
+            name.strip(): float(value) / 1e3 for name, value in (word.split("=") for word in text.split(","))
+        }
+    except ValueError:
+        found = {}
+    if set(found) != {"ttft", "ttit"} or not all(value > 0 for value in found.values()):
+        raise ValueError(f"--slo {text}: give both targets in milliseconds, as ttft=1000,ttit=50")
+    return Targets(found["ttft"], found["ttit"])

@@ -5,8 +5,16 @@ from dataclasses import replace
 
 import torch
 
-from baton.cluster.options.clients import SizingOptions
-from baton.cluster.tools.sizing.answer import Answer, Targets, answer
+from baton.cluster.options.clients import DEFAULT_SLO, SizingOptions
+from baton.cluster.tools.sizing.answer import (
+    Answer,
+    Pools,
+    Targets,
+    answer,
+    parse_slo,
+    positions_of,
+    predicted,
+)
 from baton.cluster.tools.sizing.speeds import H200, Speeds, measured, shape
 from baton.cluster.tools.tables import console, table
 from baton.engine.api.config import EngineConfig
@@ -17,25 +25,33 @@ from baton.engine.models import cache_bytes_per_token
 
 
 def run(sizing: SizingOptions) -> int:
-    targets = parse_slo(sizing.slo)
+    if (sizing.prefill is None) is not (sizing.decode is None):
+        raise ValueError("--prefill and --decode: give both, or none")
+    targets = parse_slo(sizing.slo or DEFAULT_SLO)
     gpu = H200 if sizing.measured is None else measured(H200, sizing.measured)
     if sizing.gpu_memory is not None:
         gpu = replace(gpu, memory=int(sizing.gpu_memory * (1 << 30)))
     model = shape(sizing.model)
-    if model.state is not None:
-        raise ValueError(f"{model.architecture} has state layers, for which no speeds were measured")
+    if model.state is not None and not gpu.planned:
+        raise ValueError(
+            f"{model.architecture} has state layers, whose speeds are not those of other models; measure it "
+            "with python -m baton.bench.engine --model-shape SHAPE --json FILE, and give --measured FILE"
+        )
     weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
     element = weight_format.bytes_per_parameter(torch.bfloat16)
     sizes = sizing.prefill_tensor_parallel_size, sizing.decode_tensor_parallel_size
     kv_dtype = FP8 if sizing.kv_cache_dtype == "fp8" else torch.bfloat16
     of_prefill, of_decode = (
-        Speeds(gpu, model, element, ranks, kv_dtype, sizing.input + sizing.output / 2) for ranks in sizes
+        Speeds(gpu, model, element, ranks, kv_dtype, positions_of(sizing)) for ranks in sizes
     )
-    found = answer(of_prefill, of_decode, sizing, targets)
+    if sizing.prefill is not None and sizing.decode is not None:
+        found = predicted(of_prefill, of_decode, sizing, Pools(sizing.prefill, sizing.decode))
+    else:
+        found = answer(of_prefill, of_decode, sizing, targets)
     show(found, sizes, gpu.source)
     per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16, kv_dtype))
     print(f"KV: {str(kv_dtype).removeprefix('torch.')}, {per_token:,} bytes a token")
-    print(f"To serve it: {serve_line(sizing, found)}")
+    print(f"To serve it: {serve_line(sizing, found.pools, targets if found.why else None)}")
     return 0
 
 
@@ -52,11 +68,13 @@ HUB_NAMES = {
 """Of the shapes that `--model` knows by short names."""
 
 
-def serve_line(sizing: SizingOptions, found: Answer) -> str:
+def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None) -> str:
     """The command that starts these pools. Options that it would have by default are left out."""
     words = ["baton", "serve", HUB_NAMES.get(sizing.model, sizing.model)]
     # A cluster has a worker of each kind, and answers of one token need no decode worker.
-    words += ["--prefill", str(found.prefill), "--decode", str(max(1, found.decode))]
+    words += ["--prefill", str(pools.prefill), "--decode", str(max(1, pools.decode))]
+    if targets is not None:
+        words += ["--ttft-target", f"{targets.ttft * 1e3:g}", "--ttit-target", f"{targets.ttit * 1e3:g}"]
     defaults = SizingOptions()
     for name in (
         "prefill_tensor_parallel_size", "decode_tensor_parallel_size", "kv_cache_dtype", "max_num_seqs",
@@ -67,34 +85,28 @@ def serve_line(sizing: SizingOptions, found: Answer) -> str:
     return shlex.join(words)
 
 
-def parse_slo(text: str) -> Targets:
-    """Parses `ttft=500,ttit=20`, in ms. Raises ValueError with the flag."""
-    try:
-        found = {
-            name.strip(): float(value) / 1e3 for name, value in (word.split("=") for word in text.split(","))
-        }
-    except ValueError:
-        found = {}
-    if set(found) != {"ttft", "ttit"} or not all(value > 0 for value in found.values()):
-        raise ValueError(f"--slo {text}: give both targets in milliseconds, as ttft=1000,ttit=50")
-    return Targets(found["ttft"], found["ttit"])
-
-
 def show(found: Answer, sizes: tuple[int, int], source: str) -> None:
     """`sizes`: GPUs of a prefill worker and of a decode worker."""
     columns = ("", "workers", "GPUs", "p50", "p99", "busy", "batch", "KV in use")
+    served, pools = found.served, found.pools
     prefill = (
-        "prefill (TTFT)", found.prefill, found.prefill * sizes[0],
-        *(f"{t * 1e3:.0f} ms" for t in (found.ttft.p50, found.ttft.p99)), f"{found.prefill_busy:.0%}", "", "",
+        "prefill (TTFT)", pools.prefill, pools.prefill * sizes[0],
+        *(f"{t * 1e3:.0f} ms" for t in (served.ttft.p50, served.ttft.p99)), f"{served.busy[0]:.0%}", "", "",
     )  # fmt: skip
     decode = (
-        "decode (TTIT)", found.decode, found.decode * sizes[1],
-        *(f"{t * 1e3:.1f} ms" for t in (found.decoded.gap.p50, found.decoded.gap.p99)),
-        f"{found.decoded.busy:.0%}", f"≤ {found.decoded.most}",
-        f"≤ {found.kv_bytes / 1e9:.1f} of {found.kv_room / 1e9:.1f} GB",
+        "decode (TTIT)", pools.decode, pools.decode * sizes[1],
+        *(f"{t * 1e3:.1f} ms" for t in (served.gap.p50, served.gap.p99)), f"{served.busy[1]:.0%}",
+        f"≤ {served.most}", f"≤ {found.kv_bytes / 1e9:.1f} of {found.kv_room / 1e9:.1f} GB",
     )  # fmt: skip
     rows = [dict(zip(columns, map(str, cells), strict=True)) for cells in (prefill, decode)]
     out = console()
     out.print(table(rows, columns, texts=("",)))
-    out.print(f"prefill: {found.why[0]}\ndecode: {found.why[1]}")
-    out.print(f"Simulated, without prefix caches, from: {source}", style="dim", soft_wrap=True)
+    p50, p90 = (1e3 * seconds for seconds in served.latency)
+    print(f"{served.tokens_per_s:,.0f} output tokens/s, latency ÷ tokens p50 {p50:.1f}, p90 {p90:.1f} ms")
+    if served.first is not None and served.later is not None:
+        turns = {"first": served.first, "later": served.later}
+        said = (f"{name} turns {1e3 * t.p50:.0f}, {1e3 * t.p99:.0f} ms" for name, t in turns.items())
+        print(f"TTFT p50, p99: {'; '.join(said)}")
+    for pool, why in zip(("prefill", "decode"), found.why, strict=False):
+        out.print(f"{pool}: {why}")
+    out.print(f"Simulated, from: {source}", style="dim", soft_wrap=True)

@@ -1,17 +1,22 @@
-"""Simulates both pools under Poisson arrivals of equal requests. Times are in seconds."""
+"""Simulates both pools with the router's policy. Times are in seconds."""
 
 import random
-from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.cluster.options.optimize import PROFILES
 from baton.machine.quantiles import percentile
 from baton.machine.step_model import StepModel
 from baton.router.policy.prefill import PREFILL_POLICIES
+from baton.simulator.placement import simulate
+from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.prefill import Setting, Simulation
-from baton.simulator.trace import Session, Turn
+from baton.simulator.steps import Machine
+from baton.simulator.trace import Load, Session, Turn, arrivals
 
 SEED = 1
-REQUESTS, PER_WORKER = 2_000, 40  # simulated requests: at least, and more per worker
+REQUESTS, PER_WORKER = 1_000, 40  # simulated requests: at least, and more per worker
+SECONDS = 4.0  # in which requests arrive, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,68 +24,108 @@ class Latency:
     p50: float
     p99: float
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Latency":
+        return cls(percentile(values, 0.5), percentile(values, 0.99))
+
 
 def prefill(steps: StepModel, *, workers: int, rate: float, tokens: int) -> Latency:
-    """The time to the first token with the router's policy and without prefix-cache hits."""
+    """The time to the only token of each answer, with the router's policy and without prefix-cache hits."""
     count = REQUESTS + PER_WORKER * workers
     rng = random.Random(SEED)
     sessions = [Session(rng.getrandbits(63), (Turn(tokens, (), 0.0),), 0) for _ in range(count)]
     setting = Setting(workers, 1, 1, rate, 0.0, steps.prefill, warm_up=0.2, seed=SEED)
-    outcome = Simulation(sessions, PREFILL_POLICIES["sticky"], setting).run()
-    return Latency(percentile(outcome.ttft, 0.5), percentile(outcome.ttft, 0.99))
+    return Latency.of(Simulation(sessions, PREFILL_POLICIES["sticky"], setting).run().ttft)
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """The simulated behaviour of one decode worker.
+@dataclass(frozen=True)
+class Workers:
+    """What both pools have.
 
     Attributes:
-        gap: time between two tokens of a request.
-        waited: share of the requests that waited for a slot in the batch.
-        busy: share of the time in which the worker computed.
-        most: largest number of requests in the batch.
+        prefill, decode: machines of their workers.
+        seats: requests that a worker decodes at once.
+        ttft_target: seconds. None: as of a router without this option.
+        target_steps: the target of a gap, as a multiple of the fastest step.
     """
 
+    prefill: Machine
+    decode: Machine
+    seats: int
+    ttft_target: float | None = None
+    target_steps: float = PROFILES["balanced"].target_steps
+
+
+@dataclass(frozen=True)
+class Served:
+    """The simulated behaviour of both pools.
+
+    Attributes:
+        ttft: of all requests.
+        first, later: of first turns, and of those after them; None: there are none.
+        gap: time between two tokens of a request.
+        latency: p50 and p90 of the time until the last token, divided by the tokens.
+        tokens_per_s: of answers.
+        busy: share of the time in which the workers of the prefill and of the decode pool computed.
+        most: largest number of requests that a worker decoded at once.
+    """
+
+    ttft: Latency
+    first: Latency | None
+    later: Latency | None
     gap: Latency
-    waited: float
-    busy: float
+    latency: tuple[float, float]
+    tokens_per_s: float
+    busy: tuple[float, float]
     most: int
 
 
-def decode(model: StepModel, *, rate: float, prompt: int, output: int, slots: int) -> Decoded:
-    """Simulates one worker with `slots` places in its batch.
+def requests_at(rate: float, prompt: int, answer: int, workers: int) -> list[tuple[float, Session]]:
+    """Requests of equal lengths at random times (Poisson), for so many workers."""
+    load = Load(prompt, answer, 2 * rate / workers)
+    count = max(REQUESTS + PER_WORKER * workers, round(SECONDS * rate))
+    return list(arrivals(lambda _: load, count, workers, random.Random(SEED)))
 
-    A real pool has more even batches, because the router chooses the better of two workers.
-    """
-    rng = random.Random(SEED)
-    now, arrival, steps, busy, most = 0.0, rng.expovariate(rate), 0, 0.0, 0
-    ends: deque[int] = deque()  # the last step of each running request: in order, as all are equally long
-    positions, waited, came = 0, 0, 0
-    waiting = 0
-    gaps: Counter[float] = Counter()  # seconds → requests that saw them
-    wanted = REQUESTS + 2 * slots
-    while came < wanted:
-        while arrival <= now:
-            arrival += rng.expovariate(rate)
-            came += 1
-            waited += len(ends) + waiting >= slots
-            waiting += 1
-        while waiting and len(ends) < slots:
-            waiting -= 1
-            ends.append(steps + output - 1)
-            positions += prompt + 1
-        if not ends:
-            now = arrival
-            continue
-        seconds = model.decode(len(ends), positions)
-        steps, now, busy = steps + 1, now + seconds, busy + seconds
-        positions += len(ends)
-        most = max(most, len(ends))
-        if came > wanted // 5:
-            gaps[seconds] += len(ends)
-        while ends and ends[0] <= steps:
-            ends.popleft()
-            positions -= prompt + output
-    values, weights = [*gaps], [*gaps.values()]
-    gap = Latency(*(percentile(values, q, weights) for q in (0.5, 0.99)))
-    return Decoded(gap, waited / came, busy / now, most)
+
+def serve(
+    sessions: Sequence[tuple[float, Session]],
+    workers: Workers,
+    prefills: int,
+    decodes: int,
+    *,
+    at_a_time: int = 0,
+    warm_up: float = 0.0,
+) -> Served:
+    """`at_a_time`, `warm_up`: as in `simulator.placement.simulate`."""
+    outcome = simulate(
+        sessions,
+        "policy",
+        at_a_time=at_a_time,
+        warm_up=warm_up,
+        workers=prefills + decodes,
+        prefills=prefills,
+        seed=SEED,
+        seats=workers.seats,
+        target_steps=workers.target_steps,
+        ttft_target=workers.ttft_target,
+        machine=workers.decode,
+        prefill_machine=workers.prefill,
+    )
+    return _served(outcome, prefills, decodes, 1 - warm_up)
+
+
+def _served(outcome: PlacementOutcome, prefills: int, decodes: int, measured: float) -> Served:
+    """`measured`: share of the requests."""
+    first, later = ([a.ttft for a in outcome.answers if a.first is turn] for turn in (True, False))
+    latency = [answer.latency for answer in outcome.answers]
+    busy = [outcome.busy[str(row)] / outcome.seconds for row in range(prefills + decodes)]
+    return Served(
+        Latency.of(outcome.ttft),
+        Latency.of(first) if first else None,
+        Latency.of(later) if later else None,
+        Latency(outcome.gap(0.5), outcome.gap(0.99)),
+        (percentile(latency, 0.5), percentile(latency, 0.9)),
+        sum(answer.tokens for answer in outcome.answers) / measured / outcome.seconds,
+        (sum(busy[:prefills]) / prefills, sum(busy[prefills:]) / decodes),
+        outcome.most,
+    )

@@ -1,6 +1,7 @@
 """Makes the model of steps of a worker (`machine.step_model`), from measurements of one model on one GPU.
 
-The measured times are scaled to other models:
+The times of `bench.engine` are of a few sizes. Between and beyond these, steps are like those of the
+simulator (`simulator.steps`), times the ratio at the measured sizes. Times of another model are scaled:
 
 - matrix products: by the number of their parameters. Of a mixture of experts, a step reads the experts that
   its tokens are expected to choose, and computes with the active parameters
@@ -19,19 +20,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from baton.cluster.model import reach_hub, resolve
-from baton.cluster.tools.sizing import MODELS
+from baton.cluster.tools.sizing import MODELS, STEP_MODEL
 from baton.content.cache_kinds import window_blocks
 from baton.engine.execution.memory_sizing import TOKENS_OF_WINDOW
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import ModelConfig, Span
-from baton.engine.models import attention_caches, cache_bytes_per_token, windows_of
-from baton.machine.step_model import StepModel, interpolated, row_sizes, token_sizes
+from baton.engine.models import (
+    attention_caches,
+    cache_bytes_per_token,
+    state_bytes_per_request,
+    windows_of,
+)
+from baton.machine.step_model import StepModel, interpolated
 from baton.router.text.model_files import locate
+from baton.simulator.step_worker import measured as measured_steps
+from baton.simulator.steps import H200_8B, Machine, modelled
 
 ELEMENT_BYTES = 2  # bfloat16
 BLOCK = 128  # positions of a block on a GPU
@@ -46,9 +55,11 @@ class Gpu:
         memory: bytes.
         kv_bytes_per_s: KV bytes per second that decode attention reads.
         decode: batch size -> seconds of a step with `CONTEXT` tokens per request, ascending.
-        prefill: prompt tokens -> seconds of one prompt alone; two or more entries.
+        prefill: prompt tokens -> seconds of one prompt alone, ascending; two or more entries.
         all_reduce: rows of the reference model -> seconds of an all-reduce over two GPUs, ascending.
         source: where `decode` and `prefill` were measured, for people.
+        planned: they were measured with the model that is planned, and not with `REFERENCE`.
+        steps: the model that an engine measured there when it started. None: not known.
     """
 
     memory: int
@@ -57,37 +68,74 @@ class Gpu:
     prefill: dict[int, float]
     all_reduce: dict[int, float]
     source: str
+    planned: bool = False
+    steps: StepModel | None = None
 
 
 REFERENCE = model_config_from_hf(MODELS["llama-3.1-8b"], {}, "llama-3.1-8b")
 H200 = Gpu(
     memory=139 << 30,
     kv_bytes_per_s=4.3e12,
-    decode={1: 4.91e-3, 8: 5.20e-3, 32: 6.24e-3, 64: 7.60e-3, 128: 10.80e-3, 256: 18.43e-3},
-    prefill={2000: 49.8e-3, 8000: 210.5e-3},
+    decode={1: 4.35e-3, 8: 4.58e-3, 32: 5.51e-3, 64: 6.91e-3, 128: 9.31e-3, 256: 15.55e-3},
+    prefill={2000: 50.3e-3, 8000: 212.4e-3, 32000: 1199e-3},
     all_reduce={1: 6.3e-6, 8: 6.7e-6, 64: 7.6e-6, 256: 12.9e-6, 2000: 56e-6, 8000: 208e-6},
-    source="Llama-3.1-8B in bfloat16 on one H200, vLLM 0.26; Baton was no slower there",
+    source="Llama-3.1-8B in bfloat16 on one H200, the mean of up to four runs",
 )
+SHAPE = measured_steps(H200_8B)
+"""Of `REFERENCE`, for the sizes that were not measured."""
 
 
 def measured(gpu: Gpu, file: Path) -> Gpu:
-    """`gpu` with the speeds of Llama-3.1-8B in a report of `python -m baton.bench.engine --json FILE`.
+    """`gpu` with the speeds in a report of `python -m baton.bench.engine --json FILE`.
+
+    Rows of Llama-3.1-8B are named `engine.decode.b1`. Others, such as `engine.moe.decode.b1`, must be of the
+    model that is planned.
 
     Raises ValueError for another file.
     """
     try:
-        rows = {row["name"]: row["value"] / 1e3 for row in json.loads(file.read_text())["results"]}
+        report = json.loads(file.read_text())
+        rows = {row["name"]: row["value"] / 1e3 for row in report["results"]}
+        steps = _step_model(report.get("detail", {}).get(STEP_MODEL))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"--measured {file}: not a report of bench.engine ({error})") from error
+    row = re.compile(r"(engine(?:\.\w+)*)\.(?:decode\.b|prefill\.1x)(\d+)")
+    cases = {match[1]: None for name in rows if (match := row.fullmatch(name))}
+    case = "engine" if "engine" in cases else next(iter(cases), "engine")
     found = {}
-    for kind, pattern in (("decode", r"engine\.decode\.b(\d+)"), ("prefill", r"engine\.prefill\.1x(\d+)")):
-        matches = ((re.fullmatch(pattern, name), value) for name, value in rows.items())
-        found[kind] = dict(sorted((int(match[1]), value) for match, value in matches if match))
+    for kind, start in (("decode", f"{case}.decode.b"), ("prefill", f"{case}.prefill.1x")):
+        sizes = ((name.removeprefix(start), value) for name, value in rows.items() if name.startswith(start))
+        found[kind] = dict(sorted((int(size), value) for size, value in sizes if size.isdecimal()))
         if len(found[kind]) < 2:
             raise ValueError(
-                f"--measured {file}: needs two rows {pattern}; run python -m baton.bench.engine on a GPU"
+                f"--measured {file}: needs two rows {start}N; run python -m baton.bench.engine on a GPU"
             )
-    return replace(gpu, source=str(file), decode=found["decode"], prefill=found["prefill"])
+    return replace(
+        gpu,
+        source=str(file),
+        planned=case != "engine",
+        steps=steps,
+        decode=found["decode"],
+        prefill=found["prefill"],
+    )
+
+
+def _step_model(fields: dict[str, Any] | None) -> StepModel | None:
+    if fields is None:
+        return None
+    found = StepModel(
+        rows=tuple(fields["rows"]),
+        decode_seconds=tuple(fields["decode_seconds"]),
+        context_seconds=float(fields["context_seconds"]),
+        tokens=tuple(fields["tokens"]),
+        prompt_seconds=tuple(fields["prompt_seconds"]),
+        pair_seconds=float(fields["pair_seconds"]),
+        overlap=float(fields["overlap"]),
+    )
+    for sizes, seconds in ((found.rows, found.decode_seconds), (found.tokens, found.prompt_seconds)):
+        if not sizes or len(sizes) != len(seconds) or not all(x > 0 for x in (*sizes, *seconds)):
+            raise ValueError("its step_model must have a time above 0 for each size")
+    return found
 
 
 class Speeds:
@@ -123,6 +171,8 @@ class Speeds:
         self.kv_bytes_per_token = cache_bytes_per_token(caches) * copies
         windows = windows_of(layer.arrays for layer in caches)
         windowed = cache_bytes_per_token(caches, windowed=True) * copies
+        self._state_bytes = state_bytes_per_request(caches)
+        self._state_seconds = 2 * self._state_bytes / gpu.kv_bytes_per_s  # a step reads and writes them
         self._window: tuple[int, float] | None = None
         if 0 < windowed < self.kv_bytes_per_token:
             tokens = window_blocks(windows, BLOCK) * BLOCK
@@ -137,38 +187,52 @@ class Speeds:
 
     def _steps(self, positions: float) -> StepModel:
         gpu, ranks = self._gpu, self.ranks
-        active = gemm_parameters(self._model, 1) / gemm_parameters(REFERENCE, 1)
-        attention = _attention_width(self._model) / _attention_width(REFERENCE)
-        reference_kv = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
-        kv_seconds = CONTEXT * reference_kv / gpu.kv_bytes_per_s  # of one request of the reference model
-        products = {rows: max(0.0, seconds - rows * kv_seconds) for rows, seconds in gpu.decode.items()}
-        reading = _at(products, 1)
-        # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
-        (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
-        quadratic = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
-        linear = short_s / short - quadratic * short / 2
-        quadratic *= attention
-
-        def decode(rows: int) -> float:
-            work = reading * self._read(rows) + (_at(products, rows) - reading) * active
-            return work / ranks + self._sums(rows)
-
-        def prompt(tokens: int) -> float:
-            work = max(reading * self._read(tokens), linear * tokens * active)
-            return (work + quadratic * self._seen(tokens, tokens**2 / 2)) / ranks + self._sums(tokens)
-
-        rows = sorted({*row_sizes(max(gpu.decode)), *gpu.decode})
-        tokens = sorted({*token_sizes(long), *gpu.prefill})
-        seen = self._seen(1, positions) / positions
-        return StepModel(
-            rows=tuple(rows),
-            decode_seconds=tuple(accumulate(map(decode, rows), max)),
-            context_seconds=seen * self.kv_bytes_per_token / gpu.kv_bytes_per_s / ranks,
-            tokens=tuple(tokens),
-            prompt_seconds=tuple(accumulate(map(prompt, tokens), max)),
-            pair_seconds=seen * quadratic / ranks,
-            overlap=1.0,
+        if gpu.planned:
+            alone = gpu.steps or _corrected(self._scaled(SHAPE, positions), gpu, self._state_seconds)
+        else:
+            alone = self._scaled(gpu.steps or _corrected(SHAPE, gpu), positions)
+        decodes, prompts = (
+            (seconds / ranks + self._sums(size) for size, seconds in zip(sizes, each, strict=True))
+            for sizes, each in ((alone.rows, alone.decode_seconds), (alone.tokens, alone.prompt_seconds))
         )
+        return replace(
+            alone,
+            decode_seconds=tuple(accumulate(decodes, max)),
+            context_seconds=alone.context_seconds / ranks,
+            prompt_seconds=tuple(accumulate(prompts, max)),
+            pair_seconds=alone.pair_seconds / ranks,
+        )
+
+    def _scaled(self, of: StepModel, positions: float) -> StepModel:
+        """On one GPU, from the steps of the reference model."""
+        active = gemm_parameters(self._model, 1) / gemm_parameters(REFERENCE, 1)
+        of_layer = _attention_width(self._model) / _attention_width(REFERENCE)
+        attention = of_layer * self._spans.total() / REFERENCE.num_layers
+        reading = of.decode_seconds[0]
+        pair = attention * of.pair_seconds
+
+        def decode(rows: int, seconds: float) -> float:
+            return reading * self._read(rows) + (seconds - reading) * active
+
+        def prompt(tokens: int, seconds: float) -> float:
+            work = max(reading * self._read(tokens), (seconds - tokens**2 / 2 * of.pair_seconds) * active)
+            return work + pair * self._seen(tokens, tokens**2 / 2)
+
+        seen = self._seen(1, positions) / positions
+        return replace(
+            of,
+            decode_seconds=tuple(map(decode, of.rows, of.decode_seconds)),
+            context_seconds=seen * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s,
+            prompt_seconds=tuple(map(prompt, of.tokens, of.prompt_seconds)),
+            pair_seconds=seen * pair,
+        )
+
+    def machine(self, positions: float, utilization: float) -> Machine:
+        """For simulations. `positions`: of a request, which say how many requests fit into the memory."""
+        room = int(self.kv_room(utilization) / self.kv_bytes(positions) * positions)
+        if self._gpu.steps is not None:  # it has the states, and the attention of chunks of all sizes
+            return modelled(self.steps, room, self._model.attention_doubles_at, small=1.0)
+        return modelled(self.steps, room, self._model.attention_doubles_at, self._state_seconds / self.ranks)
 
     def _sums(self, rows: int) -> float:
         """Seconds of the all-reduces of a step."""
@@ -180,7 +244,7 @@ class Speeds:
     def _seen(self, queries: float, pairs: float) -> float:
         """The pairs of a query and a key in the span of a layer, on average, of `pairs` without a span."""
         seen = {span: pairs if span is None else min(pairs, queries * span.length) for span in self._spans}
-        return sum(layers * seen[span] for span, layers in self._spans.items()) / self._model.num_layers
+        return sum(layers * seen[span] for span, layers in self._spans.items()) / self._spans.total()
 
     def _read(self, tokens: int) -> float:
         """Bytes of weights that a step of `tokens` tokens reads, as a multiple of the reference model's."""
@@ -189,9 +253,9 @@ class Speeds:
 
     def kv_bytes(self, positions: float) -> float:
         """Bytes of the KV pool that a request of so many positions takes, as the engine plans its memory:
-        layers with windows have a window for each `TOKENS_OF_WINDOW` tokens."""
+        layers with windows have a window for each `TOKENS_OF_WINDOW` tokens. With its states."""
         if self._window is None:
-            return positions * self.kv_bytes_per_token
+            return positions * self.kv_bytes_per_token + self._state_bytes
         window, saved_per_token = self._window
         tokens = max(positions, TOKENS_OF_WINDOW * min(1.0, positions / window))
         planned = tokens * (self.kv_bytes_per_token - saved_per_token)
@@ -217,6 +281,43 @@ def _at(measured: Mapping[int, float], size: float) -> float:
     return interpolated(tuple(measured), tuple(measured.values()), size)
 
 
+def _corrected(model: StepModel, gpu: Gpu, state_seconds: float = 0.0) -> StepModel:
+    """The model with the measured times, without those of states. Between two measured sizes their ratios to
+    the model are interpolated, and beyond them the nearest one counts. Prompts of fewer tokens than were
+    measured have the ratio of as many decodes: both are rows of the same products."""
+    # t = products(n) + pair · n² / 2, through the shortest and the longest measured prompt
+    (short, short_s), *_, (long, long_s) = gpu.prefill.items()
+    pair = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
+    most = model.tokens[-1]
+
+    def products(tokens: int) -> float:
+        """Of the model. More tokens than those of a step take several."""
+        step = min(tokens, most)
+        seconds = interpolated(model.tokens, model.prompt_seconds, step) - model.pair_seconds * step**2 / 2
+        return seconds * tokens / step
+
+    decodes = {
+        rows: max(0.0, seconds - rows * (CONTEXT * model.context_seconds + state_seconds))
+        / model.decode(rows, 0.0)
+        for rows, seconds in gpu.decode.items()
+    }
+    prompts = {rows: ratio for rows, ratio in decodes.items() if rows < short}
+    prompts |= {n: (seconds - pair * n**2 / 2) / products(n) for n, seconds in gpu.prefill.items()}
+
+    def at(ratios: Mapping[int, float], size: int) -> float:
+        return _at(ratios, min(size, max(ratios)))
+
+    return replace(
+        model,
+        decode_seconds=tuple(
+            at(decodes, rows) * seconds
+            for rows, seconds in zip(model.rows, model.decode_seconds, strict=True)
+        ),
+        prompt_seconds=tuple(at(prompts, n) * products(n) + pair * n**2 / 2 for n in model.tokens),
+        pair_seconds=pair,
+    )
+
+
 def gemm_parameters(model: ModelConfig, tokens: int) -> float:
     """The parameters in the matrix products of a step of `tokens` tokens.
 
@@ -227,11 +328,12 @@ def gemm_parameters(model: ModelConfig, tokens: int) -> float:
 
 
 def _attention_width(model: ModelConfig) -> int:
-    """A query and a key of all heads multiply so many numbers, and so do a probability and a value."""
+    """Of a layer. A query and a key of all heads multiply so many numbers, and so do a probability and a
+    value."""
     latent, head_dim = model.latent, model.head_dim
     if latent is not None:
         head_dim = (latent.nope_dim + latent.rope_dim + latent.value_dim) // 2
-    return model.num_layers * model.num_heads * head_dim
+    return model.num_heads * head_dim
 
 
 def shape(name: str) -> ModelConfig:

@@ -1,0 +1,248 @@
+"""`baton plan` against rows that GPUs measured (docs/lab/load-tests.md, docs/performance.md).
+
+Each row has the requests of its run: the same lengths at the same times, from the bench's own seed. Agents
+had one burst of first turns in a run, so their p99 has few samples. `-s` prints the table.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+
+import pytest
+
+from baton.bench.load.traffic.workload import AGENTS, Arrivals, Distribution, Synthetic
+from baton.bench.shapes import GATED_DELTA, SHAPES
+from baton.cluster.tools.sizing.simulated import Served, Workers, serve
+from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds
+from baton.content import CHUNK_TOKENS
+from baton.engine.loader.hf_config import model_config_from_hf
+from baton.simulator.agents import CONTEXT, PREFIX, agents, chunk_name
+from baton.simulator.trace import SPREAD, Session, Turn
+
+WITHIN = 0.15
+"""How far a prediction may be off."""
+
+QWEN = replace(
+    H200,
+    decode={1: 2.91e-3, 8: 6.36e-3, 32: 13.4e-3, 64: 18.3e-3, 128: 22.5e-3, 256: 28.9e-3},
+    prefill={2000: 42.9e-3, 8000: 130e-3, 32000: 549e-3},
+    planned=True,
+)
+"""Steps of Qwen3.5-35B-A3B, by `bench.engine`."""
+
+Row = tuple[str, int, Mapping[str, float]]
+"""The load, workers of each pool, and what was measured in ms and tokens/s."""
+
+DENSE: dict[str, Row] = {
+    "8/s": ("2000/150@8", 1, {"ttft p50": 58, "ttft p99": 99, "gap p99": 13.1}),
+    "12/s": ("2000/150@12", 1, {"ttft p50": 61, "ttft p99": 135, "gap p50": 5.1, "gap p99": 13.9}),
+    "22/s": ("2000/150@22", 1, {"ttft p50": 110, "ttft p99": 274, "gap p50": 7.2, "gap p99": 18.0}),
+    "44/s on four": ("2000/150@44", 2, {"ttft p50": 92, "ttft p99": 187, "gap p99": 20.6}),
+    "16 agents": (
+        "agents@16", 1,
+        {
+            "first p50": 376, "later p50": 79, "later p99": 328, "gap p50": 7.5, "gap p99": 20.8,
+            "latency p50": 8.7, "latency p90": 12.3, "tokens/s": 655,
+        },
+    ),
+    "48 agents": (
+        "agents@48", 1,
+        {
+            "first p50": 720, "later p50": 144, "later p99": 2606, "gap p50": 13.1, "gap p99": 33.7,
+            "latency p50": 16.9, "latency p90": 25.2, "tokens/s": 1528,
+        },
+    ),
+    "96 agents": (
+        "agents@96", 1,
+        {
+            "first p50": 2047, "later p50": 283, "later p99": 8449, "gap p50": 30.5, "gap p99": 53.3,
+            "latency p50": 34.2, "latency p90": 55.8, "tokens/s": 1858,
+        },
+    ),
+    "96 agents on four": (
+        "agents@96", 2,
+        {
+            "first p50": 885, "later p50": 129, "later p99": 3045, "gap p50": 13.2, "gap p99": 37.3,
+            "latency p50": 16.8, "latency p90": 27.3, "tokens/s": 3021,
+        },
+    ),
+    "8000/200 at 3/s": ("8000/200@3", 1, {"ttft p50": 236, "ttft p99": 426, "gap p99": 16.4}),
+    "8000/200 at 4/s": ("8000/200@4", 1, {"ttft p50": 317, "ttft p99": 544, "gap p99": 16.9}),
+    "500/500 at 24/s": ("500/500@24", 1, {"ttft p50": 22, "ttft p99": 42, "gap p99": 9.8}),
+    "200/20 at 80/s": ("200/20@80", 1, {"ttft p50": 19, "ttft p99": 27, "gap p99": 8.4}),
+    "30000/100 at 0.8/s": ("30000/100@0.8", 1, {"ttft p50": 2562, "ttft p99": 5001, "gap p99": 21.5}),
+}  # fmt: skip
+"""Of the 8B model. The last five are older than the placement of today."""
+HYBRID: dict[str, Row] = {
+    "Qwen3.5, 4/s": ("2000/150@4", 1, {"ttft p50": 53, "ttft p99": 87, "gap p99": 8.8}),
+    "Qwen3.5, 8/s": ("2000/150@8", 1, {"ttft p50": 54, "ttft p99": 165, "gap p99": 11.7}),
+    "Qwen3.5, 12/s": ("2000/150@12", 1, {"ttft p50": 57, "ttft p99": 158, "gap p99": 14.8}),
+    "Qwen3.5, 16 agents": (
+        "agents@16", 1,
+        {
+            "first p50": 421, "later p50": 79, "later p99": 488, "gap p50": 6.4, "gap p99": 31.8,
+            "latency p50": 7.9, "latency p90": 12.4, "tokens/s": 700,
+        },
+    ),
+    "Qwen3.5, 48 agents": (
+        "agents@48", 1,
+        {
+            "first p50": 523, "later p50": 88, "later p99": 1968, "gap p50": 15.3, "gap p99": 44.7,
+            "latency p50": 18.7, "latency p90": 24.1, "tokens/s": 1484,
+        },
+    ),
+}  # fmt: skip
+REQUESTS = {
+    "8000/200@3": 90, "8000/200@4": 120, "200/20@80": 480, "30000/100@0.8": 40,
+}  # fmt: skip
+"""Of the rows that had not 300."""
+
+
+def seed_of(load: str) -> int:
+    """As `bench.disagg` chooses it for the first seed."""
+    name, _, level = load.partition("@")
+    return zlib.crc32(f"{name.replace('/', '_')}.{'a' if name == 'agents' else 'r'}{level}".encode()) % 2**31
+
+
+def requests(load: str) -> list[tuple[float, Session]]:
+    lengths, _, rate = load.partition("@")
+    prompt, answer = map(int, lengths.split("/"))
+    times = islice(Arrivals("poisson", float(rate)).times(seed_of(load)), REQUESTS.get(load, 300))
+    return [
+        (at, Session(number * SPREAD % 2**64, (Turn(prompt, (), 0.0, answer),), 0))
+        for number, at in enumerate(times)
+    ]
+
+
+def sessions(load: str) -> list[tuple[float, Session]]:
+    """Of agents, as the client sends them."""
+    at_a_time = int(load.partition("@")[2])
+    lengths, answers, thought = (
+        Distribution.parse(str(AGENTS[name]), name) for name in ("input_len", "output_len", "think_time")
+    )
+    turns = Distribution("fixed", (10 if at_a_time <= 16 else 8,))
+    sent = Synthetic(
+        seed_of(load), lengths, answers, turns, thought, 1, PREFIX, PREFIX + CONTEXT,
+    )  # fmt: skip
+    found = list[tuple[float, Session]]()
+    for number in range(2 * at_a_time):
+        tokens, asked, turns_sent = 0, list[Turn](), sent.session(number).turns
+        for turn, after in zip(turns_sent, [*turns_sent[1:], None], strict=True):
+            tokens += turn.input_tokens
+            count = (tokens + turn.output_tokens) // CHUNK_TOKENS
+            chunks = tuple(
+                chunk_name("agents" if (i + 1) * CHUNK_TOKENS <= PREFIX else f"agent {number}", i)
+                for i in range(count)
+            )
+            asked.append(Turn(tokens, chunks, after.think_seconds if after else 0.0, turn.output_tokens))
+            tokens += turn.output_tokens
+        found.append((0.0, Session(chunk_name("agent", number), tuple(asked), PREFIX // CHUNK_TOKENS)))
+    return found
+
+
+@cache
+def speeds(hybrid: bool, positions: float) -> Speeds:
+    if not hybrid:
+        return Speeds(H200, REFERENCE, positions=positions)
+    return Speeds(QWEN, model_config_from_hf(SHAPES[GATED_DELTA], {}, GATED_DELTA), positions=positions)
+
+
+def predicted(load: str, pool: int, *, hybrid: bool = False) -> Served:
+    name, _, level = load.partition("@")
+    if name == "agents":
+        machine = speeds(hybrid, 15_500).machine(15_500, 0.9)
+        return serve(sessions(load), Workers(machine, machine, 256), pool, pool, at_a_time=int(level))
+    prompt, answer = map(int, name.split("/"))
+    positions = prompt + answer / 2
+    machine = speeds(hybrid, positions).machine(positions, 0.9)
+    return serve(requests(load), Workers(machine, machine, 256), pool, pool)
+
+
+def ratios(name: str, row: Row, *, hybrid: bool = False) -> dict[str, float]:
+    load, pool, measured = row
+    served = predicted(load, pool, hybrid=hybrid)
+    assert served.first is not None
+    later = served.later or served.first
+    found = {
+        "ttft p50": 1e3 * served.ttft.p50, "ttft p99": 1e3 * served.ttft.p99,
+        "first p50": 1e3 * served.first.p50, "later p50": 1e3 * later.p50, "later p99": 1e3 * later.p99,
+        "gap p50": 1e3 * served.gap.p50, "gap p99": 1e3 * served.gap.p99,
+        "latency p50": 1e3 * served.latency[0], "latency p90": 1e3 * served.latency[1],
+        "tokens/s": served.tokens_per_s,
+    }  # fmt: skip
+    result = {what: found[what] / value for what, value in measured.items()}
+    print(f"{name:20}", ", ".join(f"{what} {ratio:.2f}" for what, ratio in result.items()))
+    return result
+
+
+OFF = {
+    # A p99 of 300 requests is three of them, and a p50 lies between idle and busy workers.
+    ("8/s", "ttft p99"): 1.27,
+    ("12/s", "ttft p50"): 1.20,
+    ("22/s", "gap p50"): 1.16,
+    # The router's loop tokenized prompts then, so tokens of a step came up to 4 ms late.
+    ("44/s on four", "gap p99"): 0.74,
+    # First turns come in one burst: a few of its prompts behind each other make these quantiles.
+    ("48 agents", "later p99"): 1.47,
+    ("96 agents", "first p50"): 1.24,
+    ("96 agents on four", "first p50"): 0.85,
+    # Decodes are more even over the steps and workers than measured.
+    ("96 agents", "gap p99"): 1.18,
+    ("96 agents on four", "gap p50"): 1.22,
+    # Measured before placement had one objective, which gives decode workers more prompts.
+    ("500/500 at 24/s", "ttft p99"): 1.20,
+    ("500/500 at 24/s", "gap p99"): 0.81,
+    ("200/20 at 80/s", "ttft p99"): 1.27,
+    ("200/20 at 80/s", "gap p99"): 1.28,
+    ("30000/100 at 0.8/s", "ttft p99"): 1.21,
+    # What a step with decodes and prompts costs was not measured for this model.
+    ("Qwen3.5, 4/s", "ttft p99"): 1.16,
+    ("Qwen3.5, 4/s", "gap p99"): 0.78,
+    ("Qwen3.5, 8/s", "gap p99"): 2.42,
+    ("Qwen3.5, 12/s", "ttft p50"): 1.44,
+    ("Qwen3.5, 12/s", "gap p99"): 2.39,
+    # The simulator knows no copies of states: it finds prefixes where the engine computes them again.
+    ("Qwen3.5, 16 agents", "first p50"): 0.66,
+    ("Qwen3.5, 16 agents", "later p99"): 0.46,
+    ("Qwen3.5, 16 agents", "latency p90"): 0.66,
+    ("Qwen3.5, 48 agents", "first p50"): 0.66,
+    ("Qwen3.5, 48 agents", "later p99"): 0.14,
+    ("Qwen3.5, 48 agents", "gap p50"): 0.65,
+    ("Qwen3.5, 48 agents", "latency p50"): 0.73,
+    ("Qwen3.5, 48 agents", "latency p90"): 0.75,
+}
+"""Ratios that are further off, with their causes."""
+
+
+def check(name: str, row: Row, *, hybrid: bool = False) -> None:
+    for what, ratio in ratios(name, row, hybrid=hybrid).items():
+        known = OFF.get((name, what))
+        if known is None:
+            assert abs(ratio - 1) <= WITHIN, (name, what, ratio)
+        else:
+            assert ratio == pytest.approx(known, rel=0.1), (name, what, ratio)
+
+
+LONG = {"48 agents", "96 agents", "96 agents on four", "Qwen3.5, 16 agents", "Qwen3.5, 48 agents"}
+NAMES = [
+    pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in (*DENSE, *HYBRID)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plan_predicts_what_was_measured(name: str) -> None:
+    hybrid = name in HYBRID
+    check(name, HYBRID[name] if hybrid else DENSE[name], hybrid=hybrid)
+
+
+def test_simulated_agents_are_those_of_the_load_test() -> None:
+    """Of each both, on average: tokens of a prompt, of an answer, and the thought."""
+    drawn = [
+        [turn for _, session in found for turn in session.turns]
+        for found in (agents(48, 8), sessions("agents@48"))
+    ]
+    for figure in ("tokens", "answer", "think"):
+        ours, sent = (sum(getattr(turn, figure) for turn in turns) / len(turns) for turns in drawn)
+        assert ours == pytest.approx(sent, rel=0.15), figure
