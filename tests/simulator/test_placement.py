@@ -2,7 +2,7 @@
 
 import statistics
 from dataclasses import astuple, replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -105,7 +105,7 @@ def test_slower_workers_keep_the_order(load: Load, slower: int) -> None:
     """The policies have no constants of one model on one GPU: on one half as fast (2), and with a model
     four times as large there (8)."""
     policy, colocated = outcome(load, "policy").quantiles(), outcome(load, "colocated").quantiles()
-    machine = replace(H200_8B, step=lambda *step: slower * step_seconds(*step))
+    machine = replace(H200_8B, step=partial(step_seconds, weights=slower, attention=slower))
     fewer = Load(load.prompt, load.answer, load.rate / slower)
     ours, theirs = (
         simulate(fewer, kind, requests=400, machine=machine).quantiles() for kind in ("policy", "colocated")
