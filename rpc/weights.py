@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from grpc.aio import AioRpcError
 
@@ -50,28 +51,55 @@ class NotReplaced(Exception):
         )
 
 
-async def replace_weights(
-    addresses: Sequence[str], weights: pb.StageWeights, secret: bytes, tls: TlsFiles | None
-) -> Replaced:
-    """Gives the workers at these addresses the weights. Raises NotReplaced.
+class Replacement:
+    """Of the weights of the workers at these addresses, in an `async with`. Whatever ends it before `apply`
+    leaves all workers as they were."""
 
-    A task that is cancelled in the last step waits for its end, so that all workers get the command."""
-    async with contextlib.AsyncExitStack() as until_the_end:
-        calls = dict[str, _Call]()
-        for address in addresses:
-            channel = await until_the_end.enter_async_context(connect(address, secret, tls))
-            calls[address] = _Call(WorkerStub(channel))
-        staged = await _all(calls, pb.WeightsCommand(stage=weights))
+    def __init__(self, addresses: Sequence[str], secret: bytes, tls: TlsFiles | None) -> None:
+        self._addresses, self._secret, self._tls = addresses, secret, tls
+        self._calls = dict[str, _Call]()
+        self._until_the_end = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for address in self._addresses:
+            opened = connect(address, self._secret, self._tls)
+            channel = await self._until_the_end.enter_async_context(opened)
+            self._calls[address] = _Call(WorkerStub(channel))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._until_the_end.aclose()
+
+    async def stage(self, weights: pb.StageWeights) -> tuple[int, float]:
+        """All workers read and check the weights. Returns their bytes and the seconds, of the worker with the
+        most. Raises NotReplaced."""
+        staged = await _all(self._calls, pb.WeightsCommand(stage=weights))
+        return max(r.bytes for r in staged), max(r.seconds for r in staged)
+
+    async def apply(self, version: str = "") -> float:
+        """All workers compute with the weights from now on. `version`: in place of that of `stage`. Returns
+        the seconds in which no worker served. Raises NotReplaced.
+
+        A task that is cancelled in the last step waits for its end, so that all workers get the command."""
         began = time.monotonic()
-        await _all(calls, pb.WeightsCommand(close=True))
-        applying = asyncio.create_task(_all(calls, pb.WeightsCommand(apply=True)))
+        await _all(self._calls, pb.WeightsCommand(close=True))
+        command = pb.WeightsCommand(apply=True, version=version)
+        applying = asyncio.create_task(_all(self._calls, command))
         try:
             await asyncio.shield(applying)
         except asyncio.CancelledError:
             await asyncio.wait([applying])
             raise
-        pause = time.monotonic() - began
-    return Replaced(max(r.bytes for r in staged), max(r.seconds for r in staged), pause)
+        return time.monotonic() - began
+
+
+async def replace_weights(
+    addresses: Sequence[str], weights: pb.StageWeights, secret: bytes, tls: TlsFiles | None
+) -> Replaced:
+    """Gives the workers at these addresses the weights. Raises NotReplaced."""
+    async with Replacement(addresses, secret, tls) as replacement:
+        nbytes, seconds = await replacement.stage(weights)
+        return Replaced(nbytes, seconds, await replacement.apply())
 
 
 class _Call:

@@ -510,14 +510,16 @@ class PauseRequest(_message.Message):
     def __init__(self, pause: _Optional[_Union[Pause, str]] = ..., abort: _Optional[bool] = ..., seconds: _Optional[float] = ..., keep_kv: _Optional[bool] = ...) -> None: ...
 
 class WeightsCommand(_message.Message):
-    __slots__ = ("stage", "close", "apply")
+    __slots__ = ("stage", "close", "apply", "version")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     APPLY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     stage: StageWeights
     close: bool
     apply: bool
-    def __init__(self, stage: _Optional[_Union[StageWeights, _Mapping]] = ..., close: _Optional[bool] = ..., apply: _Optional[bool] = ...) -> None: ...
+    version: str
+    def __init__(self, stage: _Optional[_Union[StageWeights, _Mapping]] = ..., close: _Optional[bool] = ..., apply: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StageWeights(_message.Message):
     __slots__ = ("path", "version")

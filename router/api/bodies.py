@@ -354,6 +354,9 @@ class BatchBody(BaseModel):
     metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
 
 
+WeightLabel = Annotated[str, Field(pattern=r"^[!-:<-~]{1,64}$")]
+
+
 class UpdateWeightsBody(BaseModel):
     """POST /update_weights_from_disk. Other fields of SGLang's call have no effect."""
 
@@ -361,11 +364,46 @@ class UpdateWeightsBody(BaseModel):
 
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
     """Checkpoint with the new weights, at the same place on the hosts of all workers."""
-    weight_version: Annotated[str, Field(pattern=r"^[!-:<-~]{1,64}$")] | None = None
+    weight_version: WeightLabel | None = None
     """Begins the name of the version, which has a random part, too: no other weights may have its name."""
     load_format: Literal["auto"] | None = None
     abort_all_requests: Literal[False] | None = None
     keep_pause: Literal[False] | None = None
+
+
+class InitTransferBody(BaseModel):
+    """POST /init_weight_transfer_engine, as in vLLM."""
+
+    model_config = ConfigDict(strict=True)
+
+    init_info: dict[str, Any]
+    """`backend`: how weights come to the workers. The only one is "disk", which needs no more."""
+
+
+class UpdateInfoBody(BaseModel):
+    """POST /update_weights, as in vLLM."""
+
+    model_config = ConfigDict(strict=True)
+
+    update_info: dict[str, Any]
+    """With the backend "disk": `path`, of a checkpoint at the same place on the hosts of all workers."""
+
+
+class DiskUpdate(BaseModel):
+    """`update_info` of the backend "disk"."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    path: Annotated[str, Field(pattern="^/", max_length=4096)]
+
+
+class FinishWeightsBody(BaseModel):
+    """POST /finish_weight_update, as in vLLM. The body may be empty."""
+
+    model_config = ConfigDict(strict=True)
+
+    weight_version: WeightLabel | None = None
+    """Begins the name of the version, which has a random part, too: no other weights may have its name."""
 
 
 def parse_message(raw: bytes) -> ChatBody | CompletionBody:

@@ -17,8 +17,11 @@ from baton.router.api.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    FinishWeightsBody,
+    InitTransferBody,
     InvocationBody,
     TokenizeBody,
+    UpdateInfoBody,
     UpdateWeightsBody,
 )
 from baton.router.api.openai_responses.body import ResponsesBody
@@ -165,6 +168,22 @@ OPERATIONS = (
     Operation(
         "post", "/update_weights_from_disk", "Give all workers new weights. Needs the admin key.", _JSON,
         body=UpdateWeightsBody, admin=True,
+    ),
+    Operation(
+        "post", "/init_weight_transfer_engine", "Choose how weights come. Needs the admin key.", _JSON,
+        body=InitTransferBody, admin=True,
+    ),
+    Operation(
+        "post", "/start_weight_update", "Begin an update of the weights. Needs the admin key.", _JSON,
+        also=(404,), admin=True,
+    ),
+    Operation(
+        "post", "/update_weights", "Let all workers read and check new weights. Needs the admin key.", _JSON,
+        body=UpdateInfoBody, admin=True,
+    ),
+    Operation(
+        "post", "/finish_weight_update", "Let all workers compute with these weights. Needs the admin key.",
+        _JSON, body=FinishWeightsBody, admin=True,
     ),
     Operation(
         "post", "/pause", "Pause all workers: `?mode=abort`, `wait` or `keep`. Needs the admin key.", _JSON,

@@ -17,7 +17,7 @@ from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
 from baton.router.endpoints import http_generation as http
-from baton.router.endpoints import http_pause, http_weights, pages
+from baton.router.endpoints import http_pause, http_weight_transfer, http_weights, pages
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_batches import HttpBatches
@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_ADMIN_KEY = (*http_weights.PATHS, *http_pause.PATHS)
+_ADMIN_KEY = (*http_weights.PATHS, *http_pause.PATHS, *http_weight_transfer.PATHS)
 """They have a key of their own."""
 _ADMIN = ("/metrics", "/metrics/targets", "/status", "/dashboard", *_ADMIN_KEY)
 _POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
@@ -121,6 +121,8 @@ class HttpEndpoints:
         )
         if not config.supervised:  # otherwise the admin port serves them for all processes
             calls = AdminCalls(config, self._found_status)
+            transfer = http_weight_transfer.HttpWeightTransfer(calls)
+            self.app.on_cleanup.append(transfer.close)
             self.app.add_routes(
                 [
                     web.get("/metrics", self._metrics),
@@ -129,6 +131,7 @@ class HttpEndpoints:
                     web.get("/status/requests/{id}", self._timeline),
                     *http_weights.HttpWeights(calls).routes(),
                     *http_pause.HttpPause(calls).routes(),
+                    *transfer.routes(),
                 ]
             )
 

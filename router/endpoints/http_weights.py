@@ -1,5 +1,7 @@
 """HTTP calls that replace the weights of all workers, as SGLang has them. They need the admin key."""
 
+import asyncio
+import time
 import uuid
 
 import grpc
@@ -13,6 +15,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.rpc.weights import NotReplaced, replace_weights
 
 PATHS = "/get_world_size", "/update_weights_from_disk"
+CONNECT_WITHIN, CONNECT_CHECK = 5.0, 0.05  # seconds
 
 
 class HttpWeights:
@@ -33,30 +36,47 @@ class HttpWeights:
 
     async def _update(self, request: web.Request) -> web.Response:
         body = parse(UpdateWeightsBody, await self._calls.body(request))
-        workers = (await self._calls.status())["workers"]
-        # A worker that has started again with the weights of its --model is refused: it gets these, too.
-        missing = [worker for worker in workers if worker["state"] not in ("ready", "refused")]
-        if missing or not workers:
-            names = ", ".join(name_of(worker) for worker in missing) or "no worker is known"
-            text = "all workers must be ready to get new weights; see `baton status`"
-            raise errors.NoWorker(f"{names}: {text}")
-        names = {worker["address"]: name_of(worker) for worker in workers}
-        label = "" if body.weight_version is None else f"{body.weight_version}-"
-        weights = pb.StageWeights(path=body.model_path, version=f"{label}{uuid.uuid4().hex}")
+        names = await workers_for_weights(self._calls)
+        weights = pb.StageWeights(path=body.model_path, version=new_version(body.weight_version))
         config = self._calls.config
         try:
             done = await replace_weights(list(names), weights, config.secret, config.cluster_tls)
         except NotReplaced as error:
-            raise self._failed(error, names) from error
+            raise failed(self._calls, error, names, "model_path") from error
         text = f"{len(names)} workers compute with {weights.path}; no worker served for {done.pause:.2f} s"
         found = {"success": True, "message": text, "weight_version": weights.version}
         return web.json_response({**found, "num_paused_requests": 0})
 
-    def _failed(self, error: NotReplaced, names: dict[str, str]) -> errors.ApiError:
-        refused, faults = not error.changed, list[str]()
-        for address, fault in error.faults.items():
-            refused &= fault is not None and fault.code() is grpc.StatusCode.FAILED_PRECONDITION
-            why = "it ended the call" if fault is None else self._calls.why(fault)
-            faults.append(f"{names[address]}: {why}")
-        text = f"{'; '.join(faults)}. {error.outcome}"
-        return errors.InvalidRequest(text, param="model_path") if refused else errors.Failed(text)
+
+def new_version(label: str | None) -> str:
+    """A name that no other weights have or had. It begins with the label."""
+    return f"{'' if label is None else f'{label}-'}{uuid.uuid4().hex}"
+
+
+async def workers_for_weights(calls: AdminCalls) -> dict[str, str]:
+    """The workers that new weights go to: all, by address, and how errors name them. Raises NoWorker.
+
+    A worker that has started again with the weights of its --model is refused: it gets these, too. One that
+    has just got weights is connected again soon."""
+    end = time.monotonic() + CONNECT_WITHIN
+    while True:
+        workers = (await calls.status())["workers"]
+        missing = [worker for worker in workers if worker["state"] not in ("ready", "refused")]
+        if workers and not missing:
+            return {worker["address"]: name_of(worker) for worker in workers}
+        if not workers or time.monotonic() > end:
+            names = ", ".join(map(name_of, missing)) or "no worker is known"
+            text = "all workers must be ready to get new weights; see `baton status`"
+            raise errors.NoWorker(f"{names}: {text}")
+        await asyncio.sleep(CONNECT_CHECK)
+
+
+def failed(calls: AdminCalls, error: NotReplaced, names: dict[str, str], param: str) -> errors.ApiError:
+    """`param`: the field with the weights."""
+    refused, faults = not error.changed, list[str]()
+    for address, fault in error.faults.items():
+        refused &= fault is not None and fault.code() is grpc.StatusCode.FAILED_PRECONDITION
+        why = "it ended the call" if fault is None else calls.why(fault)
+        faults.append(f"{names[address]}: {why}")
+    text = f"{'; '.join(faults)}. {error.outcome}"
+    return errors.InvalidRequest(text, param=param) if refused else errors.Failed(text)

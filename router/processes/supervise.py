@@ -33,6 +33,7 @@ from baton.router.endpoints.frontend import request_name
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
 from baton.router.endpoints.http_pause import HttpPause
+from baton.router.endpoints.http_weight_transfer import HttpWeightTransfer
 from baton.router.endpoints.http_weights import HttpWeights
 from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
@@ -233,6 +234,8 @@ class Supervisor:
         config = self._config
         app = web.Application()
         calls = AdminCalls(config, self._status)
+        transfer = HttpWeightTransfer(calls)
+        app.on_cleanup.append(transfer.close)
         app.add_routes(
             [
                 web.get("/metrics", self._get_metrics),
@@ -244,6 +247,7 @@ class Supervisor:
                 web.get("/routable", partial(self._get_condition, "routable")),
                 *HttpWeights(calls).routes(),
                 *HttpPause(calls).routes(),
+                *transfer.routes(),
                 *pages.routes(("home", "dashboard")),
             ]
         )

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from baton.engine import Engine, SpeculativeConfig
 from baton.engine.core.live_request import Phase
 from baton.engine.layers.in_place import pairs
+from baton.weights import Checkpoint, Memory
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, run, tokens_of
@@ -178,3 +180,34 @@ def test_a_request_that_decodes_keeps_its_kv_and_no_other_one_gets_it(
             [o.logprobs for o in wanted.outputs],
         )
     engine.assert_whole()
+
+
+@pytest.mark.parametrize("memory", ["shm", "memfd"])
+def test_weights_of_a_trainer_come_through_memory_whole_or_in_shards(
+    memory: Memory, tmp_path: Path, one_form: None
+) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, "Llama", tie_word_embeddings=True)
+    after = trained(before, tmp_path)
+    state = dict(load_file(after / "model.safetensors"))
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so a state_dict has it twice
+    fused = torch.cat(
+        [state["model.layers.0.mlp.gate_proj.weight"], state["model.layers.0.mlp.up_proj.weight"]]
+    )
+    gate, up = fused.chunk(2)
+    state |= {"model.layers.0.mlp.gate_proj.weight": gate, "model.layers.0.mlp.up_proj.weight": up}
+    fresh = load(after, device=DEVICE, num_blocks=16)
+    engine = load(before, device=DEVICE, num_blocks=16)
+    for shards in (1, 2):
+        checkpoint = Checkpoint(tmp_path / f"update-{shards}", before, memory)
+        names = list(state)
+        for shard in range(shards):
+            some = names[shard::shards] if shards > 1 else names
+            if shard and "lm_head.weight" in some:
+                some.remove("lm_head.weight")
+            checkpoint.write({name: state[name] for name in some}, shard, shards)
+        staged = engine.stage_weights(str(checkpoint.directory))
+        checkpoint.remove()
+        engine.replace_weights(staged, str(shards))
+        assert answers(engine) == answers(fresh)

@@ -10,7 +10,7 @@ import pytest
 from baton.router.admission.keys import api_keys
 from baton.router.api import openapi, responses
 from baton.router.api.openapi import OPERATIONS
-from baton.router.endpoints import http_pause, http_weights
+from baton.router.endpoints import http_pause, http_weight_transfer, http_weights
 from baton.router.text.tokenizer import ModelTokenizer
 from tests.browser import browser
 
@@ -73,6 +73,7 @@ async def test_every_described_endpoint_exists(cluster: Cluster):
                 "/v1/batches",
                 *http_weights.PATHS,
                 *http_pause.PATHS,
+                *http_weight_transfer.PATHS,
             )
             missing = any(each in path for each in unknown)
             expected = 404 if missing else 400 if reads_body else 200

@@ -10,14 +10,18 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.tools import weights
 from baton.router.admission.keys import ApiKey, api_keys
+from baton.router.endpoints import http_weight_transfer
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.weights import replace_weights
+from baton.weights import RefusedUpdate, Weights
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import within
 
@@ -32,6 +36,7 @@ class Trained(FakeWorker):
     """It takes the weights that it is given. `spoilt`: other ones are at the path now."""
 
     weights = pb.StageWeights()
+    staged = pb.StageWeights()
     spoilt, missing = False, ""
     applies: asyncio.Event | None = None
     """It waits for this event before it applies weights."""
@@ -57,10 +62,17 @@ class Trained(FakeWorker):
         if self.missing:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.missing)
         weights = (await anext(commands)).stage
-        yield pb.WeightsReport()
-        assert (await anext(commands)).close
-        yield pb.WeightsReport()
-        assert (await anext(commands)).apply
+        self.staged = weights
+        try:
+            yield pb.WeightsReport()
+            assert (await anext(commands)).close
+            yield pb.WeightsReport()
+            command = await anext(commands)
+        finally:
+            self.staged = pb.StageWeights()
+            self.arrived.set()
+        assert command.apply
+        weights.version = command.version or weights.version
         self.asked = True
         self.arrived.set()
         if self.applies is not None:
@@ -215,6 +227,100 @@ async def test_a_trainer_replaces_the_weights_over_http(tokenizer: ModelTokenize
         for worker in workers:
             assert worker.weights == pb.StageWeights(path="/step-200", version=answer["weight_version"])
         assert await asked("GET", "/get_world_size", "trainer") == (200, {"world_size": 3})
+
+
+async def test_a_trainer_moves_weights_by_the_calls_of_vllm(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    init, start, update, finish = http_weight_transfer.PATHS
+    key, headers = ApiKey.of("admin", "trainer"), {"Authorization": "Bearer trainer"}
+    async with trained(tokenizer, tmp_path, admin_key=key) as (cluster, workers):
+
+        async def call(path: str, **body: Any) -> tuple[int, Any]:
+            given: dict[str, Any] = {"json": body} if body else {}
+            async with cluster.http.post(cluster.url + path, headers=headers, **given) as response:
+                return response.status, await response.json()
+
+        info = {"path": "/dev/shm/step-200"}
+        assert (await call(init, init_info={"backend": "nccl"}))[1]["error"]["param"] == "init_info"
+        assert (await call(init, init_info={})) == (200, {"message": "Weight transfer initialized"})
+        for early in (finish, update):
+            status, answer = await call(early, update_info=info)
+            assert (status, "call /start_weight_update first" in answer["error"]["message"]) == (400, True)
+        assert (await call(start))[0] == 200
+        assert (await call(update, update_info={"path": "step-200"}))[0] == 400
+        workers[1].missing = "no such file"
+        status, answer = await call(update, update_info=info)
+        assert (status, answer["error"]["param"]) == (400, "update_info")
+        assert answer["error"]["message"].endswith("no such file. No weights have changed.")
+        workers[1].missing = ""
+
+        await call(start)
+        assert (await call(finish))[0] == 400, "it has no weights"
+        assert (await call(update, update_info=info))[0] == 200
+        assert (await call(update, update_info=info))[0] == 400, "one checkpoint for each update"
+        assert [worker.staged.path for worker in workers] == [info["path"]] * 2
+        assert not any(worker.weights.version for worker in workers)
+        assert (await call(start))[0] == 200, "the trainer has died, and begins again"
+        for worker in workers:
+            await worker.until(lambda w: not w.staged.path)
+        assert (await call(update, update_info=info))[0] == 200
+        status, answer = await call(finish, weight_version="200")
+        assert status == 200
+        assert answer["weight_version"].startswith("200-")
+        wanted = pb.StageWeights(path=info["path"], version=answer["weight_version"])
+        assert [worker.weights for worker in workers] == [wanted] * 2
+        assert (await call(finish))[0] == 400
+
+
+async def test_the_helper_of_trainers_gives_workers_a_state_dict(
+    tokenizer: ModelTokenizer, directory: Path, tmp_path: Path
+) -> None:
+    key = ApiKey.of("admin", "trainer")
+    async with trained(tokenizer, tmp_path, admin_key=key) as (cluster, workers):
+        weights = Weights(cluster.url, "trainer", directory, directory=tmp_path)
+
+        async def update(state: Any, version: str) -> str:
+            return await asyncio.to_thread(weights.update, state, version)
+
+        first = await update({"x": torch.ones(2)}, "1")
+        assert first.startswith("1-")
+        [path] = {Path(worker.weights.path) for worker in workers}
+        assert {worker.weights.version for worker in workers} == {first}
+        assert torch.equal(load_file(path / "model-00001-of-00001.safetensors")["x"], torch.ones(2))
+        assert json.loads((path / "config.json").read_text()) == {"max_position_embeddings": 8192}
+        workers[1].missing = "x has another shape"
+        with pytest.raises(RefusedUpdate, match=r"x has another shape\. No weights have changed"):
+            await update({"x": torch.ones(3)}, "2")
+        assert path.exists(), "workers that start later read it"
+        workers[1].missing = ""
+        await update([{"x": torch.ones(3)}, {"y": torch.ones(1)}], "3")
+        assert not path.exists()
+        assert len([*Path(workers[0].weights.path).glob("*.safetensors")]) == 2
+
+        def frozen() -> "pb.Pause":
+            with weights.paused():
+                return workers[0].status.pause
+
+        assert await asyncio.to_thread(frozen) == pb.PAUSE_STEPS
+        assert workers[0].status.pause == pb.PAUSE_NONE
+        assert await asyncio.to_thread(weights.world_size) == 3
+        weights.close()
+        assert not Path(workers[0].weights.path).exists()
+
+
+async def test_an_update_that_is_not_finished_ends_after_a_time(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    _, start, update, _ = http_weight_transfer.PATHS
+    key, headers = ApiKey.of("admin", "trainer"), {"Authorization": "Bearer trainer"}
+    async with trained(tokenizer, tmp_path, admin_key=key, request_timeout=0.2) as (cluster, workers):
+        for path, body in ((start, None), (update, {"update_info": {"path": "/step-200"}})):
+            async with cluster.http.post(cluster.url + path, headers=headers, json=body) as response:
+                assert response.status == 200
+        for worker in workers:  # after the request timeout
+            await worker.until(lambda w: not w.staged.path)
+            assert not worker.weights.version
 
 
 async def test_without_an_admin_key_there_are_no_calls_for_weights(cluster: Cluster) -> None:

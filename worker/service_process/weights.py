@@ -29,7 +29,7 @@ from baton.worker.service_process.streams import Routers
 log = logging.getLogger(__name__)
 
 MAX_PATH, MAX_VERSION = 4096, 128
-CLOSE_WITHIN, IDLE_CHECK = 30.0, 0.002  # seconds
+CLOSE_WITHIN, IDLE_CHECK, FREE_WITHIN = 30.0, 0.002, 1.0  # seconds
 REASON = "the weights of the model are replaced"
 
 
@@ -53,7 +53,8 @@ class WeightsReplacement:
         self._replaced = replaced
         self._is_open = asyncio.Event()
         self._is_open.set()
-        self._called = False
+        self._free = asyncio.Event()  # no call has staged weights
+        self._free.set()
 
     @property
     def is_open(self) -> bool:
@@ -67,11 +68,14 @@ class WeightsReplacement:
         """Raises RefusedWeights."""
         stage = (await _next(commands, "stage")).stage
         path, version = _checked(stage)
-        if self._called:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FREE_WITHIN):  # the end of another call may come later than this one
+                await self._free.wait()
+        if not self._free.is_set():
             raise RefusedWeights("another replacement of the weights is under way")
         if self._backend.draining:
             raise RefusedWeights("the worker is shutting down")
-        self._called = True
+        self._free.clear()
         applying: asyncio.Task[None] | None = None
         unpaused = contextlib.AsyncExitStack()
         try:
@@ -87,7 +91,9 @@ class WeightsReplacement:
             keeps_kv = self._pause.keeps_kv
             await self._close(keeps_kv=keeps_kv)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
-            await _next(commands, "apply")
+            if renamed := (await _next(commands, "apply")).version:
+                stage = pb.StageWeights(path=path, version=renamed)
+                _, version = _checked(stage)
             began = time.monotonic()
             applying = asyncio.create_task(self._apply(stage, keeps_kv=keeps_kv))
             await asyncio.shield(applying)  # the caller may end the call, and the engine goes on
@@ -110,7 +116,7 @@ class WeightsReplacement:
             else:
                 await applying
             await self._open()
-            self._called = False
+            self._free.set()
 
     async def _close(self, *, keeps_kv: bool) -> None:
         self._is_open.clear()

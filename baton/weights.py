@@ -1,0 +1,230 @@
+"""For trainers: gives all workers of a cluster the weights of a torch `state_dict`, through memory.
+
+    weights = Weights("http://router:8000", admin_key, like="/models/base")
+    with weights.paused():
+        weights.update(model.state_dict(), version="step-200")
+
+The tensors are written as safetensors to memory of this host, which workers read: so they run here, too.
+Names and shapes are those of the checkpoint `like`, which workers serve. Workers that start later read the
+newest weights, so these stay until the next ones, or until `close`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal, Self
+
+import torch
+
+Memory = Literal["shm", "memfd"]
+"""Where weights are: in files of /dev/shm, which containers often have little of, or in anonymous memory that
+ends with this process. Workers open that through /proc, so they run as the same user."""
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a directory with a random name is made there
+_INDEX = ".safetensors.index.json"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class RefusedUpdate(Exception):
+    """The router or a worker refuses. The message says why, and whether weights have changed."""
+
+
+def full_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors on their devices, each once: of tensors that are the same memory (tied weights), only the
+    first. Shards of FSDP (DTensor) are gathered, so all ranks must call this, with the same names."""
+    found = dict[str, torch.Tensor]()
+    seen = set[tuple[int, torch.Size, tuple[int, ...]]]()
+    for name, tensor in state.items():
+        gather = getattr(tensor, "full_tensor", None)
+        whole = (gather() if callable(gather) else tensor).detach()
+        place = whole.data_ptr(), whole.shape, whole.stride()
+        if place not in seen or not whole.numel():
+            seen.add(place)
+            found[name] = whole
+    return found
+
+
+class Checkpoint:
+    """A directory that workers read as a checkpoint: weights in memory, and all else from the model `like`.
+
+    Ranks of a trainer that each have some of the tensors make one with the same `directory`, and write a
+    shard each.
+    """
+
+    def __init__(self, directory: Path, like: Path, memory: Memory = "shm") -> None:
+        """Raises `ValueError` if `like` is no directory with a model."""
+        if not (like / "config.json").is_file():
+            raise ValueError(
+                f"like: {like} has no config.json: give the directory of the model that workers serve"
+            )
+        self.directory = directory
+        self._memory = memory
+        self._files = list[int]()
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in like.glob("*.json"):
+            if not file.name.endswith(_INDEX):
+                with contextlib.suppress(FileExistsError):  # of another rank
+                    (directory / file.name).symlink_to(file.resolve())
+
+    def write(self, state: Mapping[str, torch.Tensor], shard: int = 0, shards: int = 1) -> None:
+        """Writes all tensors, or those of one shard: no two shards have the same name."""
+        assert 0 <= shard < shards, f"shard {shard} of {shards}"
+        tensors = full_tensors(state)
+        path = self.directory / f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        if self._memory == "shm":
+            with path.open("wb", buffering=0) as file:
+                _write(file, tensors)
+            return
+        fd = os.memfd_create(path.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._files.append(fd)
+        with open(fd, "wb", buffering=0, closefd=False) as file:
+            _write(file, tensors)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+
+    def remove(self) -> None:
+        """Gives the memory back when no worker reads it any more."""
+        for fd in self._files:
+            os.close(fd)
+        self._files.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _write(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes safetensors, tensor by tensor. The library's `save` makes a second copy of all, and `save_file`
+    renames a file beside its own, which a memfd has not."""
+    header, end = dict[str, Any](), 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have")
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    _write_all(file, len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        if tensor.numel():
+            flat = tensor.to("cpu").contiguous().reshape(-1)
+            _write_all(file, flat.view(torch.uint8).numpy().data)
+
+
+def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+class Weights:
+    """The weights of a cluster, as its trainer sees them. Not for several threads."""
+
+    def __init__(
+        self,
+        url: str,
+        admin_key: str,
+        like: str | Path,
+        *,
+        memory: Memory = "shm",
+        directory: str | Path | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """`url`: of a router, or of its admin port. `directory`: where checkpoints are made; None: a new one
+        in /dev/shm, or with `memfd` in the directory for temporary files. `timeout`: seconds for a call."""
+        self._url, self._key, self._like = url.rstrip("/"), admin_key, Path(like)
+        self._memory, self._timeout = memory, timeout
+        place = directory or (SHARED_MEMORY if memory == "shm" else None)
+        self._directory = Path(tempfile.mkdtemp(prefix="baton-weights-", dir=place))
+        self._newest: Checkpoint | None = None
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(
+        self,
+        state: Mapping[str, torch.Tensor] | list[Mapping[str, torch.Tensor]],
+        version: str | None = None,
+    ) -> str:
+        """Gives all workers these weights: a whole `state_dict`, or several that have some of the tensors
+        each. Returns the name of the version, which begins with `version`. Raises RefusedUpdate; before the
+        last step that changes nothing."""
+        checkpoint = self.new_checkpoint()
+        try:
+            shards: list[Mapping[str, torch.Tensor]] = state if isinstance(state, list) else [state]
+            for number, shard in enumerate(shards):
+                checkpoint.write(shard, number, len(shards))
+            return self.apply(checkpoint, version)
+        finally:
+            if checkpoint is not self._newest:
+                checkpoint.remove()
+
+    def new_checkpoint(self) -> Checkpoint:
+        """For ranks that write a shard each. `apply` follows, once."""
+        self._count += 1
+        return Checkpoint(self._directory / f"update-{self._count}", self._like, self._memory)
+
+    def apply(self, checkpoint: Checkpoint, version: str | None = None) -> str:
+        """As `update`, of a checkpoint that is complete."""
+        self._call("/init_weight_transfer_engine", {"init_info": {"backend": "disk"}})
+        self._call("/start_weight_update")
+        self._call("/update_weights", {"update_info": {"path": str(checkpoint.directory)}})
+        done = self._call("/finish_weight_update", {"weight_version": version})
+        before, self._newest = self._newest, checkpoint
+        if before is not None:
+            before.remove()
+        return done["weight_version"]
+
+    @contextlib.contextmanager
+    def paused(
+        self, mode: Literal["abort", "wait", "keep"] = "keep", *, clear_cache: bool = True
+    ) -> Iterator[None]:
+        """No worker computes while it is open. The arguments are those of `/pause`. Raises RefusedUpdate."""
+        self._call(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+        try:
+            yield
+        finally:
+            self._call("/resume")
+
+    def world_size(self) -> int:
+        """Ranks of all workers."""
+        return self._call("/get_world_size", method="GET")["world_size"]
+
+    def close(self) -> None:
+        """Removes the newest weights. Workers that start later cannot get them any more."""
+        if self._newest is not None:
+            self._newest.remove()
+            self._newest = None
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _call(self, path: str, body: Any = None, method: str = "POST") -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise RefusedUpdate(f"{path}: {_message(error)}") from error
+        except urllib.error.URLError as error:
+            raise RefusedUpdate(f"{self._url}: no router answers ({error.reason})") from error
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"status {error.code}"

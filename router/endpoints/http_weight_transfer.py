@@ -1,0 +1,153 @@
+"""HTTP calls by which a trainer moves weights, as vLLM has them. They need the admin key.
+
+    /init_weight_transfer_engine, once ─▶ /start_weight_update ─▶ /update_weights ─▶ /finish_weight_update
+                                              │ begins an update     │ all workers       │ all workers compute
+                                              └ ends one before it   └ read and check    └ with the weights
+
+Nothing changes before the last call. An update whose trainer has died ends after `request_timeout`.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from baton.router import errors
+from baton.router.api.bodies import DiskUpdate, FinishWeightsBody, InitTransferBody, UpdateInfoBody
+from baton.router.api.validation import parse
+from baton.router.endpoints.http_admin import AdminCalls
+from baton.router.endpoints.http_weights import failed, new_version, workers_for_weights
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.weights import NotReplaced, Replacement
+
+log = logging.getLogger(__name__)
+
+PATHS = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"
+
+
+def _of_directory(info: dict[str, Any]) -> str:
+    """A checkpoint on the hosts of all workers: on a disk, a shared file system, or in memory (/dev/shm)."""
+    return parse(DiskUpdate, json.dumps(info).encode()).path
+
+
+BACKENDS: Mapping[str, Callable[[dict[str, Any]], str]] = {"disk": _of_directory}
+"""By the name that `init_info` gives: how a worker finds the weights that `update_info` tells, as a path."""
+
+
+class _Update:
+    """Between start and finish."""
+
+    def __init__(self) -> None:
+        self.calls = contextlib.AsyncExitStack()
+        self.replacement: Replacement | None = None
+        """Its weights are staged."""
+        self.names: dict[str, str] = {}
+        self.expiry: asyncio.TimerHandle | None = None
+
+
+class HttpWeightTransfer:
+    def __init__(self, calls: AdminCalls) -> None:
+        self._calls = calls
+        self._backend = BACKENDS["disk"]
+        self._update: _Update | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._expiring: asyncio.Task[None] | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        handlers = self._init, self._start, self._stage, self._finish
+        return [
+            web.post(path, self._calls.answered(handler))
+            for path, handler in zip(PATHS, handlers, strict=True)
+        ]
+
+    async def close(self, app: web.Application) -> None:
+        """Ends the update that is under way, if there is one. Workers keep their weights."""
+        async with self._one_at_a_time:
+            await self._end()
+
+    async def _init(self, request: web.Request) -> web.Response:
+        info = parse(InitTransferBody, await self._calls.body(request)).init_info
+        name = info.get("backend", "disk")
+        if name not in BACKENDS:
+            text = f"init_info.backend: must be {' or '.join(BACKENDS)}, not {str(name)[:40]!r}"
+            raise errors.Unsupported(text, param="init_info")
+        self._backend = BACKENDS[name]
+        return web.json_response({"message": "Weight transfer initialized"})
+
+    async def _start(self, request: web.Request) -> web.Response:
+        async with self._one_at_a_time:
+            await self._end()  # its trainer has died, and begins again
+            self._update = _Update()
+            self._expires_later(self._update)
+        return web.json_response({"message": "Weight update started"})
+
+    async def _stage(self, request: web.Request) -> web.Response:
+        path = self._backend(parse(UpdateInfoBody, await self._calls.body(request)).update_info)
+        async with self._one_at_a_time:
+            update = self._started()
+            if update.replacement is not None:
+                raise errors.InvalidRequest("this update has its weights: call /finish_weight_update")
+            update.names = await workers_for_weights(self._calls)
+            config = self._calls.config
+            replacement = Replacement(list(update.names), config.secret, config.cluster_tls)
+            try:
+                await update.calls.enter_async_context(replacement)
+                weights = pb.StageWeights(path=path, version=new_version(None))
+                nbytes, _ = await replacement.stage(weights)
+            except NotReplaced as error:
+                await self._end()
+                raise failed(self._calls, error, update.names, "update_info") from error
+            except BaseException:
+                await self._end()
+                raise
+            update.replacement = replacement
+            self._expires_later(update)
+        return web.json_response({"message": "Weights updated", "bytes": nbytes})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        raw = await self._calls.body(request)
+        label = parse(FinishWeightsBody, raw).weight_version if raw.strip() else None
+        async with self._one_at_a_time:
+            update = self._started()
+            if update.replacement is None:
+                raise errors.InvalidRequest("this update has no weights: call /update_weights first")
+            version = new_version(label)
+            try:
+                pause = await update.replacement.apply(version)
+            except NotReplaced as error:
+                raise failed(self._calls, error, update.names, "update_info") from error
+            finally:
+                await self._end()
+        told = {"message": "Weight update finished", "weight_version": version, "pause_seconds": pause}
+        return web.json_response(told)
+
+    def _started(self) -> _Update:
+        if self._update is None:
+            raise errors.InvalidRequest("no update of the weights has begun: call /start_weight_update first")
+        return self._update
+
+    def _expires_later(self, update: _Update) -> None:
+        if update.expiry is not None:
+            update.expiry.cancel()
+        seconds = self._calls.config.request_timeout
+        update.expiry = asyncio.get_running_loop().call_later(seconds, self._expire, update)
+
+    def _expire(self, update: _Update) -> None:
+        async def expire() -> None:
+            async with self._one_at_a_time:
+                if self._update is update:
+                    log.warning("the update of the weights was not finished in time, and changes nothing")
+                    await self._end()
+
+        self._expiring = asyncio.create_task(expire())
+
+    async def _end(self) -> None:
+        update, self._update = self._update, None
+        if update is not None:
+            if update.expiry is not None:
+                update.expiry.cancel()
+            await update.calls.aclose()
