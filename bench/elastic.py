@@ -97,7 +97,7 @@ def held_by_split(budget: Budget, load: Load, block_size: int) -> int:
     """Requests of a load that a pool would hold if its memory were split for that load."""
     stats, blocks = budget.stats, -(-(load.prompt + load.answer) // block_size)
     whole = stats.kv_bytes + stats.state_bytes + stats.free_bytes
-    return min(load.requests, int(whole / (budget.slot_bytes + blocks * budget.block_bytes)))
+    return min(load.requests, int(whole / (budget.place_bytes + blocks * budget.block_bytes)))
 
 
 def run_load(engine: Engine, load: Load, seed: int, *, computed: bool) -> int:
@@ -151,7 +151,7 @@ def moves(engine: Engine, budget: Budget) -> list[float]:
         blocks = pool.free + min(int(most / budget.block_bytes), budget.more_blocks)
         for wanted in ((blocks, 0), (0, states.num_slots)):
             slots = wanted[1]
-            while slots and not budget.has_room(0, slots, free_blocks=pool.free, free_slots=states.free):
+            while slots and not budget.has_room(0, slots, free_blocks=pool.free, free_places=states.free):
                 slots -= 1
             before = budget.stats
             budget.provide(wanted[0], slots)

@@ -29,6 +29,7 @@ from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
+from baton.engine.execution.elastic_cache import Cells
 from baton.engine.execution.graphs import batch_sizes
 from baton.engine.execution.kept_cache import KeptCache
 from baton.engine.execution.memory_sizing import COPY_TOKENS, CacheLimits, PoolSize, tier_places
@@ -121,29 +122,36 @@ def _pools(
     """The states are None if no layer has states."""
     block_units = slot_units = None
     if (planned := size.elastic) is not None:
-        blocks, unit = planned.blocks, planned.slots.unit
-        block_units = Units(
-            0, blocks.places, blocks.unit, planned.present_blocks // blocks.unit, keeps_first=True
-        )
-        slot_units = Units(0, planned.num_slots, unit, planned.present_slots // unit, keeps_first=True)
+        block_units = _units(planned.blocks, planned.blocks.places, planned.present_blocks)
+        slot_units = _units(planned.slots, planned.num_slots, planned.present_slots)
     states = StatePool(size.num_slots, slot_units) if size.num_slots else None
     return BlockPool(size.num_blocks, block_size, windows, block_units), states
 
 
+def _units(cells: Cells, places: int, present: int) -> Units:
+    return Units(0, places, cells.unit, present // cells.unit, keeps_first=True)
+
+
 def _budget(
-    started: Started, pool: BlockPool, states: StatePool | None, copies: StateCopies | None
+    started: Started,
+    pool: BlockPool,
+    states: StatePool | None,
+    copies: StateCopies | None,
+    max_num_seqs: int,
 ) -> Budget | None:
     """None: the pools keep their sizes."""
-    if (planned := started.pool.elastic) is None or states is None:
+    places = pool.windows if states is None else states
+    if (planned := started.pool.elastic) is None or places is None:
         return None
     budget = Budget(
         pool,
-        states,
+        places,
         copies,
         block_pages=planned.blocks.pages,
-        slot_pages=planned.slots.pages,
+        place_pages=(planned.windows if states is None else planned.slots).pages,
         page_bytes=planned.page_bytes,
         free_pages=planned.free_pages,
+        memory=max_num_seqs,
     )
     budget.move = started.runner.move
     return budget
@@ -194,7 +202,9 @@ class Engine:
             max_model_len=model.max_model_len,
             cache=cache,
             states=states,
-            budget=_budget(started, pool, states, None if cache is None else cache.copies),
+            budget=_budget(
+                started, pool, states, None if cache is None else cache.copies, config.max_num_seqs
+            ),
         )
         """All requests. The caller adds them with the methods of the engine, which compile grammars."""
         speculation = _speculation(config)
@@ -281,9 +291,10 @@ class Engine:
         """None: all layers have the same blocks."""
         if (count := started.pool.window_blocks) is None:
             return None
-        windows = windows_of(self.cache_arrays)
-        tokens = config.max_num_batched_tokens
-        return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens)
+        windows, tokens, units = windows_of(self.cache_arrays), config.max_num_batched_tokens, None
+        if (planned := started.pool.elastic) is not None:
+            units = _units(planned.windows, count, planned.present_windows)
+        return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens, units)
 
     # The life of a request
 

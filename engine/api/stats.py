@@ -68,12 +68,14 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Bytes of one rank that blocks of KV and states share."""
+    """Bytes of one rank that blocks of KV share with states, or with window blocks."""
 
     kv_bytes: int
     """Of blocks that have memory, used or not."""
     state_bytes: int
     """The same of states of requests and their copies."""
+    window_bytes: int
+    """The same of window blocks."""
     free_bytes: int
     moved_bytes: int
     """That went from one to the other since the start."""

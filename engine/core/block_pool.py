@@ -18,7 +18,8 @@ request may adopt it: then it is private, and the request goes on after these to
 chat does not compute the end of the turn before again. `allocate` gives out remnants before it evicts cached
 blocks.
 
-Of a model with states a part of the blocks may have no memory (`elastic`). These blocks are in no state.
+Of a model with states or windows a part of the blocks may have no memory (`elastic`). These blocks are in
+no state.
 """
 
 import heapq
@@ -26,7 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from baton.engine.core.units import Units
+from baton.engine.core.units import Units, no_lease
 from baton.engine.core.window_blocks import WindowBlocks
 
 
@@ -133,7 +134,7 @@ class BlockPool:
         name."""
         block = self._remnants.pop(name)
         self._private.add(block)
-        self.hold(block)
+        self._hold(block)
         self.moves += 1
         return block
 
@@ -154,7 +155,7 @@ class BlockPool:
         evictable = chain(self._unreferenced_copies, self._unreferenced)
         evicted = islice(evictable, count)
         if self.windows is not None:
-            lost = self.windows.next_lost(self.windows.count * most // self.num_blocks)
+            lost = self.windows.next_lost(self.windows.present * most // self.num_blocks)
             evicted = chain(evicted, (block for block in lost if self.unreferenced([block])))
         return ((block, self._name_of[block]) for block in evicted)
 
@@ -191,7 +192,7 @@ class BlockPool:
             self._unreferenced_copies.pop(block, None)
             references = self._references[block] = self._references.get(block, 0) + 1
             if references == 1:
-                self.hold(block)
+                self._hold(block)
 
     def publish(self, block: int, name: bytes) -> bool:
         """Moves a private block to the cache; its request keeps a reference. The block must be full and its
@@ -250,7 +251,7 @@ class BlockPool:
         for block in reversed(blocks):
             if block in self._private:
                 self._private.remove(block)
-                self.let(block)
+                self._let(block)
                 is_remnant = remnant is not None and block == remnant[0] and self.has_window(block)
                 if remnant is not None and is_remnant and remnant[1] not in self._remnants:
                     self._remnants[remnant[1]] = block
@@ -260,7 +261,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 del self._references[block]
-                self.let(block)
+                self._let(block)
                 if block not in self._name_of:
                     self._has_no_content(block)
                     continue
@@ -288,12 +289,26 @@ class BlockPool:
 
     # Memory
 
-    def hold(self, block: int) -> None:
-        """Something uses the memory of a block, until `let`. Also a tier that copies it calls this."""
+    def lease(self, block: int) -> Callable[[], None]:
+        """The memory of a block, and that of its window block, is used until what this returns is called. A
+        tier that copies it calls this."""
+        if self.units is None:
+            return no_lease
+        ends = [self.units.lease(block)]
+        if self.windows is not None:
+            ends.append(self.windows.lease(block))
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
+
+    def _hold(self, block: int) -> None:
         if self.units is not None:
             self.units.hold(block)
 
-    def let(self, block: int) -> None:
+    def _let(self, block: int) -> None:
         if self.units is not None:
             self.units.let(block)
 
@@ -319,6 +334,8 @@ class BlockPool:
                 remnant = self._remnant_of(block)
                 assert remnant is not None, "nothing holds the block"
                 del self._remnants[remnant]
+            if self.windows is not None:
+                self.windows.freed(block)
         self.moves += len(blocks)
 
     @property
@@ -378,6 +395,11 @@ class StatePool:
         """Number of slots that `allocate` can give out now."""
         return len(self._free)
 
+    @property
+    def spare(self) -> int:
+        """The part of `free` that nothing needs."""
+        return len(self._free)
+
     def allocate(self) -> int:
         """Returns a slot with undefined content."""
         if self.units is None:
@@ -392,6 +414,10 @@ class StatePool:
         self._free.append(slot)
         if self.units is not None:
             self.units.let(slot)
+
+    def has_cached(self, slots: range) -> bool:
+        """No slot is: copies have slots of their own."""
+        return False
 
     def put_in(self, slots: range) -> None:
         """These slots have memory now, and are free."""

@@ -1,4 +1,5 @@
-"""One budget of memory for blocks of KV and for slots of states. Pure; the memory is the engine's.
+"""One budget of memory for blocks of KV, and for what requests need beside them. Pure; the memory is the
+engine's. Requests need slots of states, or window blocks if layers have windows (`window_blocks`).
 
 Each pool has numbers for as many places as it could ever have. A part of them is *present*: it has memory.
 Places come and go in units, and each unit has pages of its own:
@@ -9,10 +10,14 @@ An idle unit has places that are free, or have cached content that no request ho
 `Budget.provide` takes the pages of idle units of another pool, those with nothing cached first. A pool is
 short if the eviction of all that it has cached would not be enough.
 
+Beyond that, window blocks get the share of the memory that requests need of them. `Budget.ended` measures it
+on each request that ends, and moves some units if the pools have another share. So the cache keeps about as
+many ends of prompts as prompts.
+
 Nothing waits here: what a request needs is there at once, or the request waits as for any other block. A
 place is held as long as a step, a copy or a transfer may touch it: all of these have leases
 (`machine.leases`), and tiers hold what they copy. So pages are moved after the last use of their unit. The
-first unit of blocks and that of slots never go: padding of graphs may read the first place of each.
+first unit of each pool of requests never goes: padding of graphs may read the first place of each.
 """
 
 import time
@@ -24,6 +29,7 @@ from baton.engine.api.stats import MemoryStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
+from baton.engine.core.window_blocks import WindowBlocks
 
 
 class Cells(IntEnum):
@@ -31,6 +37,7 @@ class Cells(IntEnum):
 
     BLOCKS = 0
     SLOTS = 1
+    WINDOWS = 2
 
 
 class Move(NamedTuple):
@@ -42,7 +49,8 @@ class Move(NamedTuple):
 
 
 GROWTH = 8
-"""Copies of states look for memory again when one in `GROWTH` blocks has changed its state."""
+"""Copies of states look for memory again when one in `GROWTH` blocks has changed its state. The share of
+window blocks follows requests when it is off by more than one in `GROWTH`."""
 
 
 class Budget:
@@ -55,40 +63,53 @@ class Budget:
     def __init__(
         self,
         pool: BlockPool,
-        states: StatePool,
+        places: StatePool | WindowBlocks,
         copies: StateCopies | None,
         *,
         block_pages: int,
-        slot_pages: int,
+        place_pages: int,
         page_bytes: int,
         free_pages: int,
+        memory: int = 1,
     ) -> None:
-        """`block_pages`, `slot_pages`: of a unit. `free_pages`: those of no unit."""
+        """`block_pages`, `place_pages`: of a unit. `free_pages`: those of no unit. `memory`: so many requests
+        that ended last count for the share of window blocks."""
         assert pool.units is not None, "its blocks come and go"
-        assert states.units is not None, "its slots come and go"
+        assert places.units is not None, "its places come and go"
         self.move: Callable[[Sequence[Move]], None] = lambda _: None
         self.free_pages = free_pages
         self.block_pages = block_pages
-        self.slot_pages = slot_pages
+        self.place_pages = place_pages
         self._page_bytes = page_bytes
         self._moved_pages = 0
         self._seconds = 0.0
         self._pool = pool
-        self._states = states
+        self._places = places
+        self._windows = places if isinstance(places, WindowBlocks) else None
+        self._cells = Cells.SLOTS if self._windows is None else Cells.WINDOWS
         self._copies = copies
         self._blocks: Units = pool.units
-        self._slots: Units = states.units
+        self._units: Units = places.units
         self._looked = -pool.num_blocks  # `moves` of the pool when copies found no memory
         self._of_copies = None if copies is None else copies.units
+        self._memory = memory
+        self._taken: tuple[float, float] | None = None  # blocks and window blocks of a request, on average
         if copies is not None:
             copies.grow = self._grow_copies
+        if self._windows is not None:
+            self._windows.on_short = lambda: self.provide(0, 0)
 
     @property
     def more_blocks(self) -> int:
-        """Blocks beside those of the pool that it could have now, if no request needed a slot."""
-        idle = len(self._slots.idle) + self._idle_copies
-        units = (self.free_pages + idle * self.slot_pages) // self.block_pages
-        return min(units, len(self._blocks.absent)) * self._blocks.size
+        """Blocks beside those of the pool that it could have now, for a request that needs no slot. Negative:
+        its window blocks would take memory of so many."""
+        pages, windows = self.free_pages + self._idle_copies * self.place_pages, self._windows
+        if windows is None:
+            pages += len(self._units.idle) * self.place_pages
+        else:
+            pages += self._beyond(windows.most, windows.free) * self.place_pages
+            pages -= self._units.units(max(0, windows.most - windows.free)) * self.place_pages
+        return min(pages // self.block_pages, len(self._blocks.absent)) * self._blocks.size
 
     @property
     def block_bytes(self) -> float:
@@ -96,16 +117,18 @@ class Budget:
         return self.block_pages * self._page_bytes / self._blocks.size
 
     @property
-    def slot_bytes(self) -> float:
-        """Of the states of a request, on this rank."""
-        return self.slot_pages * self._page_bytes / self._slots.size
+    def place_bytes(self) -> float:
+        """Of the states of a request or of a window block, on this rank."""
+        return self.place_pages * self._page_bytes / self._units.size
 
     @property
     def stats(self) -> MemoryStats:
-        slots = self._slots.present + (0 if self._of_copies is None else self._of_copies.present)
+        places = self._units.present + (0 if self._of_copies is None else self._of_copies.present)
+        of_places = places * self.place_pages * self._page_bytes
         return MemoryStats(
             kv_bytes=self._blocks.present * self.block_pages * self._page_bytes,
-            state_bytes=slots * self.slot_pages * self._page_bytes,
+            state_bytes=of_places if self._windows is None else 0,
+            window_bytes=0 if self._windows is None else of_places,
             free_bytes=self.free_pages * self._page_bytes,
             moved_bytes=self._moved_pages * self._page_bytes,
             moving_seconds=self._seconds,
@@ -116,23 +139,21 @@ class Budget:
         return 0 if self._of_copies is None else len(self._of_copies.idle)
 
     def has_room(
-        self, blocks: int, slots: int, hits: Collection[int] = (), *, free_blocks: int, free_slots: int
+        self, blocks: int, places: int, hits: Collection[int] = (), *, free_blocks: int, free_places: int
     ) -> bool:
-        """Whether requests can get so many blocks and slots at the same time, and `hits`, which are cached
-        blocks, with the states behind these. Beyond what is free now, `free_blocks` and `free_slots` count
-        places that will be idle soon."""
-        lacking_blocks, lacking_slots = max(0, blocks - free_blocks), max(0, slots - free_slots)
-        block_units, slot_units = self._blocks.units(lacking_blocks), self._slots.units(lacking_slots)
-        if block_units > len(self._blocks.absent) or slot_units > len(self._slots.absent):
+        """Whether requests can get so many blocks and places at the same time, and `hits`, which are cached
+        blocks, with the states behind these or their window blocks. Beyond what is free now, `free_blocks`
+        and `free_places` count places that will be idle soon."""
+        lacking_blocks, lacking_places = max(0, blocks - free_blocks), max(0, places - free_places)
+        block_units, place_units = self._blocks.units(lacking_blocks), self._units.units(lacking_places)
+        if block_units > len(self._blocks.absent) or place_units > len(self._units.absent):
             return False
-        wanted = block_units * self.block_pages + slot_units * self.slot_pages
+        wanted = block_units * self.block_pages + place_units * self.place_pages
         if not wanted:
             return True
-        supply = self.free_pages + max(0, self._idle_copies - bool(hits)) * self.slot_pages
-        if not lacking_slots:
-            soon = (free_slots - self._states.free) // self._slots.size
-            spare = (free_slots - slots) // self._slots.size
-            supply += min(len(self._slots.idle) + soon, spare) * self.slot_pages
+        supply = self.free_pages + max(0, self._idle_copies - bool(hits)) * self.place_pages
+        if not lacking_places:
+            supply += self._beyond(places, free_places, hits) * self.place_pages
         if not lacking_blocks:
             soon = (free_blocks - self._pool.free) // self._blocks.size
             spare = (free_blocks - blocks) // self._blocks.size
@@ -140,23 +161,32 @@ class Budget:
             supply += min(len(self._blocks.idle) - kept + soon, spare) * self.block_pages
         return wanted <= supply
 
-    def provide(self, blocks: int, slots: int) -> None:
-        """Gets so many free blocks and slots, for which `has_room`. It leaves them where they are free."""
+    def _beyond(self, places: int, free_places: int, hits: Collection[int] = ()) -> int:
+        """Idle units of places beyond so many places. The rest is as in `has_room`."""
+        more = free_places - self._places.free
+        spare = (min(free_places, self._places.spare + more) - places) // self._units.size
+        kept = 0 if self._windows is None or not hits else self._windows.idle_units(hits)
+        return max(0, min(len(self._units.idle) - kept + more // self._units.size, spare))
+
+    def provide(self, blocks: int, places: int) -> None:
+        """Gets so many free blocks and places, for which `has_room`. It leaves them where they are free."""
         lacking_blocks = self._blocks.units(max(0, blocks - self._pool.free))
-        lacking_slots = self._slots.units(max(0, slots - self._states.free))
-        wanted = lacking_blocks * self.block_pages + lacking_slots * self.slot_pages
+        lacking_places = self._units.units(max(0, places - self._places.free))
+        wanted = lacking_blocks * self.block_pages + lacking_places * self.place_pages
         if not wanted:
             return
         moves: list[Move] = []
-        self._free_up(wanted, blocks, slots, moves, takes_blocks=not lacking_blocks)
+        self._free_up(wanted, blocks, places, moves, takes_blocks=not lacking_blocks)
         for _ in range(lacking_blocks):
             self._add(Cells.BLOCKS, self._blocks, self._pool.put_in, moves)
-        for _ in range(lacking_slots):
-            self._add(Cells.SLOTS, self._slots, self._states.put_in, moves)
+        for _ in range(lacking_places):
+            self._add(self._cells, self._units, self._places.put_in, moves)
         self._make(moves)
 
-    def _free_up(self, pages: int, blocks: int, slots: int, moves: list[Move], *, takes_blocks: bool) -> None:
-        """Takes memory from idle units until so many pages are free. So many blocks and slots stay free."""
+    def _free_up(
+        self, pages: int, blocks: int, places: int, moves: list[Move], *, takes_blocks: bool
+    ) -> None:
+        """Takes memory from idle units until so many pages are free. So many blocks and places stay free."""
 
         def remove(
             cells: Cells, units: Units, which: Iterable[int], take_out: Callable[[range], None], most: float
@@ -167,28 +197,68 @@ class Budget:
                 take_out(units.places(unit))
                 units.remove(unit)
                 moves.append(Move(cells, unit, present=False))
-                self.free_pages += self.block_pages if cells is Cells.BLOCKS else self.slot_pages
+                self.free_pages += self.block_pages if cells is Cells.BLOCKS else self.place_pages
 
-        states, pool, copies, of_copies = self._states, self._pool, self._copies, self._of_copies
+        def idle(units: Units, has_cached: Callable[[range], bool]) -> Iterable[int]:
+            """Those with nothing in them first."""
+            empty = [unit for unit in units.idle if not has_cached(units.places(unit))]
+            return dict.fromkeys((*empty, *units.idle))
+
+        pool, of_places, copies, of_copies = self._pool, self._places, self._copies, self._of_copies
         if copies is not None and of_copies is not None:
             empty = (unit for unit in of_copies.idle if not copies.has_cached(of_copies.places(unit)))
             remove(Cells.SLOTS, of_copies, empty, copies.take_out, float("inf"))
-        spare_slots = (states.free - slots) // self._slots.size
-        remove(Cells.SLOTS, self._slots, self._slots.idle, states.take_out, spare_slots)
+        if self.free_pages < pages:
+            spare = self._beyond(places, of_places.free)
+            remove(
+                self._cells, self._units, idle(self._units, of_places.has_cached), of_places.take_out, spare
+            )
         if takes_blocks:
             units = self._blocks
-            empty = [unit for unit in units.idle if not pool.has_cached(units.places(unit))]
-            first = dict.fromkeys((*empty, *units.idle))
-            remove(Cells.BLOCKS, units, first, pool.take_out, (pool.free - blocks) // units.size)
+            spare = (pool.free - blocks) // units.size
+            remove(Cells.BLOCKS, units, idle(units, pool.has_cached), pool.take_out, spare)
         if copies is not None and of_copies is not None:
             remove(Cells.SLOTS, of_copies, of_copies.idle, copies.take_out, float("inf"))
         assert self.free_pages >= pages, "the caller asked whether there is room"
+
+    def ended(self, blocks: int, watermark: int) -> None:
+        """A request has ended that took so many blocks beside cached ones. Window blocks get the share of the
+        memory that they have in such requests. `watermark`: blocks that stay free."""
+        windows = self._windows
+        if windows is None or blocks <= 0:
+            return
+        taken, weight = (blocks, windows.need(blocks)), 1 / self._memory
+        before = self._taken or taken
+        of_blocks, of_windows = self._taken = (
+            before[0] + (taken[0] - before[0]) * weight,
+            before[1] + (taken[1] - before[1]) * weight,
+        )
+        units = self._units
+        window_pages = of_windows * self.place_pages / units.size
+        block_pages = of_blocks * self.block_pages / self._blocks.size
+        whole = self.free_pages + self._blocks.present * self.block_pages + units.present * self.place_pages
+        wanted = int(whole * window_pages / (window_pages + block_pages)) // self.place_pages
+        if abs(wanted - units.present) * GROWTH <= wanted:
+            return
+        some = units.units(taken[1])  # so that no request ends with many moves
+        if wanted > units.present:
+            more = min(some, wanted - units.present, len(units.absent)) * units.size
+            if more and self._has_room_now(watermark, windows.free + more):
+                self.provide(watermark, windows.free + more)
+            return
+        pages = min(some, units.present - wanted) * self.place_pages
+        more = min(pages // self.block_pages, len(self._blocks.absent)) * self._blocks.size
+        if more and self._has_room_now(self._pool.free + more, windows.most):
+            self.provide(self._pool.free + more, windows.most)
+
+    def _has_room_now(self, blocks: int, places: int) -> bool:
+        return self.has_room(blocks, places, free_blocks=self._pool.free, free_places=self._places.free)
 
     def _add(self, cells: Cells, units: Units, put_in: Callable[[range], None], moves: list[Move]) -> None:
         unit = units.add()
         put_in(units.places(unit))
         moves.append(Move(cells, unit, present=True))
-        pages = self.block_pages if cells is Cells.BLOCKS else self.slot_pages
+        pages = self.block_pages if cells is Cells.BLOCKS else self.place_pages
         self.free_pages -= pages
         self._moved_pages += pages
 
@@ -206,7 +276,7 @@ class Budget:
         if not units.absent or pool.moves - self._looked < pool.num_blocks // GROWTH:
             return
         few = units.present < len(units.absent)
-        wanted = -(-max(0, self.slot_pages - self.free_pages) // self.block_pages)
+        wanted = -(-max(0, self.place_pages - self.free_pages) // self.block_pages)
         idle: list[int] = []
         for unit in self._blocks.idle if wanted else ():
             if few or not pool.has_cached(self._blocks.places(unit)):
@@ -226,7 +296,7 @@ class Budget:
         self._make(moves)
 
     def assert_whole(self) -> None:
-        """Asserts, when idle, that all pages but those of the first units could go to either pool."""
-        for units in (self._blocks, self._slots, self._of_copies):
+        """Asserts, when idle, that all pages but those of the first units could go to each pool."""
+        for units in (self._blocks, self._units, self._of_copies):
             assert units is None or units.present - len(units.idle) <= 1, "a place of an idle pool is held"
             assert units is None or units.is_whole

@@ -20,7 +20,7 @@ def to_drop(
     running, since that one leaves its seat and its blocks."""
     if not any(wanted(live.owner) for live in lives.waiting):
         return []
-    pool, memory, states = lives.pool, lives.memory, lives.states
+    pool, memory = lives.pool, lives.memory
     droppable = list(spare)
     if lives.running or lives.loading:
         droppable = [live for live in droppable if live.phase is Phase.HELD]
@@ -39,19 +39,16 @@ def to_drop(
 
     def is_enough(drops: int) -> bool:
         going = tables[: certain + drops]
-        promised = sum(live.windows.promised for live in holders[: len(going)])
-        if not memory.has_windows(window_need - promised):
-            return False
         # As `RequestMemory.headroom`.
         headroom = 0 if count == 1 and pool.is_unheld_after(going) else memory.watermark
-        free_slots = None if states is None else states.free + len(going)
         return any(  # as `RequestMemory.fits`
             memory.has_room(
                 blocks + headroom,
                 count,
+                window_need + memory.kept_windows,
                 cached,
                 free_blocks=pool.free_after(going, cached),
-                free_slots=free_slots,
+                released=holders[: len(going)],
             )
             for blocks, cached in ((need, hits), (without_hits, ()))
         )

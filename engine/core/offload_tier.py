@@ -61,6 +61,7 @@ class CellCopy:
     cell: int
     entry: _Entry
     load: _Load | None = None  # None: from the cell to the place
+    let: Callable[[], None] = lambda: None  # of a copy out: ends the lease on the memory of the cell
 
     @property
     def place(self) -> int:
@@ -85,10 +86,9 @@ class CellPool(Protocol):
     def unreferenced(self, cells: Iterable[int], /) -> int:
         """How many of these cached cells may be evicted."""
 
-    def hold(self, cell: int, /) -> None:
-        """The cell keeps its memory until `let`. It may be evicted meanwhile."""
-
-    def let(self, cell: int, /) -> None: ...
+    def lease(self, cell: int, /) -> Callable[[], None]:
+        """The cell keeps its memory until what this returns is called. It may be evicted meanwhile."""
+        ...
 
 
 class OffloadTier:
@@ -201,8 +201,8 @@ class OffloadTier:
             place = self._take_place()
             if place is None:
                 break
-            copy = self._saving[name] = CellCopy(name, cell, _Entry(place, tenant))
-            self._pool.hold(cell)
+            let = self._pool.lease(cell)
+            copy = self._saving[name] = CellCopy(name, cell, _Entry(place, tenant), let=let)
             copies.append(copy)
         self._copies += len(copies)
         return copies
@@ -270,7 +270,7 @@ class OffloadTier:
         if copy.load is not None:
             self._in(copy, copy.load, intact)
             return
-        self._pool.let(copy.cell)
+        copy.let()
         if self._saving.get(copy.name) is not copy:
             # The cell was given out meanwhile, so the bytes may be of another prompt.
             self._free.append(copy.place)

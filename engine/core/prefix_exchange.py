@@ -16,7 +16,7 @@ The last two end with the transfer, at the latest at its deadlines. A pin is mad
 an import. A request that waits for an import has no block. So nothing here waits in a circle.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.content import CHUNK_TOKENS
@@ -100,16 +100,14 @@ class PrefixExchange:
         self,
         pool: BlockPool,
         cache: PrefixCache,
-        spare_blocks: Callable[[], int],
-        has_windows: Callable[[int], bool] = lambda _: True,
+        may_take: Callable[[int, int, Collection[int]], bool],
     ) -> None:
-        """`spare_blocks`: how many of the free blocks an import or a pin may take. `has_windows`: whether it
-        may take so many window blocks."""
+        """`may_take`: whether an import or a pin may take so many free blocks, so many window blocks, and
+        these cached blocks. The free blocks include those of the cached ones that nothing holds."""
         self._block_size = pool.block_size
         self._pool = pool
         self._cache = cache
-        self._spare_blocks = spare_blocks
-        self._has_windows = has_windows
+        self._may_take = may_take
         self._windows = pool.windows
         self._open = set[Pin | Import]()
         self._brought = 0
@@ -164,12 +162,11 @@ class PrefixExchange:
         cached = [block for name in names for block in self._pool.lookup([name])]
         wanted = [name for name in names if not self._pool.lookup([name])]
         lacks_states = copies is not None and bool(chunks) and chunks[-1] not in copies
-        if not (wanted or lacks_states) or (
-            len(wanted) + self._pool.unreferenced(cached) > self._spare_blocks()
-            or not self._has_least_windows(len(wanted))
-        ):
+        if not (wanted or lacks_states) or not self._may_import(len(wanted), cached):
             return False
+        span = WindowSpan()
         self._pool.share(cached)
+        read = self._promise(span, len(wanted))
         blocks = self._pool.allocate(len(wanted))
         if copies is not None and lacks_states:
             # After the blocks: copies may take the memory of those that nothing holds.
@@ -177,8 +174,7 @@ class PrefixExchange:
                 self._pool.release([*cached, *blocks])
                 return False
             states = chunks[-1], slot
-        span = WindowSpan()
-        self._read_windows(span, blocks, 0)
+        self._read_windows(span, blocks, read)
 
         def ended(whole: bool) -> None:
             self._brought -= 1
@@ -231,7 +227,7 @@ class PrefixExchange:
         `is_prefix`: of layers with windows, only what the token behind the chunks reads is kept."""
         count, blocks = self._cache.table(chunks, first_chunk, self._may_pin)
         # Otherwise pins could delay the first request of the queue forever.
-        if not count or self._pool.unreferenced(blocks) > self._spare_blocks():
+        if not count or not self._may_take(self._pool.unreferenced(blocks), 0, blocks):
             return None  # without the table: `first_chunk` comes from a peer, and may be any number
         table = [*self._before(first_chunk), *blocks]
         first = len(table) - len(blocks)
@@ -250,24 +246,31 @@ class PrefixExchange:
         if (windows := self._windows) is None:
             return True
         first = 1 + max((i for i in range(first, len(table)) if not windows.has(table[i])), default=first - 1)
-        if not self._has_windows(len(table) - first):
+        if not self._may_take(0, len(table) - first, ()):
             return False
         windows.promise(span, len(table) - first)
         windows.begin(span, table, first, len(table))
         return True
 
-    def _has_least_windows(self, count: int) -> bool:
-        """Whether there is room for the window at the end of so many blocks."""
-        return self._windows is None or self._has_windows(self._windows.need(count))
+    def _may_import(self, count: int, hits: Sequence[int]) -> bool:
+        """Whether there is room for so many new blocks behind these cached ones, and for the window at their
+        end."""
+        windows = 0 if self._windows is None else self._windows.need(count)
+        return self._may_take(count + self._pool.unreferenced(hits), windows, hits)
 
-    def _read_windows(self, span: WindowSpan, table: Sequence[int], first: int) -> None:
-        """Gives these blocks window blocks, or the last ones alone if there is no room for all."""
+    def _promise(self, span: WindowSpan, count: int) -> int:
+        """Promises window blocks for so many new blocks, or for the last ones alone if there is no room for
+        all. Returns for how many."""
         if (windows := self._windows) is None:
-            return
-        if not self._has_windows(len(table) - first):
-            first = max(first, len(table) - windows.most)
-        windows.promise(span, len(table) - first)
-        windows.begin(span, table, first, len(table))
+            return 0
+        read = count if self._may_take(count, count, ()) else windows.need(count)
+        windows.promise(span, read)
+        return read
+
+    def _read_windows(self, span: WindowSpan, table: Sequence[int], count: int) -> None:
+        """Gives the last blocks the window blocks that were promised."""
+        if self._windows is not None:
+            self._windows.begin(span, table, len(table) - count, len(table))
 
     def pin_prefix(self, chunks: Sequence[bytes], first_chunk: int) -> Pin | None:
         """As `pin`, for another worker. No window reaches from the end to a thin block. If the model has
@@ -290,13 +293,17 @@ class PrefixExchange:
     def pin_remnant(self, chunk: bytes, position: int) -> Pin | None:
         """Keeps this chunk, if it is the only one in a block that is not full. `position`: in its prompt, in
         chunks. None: there is none, or no room beside the queue."""
-        if not self._pool.has_remnant(chunk) or not self._spare_blocks():
+        if not self._pool.has_remnant(chunk) or not self._may_take(1, 1, ()):
             return None
-        if not self._has_windows(1):
-            return None
+        span = WindowSpan()
+        if self._windows is not None:
+            self._windows.promise(span, 1)
+            if not self._pool.has_remnant(chunk):  # its memory became that of window blocks
+                self._windows.promise(span, 0)
+                return None
         block = self._pool.adopt(chunk)
-        pin = Pin(1, [*self._before(position), block], [block], self, chunk)
-        self._keep_windows(pin.windows, pin.table, len(pin.table) - 1)
+        pin = Pin(1, [*self._before(position), block], [block], self, chunk, windows=span)
+        self._read_windows(span, pin.table, 1)
         self._open.add(pin)
         return pin
 
@@ -351,17 +358,16 @@ class PrefixExchange:
         # whole, since a chunk begins where a block does, or in a block that the cache lacks.
         first = start * CHUNK_TOKENS // self._block_size
         last = -(-stop * CHUNK_TOKENS // self._block_size)
-        if last - first + self._pool.unreferenced(missing.hits) > self._spare_blocks():
+        if not self._may_import(last - first, missing.hits):
             return None
-        if not self._has_least_windows(last - first):
-            return None
-        slot, copies = None, self._cache.copies
+        slot, copies, span = None, self._cache.copies, WindowSpan()
         self._pool.share(missing.hits)
+        read = self._promise(span, last - first)
         blocks = self._pool.allocate(last - first)
         if copies is not None and (slot := copies.allocate()) is None:  # as in `bring`
             self._pool.release([*missing.hits, *blocks])
             return None
-        started = Import(missing, [*[0] * first, *blocks], blocks, slot, self)
-        self._read_windows(started.windows, started.table, first)
+        started = Import(missing, [*[0] * first, *blocks], blocks, slot, self, windows=span)
+        self._read_windows(span, started.table, read)
         self._open.add(started)
         return started

@@ -32,7 +32,7 @@ import sys
 from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -79,7 +79,7 @@ class RequestLives:
             max_model_len: most tokens of a request.
             cache: None: there is no prefix cache.
             states: the state slots of a model with state layers.
-            budget: the memory that both pools share. None: each keeps its own.
+            budget: the memory that the pools share. None: each keeps its own.
         """
         self.budget = budget
         self.pool = pool
@@ -91,9 +91,7 @@ class RequestLives:
         self._max_model_len = max_model_len
         self.prefix_exchange: PrefixExchange | None = None
         if cache is not None:
-            self.prefix_exchange = PrefixExchange(
-                pool, cache, lambda: self._spare_blocks, self._has_spare_windows
-            )
+            self.prefix_exchange = PrefixExchange(pool, cache, self._may_take)
         self.memory = RequestMemory(pool, states, cache, budget)
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]
@@ -117,19 +115,18 @@ class RequestLives:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks for further requests, with those that memory of states could become. Fewer than the pool
-        has, if there are too few window blocks for a long one."""
+        """Blocks for further requests, with those that other memory could become. Fewer than the pool has, if
+        there are too few window blocks for a long one."""
         windows = self.pool.windows
-        if self.budget is not None:
-            return self.pool.free + self.budget.more_blocks
-        if windows is None or windows.available >= windows.most:
-            return self.pool.free
-        return min(self.pool.free, windows.available)
+        free = self.pool.free + (0 if self.budget is None else self.budget.more_blocks)
+        if windows is not None and not self.memory.has_room(0, 0, windows.most):
+            free = min(free, windows.free)
+        return max(0, free)
 
     @property
     def blocks_spare(self) -> int:
         """The part of these that has nothing which is cached here only."""
-        return self.pool.spare + (0 if self.budget is None else self.budget.more_blocks)
+        return max(0, self.pool.spare + (0 if self.budget is None else self.budget.more_blocks))
 
     # Coming in
 
@@ -287,36 +284,38 @@ class RequestLives:
         if not self.waiting or self.seats <= 0:
             return False
         first = self.waiting[0]
-        if not self.memory.has_windows(self.memory.window_need(len(first.token_ids))):
-            return False
-        return self.memory.fits(len(first.token_ids), self.memory.hits(first), self.memory.headroom)
+        tokens, memory = len(first.token_ids), self.memory
+        return memory.fits(tokens, memory.hits(first), memory.headroom, 1, memory.window_need(tokens))
 
     def _has_spare_room(self, tokens: int, hits: Sequence[int], window_need: int) -> bool:
         """Whether a request that is not queued may take a seat, blocks for so many tokens, of which `hits`
         are cached, and `window_need` window blocks. The first request of the queue keeps a seat and its
         blocks, or requests that are not queued could delay it forever."""
         first = bool(self.waiting)
-        if self.seats <= first or not self._has_spare_windows(window_need):
+        if self.seats <= first:
             return False
-        kept = 0
-        if self.memory.need(tokens, hits):
-            kept = self.memory.headroom + (self._need(self.waiting[0]) if first else 0)
-        return self.memory.fits(tokens, hits, kept, 1 + first)
+        kept, windows = self._kept
+        if not self.memory.need(tokens, hits):
+            kept = 0
+        return self.memory.fits(tokens, hits, kept, 1 + first, window_need + windows)
 
-    def _has_spare_windows(self, need: int) -> bool:
-        """Whether so many window blocks may be taken without a delay for the first request of the queue."""
-        first = self.memory.window_need(len(self.waiting[0].token_ids)) if self.waiting else 0
-        return not need or self.memory.has_windows(need + first)
+    def _may_take(self, blocks: int, windows: int, hits: Collection[int]) -> bool:
+        """Whether so many free blocks and window blocks may be taken without a delay for the first request of
+        the queue, and the cached blocks `hits`. `blocks` counts those of them that nothing holds."""
+        kept, kept_windows = self._kept
+        if blocks and blocks + kept > self.pool.free:
+            return False
+        windows += kept_windows + self.memory.kept_windows if windows else 0
+        return self.memory.has_room(min(blocks + kept, self.pool.free), 0, windows, hits)
 
     @property
-    def _spare_blocks(self) -> int:
-        """Blocks that may be taken without a delay for the first request of the queue."""
-        first = self._need(self.waiting[0]) if self.waiting else 0
-        return max(0, self.pool.free - self.memory.headroom - first)
-
-    def _need(self, live: LiveRequest) -> int:
-        """Blocks that a waiting request takes from the free ones when it starts."""
-        return self.memory.need(len(live.token_ids), self.memory.hits(live))
+    def _kept(self) -> tuple[int, int]:
+        """Blocks and window blocks that the first request of the queue, and running ones, find free."""
+        if not self.waiting:
+            return self.memory.headroom, 0
+        tokens = len(self.waiting[0].token_ids)
+        need = self.memory.need(tokens, self.memory.hits(self.waiting[0]))
+        return self.memory.headroom + need, self.memory.window_need(tokens)
 
     def admit(self) -> LiveRequest:
         """Takes the first request out of the queue, which `can_admit`."""
@@ -334,7 +333,8 @@ class RequestLives:
         """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
         what the tiers below have of it is loaded."""
         tokens, hits = len(live.token_ids), self.memory.hits(live, on_device=False)
-        if not self.memory.has_room(self.memory.need(tokens, hits), 1, hits):
+        windows = self.memory.window_need(tokens)
+        if not self.memory.has_room(self.memory.need(tokens, hits), 1, windows, hits):
             hits = self.memory.hits(live)
         self.memory.take(live, tokens, hits)
         if self.memory.load(live, partial(self._load_ended, live)):
@@ -386,7 +386,10 @@ class RequestLives:
     def _over(self, live: LiveRequest) -> None:
         """The request has ended, and nothing uses its memory."""
         self.leaving.remove(live)
+        taken = len(live.blocks) - live.num_cached // self.pool.block_size
         self.memory.free(live)
+        if self.budget is not None:
+            self.budget.ended(taken, self.memory.watermark)
         live.owner = None  # which mostly names the request
 
     def assert_whole(self) -> None:

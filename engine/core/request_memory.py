@@ -91,29 +91,33 @@ class RequestMemory:
         """Gives a request so many blocks more, if `keep` blocks are free after that. False: they are not, or
         there are too few window blocks."""
         lacks_windows = self.lacks_windows(live, lacking)
-        has_blocks = self._pool.free - lacking >= keep if keep else self.has_room(lacking, 0)
-        if not has_blocks or not self.has_windows(lacks_windows, keep > 0):
+        if keep and self._pool.free - lacking < keep:
             return False
-        live.blocks.extend(self.allocate(lacking))
+        kept = self.kept_windows if keep and lacks_windows else 0
+        if not self.has_room(lacking + keep, 0, lacks_windows + kept):
+            return False
         if self._windows is not None and lacks_windows:
             self._windows.promise(live.windows, live.windows.promised + lacks_windows)
+        live.blocks.extend(self.allocate(lacking))
         return True
 
     def can_grow(self, running: Sequence[LiveRequest], *, one_block: bool) -> bool:
         """Whether all these requests can grow by what they lack, and chunks of prompts find window blocks.
-        `one_block`: a request grows by at most one block in a step."""
+        Memory moves so that they can. `one_block`: a request grows by at most one block in a step."""
         free, windows = self._pool.free, self._windows
         if windows is not None:
             if not windows.spare:
                 return False
-            free = min(free, windows.available)
+            free = min(free, windows.free)
         if one_block and len(running) <= free:
             return True
         lacking = [self.lacks(live) for live in running]
-        if windows is None:
-            return self.has_room(sum(lacking), 0)
-        needs = sum(map(self.lacks_windows, running, lacking))
-        return sum(lacking) <= self._pool.free and needs <= windows.available
+        blocks, needs = sum(lacking), sum(map(self.lacks_windows, running, lacking))
+        if not self.has_room(blocks, 0, needs):
+            return False
+        if self._budget is not None and windows is not None:
+            self._budget.provide(blocks, needs)  # one after the other, they might take it from each other
+        return True
 
     def has_room_for(self, live: LiveRequest, tokens: int) -> bool:
         """Gives a request blocks for so many tokens behind its next one, if they are spare."""
@@ -123,13 +127,11 @@ class RequestMemory:
         self.reach(live, len(live.blocks) * self._block_size)
         return True
 
-    def has_windows(self, need: int, keeps_some: bool = True) -> bool:
-        """Whether so many window blocks may be promised. `keeps_some`: and running requests can grow."""
+    @property
+    def kept_windows(self) -> int:
+        """Window blocks that an admission leaves free, as `headroom`."""
         windows = self._windows
-        if windows is None or not need:
-            return True
-        keep = max(1, windows.count // 100) if keeps_some and not windows.unused else 0
-        return need + keep <= windows.available
+        return 0 if windows is None or windows.unused else max(1, windows.present // 100)
 
     def within_windows(self, live: LiveRequest, count: int) -> int:
         """`count` tokens, or fewer: those of the next chunk that find window blocks."""
@@ -170,31 +172,37 @@ class RequestMemory:
         self,
         blocks: int,
         slots: int,
+        windows: int = 0,
         hits: Collection[int] = (),
         *,
         free_blocks: int | None = None,
-        free_slots: int | None = None,
+        released: Sequence[LiveRequest] = (),
     ) -> bool:
-        """Whether so many free blocks, and slots for so many requests, can be had at the same time, and the
-        cached blocks `hits`. `free_blocks`, `free_slots`: instead of what is free now. A model without states
-        needs no slot."""
+        """Whether so many free blocks, slots for so many requests, and window blocks can be had at the same
+        time, and the cached blocks `hits`. `free_blocks`: instead of what is free now. `released`: requests
+        whose slots and window blocks count as free. A model without states needs no slot."""
         free_blocks = self._pool.free if free_blocks is None else free_blocks
-        if self._states is None:
-            return blocks <= free_blocks
-        free_slots = self._states.free if free_slots is None else free_slots
-        if blocks <= free_blocks and slots <= free_slots:
+        places = free_places = 0
+        if self._states is not None:
+            places, free_places = slots, self._states.free + len(released)
+        elif self._windows is not None:
+            promised = sum(live.windows.promised for live in released)
+            places, free_places = windows, self._windows.free + promised
+        if blocks <= free_blocks and places <= free_places:
             return True
         budget = self._budget
         return budget is not None and budget.has_room(
-            blocks, slots, hits, free_blocks=free_blocks, free_slots=free_slots
+            blocks, places, hits, free_blocks=free_blocks, free_places=free_places
         )
 
-    def fits(self, tokens: int, hits: Sequence[int], kept: int, slots: int = 1) -> bool:
-        """Whether `take` has room for one request, with `kept` more blocks and `slots` in all. It leaves
-        cached blocks out if the memory of these, or of the states behind them, must become that of others."""
-        if self.has_room(self.need(tokens, hits) + kept, slots, hits):
+    def fits(self, tokens: int, hits: Sequence[int], kept: int, slots: int, windows: int) -> bool:
+        """Whether `take` has room for one request, with `kept` more blocks, `slots` and `windows` in all. It
+        leaves cached blocks out if the memory of these, or of what is behind them, must become that of
+        others."""
+        windows += self.kept_windows
+        if self.has_room(self.need(tokens, hits) + kept, slots, windows, hits):
             return True
-        return self._budget is not None and self.has_room(self.blocks_for(tokens) + kept, slots)
+        return self._budget is not None and self.has_room(self.blocks_for(tokens) + kept, slots, windows)
 
     # Giving and taking back
 
@@ -204,24 +212,31 @@ class RequestMemory:
         """Gives the request blocks for the tokens, and a state slot. The first blocks are `hits`, those of
         the method of this name, if there is room beside them. `is_whole`: it keeps all positions of layers
         with windows, too. The request `fits`."""
-        if self._budget is not None and not self.has_room(self.need(num_tokens, hits), 1, hits):
+        window_need = self.window_need(num_tokens, is_whole=is_whole)
+        if self._budget is not None and not self.has_room(self.need(num_tokens, hits), 1, window_need, hits):
             hits = ()
         self._pool.share(hits)
-        known, remnant = self._adopt(live, hits)
-        lacking = self.blocks_for(num_tokens) - len(hits) - len(remnant)
+        lacking, copy = self.blocks_for(num_tokens) - len(hits), None
+        comes = live.phase is Phase.RESERVED or is_whole  # other workers write the KV behind the hits
         if self.states is not None:
             copy = self.states.lend(live, len(hits))
-            if self._budget is not None:  # which takes no memory of these hits, nor of the copy
-                self._budget.provide(lacking, 1)
-            self.states.take(live, copy, self._branch(live, len(hits)))
-        live.blocks = array("i", [*hits, *remnant, *self.allocate(lacking)])
         if (windows := self._windows) is not None:
             live.windows.is_whole = is_whole
-            windows.promise(live.windows, self.window_need(num_tokens, is_whole=is_whole))
-            position, stop = known, self.blocks_for(known)
-            if is_whole or live.phase is Phase.RESERVED:  # other workers write the KV behind the hits
-                position, stop = 0 if is_whole else len(live.token_ids), len(live.blocks)
-            windows.begin(live.windows, live.blocks, windows.first(position), stop)
+            windows.promise(live.windows, window_need)
+            position = len(live.token_ids) if comes else len(hits) * self._block_size
+            first = 0 if is_whole else windows.first(position)
+            windows.begin(live.windows, hits, first, len(hits))
+        if self._budget is not None:  # which takes no memory of these hits, nor of the copy
+            self._budget.provide(lacking, 0 if self.states is None else 1)
+        known, remnant = self._adopt(live, hits)
+        if self.states is not None:
+            self.states.take(live, copy, self._branch(live, len(hits)))
+        live.blocks = array("i", [*hits, *remnant, *self.allocate(lacking - len(remnant))])
+        if windows is not None and comes:
+            windows.reach(live.windows, live.blocks, len(live.blocks))
+        elif windows is not None:
+            windows.leave(live.windows, live.blocks, windows.first(known))
+            windows.reach(live.windows, live.blocks, self.blocks_for(known))
         live.num_cached = known
         live.num_verified = 0
         live.num_published = len(hits)

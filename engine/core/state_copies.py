@@ -27,7 +27,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS
-from baton.engine.core.units import Units
+from baton.engine.core.units import Units, no_lease
 
 END_TOKENS = 512
 """The end of a prompt, or of what it shares, gets a copy only this many tokens past the copy before it. Fewer
@@ -195,7 +195,7 @@ class StateCopies:
         self._writing += 1
         self.moves += 1
         slot = self._free.pop()
-        self.hold(slot)
+        self._hold(slot)
         return slot
 
     def allocate_for_answer(self) -> int | None:
@@ -210,13 +210,13 @@ class StateCopies:
         self._writing -= 1
         self._slot_of[name] = slot
         self._name_of[slot] = name
-        self.let(slot)
+        self._let(slot)
 
     def release(self, slot: int) -> None:
         """Takes back a slot that `allocate` returned."""
         self._writing -= 1
         self._free.append(slot)
-        self.let(slot)
+        self._let(slot)
 
     def drop(self, name: bytes) -> None:
         """Forgets the copy with this name, if there is one."""
@@ -235,12 +235,12 @@ class StateCopies:
         if slot is None:
             return None
         self._lent[slot] += 1
-        self.hold(slot)
+        self._hold(slot)
         return CopyLease(slot, self._take_back)
 
     def _take_back(self, slot: int) -> None:
         self._lent[slot] -= 1
-        self.let(slot)
+        self._let(slot)
         if not self._lent[slot]:
             del self._lent[slot]
             if slot not in self._name_of:
@@ -248,12 +248,15 @@ class StateCopies:
 
     # Memory
 
-    def hold(self, slot: int) -> None:
-        """As `BlockPool.hold`."""
+    def lease(self, slot: int) -> Callable[[], None]:
+        """As `BlockPool.lease`."""
+        return no_lease if self.units is None else self.units.lease(slot)
+
+    def _hold(self, slot: int) -> None:
         if self.units is not None:
             self.units.hold(slot)
 
-    def let(self, slot: int) -> None:
+    def _let(self, slot: int) -> None:
         if self.units is not None:
             self.units.let(slot)
 

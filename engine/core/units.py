@@ -1,6 +1,12 @@
 """Which places of a pool have memory, in units that get and lose it as a whole. Pure."""
 
 import heapq
+from collections.abc import Callable
+from functools import partial
+
+
+def no_lease() -> None:
+    """Ends the lease on a place that always has memory."""
 
 
 class Units:
@@ -48,6 +54,11 @@ class Units:
         held[unit - self._begin] -= 1
         if not held[unit - self._begin] and unit != self._fixed:
             self.idle[unit] = None
+
+    def lease(self, place: int) -> Callable[[], None]:
+        """As `hold`, until what it returns is called."""
+        self.hold(place)
+        return partial(self.let, place)
 
     def add(self) -> int:
         """An absent unit gets memory. Returns its number."""

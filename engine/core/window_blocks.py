@@ -12,8 +12,11 @@ A reader has a *span* of its block table. Admission promises it as many window b
 between two steps. The window blocks of a chunk of a prompt come on top, from those that nothing was promised.
 These are free again when the step has landed, so a chunk is cut to what there is, and never waits in a
 circle.
+
+A part of the window blocks may have no memory (`elastic`). These are in no state.
 """
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from itertools import islice
 import numpy as np
 
 from baton.content.cache_kinds import Window, first_read, window_blocks
+from baton.engine.core.units import Units, no_lease
 
 NULL = 0
 """The window block that stands for none. What is written there is never read."""
@@ -50,32 +54,43 @@ class WindowBlocks:
     Attributes:
         of: int32 [blocks]: the window block of each block. `NULL`: it has none.
         most: window blocks that a request reads between two steps, at most.
+        present: window blocks that have memory, with `NULL`.
         on_lost: is called with each block that another one took the window block from.
+        on_short: is called when more was promised than has memory. It makes `free` 0.
     """
 
     def __init__(
-        self, num_blocks: int, count: int, block_size: int, windows: Collection[Window], step_tokens: int
+        self,
+        num_blocks: int,
+        count: int,
+        block_size: int,
+        windows: Collection[Window],
+        step_tokens: int,
+        units: Units | None = None,
     ) -> None:
         """`num_blocks`: of the block pool. `count`: window blocks, with `NULL`. `step_tokens`: most tokens of
-        a step."""
+        a step. `units`: those of window blocks that have memory. None: all have."""
         self.of = np.zeros(num_blocks, dtype=np.int32)
-        self.count = count
+        self.units = units
+        self.present = count if units is None else units.present * units.size
         self.most = window_blocks(windows, block_size)
         self.on_lost: Callable[[int], None] = lambda _: None
+        self.on_short: Callable[[], None] = lambda: None
         self._windows = windows
         self._shortest = max(1 if window.chunked else window.length for window in windows)
         self._block_size = block_size
         self._for_steps = -(-step_tokens // block_size)
-        self._free = list(range(count - 1, NULL, -1))
+        self._free = list(range(NULL + 1, self.present))  # a heap, so that few units are in use
+        self._block_of: dict[int, int] = {}  # by window block
         self._readers: dict[int, int] = {}  # by block
         self._idle: OrderedDict[int, None] = OrderedDict()  # blocks; the least recently used first
         self._promised = self._owed = 0
-        assert self.available >= self.most, f"{count} window blocks are too few for one request"
+        assert self.free >= self.most, f"{count} window blocks are too few for one request"
 
     @property
-    def available(self) -> int:
+    def free(self) -> int:
         """Window blocks that may be promised."""
-        return self.count - 1 - self._for_steps - self._promised
+        return self.present - 1 - self._for_steps - self._promised
 
     @property
     def spare(self) -> int:
@@ -102,11 +117,13 @@ class WindowBlocks:
     # Spans
 
     def promise(self, span: WindowSpan, count: int) -> None:
-        """The reader may read so many window blocks. There must be as many `available`."""
+        """The reader may read so many window blocks. So many more must be `free`, or can be had."""
         self._owed -= span.owed
         self._promised += count - span.promised
         span.promised = count
         self._owed += span.owed
+        if self.free < 0:
+            self.on_short()
 
     def begin(self, span: WindowSpan, table: Sequence[int], first: int, stop: int) -> None:
         """The reader reads from this index of its table on."""
@@ -156,15 +173,20 @@ class WindowBlocks:
                 lost, _ = self._idle.popitem(last=False)
                 self._take_from(lost)
                 self.on_lost(lost)
-            self.of[block] = self._free.pop()
+            self.of[block] = place = heapq.heappop(self._free)
+            self._block_of[place] = block
         self._idle.pop(block, None)
-        self._readers[block] = self._readers.get(block, 0) + 1
+        readers = self._readers[block] = self._readers.get(block, 0) + 1
+        if self.units is not None and readers == 1:
+            self.units.hold(int(self.of[block]))
 
     def _unread(self, block: int) -> None:
         self._readers[block] -= 1
         if not self._readers[block]:
             del self._readers[block]
             self._idle[block] = None
+            if self.units is not None:
+                self.units.let(int(self.of[block]))
 
     def next_lost(self, most: int) -> Iterator[int]:
         """The blocks that would lose their window blocks to the next `most` that need one, in order."""
@@ -178,19 +200,58 @@ class WindowBlocks:
             self._take_from(block)
 
     def _take_from(self, block: int) -> None:
-        self._free.append(int(self.of[block]))
+        place = int(self.of[block])
         self.of[block] = NULL
+        del self._block_of[place]
+        heapq.heappush(self._free, place)
+
+    # Memory
+
+    def lease(self, block: int) -> Callable[[], None]:
+        """As `BlockPool.lease`, on the window block that the block has now."""
+        return (
+            no_lease if self.units is None or not self.has(block) else self.units.lease(int(self.of[block]))
+        )
+
+    def idle_units(self, blocks: Collection[int]) -> int:
+        """How many units would not be idle any more if these blocks were read."""
+        units = self.units
+        assert units is not None, "window blocks come and go"
+        of = {int(self.of[block]) // units.size for block in blocks if self.has(block)}
+        return sum(unit in units.idle for unit in of)
+
+    def has_cached(self, places: range) -> bool:
+        """Whether a block has one of these window blocks."""
+        return any(place in self._block_of for place in places)
+
+    def put_in(self, places: range) -> None:
+        """These window blocks have memory now, and are free."""
+        for place in places:
+            heapq.heappush(self._free, place)
+        self.present += len(places)
+
+    def take_out(self, places: range) -> None:
+        """These window blocks, which nothing reads, lose their memory."""
+        for block in [self._block_of[place] for place in places if place in self._block_of]:
+            del self._idle[block]
+            self._take_from(block)
+            self.on_lost(block)
+        self._free = [place for place in self._free if place not in places]
+        heapq.heapify(self._free)
+        self.present -= len(places)
 
     def assert_consistent(self) -> None:
         """Asserts that each window block has one owner, and that no chunk can take what was promised."""
         owned = self.of[self.of != NULL].tolist()
-        assert sorted([*self._free, *owned]) == list(range(1, self.count)), "one was lost or has two owners"
+        present = [*range(self.present)] if self.units is None else self.units.with_memory()
+        assert sorted([NULL, *self._free, *owned]) == present, "one was lost or has two owners"
+        assert self._block_of == {int(self.of[block]): int(block) for block in self.of.nonzero()[0]}
         blocks = {int(block) for block in self.of.nonzero()[0]}
         assert blocks == self._readers.keys() | self._idle.keys()
         assert not self._readers.keys() & self._idle.keys()
         unread = len(self._free) + len(self._idle)
         assert unread >= self._owed, "chunks have taken what was promised"
-        assert self.available >= 0
+        assert self.free >= 0
 
     def assert_whole(self) -> None:
         """Asserts that nothing reads a window block."""

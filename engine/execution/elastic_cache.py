@@ -1,4 +1,5 @@
-"""The memory of a cache whose blocks and slots share one budget of pages (`engine.core.elastic` decides).
+"""The memory of a cache whose blocks share one budget of pages with slots, or with window blocks
+(`engine.core.elastic` decides).
 
     plan ─▶ reserve the addresses of all places that there could ever be ─▶ create the pages of the budget
     ─▶ map those of the units that are present ─▶ move: unmap some units, map others
@@ -39,7 +40,7 @@ class PlaneSize(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Blocks or slots."""
+    """Blocks, slots or window blocks."""
 
     places: int
     """That there could ever be."""
@@ -47,6 +48,10 @@ class Cells(NamedTuple):
     """Places that get and lose memory together."""
     pages: int
     """Of a unit, in all planes."""
+
+
+NONE = Cells(0, 1, 0)
+"""The model needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +66,19 @@ class ElasticPlan:
     """Of these, the states of requests."""
     present_blocks: int
     """At the start. The first ones have memory."""
-    present_slots: int
+    present_slots: int = 0
     """The same of states of requests."""
-    present_copies: int
+    present_copies: int = 0
+    windows: Cells = NONE
+    present_windows: int = 0
 
     @property
     def free_pages(self) -> int:
         """At the start."""
         slots = (self.present_slots + self.present_copies) // self.slots.unit
-        used = slots * self.slots.pages + self.present_blocks // self.blocks.unit * self.blocks.pages
-        return self.num_pages - used
+        windows = self.present_windows // self.windows.unit
+        used = slots * self.slots.pages + windows * self.windows.pages
+        return self.num_pages - used - self.present_blocks // self.blocks.unit * self.blocks.pages
 
 
 def page_size(smallest: int, room: int, *, on_gpu: bool) -> int:
@@ -85,52 +93,98 @@ def plan(
     room: int,
     page_bytes: int,
     *,
-    most_slots: int,
-    most_copies: int,
-    min_blocks: int,
+    most_slots: int = 0,
+    most_copies: int = 0,
+    min_blocks: int = 0,
+    min_windows: int = 0,
 ) -> ElasticPlan | None:
     """Plans for `room` bytes. `most_slots`, `most_copies`: states of requests, and copies of states, that
-    there may ever be. `min_blocks`: for each request with states, at the start. None: the room has too few
+    there may ever be. `min_blocks`: for each request with states, at the start. `min_windows`: window blocks
+    that there must always be. 0: layers with windows have no blocks of their own. None: the room has too few
     units."""
     sizes = _Sizes()
     for layer in cache:
-        layer.allocate(Places(1, block_size, 1), sizes)
-    block_unit, slot_unit = unit_of(sizes.of_blocks, page_bytes), unit_of(sizes.of_slots, page_bytes)
-    num_slots, num_copies = (-(-count // slot_unit) * slot_unit for count in (most_slots, most_copies))
-    blocks = room // (sum(rows * size for rows, size in sizes.of_blocks)) // block_unit * block_unit
-    slots = num_slots + num_copies
-    resident = sum(
-        -(-rows * size * places // page_bytes)
-        for of, unit, places in ((sizes.of_blocks, block_unit, blocks), (sizes.of_slots, slot_unit, slots))
-        for rows, size in of
-        if unit * size % page_bytes
-    )
-    block_pages, slot_pages = (
-        sum(rows * unit * size // page_bytes for rows, size in of if not unit * size % page_bytes)
-        for of, unit in ((sizes.of_blocks, block_unit), (sizes.of_slots, slot_unit))
-    )
-    pages = room // page_bytes - resident
-    block_units = min(blocks // block_unit, max(0, pages - slot_pages) // block_pages)
+        layer.allocate(Places(1, block_size, 1, 1 if min_windows else None), sizes)
+    blocks = _Geometry(sizes.of_blocks, page_bytes)
+    most_blocks = blocks.down(room // blocks.place_bytes)
+    if min_windows:
+        windows = _Geometry(sizes.of_windows, page_bytes)
+        first = windows.up(min_windows)
+        # Each belongs to a block.
+        most = max(first, windows.up(room // (blocks.place_bytes + windows.place_bytes)))
+        pages = room // page_bytes - blocks.resident(most_blocks) - windows.resident(most)
+        block_units = min(
+            most_blocks // blocks.unit, (pages - first // windows.unit * windows.pages) // blocks.pages
+        )
+        if block_units < FEWEST_UNITS:
+            return None
+        return ElasticPlan(
+            page_bytes,
+            pages,
+            Cells(block_units * blocks.unit, blocks.unit, blocks.pages),
+            NONE,
+            0,
+            block_units * blocks.unit,
+            windows=Cells(most, windows.unit, windows.pages),
+            present_windows=first,
+        )
+    slots = _Geometry(sizes.of_slots, page_bytes)
+    num_slots, num_copies = slots.up(most_slots), slots.up(most_copies)
+    pages = room // page_bytes - blocks.resident(most_blocks) - slots.resident(num_slots + num_copies)
+    block_units = min(most_blocks // blocks.unit, max(0, pages - slots.pages) // blocks.pages)
     if block_units < FEWEST_UNITS:
         return None
     # At the start, each request finds room for its states and some KV beside them.
-    beside = -(-min_blocks * block_pages * slot_unit // block_unit)
-    slot_units = max(1, min(num_slots // slot_unit, (pages - block_pages) // (slot_pages + beside)))
-    left = pages - slot_units * slot_pages
-    copy_units = min(1, num_copies // slot_unit, max(0, left - block_pages) // slot_pages)
-    present = min(block_units, (left - copy_units * slot_pages) // block_pages)
+    beside = -(-min_blocks * blocks.pages * slots.unit // blocks.unit)
+    slot_units = max(1, min(num_slots // slots.unit, (pages - blocks.pages) // (slots.pages + beside)))
+    left = pages - slot_units * slots.pages
+    copy_units = min(1, num_copies // slots.unit, max(0, left - blocks.pages) // slots.pages)
+    present = min(block_units, (left - copy_units * slots.pages) // blocks.pages)
     if present < 1:
         return None
     return ElasticPlan(
         page_bytes,
         pages,
-        Cells(block_units * block_unit, block_unit, block_pages),
-        Cells(slots, slot_unit, slot_pages),
+        Cells(block_units * blocks.unit, blocks.unit, blocks.pages),
+        Cells(num_slots + num_copies, slots.unit, slots.pages),
         num_slots,
-        present * block_unit,
-        slot_units * slot_unit,
-        copy_units * slot_unit,
+        present * blocks.unit,
+        slot_units * slots.unit,
+        copy_units * slots.unit,
     )
+
+
+class _Geometry:
+    """Units of one pool.
+
+    Attributes:
+        place_bytes: of a place, in all planes.
+        unit, pages: as in `Cells`.
+    """
+
+    def __init__(self, planes: Sequence[PlaneSize], page_bytes: int) -> None:
+        self._planes = planes
+        self._page_bytes = page_bytes
+        self.place_bytes = sum(rows * size for rows, size in planes)
+        self.unit = unit = unit_of(planes, page_bytes)
+        self.pages = sum(
+            rows * unit * size // page_bytes for rows, size in planes if not unit * size % page_bytes
+        )
+
+    def resident(self, places: int) -> int:
+        """Pages of the planes that have memory for all places."""
+        return sum(
+            -(-rows * size * places // self._page_bytes)
+            for rows, size in self._planes
+            if self.unit * size % self._page_bytes
+        )
+
+    def up(self, places: int) -> int:
+        """As whole units, with at least so many places."""
+        return -(-places // self.unit) * self.unit
+
+    def down(self, places: int) -> int:
+        return places // self.unit * self.unit
 
 
 def unit_of(planes: Sequence[PlaneSize], page_bytes: int) -> int:
@@ -150,10 +204,15 @@ class _Sizes:
 
     def __init__(self) -> None:
         self.of_blocks: list[PlaneSize] = []
+        self.of_windows: list[PlaneSize] = []
         self.of_slots: list[PlaneSize] = []
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self.of_blocks.append(PlaneSize(shape[0], math.prod(shape[1:]) * dtype.itemsize))
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self.of_windows.append(PlaneSize(shape[0], math.prod(shape[1:]) * dtype.itemsize))
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -172,13 +231,16 @@ class ElasticCache:
         self._device = device
         self._spare = memory.create(planned.num_pages)[::-1]
         weakref.finalize(self, memory.close).atexit = False  # pyrefly: ignore[missing-attribute]
-        self._planes: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        """Of blocks and of slots: the address of the first place, and pages of a unit."""
+        self._planes: tuple[list[tuple[int, int]], ...] = ([], [], [])
+        """Of blocks, slots and window blocks: the address of the first place, and pages of a unit."""
         self._pages: dict[int, Sequence[Page]] = {}
         """By the address of a unit in a plane."""
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._reserve(shape, dtype, 0, shape[0], math.prod(shape[2:]) * dtype.itemsize)
+
+    def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._reserve(shape, dtype, 2, shape[0], math.prod(shape[2:]) * dtype.itemsize)
 
     def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._reserve(shape, dtype, 1, 1, math.prod(shape[1:]) * dtype.itemsize)
@@ -186,7 +248,8 @@ class ElasticCache:
     def _reserve(
         self, shape: Sequence[int], dtype: torch.dtype, which: int, rows: int, place_bytes: int
     ) -> Tensor:
-        memory, cells = self._memory, (self._plan.blocks, self._plan.slots)[which]
+        memory, planned = self._memory, self._plan
+        cells = (planned.blocks, planned.slots, planned.windows)[which]
         size = rows * cells.places * place_bytes
         address = memory.reserve(size)
         pages, rest = divmod(cells.unit * place_bytes, memory.page_bytes)
@@ -205,6 +268,7 @@ class ElasticCache:
         self.move((0, unit, True) for unit in range(1, planned.present_blocks // planned.blocks.unit))
         slots = (*range(1, planned.present_slots // planned.slots.unit), *of_copies)
         self.move((1, unit, True) for unit in slots)
+        self.move((2, unit, True) for unit in range(1, planned.present_windows // planned.windows.unit))
 
     def move(self, moves: Iterator[tuple[int, int, bool]] | Sequence[tuple[int, int, bool]]) -> None:
         """Makes these `Move`s of the budget, in order. Nothing touches a unit that loses its memory."""

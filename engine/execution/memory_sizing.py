@@ -36,9 +36,9 @@ COPY_SHARE = 0.25
 """Largest share of memory for copies of states: of what is left beside the states of requests, and
 `TOKENS_BESIDE_STATES` tokens of KV for each request."""
 TOKENS_OF_WINDOW = 4096
-"""Layers with windows have room for the window of one request in so many tokens of the KV pool, whether the
-request runs or is in the prefix cache. So the cache keeps as many ends of prompts of 2,000 tokens as without
-windows, and prompts of 8,000 tokens have more seats."""
+"""In a pool of fixed size, layers with windows have room for the window of one request in so many tokens,
+whether the request runs or is in the prefix cache. So the cache keeps as many ends of prompts of 2,000 tokens
+as without windows, and prompts of 8,000 tokens have more seats. Memory that moves needs no such number."""
 TOKENS_BESIDE_STATES = 2048
 """Each request with states must find room for so many tokens of KV. This bounds the number of state slots."""
 
@@ -117,9 +117,13 @@ class CacheLimits:
     def _of_windows(self, step_tokens: int) -> tuple[int, int, int]:
         """Blocks of layers with windows: for the largest step and one request, with the one that stands for
         none; and beyond these, how many for how many blocks of other layers."""
+        share = window_blocks(self.windows, self.block_size) * self.block_size
+        return self.min_window_blocks(step_tokens), share, min(self.max_model_len, TOKENS_OF_WINDOW)
+
+    def min_window_blocks(self, step_tokens: int) -> int:
+        """For the largest step and one request, with the one that stands for none."""
         most = window_blocks(self.windows, self.block_size)
-        fixed = 1 + -(-step_tokens // self.block_size) + most
-        return fixed, most * self.block_size, min(self.max_model_len, TOKENS_OF_WINDOW)
+        return 1 + -(-step_tokens // self.block_size) + most
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -170,8 +174,8 @@ class PoolSize:
     window_blocks: int | None = None
     """Blocks of layers with windows, and one that stands for none. None: they have those of all layers."""
     elastic: ElasticPlan | None = None
-    """Blocks and slots share memory, and the numbers above are the most that there could ever be of each.
-    None: all have memory of their own."""
+    """Blocks share memory with slots or window blocks, and the numbers above are the most that there could
+    ever be of each. None: all have memory of their own."""
 
     @property
     def present_blocks(self) -> int:
@@ -182,6 +186,15 @@ class PoolSize:
     def present_slots(self) -> int:
         """The same of states of requests."""
         return self.num_slots if self.elastic is None else self.elastic.present_slots
+
+    @property
+    def present_windows(self) -> int | None:
+        """The same of window blocks."""
+        return (
+            self.window_blocks
+            if self.elastic is None or self.window_blocks is None
+            else (self.elastic.present_windows)
+        )
 
 
 def choose_limits(
@@ -287,8 +300,8 @@ def size_pool(
 ) -> PoolSize:
     """Divides the room for the cache. The states of all requests of a step come first, each with some KV
     beside them. Copies of states get a share of what is left, and the KV pool gets the rest. `--num-blocks`
-    fixes the KV pool instead. If the device can map pages of `page_bytes`, this is only how states and KV
-    begin.
+    fixes the KV pool instead. If the device can map pages of `page_bytes`, this is only how states, windows
+    and KV begin.
 
     The rank with the least room decides for all. `use` None: on a CPU. Raises `ValueError` with the memory
     that each part needs."""
@@ -300,7 +313,7 @@ def size_pool(
         room -= num_slots * limits.state_bytes
         num_copies = _num_copies(config, limits, room - num_slots * limits.min_kv_bytes)
         num_blocks = limits.blocks_in(room - num_copies * limits.state_bytes, step_tokens)
-        if page_bytes is not None and num_slots and not limits.windows:
+        if page_bytes is not None and (num_slots or limits.windows):
             elastic = _elastic(config, limits, room + num_slots * limits.state_bytes, page_bytes, use)
     else:
         num_slots = _most_slots(config) if limits.state_bytes else 0
@@ -317,6 +330,8 @@ def size_pool(
     if capacity < (config.max_model_len or 1):
         raise _no_request_fits(config, limits, use, capacity)
     windows = limits.window_blocks(num_blocks, step_tokens)
+    if elastic is not None:
+        windows = elastic.windows.places or None
     max_model_len = min(limits.max_model_len, capacity)
     size = PoolSize(num_blocks, max_model_len, num_slots, num_copies, windows, elastic)
     _log(config, model, limits, use, size)
@@ -327,6 +342,14 @@ def _elastic(
     config: EngineConfig, limits: CacheLimits, room: int, page_bytes: int, use: MemoryUse | None
 ) -> ElasticPlan | None:
     """None: the room is too small to be divided anew."""
+    if limits.windows:
+        return plan(
+            limits.cache,
+            limits.block_size,
+            room,
+            page_size(page_bytes, room, on_gpu=use is not None),
+            min_windows=limits.min_window_blocks(config.max_num_batched_tokens),
+        )
     most_copies = max(2, int(COPY_SHARE * room) // limits.state_bytes) if config.enable_prefix_caching else 0
     return plan(
         limits.cache,
@@ -427,13 +450,18 @@ def _log(
                     size.max_model_len, model.max_model_len)  # fmt: skip
     states, copies = size.num_slots * limits.state_bytes, size.num_copies * limits.state_bytes
     windows = size.window_blocks
+
+    def beside(slots: int, windows: int | None) -> str:
+        return f"states of {slots} requests" if windows is None else f"{windows} of layers with windows"
+
     if (elastic := size.elastic) is not None:
         log.info(
-            "memory: %sKV and states share %s: at most %d blocks of %d, %d tokens, or states of %d requests; "
-            "%d blocks and states of %d requests have memory now",
-            f"{use}, " if use else "", gib(elastic.num_pages * elastic.page_bytes), size.num_blocks,
-            limits.block_size, size.num_blocks * limits.block_size, size.num_slots, size.present_blocks,
-            size.present_slots,
+            "memory: %s%s share %s: at most %d blocks of %d, %d tokens, or %s; "
+            "%d blocks and %s have memory now",
+            f"{use}, " if use else "", "KV and states" if windows is None else "all layers",
+            gib(elastic.num_pages * elastic.page_bytes), size.num_blocks, limits.block_size,
+            size.num_blocks * limits.block_size, beside(size.num_slots, windows), size.present_blocks,
+            beside(size.present_slots, size.present_windows),
         )  # fmt: skip
         return
     log.info(

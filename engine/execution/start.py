@@ -145,7 +145,7 @@ def start_rank(
             encoding = _rehearse(encoder, model_config.vision.settings, device)
     use = _measure(config, runner, limits, model_config.full_step, encoding, progress) if on_gpu else None
     shares = config.elastic_memory if config.elastic_memory is not None else not on_gpu
-    pages = _pages(device, ranks) if limits.state_bytes and shares else None
+    pages = _pages(device, ranks) if (limits.state_bytes or limits.windows) and shares else None
     pool = size_pool(config, model_config, limits, use, ranks, pages)
     root_of = partial(
         content_root,
@@ -251,7 +251,7 @@ def _pages(device: torch.device, ranks: Ranks) -> int | None:
     try:
         found = open_device_memory(_index(device), 1).page_bytes
     except MemoryError as error:
-        log.info("states and KV keep the memory that they begin with: %s", error)
+        log.info("states, windows and KV keep the memory that they begin with: %s", error)
         found = 0
     return ranks.minimum(found) or None
 

@@ -227,7 +227,7 @@ def rehearsal_in(pool: PoolSize, config: EngineConfig, block_size: int) -> Rehea
         block_size,
         pool=pool.present_blocks,
         num_slots=pool.present_slots,
-        window_blocks=pool.window_blocks,
+        window_blocks=pool.present_windows,
     )
 
 

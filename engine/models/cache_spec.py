@@ -31,6 +31,10 @@ class CacheMemory(Protocol):
         """Returns [rows, blocks, …], not initialised."""
         ...
 
+    def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns [rows, window blocks, …], not initialised."""
+        ...
+
     def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns [slots, …], not initialised."""
         ...
@@ -43,6 +47,8 @@ class DeviceTensors(NamedTuple):
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    windows = blocks
 
     def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=self.device)
@@ -100,13 +106,13 @@ class AttentionCache:
     def allocate(self, places: Places, memory: CacheMemory) -> KV:
         """[rows, num_blocks, block_size, num_kv_heads, head_dim]."""
         block_size, heads, num_blocks = places.block_size, self.num_kv_heads, places.num_blocks
+        blocks = memory.blocks
         if self.span is not None and places.window_blocks is not None:
-            num_blocks = places.window_blocks
-        shape = (self.rows, num_blocks, block_size, heads, self.head_dim)
-        values = memory.blocks(shape, self.dtype)
+            num_blocks, blocks = places.window_blocks, memory.windows
+        values = blocks((self.rows, num_blocks, block_size, heads, self.head_dim), self.dtype)
         if self.dtype is not FP8:
             return values
-        return Fp8KV(values, memory.blocks((self.rows, num_blocks, heads, block_size), torch.float32))
+        return Fp8KV(values, blocks((self.rows, num_blocks, heads, block_size), torch.float32))
 
     def planes(self, cache: KV) -> Sequence[Sequence[Tensor]]:
         values, scales = parts(cache)

@@ -27,7 +27,7 @@ def exported(role: str) -> set[str]:
     values: dict[str, Any] = {field.name: 1 for field in fields(EngineStats)}
     values["experts"] = ExpertStats([1], 1.0, 1.0)
     values["offload"] = [OffloadStats(Tier.HOST, 1, 1, 1, 1, 1, 1, 1, 1)]
-    values["memory"] = MemoryStats(1, 1, 1, 1, 1.0)
+    values["memory"] = MemoryStats(1, 1, 1, 1, 1, 1.0)
     values["speculation"] = SpeculationStats(1, 1, 1)
     stats = EngineStats(**values)
     counts = RequestCounts()

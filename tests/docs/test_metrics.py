@@ -51,7 +51,7 @@ def test_workers() -> None:
     values["experts"] = ExpertStats([1], 1.0, 1.0)
     values["offload"] = [OffloadStats(Tier.HOST, 1, 1, 1, 1, 1, 1, 1, 1)]
     values["speculation"] = SpeculationStats(1, 1, 1)
-    values["memory"] = MemoryStats(1, 1, 1, 1, 1.0)
+    values["memory"] = MemoryStats(1, 1, 1, 1, 1, 1.0)
     values["encoder"] = EncoderStats(1, 1, 1.0, 1, 1, 1, 1.0, 1.0)
     stats = EngineStats(**values)
     counts = RequestCounts()

@@ -8,12 +8,14 @@ import torch
 from baton.engine import Engine
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
+from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.model_config import FULL_STEP
 
@@ -32,19 +34,33 @@ def make(
     block_size: int = BLOCK,
     speculation: Speculation | None = None,
     window_blocks: int | None = None,
+    elastic: bool = False,
     **cache: Any,
 ) -> Scheduler:
-    """`window_blocks`: of layers with windows, for the `windows` of the cache. `cache`: options of the prefix
-    cache."""
-    windows = None
+    """`window_blocks`: of layers with windows, for the `windows` of the cache. `elastic`: these are the ones
+    at the start, and share memory with the blocks, in units of two; a unit of blocks has 3 pages, one of
+    window blocks 2. `cache`: options of the prefix cache."""
+    windows = window_units = block_units = memory = None
     if window_blocks is not None:
-        windows = WindowBlocks(num_blocks, window_blocks, block_size, cache["windows"], budget)
-    pool = BlockPool(num_blocks, block_size, windows)
+        count = window_blocks
+        if elastic:
+            assert num_blocks % 2 == 0, "a unit has two"
+            present, count = -(-window_blocks // 2), num_blocks + window_blocks % 2 + window_blocks
+            window_units = Units(0, count, 2, present, keeps_first=True)
+            block_units = Units(0, num_blocks, 2, num_blocks // 2, keeps_first=True)
+        windows = WindowBlocks(num_blocks, count, block_size, cache["windows"], budget, window_units)
+    pool = BlockPool(num_blocks, block_size, windows, block_units)
+    if elastic:
+        assert windows is not None, "they share memory with blocks"
+        memory = Budget(
+            pool, windows, None, block_pages=3, place_pages=2, page_bytes=1, free_pages=0, memory=2
+        )
     lives = RequestLives(
         pool,
         max_num_seqs=seqs,
         cache=PrefixCache(pool, ROOT, **cache) if prefix_cache else None,
         states=StatePool(states) if states else None,
+        budget=memory,
     )
     return Scheduler(
         lives,

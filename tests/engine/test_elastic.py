@@ -63,7 +63,7 @@ def lives() -> RequestLives:
     states = StatePool(14, Units(0, 14, 2, 4, keeps_first=True))
     copies = StateCopies(14, 6, 256, BLOCK, 1, Units(14, 6, 2, 1, keeps_first=False))
     cache = PrefixCache(pool, ROOT, copies=copies)
-    budget = Budget(pool, states, copies, block_pages=3, slot_pages=8, page_bytes=1, free_pages=16)
+    budget = Budget(pool, states, copies, block_pages=3, place_pages=8, page_bytes=1, free_pages=16)
     return RequestLives(pool, max_num_seqs=14, cache=cache, states=states, budget=budget)
 
 
@@ -123,11 +123,11 @@ def test_a_growing_request_takes_idle_slots_before_it_preempts(lives: RequestLiv
 
 def test_what_a_tier_copies_keeps_its_memory(lives: RequestLives, pages: Pages) -> None:
     """A cached block may be given out while a tier copies it, but its unit stays."""
-    lives.pool.hold(13)
+    let = lives.pool.lease(13)
     assert room(lives) == 80
     short = [start(lives, n, 1) for n in range(13)]
     assert (Cells.BLOCKS, 13 // UNIT) in pages.present
-    lives.pool.let(13)
+    let()
     for live in filter(None, short):
         lives.drop(live)
     lives.assert_whole()
@@ -192,7 +192,7 @@ def test_copies_take_no_block_of_an_import_that_begins(lives: RequestLives, page
     assert cache.copies is not None
     assert lives.budget is not None
     lives.budget.provide(9 * UNIT, 0)
-    assert lives.budget.free_pages < lives.budget.slot_pages
+    assert lives.budget.free_pages < lives.budget.place_pages
     held = [cache.copies.allocate() for _ in range(2)]
     blocks = lives.pool.free
     missing = exchange.missing(request_of(1, range(100 * BLOCK)), blocks)
@@ -284,16 +284,16 @@ def path(
             yield directory
 
 
-def elastic(tiny_engine: MakeEngine, path: Path, **options: Any) -> Engine:
-    """An engine with `ROOM`."""
+def elastic(tiny_engine: MakeEngine, path: Path, room: int = ROOM, **options: Any) -> Engine:
+    """An engine with so much memory for its cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_sizing, "CPU_POOL_BYTES", ROOM)
-        patch.setattr(MemoryUse, "room", lambda use, share: ROOM)
+        patch.setattr(memory_sizing, "CPU_POOL_BYTES", room)
+        patch.setattr(MemoryUse, "room", lambda use, share: room)
         settings = {
             "max_num_seqs": SEATS, "max_num_batched_tokens": 64, "elastic_memory": True, **options,
         }  # fmt: skip
         engine = tiny_engine(model=str(path), num_blocks=None, **settings)
-    assert engine.lives.budget is not None, "the model has states"
+    assert engine.lives.budget is not None, "the model has states or windows"
     return engine
 
 
@@ -309,7 +309,7 @@ def fitting(budget: Budget, blocks: int) -> int:
     """Requests with so many blocks and a slot that would fit a pool which is split for them."""
     stats = budget.stats
     whole = stats.kv_bytes + stats.state_bytes + stats.free_bytes
-    each = budget.block_bytes * blocks + budget.slot_bytes
+    each = budget.block_bytes * blocks + budget.place_bytes
     return int(whole / each)
 
 
@@ -337,6 +337,39 @@ def test_short_requests_then_long_ones_then_short_ones(path: Path, tiny_engine: 
     assert engine.stats().preemptions == 0
     assert budget.stats.moved_bytes > 200_000
     assert addresses == [x.data_ptr() for x in of_slots(engine)]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a page of 2 MiB has the windows of all requests")
+@pytest.mark.parametrize("kind", ["Gemma3Text", "GptOss"])
+def test_windows_get_what_requests_need(
+    tmp_path_factory: pytest.TempPathFactory, tiny_engine: MakeEngine, kind: str
+) -> None:
+    """Each request finds room, whatever it needs of both. As no number says how many there should be of each,
+    their share is that in the requests before."""
+    save_tiny(path := tmp_path_factory.mktemp(kind), kind, max_position_embeddings=512)
+    engine = elastic(tiny_engine, path, 3_400_000, enable_prefix_caching=True, block_size=16)
+    plain = tiny_engine(model=str(path), num_blocks=4096, max_num_seqs=SEATS, max_num_batched_tokens=64)
+    pool, budget, total = engine.lives.pool, engine.lives.budget, engine.num_blocks
+    assert budget is not None
+    assert pool.windows is not None
+    assert engine.blocks_free == total
+    addresses = [x.data_ptr() for layer in engine.caches for x in layer]
+    fewest, found_windows = pool.windows.present, []
+    for requests in (batch(100, SEATS, SHORT), batch(200, 6, LONG), batch(300, SEATS, SHORT)):
+        found: dict[bytes, list[int]] = {request.id: [] for request in requests}
+        for request in requests:
+            assert engine.start(request) is not None, "there is room for all at the same time"
+        found_windows.append(pool.windows.present)
+        while engine.loop.has_work:
+            for output in engine.loop.step().outputs:
+                found[output.id].append(output.token)
+        assert [*found.values()] == tokens_of(plain, requests)
+        engine.assert_whole()
+        assert engine.blocks_free == total
+    assert fewest < found_windows[0] < found_windows[1], "both found fewer than they needed"
+    assert pool.windows.present > found_windows[1], "the last ones had as many window blocks as blocks"
+    assert engine.stats().preemptions == 0
+    assert addresses == [x.data_ptr() for layer in engine.caches for x in layer]
 
 
 def test_the_memory_of_an_engine_goes_with_its_last_tensor(path: Path, tiny_engine: MakeEngine) -> None:
@@ -406,13 +439,13 @@ def test_the_shape_of_bamba_holds_short_requests_and_then_long_ones(tmp_path: Pa
     )
     assert states is not None
     budget = Budget(
-        pool, states, None, block_pages=planned.blocks.pages, slot_pages=planned.slots.pages,
+        pool, states, None, block_pages=planned.blocks.pages, place_pages=planned.slots.pages,
         page_bytes=planned.page_bytes, free_pages=planned.free_pages,
     )  # fmt: skip
     lives = RequestLives(pool, max_num_seqs=256, states=states, budget=budget)
     for count, tokens in ((256, 80), (8, 128_000), (256, 80)):
         held = [lives.start(request_of(n, [n] * tokens)) for n in range(count)]
-        each = budget.slot_bytes + -(-tokens // 128) * budget.block_bytes
+        each = budget.place_bytes + -(-tokens // 128) * budget.block_bytes
         assert len([*filter(None, held)]) >= 0.9 * min(count, int(33e9 / each))
         for live in filter(None, held):
             lives.drop(live)

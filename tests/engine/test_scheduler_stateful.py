@@ -79,6 +79,7 @@ class Operations:
         scale: int,
         windows: Sequence[Window] = (),
         window_blocks: int | None = None,
+        elastic: bool = False,
     ) -> None:
         """With a prefix cache, or with a slot for each request, or with both: more slots than seats, as some
         requests are held, and drafts take a second one. `scale`: of all sizes. Chunks of the larger blocks
@@ -105,8 +106,15 @@ class Operations:
             block_size=self.block,
             speculation=speculation() if drafts else None,
             window_blocks=window_blocks,
+            elastic=elastic,
             **options,
         )
+
+    @property
+    def free(self) -> int:
+        """Free blocks, and those without memory."""
+        pool = self.scheduler.lives.pool
+        return pool.free + (0 if pool.units is None else len(pool.units.absent) * pool.units.size)
 
     def operate(self) -> None:
         """Does one of what is possible now. Steps come most often."""
@@ -163,14 +171,14 @@ class Operations:
     def reserve(self, length: int, family: int) -> None:
         request = self.request(length, family)
         tokens = len(request.prompt_ids)
-        free, referenced = self.scheduler.lives.pool.free, {*self.scheduler.lives.pool._references}
+        free, referenced = self.free, {*self.scheduler.lives.pool._references}
         live = self.scheduler.lives.reserve(request)
         if live is not None:
             assert len(live.blocks) * self.block >= tokens + 1
             assert live.num_cached <= tokens
-            assert self.scheduler.lives.pool.free == free - len({*live.blocks} - referenced)
+            assert self.free == free - len({*live.blocks} - referenced)
         else:
-            assert self.scheduler.lives.pool.free == free
+            assert self.free == free
 
     def start(self, length: int, family: int, alone: bool) -> None:
         request = self.request(length, family, alone=alone)
@@ -213,10 +221,10 @@ class Operations:
         request = self.request(cuts[-1], family)
         stops = [self.scale * cut for cut in cuts]
         ranges = list(starmap(range, zip(stops[::2], stops[1::2], strict=True)))
-        free = self.scheduler.lives.pool.free
+        free = self.free
         live = self.scheduler.lives.start_part(request, ranges)
         if live is None:
-            assert self.scheduler.lives.pool.free == free
+            assert self.free == free
             return
         assert len(live.blocks) * self.block >= len(request.prompt_ids)
         if self.scheduler.lives.states is not None:
@@ -240,12 +248,12 @@ class Operations:
         exchange = self.scheduler.lives.prefix_exchange
         if exchange is None:
             return
-        free = self.scheduler.lives.pool.free
+        free = self.free
         missing = exchange.missing(self.request(length, family), most, remnant=bool(length % 2))
-        assert self.scheduler.lives.pool.free == free, "it takes no block"
+        assert self.free == free, "it takes no block"
         started = None if missing is None else exchange.start_import(missing)
         if missing is None or started is None:
-            assert self.scheduler.lives.pool.free == free
+            assert self.free == free
             return
         assert len(started.table) * self.block >= (missing.first_chunk + len(missing.chunks)) * CHUNK_TOKENS
         self.importing.append(started)
@@ -382,7 +390,7 @@ class Operations:
             assert in_use.isdisjoint(each.blocks), "KV from elsewhere is written there"
             in_use.update(each.missing.hits)
         in_use.update(*(each.blocks for each in self.importing))
-        assert scheduler.lives.pool.free == scheduler.lives.pool.num_blocks - len(in_use)
+        assert self.free == scheduler.lives.pool.num_blocks - len(in_use)
         assert not any(live.blocks for live in scheduler.lives.waiting)
         for live in everyone:
             if live.id in self.unverified:
@@ -425,8 +433,8 @@ class Operations:
     def end(self) -> None:
         for live in list(self.scheduler.lives):
             self.scheduler.lives.drop(live)
-        for flight in self.flights:
-            flight.schedule.end_leases()
+        while self.flights:
+            self.flights.pop().schedule.end_leases()
         for started in list(self.importing):
             self.end_import(started, 0)
         for pin in list(self.pinned):

@@ -332,7 +332,7 @@ def test_seats_for_requests_of_8000_tokens(name: str, before: int, after: int) -
     assert room * 0.99 < limits.pool_bytes(blocks, windows) <= room
     owner = WindowBlocks(blocks, windows, 128, limits.windows, 2048)
     assert room // (128 * limits.token_bytes) // each == before
-    assert min(blocks // each, owner.available // owner.need(each)) == after
+    assert min(blocks // each, owner.free // owner.need(each)) == after
 
 
 @pytest.mark.parametrize("kind", ["Gemma3Text", "Gemma4Text", "GptOss", "Llama4Text"])
@@ -350,14 +350,14 @@ def test_blocks_behind_windows_are_free(path_of: Callable[[str], Path], kind: st
         for spec, cache in zip(engine.cache_spec, engine.caches, strict=True)
     ]
     assert sum(kept) == 16 * sum(
-        array.bytes * (140 if array.window is None else windows.count)
+        array.bytes * (140 if array.window is None else windows.present)
         for arrays in engine.cache_arrays for array in arrays
     )  # fmt: skip
     tokens = {each.id: list[int]() for each in asked}
     lives = [engine.add(each, handover=True) for each in asked]
     while engine.loop.has_work:
         engine.loop.step()
-    assert sum(len(live.blocks) for live in lives) > windows.count
+    assert sum(len(live.blocks) for live in lives) > windows.present
     for live in lives:
         first = engine.resume(live, live.id)
         assert first is not None
@@ -375,10 +375,10 @@ def test_rehearsed_steps_stay_within_window_blocks(path_of: Callable[[str], Path
     engine = load(path_of("GptOss"), num_blocks=140, block_size=16, device=DEVICE, **limits)
     windows, config = engine.lives.pool.windows, EngineConfig("m", **limits)
     assert windows is not None
-    rehearsal = rehearsal_in(PoolSize(140, 512, window_blocks=windows.count), config, 16)
+    rehearsal = rehearsal_in(PoolSize(140, 512, window_blocks=windows.present), config, 16)
     for step in rehearsal.steps(engine._runner.table_width):
         assert len(step.window_slots) == len(step.slots)
-        assert {*step.window_slots // 16} <= {*range(1, windows.count)}
+        assert {*step.window_slots // 16} <= {*range(1, windows.present)}
     warm_up(engine._runner, rehearsal, lambda *_: None)
 
 

@@ -14,6 +14,7 @@ import pytest
 from baton.content import CHUNK_TOKENS, cache_kinds
 from baton.content.cache_kinds import Window, first_read
 from baton.engine.api.request import EngineRequest
+from baton.engine.core.elastic import Cells, Move
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_exchange import Import
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
@@ -30,6 +31,21 @@ class WithWindows(Operations):
         self.kept: dict[int, Key] = {}
         self.families: dict[Import, int] = {}
         super().__init__(seed, windows=windows, **options)
+        if (budget := self.scheduler.lives.budget) is not None:
+            budget.move = self.move
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Memory comes with nothing in it, and no step may use what goes."""
+        for cells, unit, present in moves:
+            self.done["moves"] += 1
+            places = range(2 * unit, 2 * unit + 2)
+            if cells is Cells.BLOCKS:
+                used = set[int]().union(*(flight.blocks(self.block) for flight in self.flights))
+            else:
+                for at in range(places.start * self.block, places.stop * self.block):
+                    self.kept.pop(at, None)
+                used = {slot // self.block for flight in self.flights for slot in flight.step.window_slots}
+            assert present or used.isdisjoint(places)
 
     def first_read(self, position: int) -> int:
         return first_read(self.windows, position)
@@ -135,28 +151,38 @@ class WithWindows(Operations):
                 assert len({key[0] for key in keys}) == 1
 
 
-@pytest.mark.parametrize(("scale", "spare"), [(1, None), (8, None), (32, None), (1, 1), (8, 5), (32, 5)])
+PLAIN = [(1, None, ""), (8, None, ""), (32, None, ""), (1, 1, ""), (8, 5, ""), (32, 5, "")]
+
+
+@pytest.mark.parametrize(("scale", "spare", "elastic"), [*PLAIN, (1, 1, "elastic"), (32, 5, "elastic")])
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 @pytest.mark.parametrize("windows", [[Window(7), Window(3)], [Window(10, chunked=True)]], ids=["", "chunked"])
 def test_no_token_reads_what_is_not_there(
-    windows: Sequence[Window], drafts: bool, scale: int, spare: int | None, monkeypatch: pytest.MonkeyPatch
+    windows: Sequence[Window],
+    drafts: bool,
+    scale: int,
+    spare: int | None,
+    elastic: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`spare`: window blocks beyond those that one request and a step need. None: all blocks have windows."""
+    """`spare`: window blocks beyond those that one request and a step need. None: all blocks have windows.
+    `elastic`: they share memory with the blocks."""
     monkeypatch.setattr(cache_kinds, "AHEAD_TOKENS", 3 * (1 + DRAFTS))
     scaled = [Window(window.length * scale, window.chunked, 2) for window in windows]
     count = None if spare is None else 1 + 3 + cache_kinds.window_blocks(scaled, 4 * scale) + spare
     done = Counter[str]()
     for seed in range(SEEDS):
         operations = WithWindows(
-            seed, scaled, states=False, cache=True, drafts=drafts, scale=scale, window_blocks=count
-        )
+            seed, scaled, states=False, cache=True, drafts=drafts, scale=scale, window_blocks=count,
+            elastic=bool(elastic),
+        )  # fmt: skip
         for _ in range(OPERATIONS):
             operations.operate()
             operations.accounts_are_right()
         operations.end()
         done += operations.done
-    travels = scale > 1 and spare != 1
-    assert {"steps", "thin"} | ({"imports", "pins"} if travels else set()) <= done.keys(), done
+    travels = {"imports", "pins"} if scale > 1 and spare != 1 else set()
+    assert {"steps", "thin"} | travels | ({"moves"} if elastic else set()) <= done.keys(), done
 
 
 @pytest.mark.parametrize(
@@ -203,7 +229,7 @@ def test_what_follows_begins_with(
 def test_a_chunk_takes_no_window_block_that_was_promised() -> None:
     windows, tables = WindowBlocks(40, 21, 4, [Window(4, tile=4)], 8), (range(20), range(20, 40))
     first, second = WindowSpan(), WindowSpan()
-    assert (windows.most, windows.available) == (9, 18)
+    assert (windows.most, windows.free) == (9, 18)
     for span, table in zip((first, second), tables, strict=True):
         windows.promise(span, 9)
         windows.begin(span, table, 0, 0)

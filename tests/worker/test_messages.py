@@ -76,7 +76,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 experts=ExpertStats([1, 2], 1.5, 2.0),
                 offload=[OffloadStats(Tier.HOST, 1, 2, 0.5, 3, 4, 5, 6, 7)],
                 speculation=SpeculationStats(3, 9, 5),
-                memory=MemoryStats(300, 200, 100, 50, 0.25),
+                memory=MemoryStats(300, 200, 150, 100, 50, 0.25),
                 **COUNTS,
             ),
             RequestCounts(1, 2, 3, 4, 5),

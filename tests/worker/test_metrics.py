@@ -41,7 +41,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         "experts": ExpertStats([70, 0, 5], 2.8, 1.5),
         "offload": [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)],
         "speculation": SpeculationStats(3, 9, 5),
-        "memory": MemoryStats(300, 200, 100, 50, 0.25),
+        "memory": MemoryStats(300, 200, 150, 100, 50, 0.25),
         "encoder": EncoderStats(6, 900, 0.5, 3, 2, 4096, 0.001, 0.1),
     }
     metrics.engine_status = EngineStatus(
