@@ -172,7 +172,7 @@ class EngineOptions:
     )
     elastic_memory: bool | None = opt(
         None,
-        "Move memory between states and KV while a worker runs, if the model has state layers.",
+        "Move memory between KV and states, or KV and layers with windows, while a worker runs.",
         shown="on a CPU on, on GPUs off",
     )
     replace_engine: bool = opt(

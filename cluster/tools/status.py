@@ -229,14 +229,14 @@ def store(worker: dict[str, Any]) -> str:
 
 
 def memory(worker: dict[str, Any]) -> str:
-    """How a worker divides the memory that KV and states share; "" if they share none."""
+    """How a worker divides the memory that KV shares with states or window blocks; "" if it shares none."""
     load = worker.get("status") or {}
-    kv, states = (int(load.get(name) or 0) for name in ("kv_memory_bytes", "state_memory_bytes"))
-    if not states:
+    names = {"KV": "kv_memory_bytes", "states": "state_memory_bytes", "windows": "window_memory_bytes"}
+    shares = {kind: int(load.get(name) or 0) for kind, name in names.items()}
+    if not (shares["states"] or shares["windows"]):
         return ""
-    return (
-        f"memory of {name_of(worker)}: KV {kv / GIB:.2f} GiB, states {states / GIB:.2f} GiB, moved as needed"
-    )
+    sizes = ", ".join(f"{kind} {size / GIB:.2f} GiB" for kind, size in shares.items() if size)
+    return f"memory of {name_of(worker)}: {sizes}, moved as needed"
 
 
 def row(worker: dict[str, Any]) -> dict[str, str]:

@@ -60,6 +60,9 @@ class KeptCache:
         self._key.update(f"{dtype} {[*shape]};".encode())
         return memory.view(dtype).view(*shape)
 
+    def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        raise AssertionError("window blocks are not kept")
+
     def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         raise AssertionError("states are not kept")
 

@@ -377,10 +377,12 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
 
 
 def test_status_shows_how_kv_and_states_share_memory() -> None:
-    worker = {
+    worker: dict[str, Any] = {
         "role": "decode",
         "index": 0,
         "status": {"kv_memory_bytes": 3 << 30, "state_memory_bytes": 1 << 29},
     }
     assert status.memory(worker) == "memory of decode 0: KV 3.00 GiB, states 0.50 GiB, moved as needed"
+    worker["status"] = {"kv_memory_bytes": 3 << 30, "window_memory_bytes": 1 << 30}
+    assert status.memory(worker) == "memory of decode 0: KV 3.00 GiB, windows 1.00 GiB, moved as needed"
     assert not status.memory({"role": "decode", "index": 0, "status": None})

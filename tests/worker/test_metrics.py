@@ -69,6 +69,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 9.0",
         f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 5.0",
         f'baton:elastic_memory_bytes{{kind="states",{labels}}} 200.0',
+        f'baton:elastic_memory_bytes{{kind="windows",{labels}}} 150.0',
         f"baton:elastic_memory_moved_bytes_total{{{labels}}} 50.0",
         f"baton:images_waiting{{{labels}}} 2.0",
         f"baton:images_encoded_total{{{labels}}} 6.0",

@@ -226,6 +226,7 @@ class Backend:
             step_model=_step_model(stats),
             kv_memory_bytes=stats.memory.kv_bytes if stats.memory else 0,
             state_memory_bytes=stats.memory.state_bytes if stats.memory else 0,
+            window_memory_bytes=stats.memory.window_bytes if stats.memory else 0,
             images_waiting=stats.encoder.waiting if stats.encoder else 0,
             images_encoded=stats.encoder.images if stats.encoder else 0,
             encode_token_seconds=stats.encoder.token_seconds if stats.encoder else 0.0,

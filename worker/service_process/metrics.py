@@ -270,10 +270,15 @@ class Metrics(Collector):
         yield counter("vllm:spec_decode_num_accepted_tokens", text, stats.accepted)
 
     def _of_memory(self, stats: MemoryStats) -> Iterator[Metric]:
-        shares = {"kv": stats.kv_bytes, "states": stats.state_bytes, "free": stats.free_bytes}
-        text = "Memory of a device that KV and states share, by what has it."
+        shares = {
+            "kv": stats.kv_bytes,
+            "states": stats.state_bytes,
+            "windows": stats.window_bytes,
+            "free": stats.free_bytes,
+        }
+        text = "Memory of a device that KV shares with states or window blocks, by what has it."
         yield self._gauge("baton:elastic_memory_bytes", text, shares, "kind")
-        text = "Memory that went from KV to states, or back."
+        text = "Memory that went from KV to states or window blocks, or back."
         yield self._counter("baton:elastic_memory_moved_bytes", text, stats.moved_bytes)
         text = "Time in which it went."
         yield self._counter("baton:elastic_memory_move_seconds", text, stats.moving_seconds)
