@@ -11,7 +11,7 @@ import yaml
 
 from baton.content import Tier
 from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStats
-from baton.engine.api.stats import MemoryStats
+from baton.engine.api.stats import EncoderStats, MemoryStats
 from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
 
@@ -29,6 +29,7 @@ def exported(role: str) -> set[str]:
     values["offload"] = [OffloadStats(Tier.HOST, 1, 1, 1, 1, 1, 1, 1, 1)]
     values["memory"] = MemoryStats(1, 1, 1, 1, 1, 1.0)
     values["speculation"] = SpeculationStats(1, 1, 1)
+    values["encoder"] = EncoderStats(1, 1, 1.0, 1, 1, 1, 1.0, 1.0)
     stats = EngineStats(**values)
     counts = RequestCounts()
     metrics = Metrics(role, "model")
