@@ -134,7 +134,8 @@ class EngineConfig:
     """The same on a local disk, in a file in `disk_cache_dir`. 0: none."""
     disk_cache_dir: str | None = None
     elastic_memory: bool | None = None
-    """Whether pages of memory move between KV and states, or window blocks, if `num_blocks` is None. None: yes on a CPU. No handover between GPUs has run with it yet."""
+    """Whether pages of memory move between KV and states, or window blocks, if `num_blocks` is None. None:
+    yes on a CPU. No handover between GPUs has run with it yet."""
     ttit_target: float | None = None
     """Seconds of a gap. None: `ttit_target_steps` decides. Steps that also compute prompts take this time
     only if a prompt would otherwise be late, and more only if decodes alone take most of it."""
