@@ -12,10 +12,13 @@ import aiohttp
 from baton.endpoint_picker.conversation import Conversation
 from baton.router.discovery import Discovery
 from baton.router.endpoints.stored_responses import home_tag
-from baton.router.policy.prefill import BOUND, Ring
+from baton.router.policy.prefill import Ring
 
 log = logging.getLogger(__name__)
 
+BOUND = 1.25
+"""A router may have so many times the mean requests before a conversation leaves it, and `SLACK` more. Their
+lengths are not known here, so no measured speed says how late they are."""
 SLACK = 10
 """Requests that do not make a router busy: with few requests, each conversation stays at its router."""
 POLL_SECONDS = 1.0

@@ -1,6 +1,5 @@
 """A router of simulated workers: plans each request as the real one does, and runs the plan."""
 
-import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -115,7 +114,7 @@ class Router:
     def idle(self) -> bool:
         """Whether nothing is left in its view of the workers."""
         rows = range(len(self.workers))
-        left = [self._loads.tokens_waiting(row, math.inf) or self._seen[row].load.own for row in rows]
+        left = [self._loads.own_tokens(row) or self._seen[row].load.own for row in rows]
         return not (self._queue or self._sent_tokens or any(left))
 
     def add(self, request: Request) -> None:

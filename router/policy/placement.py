@@ -54,10 +54,11 @@ from baton.rpc import worker_pb2 as pb
 
 TTFT_GAPS = 20.0
 """Without a target for the first token users wait for it as long as for so many gaps. So it follows the model
-and the GPU, as the target of a gap does: 0.3 s for an 8B model on an H200."""
+and the GPU, as the target of a gap does: 0.3 s for an 8B model on an H200. No measurement says what users
+want: this is the default of `--ttft-target`."""
 JOIN_STEPS = 2
 """Steps that a prompt takes longer beside decodes: the one under way, and its last one, which is not full. It
-counts steps of the engine's loop, which measures how long they are."""
+counts steps of the engine's loop, which measures how long they are, so no speed can replace it."""
 
 
 def reported_model(status: pb.WorkerStatus, budget: int, speed: float) -> StepModel:
@@ -319,7 +320,8 @@ def _reason(offer: Offer) -> Reason:
 
 WINDOW_STEPS = 2
 """Steps of prompts for each prefill worker: one that it computes, and one to schedule from. With fewer it
-would idle between two steps. What is beyond waits in the router, where keys take turns."""
+would idle between two steps. What is beyond waits in the router, where keys take turns. It is the depth of
+the engine's loop, so no speed can replace it."""
 
 
 @dataclass(frozen=True, slots=True)

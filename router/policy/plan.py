@@ -66,7 +66,8 @@ class Plan(NamedTuple):
         own = [part for part in self.ranges if part.worker == worker]
         cached = 0 if own[0].start else self.cached
         tokens = sum(part.stop - part.start for part in own) - cached
-        return PrefillWork(tokens, chunks[: own[-1].stop // CHUNK_TOKENS], cached)
+        seconds = self.within if len(self.ranges) == 1 else 0.0
+        return PrefillWork(tokens, chunks[: own[-1].stop // CHUNK_TOKENS], cached, seconds)
 
     def attributes(self) -> dict[str, str | float]:
         """The plan and its reasons, for a trace."""

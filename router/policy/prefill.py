@@ -74,8 +74,9 @@ def _points(name: str, row: int) -> list[int]:
 
 
 COMPARED = 3
-"""Workers to compare in detail. With 8, routers with the same old reports choose the same worker: p99 of TTFT
-of 4 routers without decode workers rises by 17 % (simulated). One router gains 2 %."""
+"""Workers to compare in detail. No measured speed says how old the reports of other routers are. With 8,
+routers with the same old reports choose the same worker: p99 of TTFT of 4 routers without decode workers
+rises by 17 % (simulated). One router gains 2 %."""
 
 
 @dataclass(slots=True)
@@ -124,6 +125,8 @@ class PrefillSnapshot(NamedTuple):
     """The cached beginning of the request at each worker, as far as known."""
     load: Callable[[int], float]
     """Seconds in which the worker of a row copies to its device what it has cached below."""
+    mean_prompt: float = 0.0
+    """Tokens that a prompt needed to compute lately."""
 
     def compared(self, chosen: int, suits: Callable[[int], bool], rng: random.Random) -> list[int]:
         """The rows to compare in detail: `chosen`, and others that suit; of many, some at random."""
@@ -135,51 +138,40 @@ PrefillPolicy = Callable[[PrefillSnapshot, PrefillRequest], int]
 """Returns the row of the chosen worker."""
 
 
-BOUND = 1.25
-"""Guards from hot workers: a home may have so many times the mean wait. Nearer to 1 more sessions leave their
-home, and with it their cache."""
-RECOMPUTE = 1.5
-"""How much a second of computing costs. Guards from moves that save little: what moves is computed and cached
-twice, which no measured speed says."""
-COPY_TOKENS = 512
-"""Guards from crowds: a prefix must save so many tokens for each worker that has it. A system prompt that
-many have attracts no session."""
-
-
 def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     """Chooses the worker that has the session's prefix cached, unless computing it elsewhere is faster.
 
     1. Each session has a home worker, by consistent hashing with bounded loads (Mirrokni, Thorup,
        Zadimoghaddam 2018): the first worker on the ring, from the session's point on, with a wait of at most
-       `BOUND` times the mean. So sessions and their cached KV spread evenly, and new sessions avoid busy
-       workers. A session whose home is busy goes to the next worker on the ring. That worker differs between
-       sessions, so many routers with the same old loads do not all choose the same worker.
+       the mean. So sessions and their cached KV spread evenly, and new sessions avoid busy workers. A session
+       whose home is busy goes to the next worker on the ring. That worker differs between sessions, so many
+       routers with the same old loads do not all choose the same worker.
     2. Another worker is chosen only if it has the most of the prefix cached, and if it costs less:
 
-           cost = wait + load + RECOMPUTE × uncached tokens / speed        (seconds)
+           cost = wait + load + uncached tokens / speed        (seconds)
 
        `load` is the time to copy what the worker has below its device: in the memory or on the disk of its
        host. So a session stays at the worker that it went to, and requests of any session find a long
-       document that is cached elsewhere. `RECOMPUTE` is above 1 because computing tokens twice also delays
-       later requests, and their KV takes cache space twice.
-    3. The other worker must save at least `COPY_TOKENS` for each worker that has the prefix, unless there is
-       only one. A short prefix of many sessions, such as a system prompt, is soon computed at home too. If it
-       attracted whole sessions, the caches of a few workers would overflow while others are idle:
-       `bench.routing_sim` with 64 workers then has 71 % cache hits instead of 87 %. A document of thousands
-       of tokens stays on few workers.
+       document that is cached elsewhere.
+    3. For each worker that has the prefix, the other worker must save as many tokens as a prompt computed
+       lately, unless there is only one. A short prefix of many sessions, such as a system prompt, is soon
+       computed at home too. If it attracted whole sessions, the caches of a few workers would overflow
+       while others are idle: `bench.routing_sim` with 64 workers then has 71 % cache hits instead of 87 %. A
+       document of thousands of tokens stays on few workers.
     """
     wait, cached, rows = snapshot.wait, snapshot.cached, snapshot.rows
-    bound = BOUND * float(np.add.reduce(wait if len(rows) == len(wait) else wait[rows])) / len(rows)
+    mean = float(np.add.reduce(wait if len(rows) == len(wait) else wait[rows])) / len(rows)
+    bound = mean * (1 + 1e-9)  # of equal waits the mean may be rounded down
     # At least one worker is not above the mean, so the walk finds one.
     home = next(row for row in snapshot.ring.walk(request.key) if wait[row] <= bound)
     saved = cached.most - cached.of(home)
     if not saved:
         return home
-    if cached.count > max(1, saved / COPY_TOKENS):
+    if cached.count > 1 and saved < cached.count * snapshot.mean_prompt:
         return home
 
     def cost(row: int, hit: int) -> float:
-        return wait[row] + snapshot.load(row) + RECOMPUTE * (request.tokens - hit) / snapshot.speed[row]
+        return wait[row] + snapshot.load(row) + (request.tokens - hit) / snapshot.speed[row]
 
     # Routers that see the same costs send different sessions to different ones of equal workers.
     costs = ((cost(row, cached.most), (row ^ request.key) & _ROW, row) for row in cached.holders())

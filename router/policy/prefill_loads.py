@@ -4,8 +4,9 @@ Workers report once a second to one router, and more often to several (`report_s
 queue of a worker is estimated: the reported tokens, plus what this router sent since, less what the worker
 computes in that time at its reported speed. It is at most this router's own waiting tokens and what other
 routers had in the last report. It is at least this router's own waiting tokens, less what the worker should
-have computed of the first prompt. Work that other routers sent since is unknown. So a policy must not simply
-send everything to the worker that seems idle: `sticky` spreads sessions by a ring.
+have computed of the first prompt, which takes as long as its plan says. Work that other routers sent since is
+unknown. So a policy must not simply send everything to the worker that seems idle: `sticky` spreads sessions
+by a ring.
 """
 
 import math
@@ -31,10 +32,6 @@ UTILISATION_SECONDS = 10.0
 _UTILISATION_DECAY = math.exp(-1 / UTILISATION_SECONDS)  # for each second
 PROMPTS_DECAY = 0.98
 """Factor on the weight of a prompt with each later one."""
-FIRST_SHARE = 0.9
-"""The most that counts as computed of a prompt without a first token."""
-
-
 REPORTS_PER_SECOND = 500
 """From all workers together. A report takes a router up to 0.1 ms."""
 
@@ -54,6 +51,8 @@ class PrefillWork:
     chunks: Sequence[int] = ()
     cached: int = 0
     """Other tokens of the prompt."""
+    seconds: float = 0.0
+    """In which they should be computed, if none is ahead. 0: in those of as many tokens of other prompts."""
 
 
 @dataclass(slots=True)
@@ -67,6 +66,8 @@ class _Worker:
     """Time at which the first of `sent` began, or can begin."""
     first_seconds: float = 0.0
     """Of the time to compute it, what may be over."""
+    own_seconds: float = 0.0
+    """To compute all of `sent`."""
     serving: bool = False
     tokens: float = 0.0
     own: int = 0
@@ -181,8 +182,14 @@ class PrefillLoads:
 
     def _changed(self, row: int) -> None:
         worker, speed = self._worker(row), self._speed.item(row)
-        worker.first_seconds = FIRST_SHARE * worker.sent[0].tokens / speed if worker.sent else 0.0
-        own = worker.own / speed if worker.serving else math.inf
+        worker.own_seconds, worker.first_seconds = worker.own / speed, 0.0
+        if worker.sent and (tokens := worker.sent[0].tokens):
+            alone = tokens / speed
+            seconds = worker.sent[0].seconds or alone
+            worker.own_seconds += seconds - alone
+            # Its last token is not computed, so a worker that is late has something left.
+            worker.first_seconds = seconds - seconds / tokens
+        own = worker.own_seconds if worker.serving else math.inf
         self._least_wait[row] = own - worker.first_seconds
         self._wait_until[row] = max(own + worker.first_at, worker.at + worker.tokens / speed)
 
@@ -261,7 +268,7 @@ class PrefillLoads:
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
         worker, speed = self._worker(row), self._speed.item(row)
-        own = worker.own - self._tokens_of_first(row, now)
+        own = speed * worker.own_seconds - self._tokens_of_first(row, now)
         return max(own, worker.tokens - speed * (now - worker.at))
 
     def _tokens_of_first(self, row: int, now: float) -> float:
@@ -323,7 +330,7 @@ class PrefillLoads:
                 return 0.0
             return self._load_seconds(row, request.chunks[: cached.of(row) // CHUNK_TOKENS])
 
-        return PrefillSnapshot(self._ring, rows, wait, self._speed, cached, load)
+        return PrefillSnapshot(self._ring, rows, wait, self._speed, cached, load, self._prompts.value)
 
     def _load_seconds(self, row: int, chunks: Sequence[int]) -> float:
         """A worker computes what it would not load faster."""

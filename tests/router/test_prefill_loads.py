@@ -41,9 +41,22 @@ def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
     loads.sent(row, work, 11)
     assert look(loads, 12).wait[row] == pytest.approx(4)
     loads.reported(row, status(50, SPEED), 13)
-    assert look(loads, 13).wait[row] == pytest.approx(0.1), "its last token is not computed"
+    assert look(loads, 13).wait[row] == pytest.approx(0.001), "its last token is not computed"
     loads.ended(row, work, computed=True, now=13)
     assert look(loads, 13).wait[row] == 0, "the 50 tokens were of this prompt"
+
+
+def test_the_first_prompt_takes_as_long_as_its_plan_says():
+    """A long prompt is slower than the mean speed of its worker. Its queue is not shorter for it."""
+    loads, row = one()
+    loads.reported(row, status(0, SPEED), 0)
+    slow, other = PrefillWork(1000, seconds=3.0), PrefillWork(500)
+    loads.sent(row, slow, 0)
+    loads.sent(row, other, 0)
+    waits = [look(loads, now).wait[row] for now in (0, 2, 5)]
+    assert waits == pytest.approx([3.5, 1.5, 0.503])
+    loads.ended(row, slow, computed=True, now=5)
+    assert look(loads, 5).wait[row] == pytest.approx(0.5)
 
 
 def test_images_that_wait_for_the_encoder_take_their_time():
@@ -62,7 +75,7 @@ def test_a_worker_computes_the_first_of_the_prompts_that_wait():
         loads.sent(row, work, 0)
     loads.reported(row, status(0, SPEED), 0)  # it misses what is on its way
     waits = [look(loads, now).wait[row] for now in (0, 0.5, 5)]
-    assert waits == pytest.approx([2, 1.5, 1.1]), "the second prompt waits for the first one"
+    assert waits == pytest.approx([2, 1.5, 1.001]), "the second prompt waits for the first one"
     assert loads.tokens_waiting(row, 0.5) == 1500
     loads.ended(row, first, computed=True, now=6)
     assert [look(loads, now).wait[row] for now in (6, 6.5)] == pytest.approx([1, 0.5])
