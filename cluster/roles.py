@@ -100,6 +100,11 @@ def _engine_args(given: EngineOptions, engine: EngineConfig) -> tuple[str, ...] 
     if given.engine == "baton":
         if given.vllm_args or given.vllm_untested:
             raise ValueError("--vllm-args and --vllm-untested: need --engine vllm")
+        if engine.enable_lora:
+            raise ValueError(
+                "--enable-lora: needs --engine vllm; for Baton's own engine merge the adapter into the "
+                "weights of --model"
+            )
         return None
     from baton.vllm_worker import options, version
 

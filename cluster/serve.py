@@ -62,7 +62,8 @@ def run(blueprint: Blueprint) -> int:
     if blueprint.ray.ray_address is None:
         _check_roles(blueprint, found, roles[0].secret)
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
-    for engine in {replace(blueprint.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS}:
+    prefill, decode = (replace(blueprint.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS)
+    for engine in [prefill] if prefill == decode else [prefill, decode]:
         check_files(found, engine, blueprint.model.tokenizer)
     if blueprint.ray.ray_address is not None:
         from baton.cluster.on_ray.joined import serve  # imports ray

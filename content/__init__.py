@@ -7,7 +7,9 @@ everything else that their KV depends on:
 
 Each arrow is blake2b. What stands left of it is the key. The salt, or the tokens of the chunk, are hashed.
 The tokens of an image are all the same, so its name and its place are hashed, too (`ImageSpan`). So a name
-depends on no block size, no rank and no worker. Prefix caches and KV transfers compare whole names.
+depends on no block size, no rank and no worker. An adapter is in the salt (`with_adapter`).
+
+Prefix caches and KV transfers compare whole names.
 Routers index 60 bits of a name as a hint. `vocabulary_fingerprint` says what the tokens mean, and
 `cache_kinds` what a layer keeps of a request. `gguf` reads the tokenizer of a GGUF file, for both.
 
@@ -79,6 +81,15 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
 def salted(root: bytes, salt: bytes) -> bytes:
     """The root for requests with this salt. Names of different salts have nothing in common."""
     return blake2b(salt, key=root, digest_size=32).digest()
+
+
+def with_adapter(salt: bytes, fingerprint: bytes) -> bytes:
+    """The salt of requests that an adapter with this fingerprint computes. Empty: none does.
+
+    The first 16 bytes stay: they are those of an API key."""
+    if not fingerprint:
+        return salt
+    return salt[:16].ljust(16, b"\0") + blake2b(salt, key=fingerprint, digest_size=48).digest()
 
 
 def extend_names(

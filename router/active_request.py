@@ -128,6 +128,8 @@ class ActiveRequest:
     entry: Entry
     name: str
     """The request's id as its client knows it."""
+    model: str
+    """As the response names it: the model, or an adapter."""
     deadline: Deadline
     traceparent: str
 
@@ -251,7 +253,7 @@ class ActiveRequest:
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.response.model": self.services.config.model_name,
+            "gen_ai.response.model": self.model,
         }
         span = self.services.tracer.begin("request", self.traceparent, attributes, "server")
         error = ""

@@ -54,6 +54,7 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
         "pid": os.getpid(),
         "version": version(),
         "model": config.model_name,
+        "models": [*config.model_names, *pool.adapters.served],
         "state": "draining" if draining else "serving",
         "pause": PAUSES[pool.pause],
         "ready": pool.complete,
@@ -83,6 +84,9 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
             "pid": os.getpid(),
             "version": version(),
             "model": config.model_name,
+            "models": [name for name in routers[0]["models"] if all(name in r["models"] for r in routers)]
+            if routers
+            else [*config.model_names],
             "state": "draining" if any(r["state"] == "draining" for r in routers) else "serving",
             "pause": pause_of(routers),
             "ready": all_are("ready", routers),

@@ -41,8 +41,8 @@ class CachedBlocks:
 
     def _stored(self, event: dict[str, Any]) -> None:
         parent, tokens, size = event["parent_block_hash"], event["token_ids"], event["block_size"]
-        if parent is None:  # extra keys, by block, name the salt of a request in its first block
-            salt = next(iter((event.get("extra_keys") or [None])[0] or ()), "")
+        if parent is None:  # extra keys, by block, name the salt of a request last in its first block
+            salt = [*((event.get("extra_keys") or [None])[0] or ("",))][-1]
             name, tail = salted(self._root, bytes.fromhex(salt)), []
         elif (end := self._ends.get(_name(parent))) is not None:
             name, tail = end

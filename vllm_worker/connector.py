@@ -86,6 +86,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config)
+        if vllm_config.lora_config is not None and not self._settings.attach:
+            raise ValueError(
+                "BatonConnector cannot tell which adapter (LoRA) the other server of a proxy has: use `baton "
+                "serve --engine vllm --enable-lora`, or start vLLM without it"
+            )
         self._refuse_what_is_not_supported()
         if not self._settings.attach:  # else the worker has checked it
             check_version(
@@ -357,7 +362,6 @@ def check_config(config: VllmConfig) -> None:
         raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
     refused = {
         "speculative decoding": config.speculative_config,
-        "LoRA": config.lora_config,
         "microbatches": config.parallel_config.use_ubatching,  # a layer would be saved in parts
     }
     for name, setting in refused.items():

@@ -17,8 +17,9 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,10 +29,11 @@ import zmq.asyncio
 
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
+from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import ConnectorLink, Pool, events_address
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.cached_blocks import CachedBlocks
-from baton.vllm_worker.roles import Roles
+from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig, start
@@ -89,6 +91,8 @@ class EngineProcess:
         self._flushes = False  # soon
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._roles: Roles | None = None
+        self._adapters: Adapters | None = None
+        self._changes = set[asyncio.Task[None]]()  # of adapters
         self._events: zmq.asyncio.Socket | None = None  # of vLLM's prefix cache
 
     async def run(self) -> int:
@@ -100,6 +104,7 @@ class EngineProcess:
             self._link.send(messages.StartFailed(str(error)))
             self._link.close()
             return EXIT_START_FAILED
+        self._adapters = vllm.adapters
         cached = CachedBlocks(ready.content_root)
         self._roles = Roles(
             self._attempts,
@@ -150,7 +155,8 @@ class EngineProcess:
             self._events = await _subscribed(events_address(self._connector.path))
         self._send(messages.Progress("warming up vLLM", 0.8))
         await vllm.warm_up()
-        return vllm, await asyncio.to_thread(vllm.ready, attach), attach.pool
+        adapters = await vllm.load_adapters()
+        return vllm, await asyncio.to_thread(vllm.ready, attach, adapters), attach.pool
 
     def _start_vllm(self) -> VLLM:
         from baton.vllm_worker.llm import VLLM
@@ -177,6 +183,7 @@ class EngineProcess:
 
     def _receive(self) -> None:
         assert self._roles is not None, "the service waits for EngineReady"
+        assert self._adapters is not None
         for message in self._link.receive_all():
             match message:
                 case messages.AskStatus(question):
@@ -192,6 +199,11 @@ class EngineProcess:
                     self._send(messages.WeightsStaged(question, 0, why))
                 case messages.DropWeights():
                     pass
+                case messages.LoadAdapter():
+                    self._change(self._load(message))
+                case messages.UnloadAdapter(fingerprint):
+                    unused = partial(self._roles.without, fingerprint)
+                    self._change(self._adapters.unload(fingerprint, unused))
                 case messages.Pause(question, frozen, abort):
                     if abort:
                         self._attempts.end_all(Code.ABORTED, abort)
@@ -202,6 +214,23 @@ class EngineProcess:
                 case _:
                     self._roles.handle(message)
         self._soon()
+
+    def _change(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+
+    async def _load(self, message: messages.LoadAdapter) -> None:
+        assert self._adapters is not None
+        fingerprint, error = b"", ""
+        try:
+            fingerprint = await self._adapters.load(message.name, message.path)
+        except ValueError as why:
+            error = str(why)
+        except EngineGone:
+            self._end(_EXIT_VLLM_GONE)
+            return
+        self._send(messages.AdapterLoaded(message.question, fingerprint, error))
 
     async def _listen(self, roles: Roles) -> int:
         """Takes the connector's messages, until vLLM's process ends. Returns the exit code."""

@@ -7,12 +7,14 @@ import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
@@ -26,6 +28,7 @@ from baton import engine
 from baton.content import content_root, vocabulary_fingerprint
 from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_source
 from baton.engine.loader.tokenizer_json import vocabulary
+from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Attach, events_address
 from baton.vllm_worker.connector import check_config
 from baton.vllm_worker.grammars import Gate
@@ -33,7 +36,7 @@ from baton.vllm_worker.options import command_line
 from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import sampling
 from baton.worker.engine_process.start import EngineProcessConfig
-from baton.worker.messages import EngineReady
+from baton.worker.messages import Adapter, EngineReady
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ _WARM_UP = (
     engine.SamplingParams(max_tokens=2, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, ignore_eos=True),
 )
 
+MOST_ADAPTERS = 1024
 _LARGE = engine.SamplingParams(max_tokens=10, ignore_eos=True)
 
 
@@ -79,6 +83,9 @@ class VLLM:
         # On CPUs vLLM has just set "spawn", and each of its processes would import all again.
         os.environ[_METHOD] = method
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)
+        lora = vllm_config.lora_config
+        most = 0 if lora is None else min(lora.max_cpu_loras or lora.max_loras, MOST_ADAPTERS)
+        self.adapters = Adapters(self._add_adapter, self._remove_adapter, most)
         self._gate = Gate(vllm_config.model_config.get_vocab_size())
         # It would compile again what the gate has tried, and hold up the event loop meanwhile.
         backend_guidance.validate_guidance_grammar = lambda *_, **__: None
@@ -97,7 +104,29 @@ class VLLM:
             async for _ in self.generate(request, fields, 0):
                 pass
 
-    def ready(self, attach: Attach) -> EngineReady:
+    async def load_adapters(self) -> list[Adapter]:
+        """Loads those of --lora-modules. Raises ValueError."""
+        loaded = list[Adapter]()
+        for name, given in self._engine.adapters.items():
+            path = str(Path(given).absolute())
+            try:
+                loaded.append(Adapter(name, path, await self.adapters.load(name, path)))
+            except ValueError as error:
+                raise ValueError(f"--lora-modules {name}={given}: {error}") from error
+        return loaded
+
+    async def _add_adapter(self, fingerprint: bytes, number: int, path: str) -> None:
+        try:
+            await self._llm.add_lora(LoRARequest(fingerprint.hex(), number, path))
+        except EngineDeadError as error:
+            raise EngineGone from error
+        except Exception as error:  # vLLM's errors have no common base
+            raise ValueError(f"vLLM cannot load {path}: {error}") from error
+
+    async def _remove_adapter(self, number: int) -> None:
+        await self._llm.remove_lora(number)
+
+    def ready(self, attach: Attach, adapters: list[Adapter]) -> EngineReady:
         """Raises ValueError if the tokenizer cannot be read."""
         model, fingerprint = self._llm.model_config, attach.model_fingerprint
         if self._engine.load_format == "auto":  # dummy weights are not those of Baton's engine
@@ -116,6 +145,8 @@ class VLLM:
             num_blocks=attach.pool.num_blocks,
             offload_blocks=0,
             vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(tokenizer)),
+            max_adapters=self.adapters.most,
+            first_adapters=adapters,
         )
 
     async def generate(
@@ -134,7 +165,13 @@ class VLLM:
                 # vLLM's worker dies when it rewinds the generator of a chunk, which torch cannot do on CPUs.
                 fields.pop("seed", None)
             params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
-            outputs = self._llm.generate(prompt, params, request.id.hex(), priority=priority)
+            lora = None
+            if request.adapter:
+                adapter = self.adapters.of(request.adapter)
+                lora = LoRARequest(request.adapter.hex(), adapter.number, adapter.path)
+            outputs = self._llm.generate(
+                prompt, params, request.id.hex(), lora_request=lora, priority=priority
+            )
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield output

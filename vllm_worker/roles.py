@@ -98,6 +98,12 @@ class Roles:
     def busy(self) -> bool:
         return any(attempt.computing is not None for attempt in self._attempts)
 
+    async def without(self, adapter: bytes) -> None:
+        """Returns when vLLM computes no request with this adapter, and none waits for vLLM."""
+        while any(x.computing is not None and x.request.adapter == adapter for x in self._attempts):
+            self._moved.clear()
+            await self._moved.wait()
+
     def status(self, question: int) -> messages.EngineStatus:
         stats = self.load.stats(self._blocks, [*self._attempts])
         return messages.EngineStatus(question, stats, self._attempts.counts, not self._attempts, [])

@@ -29,6 +29,7 @@ class Code(IntEnum):
     ENGINE = 7
     FINISHED = 8
     ABORTED = 9
+    NO_ADAPTER = 10
 
 
 class _Message(Struct, tag=True, array_like=True):
@@ -137,6 +138,20 @@ class StageWeights(_Message):
     path: str
 
 
+class LoadAdapter(_Message):
+    """Load an adapter (LoRA), so that requests can name it. AdapterLoaded answers."""
+
+    question: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(_Message):
+    """No request will name this adapter any more. Those that do go on."""
+
+    fingerprint: bytes
+
+
 class HandBack(_Message):
     """Fail every attempt with DRAINING, and end it."""
 
@@ -180,6 +195,8 @@ ToEngine = (
     | OnlyCopies
     | AskStatus
     | StageWeights
+    | LoadAdapter
+    | UnloadAdapter
     | HandBack
     | ReplaceWeights
     | DropWeights
@@ -205,6 +222,14 @@ class StartFailed(_Message):
     message: str
 
 
+class Adapter(_Message, tag=False):
+    """An adapter that the engine has loaded. The fields are those of `Adapter` in proto/worker.proto."""
+
+    name: str
+    path: str
+    fingerprint: bytes
+
+
 class EngineReady(_Message):
     """The properties of the loaded engine, for the start of the transfer process and for Describe.
     `WorkerDescription` in proto/worker.proto has most under the same names."""
@@ -221,6 +246,8 @@ class EngineReady(_Message):
     attention_doubles_at: int = 0  # as in `ModelConfig`; 0: it computes no parts of prompts
     numerics: str = ""  # as in `Started`
     images: ImageSettings | None = None  # None: the model takes none
+    max_adapters: int = 0
+    first_adapters: list[Adapter] = []  # that are loaded at the start
 
 
 class Tokens(_Message):
@@ -325,6 +352,12 @@ class WeightsReplaced(_Message):
     content_root: bytes
 
 
+class AdapterLoaded(_Message):
+    question: int
+    fingerprint: bytes
+    error: str  # for the user; empty: it is loaded
+
+
 class Paused(_Message):
     question: int
     computing: bool  # a step is under way
@@ -398,6 +431,7 @@ FromEngine = (
     | EngineReady
     | WeightsStaged
     | WeightsReplaced
+    | AdapterLoaded
     | Paused
     | Tokens
     | Reserved

@@ -105,6 +105,22 @@ class EngineOptions:
     enable_expert_parallel: bool = opt(
         False, "Of a mixture of experts, each GPU holds whole experts, not a part of every expert."
     )
+    enable_lora: bool = opt(False, "With --engine vllm: load adapters (LoRA), which requests name as models.")
+    lora_modules: list[str] = opt(
+        [],
+        "An adapter that is loaded at the start, in a directory as PEFT writes it; repeat it for more.",
+        "NAME=PATH",
+    )
+    max_loras: int | None = opt(
+        None,
+        "Most adapters in one step.",
+        "N",
+        shown="1, or as many as --lora-modules",
+        check=between(1),
+    )
+    max_lora_rank: int | None = opt(
+        None, "Largest rank of an adapter.", "N", shown="vLLM's default, 16", check=between(1)
+    )
     batch_invariant: bool = opt(
         False,
         "A request gets the same bits whatever shares its batch, however its prompt is cut, and after a "

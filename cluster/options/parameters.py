@@ -29,14 +29,9 @@ from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 ENV_PREFIX = "BATON_"
 
-_LORA = "Merge the adapter into the weights and pass the merged model with --model."
 _PARALLEL = "Scale with --prefill and --decode instead."
 
 REFUSED: dict[str, tuple[bool, str]] = {
-    "enable_lora": (False, _LORA),
-    "lora_modules": (True, _LORA),
-    "max_loras": (True, _LORA),
-    "max_lora_rank": (True, _LORA),
     "trust_remote_code": (False, "Baton never runs code from a model repository; use a supported model."),
     "pipeline_parallel_size": (True, _PARALLEL),
     "data_parallel_size": (True, _PARALLEL),

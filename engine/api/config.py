@@ -15,7 +15,7 @@ CHOICES = {
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 AT_LEAST_ONE = (
     "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads",
-    "tensor_parallel_size",
+    "tensor_parallel_size", "max_loras", "max_lora_rank",
 )  # fmt: skip
 
 
@@ -157,9 +157,22 @@ class EngineConfig:
     divides the KV heads or is a multiple of them. On GPUs rank i runs on the i-th from `device` on."""
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture of experts, instead of a part of every expert."""
+    enable_lora: bool = False
+    """Whether adapters (LoRA) can be loaded. Only vLLM can."""
+    lora_modules: tuple[str, ...] = ()
+    """NAME=PATH of each adapter that is loaded at the start."""
+    max_loras: int | None = None
+    """Most adapters in one step. None: one, or as many as `lora_modules`."""
+    max_lora_rank: int | None = None
+    """None: vLLM's default."""
     batch_invariant: bool = False
     """Whether a request gets the same bits whatever shares its steps and however its prompt is cut, also in
     bfloat16 and FP8. Workers of the same numerics then continue each other's requests exactly."""
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The paths of `lora_modules`, by name."""
+        return dict(module.split("=", 1) for module in self.lora_modules)
 
     @property
     def ahead(self) -> int:
@@ -199,6 +212,14 @@ class EngineConfig:
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "--enable-expert-parallel: needs --tensor-parallel-size above 1, or leave it out"
+            )
+        for name in ("lora_modules", "max_loras", "max_lora_rank"):
+            require(name, self.enable_lora or not getattr(self, name), "needs --enable-lora")
+        wrong = [module for module in self.lora_modules if not all(module.partition("="))]
+        names = [module.partition("=")[0] for module in self.lora_modules]
+        if wrong or len(set(names)) < len(names):
+            raise ValueError(
+                f"--lora-modules {', '.join(wrong or names)}: give NAME=PATH, with a name for each adapter"
             )
         share = self.gpu_memory_utilization
         require("gpu_memory_utilization", 0 < share <= 1, "must be above 0 and at most 1")

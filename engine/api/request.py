@@ -54,6 +54,9 @@ class EngineRequest:
     """The request was interrupted on another worker, so its client has waited already."""
     cache_salt: bytes = b""
     """Only requests with the same salt share prefixes in the prefix cache."""
+    adapter: bytes = b""
+    """The fingerprint of the adapter (LoRA) that changes the model for it. `cache_salt` depends on it. Empty:
+    none does."""
     tenant: bytes = b""
     """Tenants get equal shares of the prompt tokens that the engine computes."""
     first_token_within: float = math.inf

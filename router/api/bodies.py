@@ -406,6 +406,29 @@ class FinishWeightsBody(BaseModel):
     """Begins the name of the version, which has a random part, too: no other weights may have its name."""
 
 
+class LoadAdapterBody(BaseModel):
+    """POST /v1/load_lora_adapter, as vLLM has it."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_name: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
+    """What requests name as their model."""
+    lora_path: Annotated[str, Field(pattern=r"^/", max_length=4096)]
+    """Its directory, as PEFT writes it, at the same place on the hosts of all workers."""
+    load_inplace: Literal[False] | None = None
+    is_3d_lora_weight: Literal[False] | None = None
+
+
+class UnloadAdapterBody(BaseModel):
+    """POST /v1/unload_lora_adapter, as vLLM has it."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=128)]
+    lora_int_id: int | None = None
+    """Has no effect."""
+
+
 def parse_message(raw: bytes) -> ChatBody | CompletionBody:
     """Turns the message of a gRPC call into a body. Raises InvalidRequest.
 

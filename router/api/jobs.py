@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from baton.content import ImageSpan, prompt_hints
+from baton.content import ImageSpan, prompt_hints, with_adapter
 from baton.content.images import CHANNELS
 from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
 from baton.router.api.sampling import TOKEN_ID
@@ -62,6 +62,8 @@ class Job:
     priority: int = 0
     cache_salt: bytes = b""
     tenant: bytes = b""
+    adapter: bytes = b""
+    """As in `Request` in proto/worker.proto."""
     pair: tuple[str, str] | None = None
     """As in `PrefillRequest`."""
     images: tuple[PlacedImage, ...] = ()
@@ -70,7 +72,7 @@ class Job:
     @property
     def answer_names(self) -> tuple[int, bytes, str]:
         """By which answers are expected to be as long as earlier ones: session, key, and model."""
-        return self.session_key, self.tenant, ""
+        return self.session_key, self.tenant, self.adapter.hex()
 
     @property
     def scores_prompt(self) -> bool:
@@ -122,6 +124,7 @@ def make_jobs(
     session: str | None,
     content_root: bytes,
     cache_salt: bytes,
+    adapter: bytes,
     tenant: bytes,
     priority: int,
     structure: Structure | None,
@@ -134,6 +137,7 @@ def make_jobs(
 
     `content_root` is that of the workers. `priority` counts beside the requests of other keys. `defaults` are
     those of the model. `images`: of each prompt. Empty: there are none."""
+    salt = with_adapter(cache_salt, adapter)
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size, defaults)
     sampling["structured_output"] = structure and structure.message
@@ -163,16 +167,18 @@ def make_jobs(
         spans = [
             ImageSpan(each.start, each.start + each.rows * each.columns, each.name) for each in of_prompt
         ]
-        chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, cache_salt, spans)
+        chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, salt, spans)
         shown = tuple(of_prompt)
-        key = _session_key(session, prompt_ids, chunks, cache_salt)
+        key = _session_key(session, prompt_ids, chunks, salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         common = pb.SamplingParams(**sampling, max_tokens=max(1, max_tokens))
         jobs: list[Job] = []
         for i in range(body.n):
             seeded = pb.SamplingParams(seed=(seed + i) & _SEED_MASK)
             seeded.MergeFrom(common)
-            jobs.append(Job(prompt_ids, seeded, key, chunks, priority, cache_salt, tenant, images=shown))
+            jobs.append(
+                Job(prompt_ids, seeded, key, chunks, priority, cache_salt, tenant, adapter, images=shown)
+            )
         yield jobs
 
 

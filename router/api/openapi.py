@@ -20,7 +20,9 @@ from baton.router.api.bodies import (
     FinishWeightsBody,
     InitTransferBody,
     InvocationBody,
+    LoadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
     UpdateInfoBody,
     UpdateWeightsBody,
 )
@@ -184,6 +186,14 @@ OPERATIONS = (
     Operation(
         "post", "/finish_weight_update", "Let all workers compute with these weights. Needs the admin key.",
         _JSON, body=FinishWeightsBody, admin=True,
+    ),
+    Operation(
+        "post", "/v1/load_lora_adapter", "Load an adapter on all workers. Needs the admin key.", "text/plain",
+        body=LoadAdapterBody, admin=True,
+    ),
+    Operation(
+        "post", "/v1/unload_lora_adapter", "Unload an adapter on all workers. Needs the admin key.",
+        "text/plain", body=UnloadAdapterBody, admin=True,
     ),
     Operation(
         "post", "/pause", "Pause all workers: `?mode=abort`, `wait` or `keep`. Needs the admin key.", _JSON,

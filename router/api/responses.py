@@ -181,7 +181,9 @@ class ModelCard(ResponseModel):
     created: int
     owned_by: str
     root: str
-    parent: None
+    """The model, or the path of an adapter."""
+    parent: str | None
+    """The model of an adapter."""
     max_model_len: int
     default_sampling_params: dict[str, float]
     """Fields that a request gets if it leaves them out."""

@@ -22,7 +22,7 @@ from baton.router.api.jobs import Job, make_jobs
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.api.structured import Structure
 from baton.router.api.validation import named_as_in
-from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
+from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.demand import demand_of
 from baton.router.preparation.grammar_checker import GrammarChecker
@@ -119,7 +119,20 @@ class Frontend:
 
     @property
     def _served(self) -> Served:
-        return Served(self._model_names, self.capacity, self._services.config.max_images)
+        return Served((*self._model_names, *self.adapters), self.capacity, self._services.config.max_images)
+
+    @property
+    def adapters(self) -> dict[str, pb.Adapter]:
+        """Those that clients can name as models, by name."""
+        return self._services.pool.adapters.served
+
+    def _adapter(self, model: str | None) -> pb.Adapter | None:
+        """That of a request for `model`. None: the model itself computes it. Raises ModelNotFound."""
+        if model is None or model in self._model_names:
+            return None
+        if (adapter := self.adapters.get(model)) is None:  # it was unloaded meanwhile
+            raise ModelNotFound.of(model, self._served.model_names)
+        return adapter
 
     @contextmanager
     def admit(self, account: Account) -> Iterator[Entry]:
@@ -166,7 +179,7 @@ class Frontend:
                 prepared = await self._prepared(kind, raw, entry, history)
             assert isinstance(prepared, Prepared)
             entry.receive(sum(len(image.pixels) for images in prepared.images for image in images))
-            body = prepared.options
+            body, adapter = prepared.options, self._adapter(prepared.options.model)
             deadline = Deadline(began, min(limit, math.inf if body.timeout is None else body.timeout))
             entry.max_wait = min(entry.max_wait, deadline.seconds)
             with named_as_in(kind):
@@ -181,6 +194,7 @@ class Frontend:
                     session=headers.get("x-session-id"),
                     content_root=self._services.pool.content_root,
                     cache_salt=_salt(entry.account.key.cache_salt, body.cache_salt),
+                    adapter=b"" if adapter is None else adapter.fingerprint,
                     tenant=entry.account.key.tenant,
                     priority=entry.among_keys(body.priority),
                     structure=structure,
@@ -201,6 +215,7 @@ class Frontend:
             jobs,
             entry,
             name=name,
+            model=self._services.config.model_name if adapter is None else adapter.name,
             deadline=deadline,
             traceparent=valid_traceparent(headers.get("traceparent")),
         )

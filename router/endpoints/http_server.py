@@ -16,8 +16,8 @@ from baton.router.active_request import Services
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
+from baton.router.endpoints import http_adapters, http_pause, http_weight_transfer, http_weights, pages
 from baton.router.endpoints import http_generation as http
-from baton.router.endpoints import http_pause, http_weight_transfer, http_weights, pages
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_batches import HttpBatches
@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_ADMIN_KEY = (*http_weights.PATHS, *http_pause.PATHS, *http_weight_transfer.PATHS)
+_ADMIN_KEY = (*http_weights.PATHS, *http_pause.PATHS, *http_weight_transfer.PATHS, *http_adapters.PATHS)
 """They have a key of their own."""
 _ADMIN = ("/metrics", "/metrics/targets", "/status", "/dashboard", *_ADMIN_KEY)
 _POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
@@ -132,6 +132,7 @@ class HttpEndpoints:
                     *http_weights.HttpWeights(calls).routes(),
                     *http_pause.HttpPause(calls).routes(),
                     *transfer.routes(),
+                    *http_adapters.HttpAdapters(calls).routes(),
                 ]
             )
 
@@ -195,20 +196,24 @@ class HttpEndpoints:
     # ------------------------------------------------------------ the model
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"object": "list", "data": [self._card(name) for name in self._config.model_names]}
-        )
+        cards = [self._card(name) for name in self._config.model_names]
+        cards += [self._card(name, each.path) for name, each in self._frontend.adapters.items()]
+        return web.json_response({"object": "list", "data": cards})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
-        if name not in self._config.model_names:
-            raise errors.ModelNotFound.of(name, self._config.model_names)
-        return web.json_response(self._card(name))
+        if name in self._config.model_names:
+            return web.json_response(self._card(name))
+        if (adapter := self._frontend.adapters.get(name)) is None:
+            raise errors.ModelNotFound.of(name, (*self._config.model_names, *self._frontend.adapters))
+        return web.json_response(self._card(name, adapter.path))
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, name: str, path: str | None = None) -> dict[str, Any]:
+        """`path`: of an adapter. None: it is the model."""
+        model = self._config.model_name
         return {
             "id": name, "object": "model", "created": self._created, "owned_by": "baton",
-            "root": self._config.model_name, "parent": None, "max_model_len": self._frontend.capacity,
+            "root": path or model, "parent": path and model, "max_model_len": self._frontend.capacity,
             "default_sampling_params": shown(self._services.defaults),
         }  # fmt: skip
 

@@ -313,6 +313,7 @@ class AttemptPair:
             gap_cost=plan.gap_cost,
             waited=0.0 if output_ids else self.waits.waited,
             cache_salt=job.cache_salt,
+            adapter=job.adapter,
             tenant=job.tenant,
             name=self.name,
         )

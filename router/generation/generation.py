@@ -15,7 +15,7 @@ from baton.router import prompt_logprobs
 from baton.router.admission.parked import Deadline, Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
 from baton.router.api.jobs import Job
-from baton.router.errors import Aborted, ApiError, Failed, InvalidRequest, Paused, TimedOut
+from baton.router.errors import Aborted, ApiError, Failed, InvalidRequest, ModelNotFound, Paused, TimedOut
 from baton.router.generation.attempts import AttemptPair, PrefillState, Verdict
 from baton.router.generation.failures import is_failure
 from baton.router.generation.output import Token, TokenQueue, WeightsVersions
@@ -287,6 +287,8 @@ class Generation:
         elif code == pb.FAILURE_CODE_ABORTED:
             self._note("aborted", attempt.worker)
             self.fail(Aborted(f"{self} was aborted: the cluster was paused with mode=abort"))
+        elif code == pb.FAILURE_CODE_NO_ADAPTER:  # all ready workers have the same adapters
+            self.fail(ModelNotFound(f"the adapter of {self} was unloaded", param="model"))
         elif code == pb.FAILURE_CODE_FINISHED and attempt is decode:
             # FINISHED came before the prefill's token, which may still come or be lost with its worker.
             self.pair.end_decode()

@@ -30,6 +30,7 @@ from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints import pages
 from baton.router.endpoints.frontend import request_name
+from baton.router.endpoints.http_adapters import HttpAdapters
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
 from baton.router.endpoints.http_pause import HttpPause
@@ -248,6 +249,7 @@ class Supervisor:
                 *HttpWeights(calls).routes(),
                 *HttpPause(calls).routes(),
                 *transfer.routes(),
+                *HttpAdapters(calls).routes(),
                 *pages.routes(("home", "dashboard")),
             ]
         )

@@ -22,6 +22,7 @@ VERSION = "version of its weights"
 NEW_WEIGHTS = (
     "Run `baton weights` with the newest checkpoint: a worker that starts again has the weights of --model."
 )
+LOAD_ADAPTERS = "Put the adapter's files on its host, or unload the adapter (/v1/unload_lora_adapter)."
 WAIT_FOR_WEIGHTS = "Wait: the router accepts it when it has them."
 FP8 = "float8_e4m3fn"
 

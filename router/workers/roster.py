@@ -13,6 +13,7 @@ from typing import NamedTuple
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill_loads import PrefillLoads
+from baton.router.workers.adapters import KnownAdapters, set_of
 from baton.router.workers.checks import (
     NEW_WEIGHTS,
     RefusedWorker,
@@ -64,6 +65,7 @@ class Roster:
         attached_rows: these rows, as a set of bits.
         decodes: the decode loads of workers of the decode pool that get new work.
         prefills: likewise, of the prefill pool.
+        adapters: that clients can name as models.
         had_decode: the decode pool had a worker once.
         pool_changes: how often an attached worker moved to another pool.
     """
@@ -78,6 +80,7 @@ class Roster:
         self.attached_rows = 0
         self.loads = PrefillLoads()
         self.decode_caches = DecodeCaches(self.loads.index)
+        self.adapters = KnownAdapters()
         self.had_decode = False
         self.pool_changes = 0
         self._ready = {pool: _Ready() for pool in POOL_NAMES}
@@ -129,6 +132,7 @@ class Roster:
         """Raises RefusedWorker if the worker does not fit the accepted workers."""
         others = (next(iter(same)) for same in self._accepted.values())
         check_fit(worker.description, self._model, {str(other): other.description for other in others})
+        self.adapters.check(worker.description)
         self._accepted.setdefault(must_agree(worker.description), {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
@@ -169,6 +173,11 @@ class Roster:
         """The addresses of workers that compute other bits than those of these numerics."""
         others = (found for key, found in self._with_numerics.items() if key != numerics)
         return set().union(*others)
+
+    def adapters_changed(self, worker: Worker, adapters: pb.AdapterSet) -> None:
+        """An attached worker has loaded or unloaded some. Raises RefusedWorker."""
+        worker.with_adapters(adapters)
+        self.adapters.told(worker, adapters)
 
     def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
         """An attached worker sent a report. Raises RefusedWorker if the worker goes on with weights of which
@@ -254,6 +263,7 @@ class Roster:
         self.by_row[worker.row] = worker
         self.attached_rows |= 1 << worker.row
         self._apply_report(worker)
+        self.adapters.told(worker, set_of(worker.description))
 
     def _leave(self, worker: Worker) -> None:
         for row in self.loads.index.sole_partners(worker.row):
@@ -263,6 +273,7 @@ class Roster:
         self.decode_caches.leave(worker.row)
         del self.by_row[worker.row]
         self.attached_rows ^= 1 << worker.row
+        self.adapters.left(worker)
         worker.row = -1
 
     def _serve(self, worker: Worker, pool: "pb.Pool", serves: bool) -> None:

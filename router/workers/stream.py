@@ -14,8 +14,10 @@ from baton.router import prompt_logprobs
 from baton.router.config import RouterConfig
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill_loads import report_seconds
+from baton.router.workers.adapters import LacksAdapters
 from baton.router.workers.checks import (
     DRAINED,
+    LOAD_ADAPTERS,
     NEW_WEIGHTS,
     SEE_WORKER_LOG,
     WAIT_FOR_WEIGHTS,
@@ -33,6 +35,7 @@ from baton.router.workers.worker import (
     cancelled_from_outside,
 )
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.adapters import set_adapters
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.weights import NotReplaced, replace_weights
@@ -73,7 +76,7 @@ class WorkerStream:
         worker, backoff, logged = self.worker, FIRST_BACKOFF, ""
         drained = False  # the worker was draining when its last stream ended
         while not worker.retired:
-            was_ready, began, weights = False, time.monotonic(), None
+            was_ready, began, weights, lacks_adapters = False, time.monotonic(), None, False
             try:
                 try:
                     await self._serve()
@@ -91,12 +94,15 @@ class WorkerStream:
                     worker.state = WorkerState.REFUSED
                     worker.reason, worker.remedy = str(error), error.remedy
                     backoff, weights = LAST_BACKOFF, self._roster.weights_for(worker)
+                    lacks_adapters = isinstance(error, LacksAdapters)
                 finally:
                     was_ready = worker.attached
                     drained = worker.state is WorkerState.DRAINING or (drained and not was_ready)
                     self._detach()
                 if weights is not None:
                     backoff = await self._give(weights)
+                elif lacks_adapters:
+                    backoff = await self._give_adapters()
             except Exception as error:
                 # A task that ends here would never connect to this worker again.
                 worker.reason = f"a defect in the router: {type(error).__name__}: {error}"
@@ -128,6 +134,21 @@ class WorkerStream:
             worker.reason = f"it cannot take the weights of the other workers: {why}"
             worker.remedy = NEW_WEIGHTS
             return max(LAST_BACKOFF, time.monotonic() - began)  # at least half of the time it does not read
+        return FIRST_BACKOFF
+
+    async def _give_adapters(self) -> float:
+        """As `_give`: the adapters of the others."""
+        worker, newest, began = self.worker, self._roster.adapters.newest, time.monotonic()
+        worker.reason, worker.remedy = "it loads the adapters of the other workers", WAIT_FOR_WEIGHTS
+        log.info("%s: %s", worker, worker.reason)
+        asked = pb.AdapterSet(replaces=worker.description.adapters_revision)
+        asked.MergeFrom(newest)
+        config = self._config
+        [reply] = (await set_adapters({worker.address: asked}, config.secret, config.cluster_tls)).values()
+        if isinstance(reply, grpc.aio.AioRpcError):
+            worker.reason = f"it cannot load the adapters of the other workers: {reply.details()}"
+            worker.remedy = LOAD_ADAPTERS
+            return max(LAST_BACKOFF, time.monotonic() - began)
         return FIRST_BACKOFF
 
     async def _serve(self) -> None:
@@ -225,6 +246,8 @@ class WorkerStream:
                 self._roster.cache_changed(self.worker, message.cache)
             case "description":
                 self._roster.redescribed(self.worker, message.description)
+            case "adapters":
+                self._roster.adapters_changed(self.worker, message.adapters)
             case "status":
                 self._roster.reported(self.worker, message.status)
 

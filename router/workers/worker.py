@@ -215,6 +215,15 @@ class Worker:
         for attempt in self.attempts.values():
             attempt.weights_version = described.weights.version
 
+    def with_adapters(self, adapters: pb.AdapterSet) -> None:
+        """It has these now."""
+        described = pb.WorkerDescription()
+        described.CopyFrom(self.description)
+        del described.adapters[:]
+        described.adapters.extend(adapters.adapters)
+        described.adapters_revision = adapters.revision
+        self.description = described
+
     def report(self, status: pb.WorkerStatus) -> bool:
         """Stores a status report. Returns whether the worker's state, pool or pause changed."""
         invalid = clear_invalid_rates(status)

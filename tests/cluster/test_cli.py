@@ -273,17 +273,17 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, serve
 def test_unknown_environment_variables_are_reported(served: list[Blueprint]) -> None:
     secret = {"BATON_CLUSTER_SECRET": "x" * 32, "BATON_CONFIG": os.devnull}
     result = run_baton(
-        "serve", BATON_MAX_MODEL_LENGTH="4", BATON_ENABLE_LORA="1", BATON_TIMEOUT="5", **secret
+        "serve", BATON_MAX_MODEL_LENGTH="4", BATON_ENFORCE_EAGER="1", BATON_TIMEOUT="5", **secret
     )
     assert result.exit_code == 0
     assert len(served) == 1, "they are no error: another program may use them"
     assert [line.split(": ")[1] for line in result.stderr.splitlines()] == [
-        "environment variable BATON_ENABLE_LORA has no effect",
+        "environment variable BATON_ENFORCE_EAGER has no effect",
         "environment variable BATON_MAX_MODEL_LENGTH has no effect",
         "environment variable BATON_TIMEOUT has no effect",
     ]
     assert "Did you mean BATON_MAX_MODEL_LEN?" in result.stderr
-    assert "Merge the adapter" in result.stderr
+    assert "CUDA graphs cannot be switched off" in result.stderr
     assert run_baton("serve", BATON_PORT="0", **secret).stderr == ""
 
 
@@ -309,7 +309,7 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--prefill", "-1"], {}, ["--prefill", "-1", "1:4"]),
         (["--prefill", "5:-1"], {}, ["--prefill", "5:-1", "1:4"]),
         (["--decode", "0"], {}, ["--decode", "needs at least one worker"]),
-        (["--enable-lora"], {}, ["--enable-lora", "merge", "--model"]),
+        (["--enforce-eager"], {}, ["--enforce-eager", "CUDA graphs", "CPUs"]),
         (["--trust-remote-code"], {}, ["--trust-remote-code", "never runs code"]),
         (["--config", "/nowhere.toml"], {}, ["--config", "/nowhere.toml"]),
         (["--chat-template", "/nowhere.jinja"], {}, ["--chat-template", "/nowhere.jinja"]),

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.content import Tier, prompt_hints
+from baton.content import Tier, prompt_hints, with_adapter
 from baton.vllm_worker.cached_blocks import CachedBlocks
 
 ROOT = b"r" * 32
@@ -83,3 +83,7 @@ def test_prompts_of_another_salt_have_other_names() -> None:
     salted = prompt_hints(PROMPT, ROOT, b"salt")
     found = cache.store([1, 2], None, PROMPT[:128], extra_keys=[[b"salt".hex()], None])
     assert list(found) == salted[:2]
+    salt = with_adapter(b"salt", b"a" * 16)
+    keys = [["name of the adapter", salt.hex()], ["name of the adapter"]]
+    found = cache.store([3, 4], None, PROMPT[:128], extra_keys=keys)
+    assert list(found) == prompt_hints(PROMPT, ROOT, salt)[:2]

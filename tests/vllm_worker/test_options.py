@@ -34,6 +34,20 @@ def test_options_have_vllms_names() -> None:
     assert "--no-enable-prefix-caching" in command_line(config(), ())
 
 
+def test_there_is_room_for_the_adapters_of_the_start() -> None:
+    assert "--enable-lora" not in command_line(config(), ())
+    two = config(enable_lora=True, lora_modules=("a=/a", "b=/b=c"), max_lora_rank=64)
+    assert two.adapters == {"a": "/a", "b": "/b=c"}
+    pairs = dict(pairwise(command_line(two, ())))
+    assert (pairs["--max-loras"], pairs["--max-lora-rank"]) == ("2", "64")
+    assert dict(pairwise(command_line(config(enable_lora=True, max_loras=5), ())))["--max-loras"] == "5"
+    for wrong in (("a",), ("=a",), ("a=",), ("a=/a", "a=/b")):
+        with pytest.raises(ValueError, match="give NAME=PATH, with a name for each adapter"):
+            config(enable_lora=True, lora_modules=wrong)
+    with pytest.raises(ValueError, match=r"--lora-modules .*: needs --enable-lora"):
+        config(lora_modules=("a=/a",))
+
+
 @pytest.mark.parametrize(
     "given", ["--enforce-eager", "--cudagraph-capture-sizes 1 2", '--compilation-config={"mode": 0}', "-O0"]
 )

@@ -208,7 +208,7 @@ def _leave(cluster: VLLMCluster, prompt: list[int], after: int) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--enable-lora", "BatonConnector does not support LoRA: start vLLM without it"),
+        ("--enable-lora", "--vllm-args: --enable-lora is an option of Baton, too; give it there"),
         ("--data-parallel-size 2", "--vllm-args: a worker has one replica of the model; start more workers"),
     ],
 )

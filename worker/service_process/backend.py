@@ -166,6 +166,10 @@ class Backend:
         """The engine computes with those that are staged. It is idle."""
         return await self._answer(lambda question: messages.ReplaceWeights(question, version))
 
+    async def load_adapter(self, name: str, path: str) -> messages.AdapterLoaded:
+        """The engine loads an adapter, while it computes."""
+        return await self._answer(lambda question: messages.LoadAdapter(question, name, path))
+
     async def _answer(self, ask: Callable[[int], ToEngine]) -> Any:
         """Raises TreeError if the engine process ends before it answers."""
         if self.replacing:
@@ -290,6 +294,7 @@ class Backend:
                 EngineStatus(question)
                 | messages.WeightsStaged(question)
                 | messages.WeightsReplaced(question)
+                | messages.AdapterLoaded(question)
                 | messages.Paused(question)
             ):
                 answer = self._answers.get(question)

@@ -1,4 +1,4 @@
-"""The gRPC service of a worker: Attach, Describe, GetStatus, SetPool, SetPause, ReplaceWeights.
+"""The gRPC service of a worker: Attach, Describe, GetStatus, SetPool, SetPause, SetAdapters, ReplaceWeights.
 
 The stream of a router owns the attempts that are submitted on it. The stream ends when:
 
@@ -21,6 +21,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.messages import Code, ToEngine
 from baton.worker.service_process import streams, validation
+from baton.worker.service_process.adapters import RefusedAdapters, WorkerAdapters
 from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.pause import RefusedPause, WorkerPause
 from baton.worker.service_process.streams import Routers, RouterStream
@@ -44,6 +45,7 @@ class AttachService:
         self._description = description
         self._pause = WorkerPause(backend)
         self._weights = WeightsReplacement(backend, routers, self._pause, self._with_weights)
+        self._adapters = WorkerAdapters(backend, routers, description)
         self._cancels: set[asyncio.Task[None]] = set()
         self._kinds: dict[str, tuple[str, Callable[[int, bytes, Any], ToEngine]]] = {
             "prefill": ("prefill_id", self._prefill),
@@ -126,6 +128,12 @@ class AttachService:
         except RefusedPause as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
+    async def SetAdapters(self, request: pb.AdapterSet, context: grpc.aio.ServicerContext) -> pb.AdapterSet:
+        try:
+            return await self._adapters.set(request)
+        except RefusedAdapters as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
     async def ReplaceWeights(
         self, request_iterator: AsyncIterator[pb.WeightsCommand], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WeightsReport]:
@@ -162,13 +170,13 @@ class AttachService:
                 stream.put(streams.failed(attempt_id, refusal.code, str(refusal)))
 
     def _prefill(self, stream: int, prefill_id: bytes, submit: pb.SubmitPrefill) -> messages.Prefill:
-        self._require_accepting()
+        self._require_accepting(submit.request)
         work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
         content, plan = validation.content_source(submit), validation.plan(submit)
         return messages.Prefill(stream, work, submit.handover, submit.report_start, content, plan)
 
     def _decode(self, stream: int, decode_id: bytes, submit: pb.SubmitDecode) -> messages.Decode:
-        self._require_accepting()
+        self._require_accepting(submit.request)
         work = validation.work(decode_id, submit.request, self._limits)
         source = validation.source(submit.source) if submit.HasField("source") else None
         return messages.Decode(stream, work, source, validation.content_source(submit))
@@ -178,9 +186,11 @@ class AttachService:
         output_ids = validation.output_tokens(retarget.output_ids, self._limits)
         return messages.Retarget(stream, decode_id, source, output_ids)
 
-    def _require_accepting(self) -> None:
+    def _require_accepting(self, asked: pb.Request) -> None:
         if self._backend.draining:
             raise RefusedAttempt(Code.DRAINING, "the worker is shutting down")
+        if asked.adapter and not self._adapters.has(asked.adapter):
+            raise RefusedAttempt(Code.NO_ADAPTER, "the adapter is not loaded")
 
     def _detach(self, stream: RouterStream) -> None:
         """Removes the stream and makes the engine cancel its attempts. Idempotent."""

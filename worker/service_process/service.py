@@ -319,6 +319,7 @@ class Service:
             num_layers=engine.layout.num_layers,
             served_model_name=config.model_name,
             revision=config.engine.revision or "",
+            adapters=[pb.Adapter(**same_names(pb.Adapter, each)) for each in engine.first_adapters],
             **same_names(pb.WorkerDescription, engine),
         )
 

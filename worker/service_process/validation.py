@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from baton.content import CHUNK_TOKENS, Tier
+from baton.content import CHUNK_TOKENS, Tier, with_adapter
 from baton.content.images import ImageSettings
 from baton.engine import EngineRequest, Image, Reasoning, SamplingParams, StructuredOutput, check_request
 from baton.machine.tracing import valid_traceparent
@@ -83,12 +83,7 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(asked.request_id)}")
     if asked.timeout_ms == 0:
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
-    for name in ("first_token_within", "waited", "gap_cost"):
-        if not 0 <= (seconds := getattr(asked, name)) < math.inf:
-            raise _invalid(f"{name} is {seconds}: give seconds, or 0")
-    for name in ("cache_salt", "tenant"):
-        if len(label := getattr(asked, name)) > MAX_LABEL_BYTES:
-            raise _invalid(f"{name} has {len(label)} bytes, more than {MAX_LABEL_BYTES}")
+    _check_labels(asked)
     sampling, emitted = asked.sampling, len(asked.output_ids)
     length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
     if length > limits.max_model_len:
@@ -122,6 +117,17 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
     )
 
 
+def _check_labels(asked: pb.Request) -> None:
+    for name in ("first_token_within", "waited", "gap_cost"):
+        if not 0 <= (seconds := getattr(asked, name)) < math.inf:
+            raise _invalid(f"{name} is {seconds}: give seconds, or 0")
+    for name in ("cache_salt", "tenant"):
+        if len(label := getattr(asked, name)) > MAX_LABEL_BYTES:
+            raise _invalid(f"{name} has {len(label)} bytes, more than {MAX_LABEL_BYTES}")
+    if len(asked.adapter) not in (0, ID_BYTES):
+        raise _invalid(f"adapter must have {ID_BYTES} bytes, not {len(asked.adapter)}")
+
+
 def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
     """Raises ValueError, which names the sampling parameter that is out of range."""
     sampling = asked.sampling
@@ -141,7 +147,8 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
         retried=asked.retried,
         first_token_within=(asked.first_token_within or math.inf) - asked.waited,
         gap_cost=asked.gap_cost,
-        cache_salt=asked.cache_salt,
+        cache_salt=with_adapter(asked.cache_salt, asked.adapter),
+        adapter=asked.adapter,
         tenant=asked.tenant,
         images=tuple(Image(x.name, x.start, x.rows, x.columns, x.pixels) for x in asked.images),
     )

@@ -186,7 +186,7 @@ class BlocksBuilder:
 
     def __init__(self, request: ActiveRequest) -> None:
         self._request = request
-        self._model = request.services.config.model_name
+        self._model = request.model
         self._parser = OutputParser(request)
         self._blocks: list[Block] = []
         self._open: Block | None = None

@@ -47,7 +47,7 @@ class ChoicesBuilder:
         self._request = request
         self._entries = LogprobEntries(request, kept=not request.body.stream)
         self._token_ids = request.body.return_token_ids
-        model, now = request.services.config.model_name, int(time.time())  # noqa: TID251 - a timestamp
+        model, now = request.model, int(time.time())  # noqa: TID251 - a timestamp
         self._frame = {"id": f"{self.prefix}{request.name}", "created": now, "model": model}
         self._logprobs = request.body.logprobs_wanted is not None
         options = request.body.stream_options

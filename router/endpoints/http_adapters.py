@@ -1,0 +1,113 @@
+"""HTTP calls that load and unload adapters (LoRA) on all workers, as vLLM has them.
+
+They need the admin key."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+from baton.router import errors
+from baton.router.api.bodies import LoadAdapterBody, UnloadAdapterBody
+from baton.router.api.validation import parse
+from baton.router.endpoints.http_admin import AdminCalls, name_of
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.adapters import NotChanged, change_adapters
+
+PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+SHOWN_WITHIN, SHOWN_CHECK = 5.0, 0.02  # seconds
+
+
+class HttpAdapters:
+    def __init__(self, calls: AdminCalls) -> None:
+        self._calls = calls
+
+    def routes(self) -> list[web.RouteDef]:
+        load, unload = PATHS
+        answered = self._calls.answered
+        return [web.post(load, answered(self._load)), web.post(unload, answered(self._unload))]
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = parse(LoadAdapterBody, await self._calls.body(request))
+        name, workers = body.lora_name, await self._workers()
+        if name in self._calls.config.model_names:
+            raise errors.InvalidRequest(f"the model itself is called {name!r}", param="lora_name")
+        newest = _newest(workers)
+        # One that a call has left on some workers is loaded on the others.
+        if name in newest and all(name in _adapters(worker) for worker in workers):
+            text = f"the adapter {name!r} has already been loaded; unload it first"
+            raise errors.InvalidRequest(text, param="lora_name")
+        wanted = newest | {name: pb.Adapter(name=name, path=body.lora_path)}
+        await self._change(workers, wanted, "lora_path")
+        await self._shown(name, served=True)
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        body = parse(UnloadAdapterBody, await self._calls.body(request))
+        name, workers = body.lora_name, await self._workers()
+        if not any(name in _adapters(worker) for worker in workers):
+            raise errors.NotFound(f"the adapter {name!r} cannot be found", param="lora_name")
+        wanted = {other: each for other, each in _newest(workers).items() if other != name}
+        await self._change(workers, wanted, "lora_name")
+        await self._shown(name, served=False)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _workers(self) -> list[dict[str, Any]]:
+        """Those of the status. A worker that lacks adapters of the others is refused until it has them."""
+        workers = (await self._calls.status())["workers"]
+        missing = [name_of(worker) for worker in workers if worker["state"] not in ("ready", "refused")]
+        if missing or not workers:
+            names = ", ".join(missing) or "no worker is known"
+            text = "all workers must be ready to load or unload adapters; see `baton status`"
+            raise errors.NoWorker(f"{names}: {text}")
+        return workers
+
+    async def _change(
+        self, workers: list[dict[str, Any]], wanted: Mapping[str, pb.Adapter], param: str
+    ) -> None:
+        """Gives all workers these adapters."""
+        names = {worker["address"]: name_of(worker) for worker in workers}
+        known = {
+            worker["address"]: pb.AdapterSet(
+                revision=worker["description"]["adapters_revision"], adapters=_adapters(worker).values()
+            )
+            for worker in workers
+        }
+        config = self._calls.config
+        try:
+            await change_adapters(known, [*wanted.values()], config.secret, config.cluster_tls)
+        except NotChanged as error:
+            faults = [
+                f"{names[address]}: {self._calls.why(fault)}" for address, fault in error.faults.items()
+            ]
+            files = "the files at this path differ between the hosts of the workers"
+            text = f"{'; '.join(faults) or files}. The adapters are those of before."
+            refused = all(x.code() is grpc.StatusCode.FAILED_PRECONDITION for x in error.faults.values())
+            raise (errors.InvalidRequest(text, param=param) if refused else errors.Failed(text)) from error
+
+    async def _shown(self, name: str, *, served: bool) -> None:
+        """Returns when all processes of this router know that the adapter came, or went."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + SHOWN_WITHIN
+        while loop.time() < end:
+            status = await self._calls.status()
+            processes = status.get("processes", [status["router"]])
+            if all((name in process["models"]) is served for process in processes):
+                return
+            await asyncio.sleep(SHOWN_CHECK)
+
+
+def _adapters(worker: Mapping[str, Any]) -> dict[str, pb.Adapter]:
+    """By name."""
+    return {
+        each["name"]: pb.Adapter(
+            name=each["name"], path=each["path"], fingerprint=bytes.fromhex(each["fingerprint"])
+        )
+        for each in worker["description"]["adapters"]
+    }
+
+
+def _newest(workers: list[dict[str, Any]]) -> dict[str, pb.Adapter]:
+    return _adapters(max(workers, key=lambda worker: worker["description"]["adapters_revision"]))

@@ -1,0 +1,78 @@
+"""The calling side of SetAdapters: gives all workers the same adapters, or none of them others."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from grpc.aio import AioRpcError
+
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.stubs import WorkerStub
+from baton.rpc.tls import TlsFiles
+
+Replies = Mapping[str, pb.AdapterSet | AioRpcError]
+"""By address."""
+
+
+class NotChanged(Exception):
+    """Workers have refused the adapters, or have other files at their paths. The others have those of before.
+
+    Attributes:
+        faults: the errors of workers, by address. Empty: the files differ.
+    """
+
+    def __init__(self, faults: Mapping[str, AioRpcError]) -> None:
+        super().__init__(f"the adapters are not those of all workers: {', '.join(faults)}")
+        self.faults = faults
+
+
+async def change_adapters(
+    workers: Mapping[str, pb.AdapterSet], wanted: Sequence[pb.Adapter], secret: bytes, tls: TlsFiles | None
+) -> None:
+    """Gives the workers at these addresses exactly the adapters `wanted`. Raises NotChanged.
+
+    `workers`: what each has. A task that is cancelled waits for the end, so that no worker is left behind."""
+    changing = asyncio.create_task(_change(workers, wanted, secret, tls))
+    try:
+        await asyncio.shield(changing)
+    except asyncio.CancelledError:
+        await asyncio.wait([changing])
+        raise
+
+
+async def _change(
+    workers: Mapping[str, pb.AdapterSet], wanted: Sequence[pb.Adapter], secret: bytes, tls: TlsFiles | None
+) -> None:
+    newest = max(workers.values(), key=lambda known: known.revision)
+    revision = newest.revision + 1
+    asked = {
+        address: pb.AdapterSet(revision=revision, replaces=known.revision, adapters=wanted)
+        for address, known in workers.items()
+    }
+    replies = await set_adapters(asked, secret, tls)
+    faults = {address: reply for address, reply in replies.items() if isinstance(reply, AioRpcError)}
+    changed = {address: reply for address, reply in replies.items() if isinstance(reply, pb.AdapterSet)}
+    loaded = {frozenset(each.fingerprint for each in reply.adapters) for reply in changed.values()}
+    if not faults and len(loaded) == 1:
+        return
+    before = pb.AdapterSet(revision=revision + 1, replaces=revision, adapters=newest.adapters)
+    await set_adapters(dict.fromkeys(changed, before), secret, tls)
+    raise NotChanged(faults)
+
+
+async def set_adapters(asked: Mapping[str, pb.AdapterSet], secret: bytes, tls: TlsFiles | None) -> Replies:
+    """Asks each worker to have these adapters."""
+    async with contextlib.AsyncExitStack() as until_the_end:
+        calls = []
+        for address, adapters in asked.items():
+            channel = await until_the_end.enter_async_context(connect(address, secret, tls))
+            calls.append(_set(WorkerStub(channel), adapters))
+        return dict(zip(asked, await asyncio.gather(*calls), strict=True))
+
+
+async def _set(stub: WorkerStub, adapters: pb.AdapterSet) -> pb.AdapterSet | AioRpcError:
+    try:
+        return await stub.SetAdapters(adapters)
+    except AioRpcError as error:
+        return error

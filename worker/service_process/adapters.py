@@ -1,0 +1,131 @@
+"""The adapters (LoRA) of a worker, which a coordinator sets for all workers (`rpc.adapters`).
+
+    SetAdapters ─▶ routers forget what goes ─▶ the engine drops it, and loads what is new ─▶ routers know it
+
+A question names the revision that it replaces. So of two coordinators at the same time one is refused, and no
+worker loses what the other one has just loaded.
+"""
+
+import asyncio
+import logging
+import re
+from pathlib import PurePosixPath
+
+from baton.rpc import worker_pb2 as pb
+from baton.worker import messages
+from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.streams import Routers
+
+log = logging.getLogger(__name__)
+
+MAX_PATH, FINGERPRINT_BYTES = 4096, 16
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RefusedAdapters(Exception):
+    """The message is for the user."""
+
+
+class WorkerAdapters:
+    """Of one worker. `description` has the adapters that it serves now."""
+
+    def __init__(self, backend: Backend, routers: Routers, description: pb.WorkerDescription) -> None:
+        self._backend = backend
+        self._routers = routers
+        self._description = description
+        self._one_at_a_time = asyncio.Lock()
+
+    def has(self, fingerprint: bytes) -> bool:
+        return any(each.fingerprint == fingerprint for each in self._description.adapters)
+
+    async def set(self, asked: pb.AdapterSet) -> pb.AdapterSet:
+        """Returns when the engine has exactly these. Raises RefusedAdapters."""
+        self._check(asked)
+        # The caller may go, and routers must not be told less than the engine has.
+        return await asyncio.shield(asyncio.create_task(self._set(asked)))
+
+    async def _set(self, asked: pb.AdapterSet) -> pb.AdapterSet:
+        async with self._one_at_a_time:
+            before = {each.name: each for each in self._description.adapters}
+            revision = self._description.adapters_revision
+            kept = [before[x.name] for x in asked.adapters if x.name in before and _same(before[x.name], x)]
+            if asked.revision == revision and len(kept) == len(asked.adapters) == len(before):
+                return self._now  # another caller asked for the same
+            if asked.replaces != revision or asked.revision <= revision:
+                raise RefusedAdapters("its adapters were changed by another call: try again")
+            names = {each.name for each in kept}
+            gone = [each for name, each in before.items() if name not in names]
+            if gone:  # without them it has none of the known sets
+                self._serve(kept, 0)
+            for each in gone:
+                log.info("adapter %s is unloaded", each.name)
+                await self._backend.send(messages.UnloadAdapter(each.fingerprint))
+            added = [each for each in asked.adapters if each.name not in names]
+            loaded = await self._loaded(added)
+            self._serve([*kept, *loaded], asked.revision)
+            return self._now
+
+    async def _loaded(self, added: list[pb.Adapter]) -> list[pb.Adapter]:
+        """All of them, or none: raises RefusedAdapters."""
+        loaded = list[pb.Adapter]()
+        try:
+            for each in added:
+                answer = await self._backend.load_adapter(each.name, each.path)
+                if answer.error:
+                    raise RefusedAdapters(f"adapter {each.name}: {answer.error}")
+                loaded.append(pb.Adapter(name=each.name, path=each.path, fingerprint=answer.fingerprint))
+                if each.fingerprint not in (b"", answer.fingerprint):
+                    text = f"the files at {each.path} are not those of the other workers"
+                    raise RefusedAdapters(f"adapter {each.name}: {text}")
+                log.info("adapter %s of %s is loaded", each.name, each.path)
+        except RefusedAdapters:
+            for each in loaded:
+                await self._backend.send(messages.UnloadAdapter(each.fingerprint))
+            raise
+        return loaded
+
+    @property
+    def _now(self) -> pb.AdapterSet:
+        described = self._description
+        return pb.AdapterSet(revision=described.adapters_revision, adapters=described.adapters)
+
+    def _serve(self, adapters: list[pb.Adapter], revision: int) -> None:
+        """Takes requests for these from now on, and tells all routers."""
+        described, adapters = (
+            self._description,
+            [pb.Adapter.FromString(x.SerializeToString()) for x in adapters],
+        )
+        del described.adapters[:]
+        described.adapters.extend(adapters)
+        described.adapters_revision = revision
+        self._routers.broadcast(pb.WorkerMessage(adapters=self._now))
+
+    def _check(self, asked: pb.AdapterSet) -> None:
+        if self._backend.draining:
+            raise RefusedAdapters("the worker is shutting down")
+        most, names = self._description.max_adapters, set[str]()
+        if asked.adapters and not most:
+            raise RefusedAdapters("it loads no adapters: start it with --engine vllm --enable-lora")
+        if len(asked.adapters) > most:
+            text = f"{len(asked.adapters)} adapters are more than {most}"
+            raise RefusedAdapters(f"{text}: unload one, or start the workers with a larger --max-loras")
+        for each in asked.adapters:
+            if not _NAME.fullmatch(each.name):
+                raise RefusedAdapters(
+                    "an adapter's name must be 1 to 128 printable characters without spaces"
+                )
+            if each.name in names or each.name == self._description.served_model_name:
+                raise RefusedAdapters(f"adapter {each.name}: another model has this name")
+            names.add(each.name)
+            if not 0 < len(each.path) <= MAX_PATH or "\0" in each.path:
+                raise RefusedAdapters(f"adapter {each.name}: its path must have 1 to {MAX_PATH} characters")
+            if not PurePosixPath(each.path).is_absolute():
+                raise RefusedAdapters(f"adapter {each.name}: its path must be absolute, not {each.path}")
+            if len(each.fingerprint) not in (0, FINGERPRINT_BYTES):
+                raise RefusedAdapters(
+                    f"adapter {each.name}: its fingerprint must have {FINGERPRINT_BYTES} bytes"
+                )
+
+
+def _same(loaded: pb.Adapter, asked: pb.Adapter) -> bool:
+    return loaded.path == asked.path and asked.fingerprint in (b"", loaded.fingerprint)
