@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 
 from baton.content import prompt_hints, with_adapter
 from baton.router.admission.keys import ApiKey
+from baton.router.api.jobs import Job, make_jobs
+from baton.router.endpoints import frontend
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.adapters import KnownAdapters, LacksAdapters
 from baton.router.workers.checks import RefusedWorker
@@ -107,7 +109,17 @@ async def models(cluster: Cluster) -> dict[str, tuple[str, str | None]]:
     return {card["id"]: (card["root"], card["parent"]) for card in cards}
 
 
-async def test_an_adapter_is_a_model_of_all_workers(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+async def test_an_adapter_is_a_model_of_all_workers(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = list[Job]()
+
+    def kept(*args: Any, **given: Any) -> Iterator[list[Job]]:
+        for made in make_jobs(*args, **given):
+            jobs.extend(made)
+            yield made
+
+    monkeypatch.setattr(frontend, "make_jobs", kept)
     async with adapting(tokenizer, tmp_path) as (cluster, workers):
         [base] = await models(cluster)
         sql = {"lora_name": "sql", "lora_path": "/adapters/sql"}
@@ -123,6 +135,9 @@ async def test_an_adapter_is_a_model_of_all_workers(tokenizer: ModelTokenizer, t
         for asked in ("sql", base):
             status, answer = await cluster.post("/v1/completions", model=asked, prompt=prompt, max_tokens=4)
             assert (status, answer["model"]) == (200, asked)
+        of_adapter, of_base = (job.chunks for job in jobs)
+        salt = with_adapter(b"", workers[0].fingerprint("sql"))
+        assert of_adapter == prompt_hints(prompt, b"", salt) != of_base == prompt_hints(prompt, b"", b"")
         fingerprint = workers[0].fingerprint("sql")
         for worker in workers:
             requests = [x.prefill.request or x.decode.request for x in worker.submitted]

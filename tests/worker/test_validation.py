@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton.content import with_adapter
 from baton.content.images import ImageSettings
 from baton.engine import Image, Reasoning
 from baton.rpc import worker_pb2 as pb
@@ -210,3 +211,15 @@ def test_a_wrong_plan_is_refused_with_its_reason(submit: pb.SubmitPrefill, reaso
 def test_a_plan_with_a_malformed_id_breaks_the_protocol() -> None:
     with pytest.raises(StreamError, match="16 bytes"):
         plan(shared((b"short", 0, 64), (ID, 64, 128)))
+
+
+def test_an_adapter_is_part_of_the_salt() -> None:
+    asked = request([1, 2], sampling())
+    asked.cache_salt = b"salt"
+    assert work(ID, asked, LIMITS).request.cache_salt == b"salt"
+    asked.adapter = b"f" * 16
+    found = work(ID, asked, LIMITS).request
+    assert (found.adapter, found.cache_salt) == (asked.adapter, with_adapter(b"salt", asked.adapter))
+    asked.adapter = b"f"
+    with pytest.raises(RefusedAttempt, match="adapter must have 16 bytes, not 1"):
+        work(ID, asked, LIMITS)
