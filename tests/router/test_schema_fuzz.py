@@ -29,7 +29,7 @@ BODIES = {
     operation.path: operation.body.__name__
     for operation in OPERATIONS
     if operation.body
-    # It names files, which only tests that make them have. Others need the admin key, which this router lacks.
+    # They name files, which only tests that make them have, or need the admin key, which this router lacks.
     and not (operation.path == "/v1/batches" or operation.admin)
 }
 GENERATED = {"chat": ChatBody, "completion": CompletionBody}
