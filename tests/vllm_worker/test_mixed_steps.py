@@ -8,7 +8,17 @@ import pytest
 
 from baton.engine.api.stats import StepStats
 from baton.engine.core.meters import LEAST, MIXED_STEPS
+from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.plan import Plan
+from baton.router.policy.planner import NOTHING, plan
+from baton.router.policy.prefill import PrefillRequest
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.router.workers.checks import step_model
+from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.mixed_steps import ALIKE, TRIED_AGAIN, MixedSteps
+from baton.vllm_worker.stats import Load
+from baton.worker.service_process.backend import reported_step_model, same_names
+from tests.router.fleets import SeenWorker, fleet_of
 
 STEP, TOKEN = 0.010, 0.0001
 MOST = 2048
@@ -250,3 +260,35 @@ def test_no_prompt_is_taken_beside_decodes_if_it_costs_much_more_there() -> None
     assert vllm.steps.news(vllm.now + TRIED_AGAIN)[0].long.tokens > 0, "nothing else tells it"
     [costs] = vllm.steps.news(vllm.now)
     assert costs.long == (0, 0.0)
+
+
+@pytest.mark.parametrize(("ahead", "computes"), [(0, "p"), (200_000, "d")])
+def test_routers_place_prompts_beside_decodes_by_what_vllms_steps_cost(ahead: int, computes: str) -> None:
+    """An idle prefill worker computes the prompt. If prompts queue there, the decode worker does, in steps
+    that still meet the gap target."""
+    vllm = VLLM(target=4 * STEP).learned()
+    vllm.ask("a", 1000, within=0.0)
+    while vllm.left:
+        vllm.step()
+    [costs] = vllm.steps.news(vllm.now)
+    loads, workers = PrefillLoads(), list[SeenWorker]()
+    for name, pool, decodes in (("p", pb.POOL_PREFILL, 0), ("d", pb.POOL_DECODE, 1)):
+        prefills = pool == pb.POOL_PREFILL
+        row = loads.join(name, block_size=16, now=0.0, serving=prefills)
+        load = DecodeLoad(name, 16, 10_000, max_running=8)
+        load.reported(blocks_free=10_000, running=decodes)
+        status = pb.WorkerStatus(
+            requests_running=decodes, requests_decoding=decodes, blocks_free=10_000, blocks_spare=10_000,
+            blocks_total=10_000, step_model=reported_step_model(Load(costs=costs).stats(10_000, [])),
+            **same_names(pb.WorkerStatus, costs),
+        )  # fmt: skip
+        seen = SeenWorker(row, load, pool, status=status, step_model=step_model(status.step_model))
+        assert seen.step_model is not None
+        seen.description.max_num_batched_tokens = MOST
+        loads.reported(row, status, 0.0, alone=prefills)
+        workers.append(seen)
+    if ahead:
+        loads.sent(workers[0].row, PrefillWork(ahead), 0.0)
+    found = plan(PrefillRequest(key=1, tokens=1000, answer=150), NOTHING, fleet_of(loads, workers))
+    assert isinstance(found, Plan)
+    assert workers[found.ranges[0].worker].address == computes, found.costs

@@ -39,7 +39,7 @@ def same_names(message: type[Message], value: object) -> dict[str, Any]:
     return {name: getattr(value, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(value, name)}
 
 
-def _step_model(stats: EngineStats) -> pb.StepModel | None:
+def reported_step_model(stats: EngineStats) -> pb.StepModel | None:
     if (table := stats.step_table) is None:
         return None
     decode, prompt = stats.step_factors
@@ -227,7 +227,7 @@ class Backend:
             disk_loaded_tokens=disk.loaded_tokens if disk else 0,
             draft_tokens=drafts.drafts if drafts else 0,
             accepted_draft_tokens=drafts.accepted if drafts else 0,
-            step_model=_step_model(stats),
+            step_model=reported_step_model(stats),
             kv_memory_bytes=stats.memory.kv_bytes if stats.memory else 0,
             state_memory_bytes=stats.memory.state_bytes if stats.memory else 0,
             window_memory_bytes=stats.memory.window_bytes if stats.memory else 0,
