@@ -14,6 +14,10 @@ from baton.content import IMAGE_NAME_BYTES
 
 MOST_RATIO = 200
 """Of the sides of an image."""
+MOST_PIXELS = 1 << 24
+"""Of the images of a request, when they are resized."""
+PIXELS_PART = 1 << 20
+"""Bytes of pixels that routers and workers send in one message."""
 LOW_PIXELS = 512 * 512
 """Most of an image of low detail, as in OpenAI's API."""
 CHANNELS = 3

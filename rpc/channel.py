@@ -14,7 +14,7 @@ from baton.rpc.auth import TokenCheck, certificate, token
 from baton.rpc.health import HealthServicer
 from baton.rpc.tls import WORKER_NAME, Pems, TlsFiles
 
-MAX_MESSAGE_BYTES = 64 << 20  # images of a request have 48 MiB, and a prompt of a million tokens 3 MiB
+MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
 
 # gRPC pings after 2 s of silence and waits 3 s for the answer. So calls to a stalled peer end within 5 s.
 _KEEPALIVE = [

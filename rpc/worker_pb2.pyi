@@ -71,20 +71,28 @@ PAUSE_NEW: Pause
 PAUSE_STEPS: Pause
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel", "only_copies")
+    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel", "only_copies", "pixels")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     RETARGET_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ONLY_COPIES_FIELD_NUMBER: _ClassVar[int]
+    PIXELS_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     prefill: SubmitPrefill
     decode: SubmitDecode
     retarget: Retarget
     cancel: Cancel
     only_copies: OnlyCopies
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., only_copies: _Optional[_Union[OnlyCopies, _Mapping]] = ...) -> None: ...
+    pixels: Pixels
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., only_copies: _Optional[_Union[OnlyCopies, _Mapping]] = ..., pixels: _Optional[_Union[Pixels, _Mapping]] = ...) -> None: ...
+
+class Pixels(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "report_seconds", "describe", "cache")
@@ -137,18 +145,16 @@ class Request(_message.Message):
     def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., waited: _Optional[float] = ..., gap_cost: _Optional[float] = ..., tenant: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Image(_message.Message):
-    __slots__ = ("name", "start", "rows", "columns", "pixels")
+    __slots__ = ("name", "start", "rows", "columns")
     NAME_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
-    PIXELS_FIELD_NUMBER: _ClassVar[int]
     name: bytes
     start: int
     rows: int
     columns: int
-    pixels: bytes
-    def __init__(self, name: _Optional[bytes] = ..., start: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., pixels: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, name: _Optional[bytes] = ..., start: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "regex", "grammar")

@@ -66,6 +66,7 @@ class FakeWorker(StandIn):
         self.steps: asyncio.Semaphore | None = None
         self.starts: asyncio.Semaphore | None = None
         self.scores_prompts = True
+        self.pixels: list[bytes] = []
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
         self.fail_after: int | None = None
@@ -204,6 +205,8 @@ class FakeWorker(StandIn):
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:
         kind = message.WhichOneof("kind")
         match kind:
+            case "pixels":
+                self.pixels.append(message.pixels.data)
             case "decode":
                 submit = message.decode
                 here = not submit.HasField("source")

@@ -14,11 +14,12 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
+from baton.content.images import CHANNELS, MOST_PIXELS
 from baton.worker import messages
 from baton.worker.messages import Exit, FromEngine, Stopped, ToEngine
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory there has a name of its own and mode 0700
-MAX_MESSAGE_BYTES = 80 << 20  # more than a message of a router
+MAX_MESSAGE_BYTES = (16 << 20) + CHANNELS * MOST_PIXELS  # a message of a router, and images
 MAX_QUEUED = 4096
 SEND_TIMEOUT = 10.0  # seconds
 

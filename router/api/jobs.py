@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from baton.content import ImageSpan, prompt_hints, with_adapter
-from baton.content.images import CHANNELS
+from baton.content.images import CHANNELS, MOST_PIXELS
 from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
 from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
@@ -22,9 +22,6 @@ from baton.rpc import worker_pb2 as pb
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPT_LOGPROBS = 4 << 20
 """Of all prompts of a request, with the alternatives. The router keeps some 100 bytes for each."""
-MOST_PIXELS = 1 << 24
-"""Of the images of all choices of a request, when they are resized. They go to workers in messages with three
-bytes each."""
 SESSION_CHUNKS = 4
 _SEED_MASK = 2**64 - 1
 FILE = "generation_config.json"
@@ -40,13 +37,14 @@ _NO_LIMITS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty"
 
 
 class PlacedImage(NamedTuple):
-    """An image in a prompt. The fields are those of `Image` in proto/worker.proto."""
+    """An image in a prompt. The fields but the last are those of `Image` in proto/worker.proto."""
 
     name: bytes
     start: int
     rows: int
     columns: int
     pixels: bytes
+    """Red, green and blue of each pixel, row by row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,9 +328,10 @@ class AttemptPair:
     def _submit(self, attempt: Attempt, message: pb.RouterMessage, *, computes_prompt: bool = True) -> None:
         """`computes_prompt`: the worker needs the pixels of images."""
         asked = message.prefill.request if message.HasField("prefill") else message.decode.request
-        # Only now: a message is encoded, copied and decoded when it is put into another one.
         for image in self.job.images:
-            asked.images.add(**(image if computes_prompt else image._replace(pixels=b""))._asdict())
+            asked.images.add(name=image.name, start=image.start, rows=image.rows, columns=image.columns)
+            if computes_prompt:
+                attempt.worker.send_pixels(image.pixels)
         numerics = attempt.worker.description.numerics
         self.numerics = self.numerics or numerics
         self.numerics_changed |= numerics != self.numerics

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from baton.content.images import ImageSettings
+from baton.content.images import MOST_PIXELS, ImageSettings
 from baton.router.api.fields import ShownImage
-from baton.router.api.jobs import MOST_PIXELS, PlacedImage
+from baton.router.api.jobs import PlacedImage
 from baton.router.errors import InvalidRequest, Unsupported
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import grpc.aio
 
+from baton.content.images import PIXELS_PART
 from baton.machine.logs import of_request
 from baton.machine.step_model import StepModel
 from baton.machine.tracing import Span
@@ -40,8 +41,10 @@ T = TypeVar("T")
 CALL_TIMEOUT = 5.0
 STATUS_TIMEOUT = 2.0
 MAX_UNSENT_BYTES, UNREAD_SECONDS = 8 << 20, 5.0
-MOST_UNSENT_BYTES = 1 << 30
-"""128 choices with the longest schema are 64 MiB, and the images of a request 48 MiB."""
+MOST_UNSENT_BYTES = 256 << 20
+"""128 choices with the longest schema are 64 MiB."""
+MOST_UNSENT_PIXELS = 1 << 30
+"""Bytes. The images of a request are 48 MiB."""
 MOST_PHASES = 64
 """Of one request and worker that are shown."""
 POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
@@ -59,34 +62,40 @@ class SendQueue:
 
     `on_full` is called if the worker does not read: more than MAX_UNSENT_BYTES wait, and the stream takes no
     message for UNREAD_SECONDS. The choices of one request may be more, and come before it can take any. It is
-    called at once if more than MOST_UNSENT_BYTES wait.
+    called at once if more than MOST_UNSENT_BYTES wait, without pixels, or more than MOST_UNSENT_PIXELS.
     """
 
     def __init__(self, on_full: Callable[[], None]) -> None:
         self._queue: asyncio.Queue[tuple[pb.RouterMessage, int] | None] = asyncio.Queue()
-        self._bytes = 0
+        self._bytes = self._pixel_bytes = 0
         self._on_full = on_full
         self._timer: asyncio.TimerHandle | None = None  # while more than MAX_UNSENT_BYTES wait
 
     def put(self, message: pb.RouterMessage) -> None:
         size = message.ByteSize()  # once: it encodes the message
         self._queue.put_nowait((message, size))
-        self._bytes += size
+        self._count(message, size)
         if self._timer is None:
             self._set_timer()
-        if self._bytes > MOST_UNSENT_BYTES:
+        if self._bytes > MOST_UNSENT_BYTES or self._pixel_bytes > MOST_UNSENT_PIXELS:
             self._on_full()
+
+    def _count(self, message: pb.RouterMessage, size: int) -> None:
+        if message.HasField("pixels"):
+            self._pixel_bytes += size
+        else:
+            self._bytes += size
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._bytes > MAX_UNSENT_BYTES:
+        if self._bytes + self._pixel_bytes > MAX_UNSENT_BYTES:
             self._timer = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self._on_full)
 
     def close(self) -> None:
         """Ends `messages`. gRPC waits for that before it ends the stream."""
-        self._bytes = 0
+        self._bytes = self._pixel_bytes = 0
         self._set_timer()
         while not self._queue.empty():
             self._queue.get_nowait()
@@ -95,7 +104,7 @@ class SendQueue:
     async def messages(self) -> AsyncIterator[pb.RouterMessage]:
         while (entry := await self._queue.get()) is not None:
             message, size = entry
-            self._bytes -= size
+            self._count(message, -size)
             self._set_timer()
             yield message
 
@@ -355,6 +364,11 @@ class Worker:
         if not attempt.tokens:
             attempt.span.end()
         self.loads.ended(self.row, work, computed=computed, now=time.monotonic())
+
+    def send_pixels(self, pixels: bytes) -> None:
+        """Sends those of an image of the attempt that is submitted next."""
+        for begin in range(0, len(pixels), PIXELS_PART):
+            self.send(pb.RouterMessage(pixels=pb.Pixels(data=pixels[begin : begin + PIXELS_PART])))
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:

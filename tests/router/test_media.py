@@ -234,7 +234,9 @@ async def test_a_worker_gets_the_pixels_of_a_url(host: Host, seeing: Path, tmp_p
             assert status == 200, answer
         first, second = (each.prefill.request for each in cluster.prefills[0].submitted)
         assert first.images == second.images
-        assert len(first.images[0].pixels) > 0
+        one, other = cluster.prefills[0].pixels
+        assert one == other
+        assert len(one) == 24 * 32 * 3
         block = {"type": "image", "source": {"type": "url", "url": host.url("file")}}
         message = {"role": "user", "content": [block]}
         status, counted = await cluster.post("/v1/messages/count_tokens", model="fake", messages=[message])

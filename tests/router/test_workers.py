@@ -342,6 +342,25 @@ async def test_many_large_messages_at_once_do_not_cut_off_a_worker_that_reads(
     assert "does not read its messages" not in caplog.text
 
 
+async def test_pixels_have_a_bound_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.router.workers.worker.MOST_UNSENT_BYTES", 100)
+    monkeypatch.setattr("baton.router.workers.worker.MOST_UNSENT_PIXELS", 300)
+    full: list[int] = []
+    queue = SendQueue(lambda: full.append(1))
+    pixels = pb.RouterMessage(pixels=pb.Pixels(data=bytes(140)))
+    queue.put(pixels)
+    queue.put(pb.RouterMessage(cancel=pb.Cancel(attempt_id=bytes(60))))
+    queue.put(pixels)
+    assert not full
+    read = queue.messages()
+    assert await anext(read) == pixels
+    queue.put(pixels)
+    assert not full
+    queue.put(pixels)
+    assert len(full) == 1
+    queue.close()
+
+
 @pytest.mark.parametrize(("limit", "value"), [("UNREAD_SECONDS", 0.3), ("MOST_UNSENT_BYTES", 20 << 20)])
 async def test_a_worker_that_does_not_read_its_messages_is_cut_off(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
@@ -424,6 +443,7 @@ def test_configuration_errors_name_the_flag(wrong, named):
 async def test_only_the_worker_that_computes_the_prompt_gets_pixels(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("baton.router.workers.worker.PIXELS_PART", 4)
     image = PlacedImage(bytes(32), 1, 2, 3, b"pixels")
 
     def with_image(*args: Any, **given: Any) -> Iterator[list[Job]]:
@@ -433,7 +453,7 @@ async def test_only_the_worker_that_computes_the_prompt_gets_pixels(
     monkeypatch.setattr(frontend, "make_jobs", with_image)
     await cluster.complete()
     decoded = cluster.decodes[0].submitted[-1].decode.request
-    assert [list(sent.images) for sent in (cluster.sent, decoded)] == [
-        [pb.Image(**image._asdict())],
-        [pb.Image(**image._replace(pixels=b"")._asdict())],
-    ]
+    for sent in (cluster.sent, decoded):
+        assert list(sent.images) == [pb.Image(name=bytes(32), start=1, rows=2, columns=3)]
+    assert cluster.prefills[0].pixels == [b"pixe", b"ls"]
+    assert cluster.decodes[0].pixels == []

@@ -64,7 +64,7 @@ async def test_a_client_reads_the_tokens_of_transformers(killed: str, tmp_path: 
                     temperature=0.0,
                     stream=True,
                     stream_options={"include_usage": True},
-                    extra_body={"min_tokens": TOKENS, "return_token_ids": True},
+                    extra_body={"ignore_eos": True, "return_token_ids": True},
                 )
                 found: list[int] = []
                 usage = None

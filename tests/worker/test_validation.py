@@ -15,6 +15,7 @@ from baton.worker.service_process.validation import (
     Limits,
     RefusedAttempt,
     StreamError,
+    add_pixels,
     attempt_id,
     output_tokens,
     plan,
@@ -31,9 +32,11 @@ def test_images_are_taken_whole_or_refused() -> None:
     settings = ImageSettings(7, 4, 2, 2, 64, 4096, (0.5,) * 3, (0.5,) * 3)
     limits = replace(LIMITS, images=settings)
     asked = request([1, 7, 7, 2], sampling())
-    asked.images.add(name=bytes(32), start=1, rows=1, columns=2, pixels=bytes(8 * 16 * 3))
-    [image] = work(ID, asked, limits).request.images
-    assert image == Image(bytes(32), 1, 1, 2, bytes(8 * 16 * 3))
+    asked.images.add(name=bytes(32), start=1, rows=1, columns=2)
+    pixels = bytes(range(192)) * 2
+    [image] = work(ID, asked, limits, pixels).request.images
+    assert image == Image(bytes(32), 1, 1, 2, pixels)
+    assert work(ID, asked, limits).request.images == (Image(bytes(32), 1, 1, 2),)
     with pytest.raises(RefusedAttempt, match="this model takes none"):
         work(ID, asked, LIMITS)
     for field, value in (
@@ -41,13 +44,32 @@ def test_images_are_taken_whole_or_refused() -> None:
         ("rows", 2**31),
         ("columns", 0),
         ("name", b""),
-        ("pixels", b"x"),
     ):
         wrong = pb.Request()
         wrong.CopyFrom(asked)
         setattr(wrong.images[0], field, value)
         with pytest.raises(RefusedAttempt, match=r"images\[0\]"):
             work(ID, wrong, limits)
+    both = request([7, 7, 7, 2], sampling())
+    both.images.add(name=bytes(32), start=0, rows=1, columns=1)
+    both.images.add(name=bytes(32), start=1, rows=1, columns=2)
+    images = work(ID, both, limits, pixels + pixels[:192]).request.images
+    assert [image.pixels for image in images] == [pixels[:192], pixels[192:] + pixels[:192]]
+    for other in (pixels, pixels * 2):
+        with pytest.raises(RefusedAttempt, match=r"images: \d+ bytes of pixels came, not 576"):
+            work(ID, both, limits, other)
+    with pytest.raises(RefusedAttempt, match="bytes of pixels came, not 0"):
+        work(ID, request([1], sampling()), limits, pixels)
+
+
+def test_pixels_of_an_attempt_are_bounded() -> None:
+    pixels = bytearray()
+    for _ in range(48):
+        add_pixels(pixels, bytes(1 << 20))
+    with pytest.raises(StreamError, match="more than 16777216 pixels"):
+        add_pixels(pixels, b"x")
+    with pytest.raises(StreamError, match="a part of pixels has 1048577 bytes"):
+        add_pixels(bytearray(), bytes((1 << 20) + 1))
 
 
 def test_a_request_keeps_every_field() -> None:

@@ -47,11 +47,14 @@ class AttachService:
         self._weights = WeightsReplacement(backend, routers, self._pause, self._with_weights)
         self._adapters = WorkerAdapters(backend, routers, description)
         self._cancels: set[asyncio.Task[None]] = set()
-        self._kinds: dict[str, tuple[str, Callable[[int, bytes, Any], ToEngine]]] = {
+        self._kinds: dict[str, tuple[str, Callable[[RouterStream, bytes, Any], ToEngine]]] = {
             "prefill": ("prefill_id", self._prefill),
             "decode": ("decode_id", self._decode),
             "retarget": ("decode_id", self._retarget),
-            "cancel": ("attempt_id", lambda stream, attempt_id, _: messages.Cancel(stream, attempt_id)),
+            "cancel": (
+                "attempt_id",
+                lambda stream, attempt_id, _: messages.Cancel(stream.number, attempt_id),
+            ),
             "only_copies": ("", lambda _stream, _id, told: messages.OnlyCopies(validation.chunks(told))),
         }
         """By kind of a message, its field with the id of an attempt, and what converts it."""
@@ -158,33 +161,38 @@ class AttachService:
     async def _read(self, stream: RouterStream, request_iterator: AsyncIterator[pb.RouterMessage]) -> None:
         async for message in request_iterator:
             kind = message.WhichOneof("kind")
+            if kind == "pixels":
+                validation.add_pixels(stream.pixels, message.pixels.data)
+                continue
             if kind not in self._kinds:
                 raise StreamError(f"a message of kind {kind} is not allowed here")
             (field, convert), content = self._kinds[kind], getattr(message, kind)
             attempt_id = validation.attempt_id(getattr(content, field), field) if field else b""
             try:
-                await self._backend.send(convert(stream.number, attempt_id, content))
+                await self._backend.send(convert(stream, attempt_id, content))
             except RefusedAttempt as refusal:
                 if kind == "retarget":
                     await self._backend.send(messages.Cancel(stream.number, attempt_id))
                 stream.put(streams.failed(attempt_id, refusal.code, str(refusal)))
 
-    def _prefill(self, stream: int, prefill_id: bytes, submit: pb.SubmitPrefill) -> messages.Prefill:
+    def _prefill(self, stream: RouterStream, prefill_id: bytes, submit: pb.SubmitPrefill) -> messages.Prefill:
+        pixels = stream.take_pixels()
         self._require_accepting(submit.request)
-        work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
+        work = validation.work(prefill_id, submit.request, self._limits, pixels, handover=submit.handover)
         content, plan = validation.content_source(submit), validation.plan(submit)
-        return messages.Prefill(stream, work, submit.handover, submit.report_start, content, plan)
+        return messages.Prefill(stream.number, work, submit.handover, submit.report_start, content, plan)
 
-    def _decode(self, stream: int, decode_id: bytes, submit: pb.SubmitDecode) -> messages.Decode:
+    def _decode(self, stream: RouterStream, decode_id: bytes, submit: pb.SubmitDecode) -> messages.Decode:
+        pixels = stream.take_pixels()
         self._require_accepting(submit.request)
-        work = validation.work(decode_id, submit.request, self._limits)
+        work = validation.work(decode_id, submit.request, self._limits, pixels)
         source = validation.source(submit.source) if submit.HasField("source") else None
-        return messages.Decode(stream, work, source, validation.content_source(submit))
+        return messages.Decode(stream.number, work, source, validation.content_source(submit))
 
-    def _retarget(self, stream: int, decode_id: bytes, retarget: pb.Retarget) -> messages.Retarget:
+    def _retarget(self, stream: RouterStream, decode_id: bytes, retarget: pb.Retarget) -> messages.Retarget:
         source = validation.source(retarget.source)
         output_ids = validation.output_tokens(retarget.output_ids, self._limits)
-        return messages.Retarget(stream, decode_id, source, output_ids)
+        return messages.Retarget(stream.number, decode_id, source, output_ids)
 
     def _require_accepting(self, asked: pb.Request) -> None:
         if self._backend.draining:

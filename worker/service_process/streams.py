@@ -31,6 +31,8 @@ class RouterStream:
         self.number = number
         self.report_seconds = report_seconds
         self.unread_bytes = 0
+        self.pixels = bytearray()
+        """Of the images of the next attempt that the router submits."""
         self._queue: deque[pb.WorkerMessage] = deque()
         self._snapshot: Iterator[pb.WorkerMessage] | None = None  # the parts to come
         self._new_snapshot: Callable[[], Iterator[pb.WorkerMessage]] | None = None  # None: no cache events
@@ -39,6 +41,11 @@ class RouterStream:
         self._finishing = False
         self.overflow = asyncio.Event()
         """Set when the router leaves more than MAX_UNREAD_BYTES unread. From then on `put` drops messages."""
+
+    def take_pixels(self) -> bytearray:
+        """Those that have come for the attempt that is submitted now."""
+        taken, self.pixels = self.pixels, bytearray()
+        return taken
 
     def put(self, message: pb.WorkerMessage) -> None:
         if self.overflow.is_set():

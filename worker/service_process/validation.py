@@ -11,12 +11,13 @@ import re
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from google.protobuf.message import Message
 
 from baton.content import CHUNK_TOKENS, Tier, with_adapter
-from baton.content.images import ImageSettings
+from baton.content.images import CHANNELS, MOST_PIXELS, PIXELS_PART, ImageSettings
 from baton.engine import EngineRequest, Image, Reasoning, SamplingParams, StructuredOutput, check_request
 from baton.machine.tracing import valid_traceparent
 from baton.rpc import LONGEST_REPORT, bounded_report
@@ -73,8 +74,25 @@ def report_seconds(value: float) -> float:
     return bounded_report(value) if value else LONGEST_REPORT
 
 
-def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool = True) -> messages.Work:
-    """Checks the request of an attempt and converts it. No later code checks it again.
+def add_pixels(pixels: bytearray, data: bytes) -> None:
+    """Adds a part to the pixels of the next attempt. Raises StreamError for too many."""
+    if len(data) > PIXELS_PART:
+        raise StreamError(f"a part of pixels has {len(data)} bytes, more than {PIXELS_PART}")
+    pixels += data
+    if len(pixels) > CHANNELS * MOST_PIXELS:
+        raise StreamError(f"the images of an attempt have more than {MOST_PIXELS} pixels")
+
+
+def work(
+    attempt_id: bytes,
+    asked: pb.Request,
+    limits: Limits,
+    pixels: bytes | bytearray = b"",
+    *,
+    handover: bool = True,
+) -> messages.Work:
+    """Checks the request of an attempt and converts it. No later code checks it again. `pixels`: those of all
+    its images.
 
     Without `handover` the next token must be the last, because no worker continues the request. Raises
     RefusedAttempt(INVALID), which names the field.
@@ -101,7 +119,7 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
             f"{emitted + 1}: set handover"
         )
     try:
-        request = _request(attempt_id, asked)
+        request = _request(attempt_id, asked, _images(asked, limits, pixels))
         check_request(request, limits.vocab_size, limits.max_model_len, limits.images)
     except ValueError as error:
         raise _invalid(str(error)) from error
@@ -128,7 +146,22 @@ def _check_labels(asked: pb.Request) -> None:
         raise _invalid(f"adapter must have {ID_BYTES} bytes, not {len(asked.adapter)}")
 
 
-def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
+def _images(asked: pb.Request, limits: Limits, pixels: bytes | bytearray) -> tuple[Image, ...]:
+    """Raises ValueError if they have other pixels than these."""
+    settings = limits.images
+    sizes = [settings.pixel_bytes(x.rows, x.columns) if settings is not None else 0 for x in asked.images]
+    if pixels and sum(sizes) != len(pixels):
+        raise ValueError(f"images: {len(pixels)} bytes of pixels came, not {sum(sizes)}")
+    if not pixels:
+        sizes = [0] * len(sizes)
+    stops = accumulate(sizes)
+    return tuple(
+        Image(x.name, x.start, x.rows, x.columns, bytes(memoryview(pixels)[stop - size : stop]))
+        for x, size, stop in zip(asked.images, sizes, stops, strict=True)
+    )
+
+
+def _request(attempt_id: bytes, asked: pb.Request, images: tuple[Image, ...]) -> EngineRequest:
     """Raises ValueError, which names the sampling parameter that is out of range."""
     sampling = asked.sampling
     converted = {
@@ -150,7 +183,7 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
         cache_salt=with_adapter(asked.cache_salt, asked.adapter),
         adapter=asked.adapter,
         tenant=asked.tenant,
-        images=tuple(Image(x.name, x.start, x.rows, x.columns, x.pixels) for x in asked.images),
+        images=images,
     )
 
 
