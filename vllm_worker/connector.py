@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from baton.content.cache_kinds import latent_head_dim
@@ -367,6 +368,10 @@ def check_config(config: VllmConfig) -> None:
     for name, setting in refused.items():
         if setting:
             raise ValueError(f"BatonConnector does not support {name}: start vLLM without it")
+    if current_platform.is_cpu() and config.cache_config.mamba_cache_mode != "none":  # kernels of Triton
+        raise ValueError(
+            "vLLM for CPUs cannot cache prefixes of a model with states: add --no-enable-prefix-caching"
+        )
 
 
 def _leave_out_the_last(request: Request) -> None:

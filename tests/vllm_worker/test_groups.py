@@ -58,6 +58,20 @@ def test_tokens_are_those_of_transformers(save: Callable[[Path], tuple[str, ...]
         cluster.kill()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_prefixes_of_states_are_refused_on_cpus(tmp_path: Path) -> None:
+    """vLLM would start, and its engine would die with the first prompt."""
+    states(tmp_path / "model")
+    save_tokenizer(tmp_path / "model", SIZES["vocab_size"])
+    cluster = VLLMCluster(tmp_path / "model", tmp_path, "--max-model-len", "512")
+    try:
+        assert cluster.process.wait(200) == 1
+        assert "cannot cache prefixes of a model with states: add --no-enable" in cluster.output()
+    finally:
+        cluster.kill()
+
+
 def test_a_pool_is_shared_by_all_groups() -> None:
     """32 tokens take 1 block of vLLM in one group, and 2 in another. A request has at most 3 blocks
     within a window, and 2 of states."""
