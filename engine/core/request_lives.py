@@ -252,6 +252,7 @@ class RequestLives:
         live.id = request_id
         live.owner = request_id if owner is None else owner
         live.handover, live.hand_back = False, True
+        self.memory.goes_on(live)
         self._move(live, Phase.RUNNING)
         return True
 

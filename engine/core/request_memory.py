@@ -124,8 +124,16 @@ class RequestMemory:
         lacking = self.blocks_for(len(live.token_ids) + tokens) - len(live.blocks)
         if lacking > 0 and not self.grow(live, lacking, self.watermark):
             return False
+        if self._windows is not None and self._windows.reachable(live.windows) < len(live.blocks):
+            return False
         self.reach(live, len(live.blocks) * self._block_size)
         return True
+
+    def goes_on(self, live: LiveRequest) -> None:
+        """Nothing but later steps of a request reads its KV."""
+        if self._windows is not None:
+            live.windows.is_whole = False
+            self._windows.pass_to(live.windows, live.blocks, live.num_computed)
 
     @property
     def kept_windows(self) -> int:

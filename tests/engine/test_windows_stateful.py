@@ -14,10 +14,12 @@ import pytest
 from baton.content import CHUNK_TOKENS, cache_kinds
 from baton.content.cache_kinds import Window, first_read
 from baton.engine.api.request import EngineRequest
+from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.elastic import Cells, Move
-from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_exchange import Import
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
+from tests.engine.scheduling import make, step
 from tests.engine.test_scheduler_stateful import DRAFTS, OPERATIONS, Operations
 
 Key = tuple[int, int, int]
@@ -247,3 +249,41 @@ def test_a_chunk_takes_no_window_block_that_was_promised() -> None:
     for span, table in zip((first, second), tables, strict=True):
         windows.end(span, table)
     windows.assert_whole()
+
+
+def test_a_part_that_decodes_here_gives_back_what_windows_read_no_more() -> None:
+    """As long as other workers may read it, it keeps all positions."""
+    scheduler = make(
+        num_blocks=32, block_size=4, windows=[Window(4, tile=4)], window_blocks=24, prefix_cache=True
+    )
+    lives, prompt = scheduler.lives, list(range(60))
+    live = lives.start_part(EngineRequest(b"a", prompt, [], SamplingParams(max_tokens=36)), [range(60)])
+    assert live is not None
+    lives.begin_range(live)
+    while live.phase is not Phase.HELD:
+        step(scheduler)
+    assert (live.windows.first, live.windows.stop) == (0, 15)
+    lives.verified(live)
+    assert lives.resume(live, b"b")
+    assert not live.windows.is_whole
+    assert live.windows.first > 0
+    lives.drop(live)
+    lives.assert_whole()
+
+
+def test_drafts_take_no_window_block_that_was_promised() -> None:
+    scheduler = make(
+        num_blocks=32, block_size=4, windows=[Window(4, tile=4)], window_blocks=24, prefix_cache=True
+    )
+    lives, windows = scheduler.lives, scheduler.lives.pool.windows
+    assert windows is not None
+    live = lives.start(EngineRequest(b"a", list(range(60)), [], SamplingParams(max_tokens=36)))
+    assert live is not None
+    other = WindowSpan()
+    windows.promise(other, windows.spare)
+    assert not lives.memory.has_room_for(live, 0), "its last blocks are beyond its window"
+    assert windows.spare == 0
+    windows.promise(other, 0)
+    assert lives.memory.has_room_for(live, 0)
+    lives.drop(live)
+    lives.assert_whole()
