@@ -143,11 +143,11 @@ class PrefillLoads:
         if serving:
             self._ring.add(worker.name, row)
             self._names.insert(place, worker.name)
-            self._rows = np.insert(self._rows, place, row)
+            self._rows = np.concatenate((self._rows[:place], (row,), self._rows[place:]))
         else:
             self._ring.remove(worker.name, row)
             del self._names[place]
-            self._rows = np.delete(self._rows, place)
+            self._rows = np.concatenate((self._rows[:place], self._rows[place + 1 :]))
 
     def _set_store(self, row: int, reads: bool) -> None:
         self._stores = self._stores | 1 << row if reads else self._stores & ~(1 << row)
@@ -161,9 +161,11 @@ class PrefillLoads:
         if len(self._workers) == MAX_ROWS:
             raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
         self._workers.append(None)
-        for array in ("_speed", "_least_wait", "_wait_until", "_measured"):
-            setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
-        self._measured[-1] = False
+        for name in ("_speed", "_least_wait", "_wait_until", "_measured"):
+            array = getattr(self, name)
+            longer = np.zeros(len(array) + 1, array.dtype)
+            longer[:-1] = array
+            setattr(self, name, longer)
         self.index.grow(len(self._workers))
         return len(self._workers) - 1
 
