@@ -8,6 +8,7 @@ import contextlib
 import logging
 import logging.config
 import multiprocessing
+import os
 import signal
 from collections.abc import AsyncIterator, Mapping
 from itertools import islice
@@ -115,7 +116,7 @@ def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:
     logging.config.dictConfig(config.logging())
     context = multiprocessing.get_context("fork")
     answer, reply = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(config, reply))
+    child = context.Process(target=_answer, args=(os.getpid(), config, reply))
     child.start()
     reply.close()
     before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
@@ -136,9 +137,9 @@ def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:
     return found
 
 
-def _answer(config: RouterConfig, reply: Connection) -> None:
+def _answer(parent_pid: int, config: RouterConfig, reply: Connection) -> None:
     """Sends the description, or the mistake of the user with which it ends."""
-    die_with_parent()
+    die_with_parent(parent_pid)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         reply.send(asyncio.run(first_description(config)))

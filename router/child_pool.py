@@ -136,8 +136,11 @@ class ForkServer:
                     task.cancel()
 
     async def _check(self) -> None:
-        """Returns when the process has forked a child. Raises OSError."""
-        child = await self.fork("check")
+        """Returns when the process has forked a child, or this one has no descriptor left to ask for one."""
+        try:
+            child = await self.fork("check")
+        except OSError:  # no fault of the process that forks: its children go on
+            return
         try:
             await child.ended()
         finally:
@@ -152,7 +155,10 @@ class ForkServer:
                 router_ends.enter_context(router_end)
                 child_ends.enter_context(child_end)
             socket.send_fds(self._socket, [kind.encode()], [child_end.fileno() for _, child_end in pairs])
-            streams = [await asyncio.open_unix_connection(sock=router_end) for router_end, _ in pairs]
+            streams = []
+            for router_end, _ in pairs:
+                streams.append(await asyncio.open_unix_connection(sock=router_end))
+                router_ends.callback(streams[-1][1].close)  # if the caller is cancelled
             router_ends.pop_all()
         return _Process(*streams[0], *streams[1])
 

@@ -43,7 +43,7 @@ def fork_children(
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the router
         signal.signal(number, signal.SIG_IGN)
-    asked = socket.socket(fileno=control)
+    asked, own_pid = socket.socket(fileno=control), os.getpid()
     alive: dict[int, tuple[int, socket.socket]] = {}  # pid → pidfd, and the socket for its exit code
     with selectors.DefaultSelector() as selector:
         selector.register(asked, selectors.EVENT_READ)
@@ -63,7 +63,7 @@ def fork_children(
                             continue
                         if not pid:
                             serve = kinds.get(kind.decode(), lambda: None)
-                            _become(requests, f"{title} {kind.decode()}", serve, memory_bytes)
+                            _become(own_pid, requests, f"{title} {kind.decode()}", serve, memory_bytes)
                     alive[pid] = pidfd, _ = os.pidfd_open(pid), ends
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                     selector.register(ends, selectors.EVENT_READ, pid)
@@ -86,13 +86,15 @@ def _tell(ends: socket.socket, code: int) -> None:
         ends.send(str(code).encode())
 
 
-def _become(requests: socket.socket, title: str, serve: Callable[[], None], memory_bytes: int) -> NoReturn:
+def _become(
+    parent_pid: int, requests: socket.socket, title: str, serve: Callable[[], None], memory_bytes: int
+) -> NoReturn:
     """In the new process."""
     code = 1
     try:
         setproctitle(title)
         # Without this, a busy child would notice the end of the router only after its request.
-        die_with_parent()
+        die_with_parent(parent_pid)
         os.nice(_NICE)
         limit(memory_bytes)
         os.dup2(requests.fileno(), 0)

@@ -116,21 +116,21 @@ def _fork(config: RouterConfig, run: Callable[[RouterConfig], int]) -> int:
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a handler of the new process would tell this one
     try:
-        pid = os.fork()
+        parent_pid, pid = os.getpid(), os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     if not pid:
-        _become(config, run)
+        _become(parent_pid, config, run)
     return pid
 
 
-def _become(config: RouterConfig, run: Callable[[RouterConfig], int]) -> NoReturn:
+def _become(parent_pid: int, config: RouterConfig, run: Callable[[RouterConfig], int]) -> NoReturn:
     """In the new process. It never returns to the event loop, which is the supervisor's."""
     code = 1
     try:
-        die_with_parent()
+        die_with_parent(parent_pid)
         asyncio._set_running_loop(None)
         gc.freeze()  # an object of the supervisor must not close a descriptor by its number
         given = (config.ready_fd, config.control_fd, config.keys_fd, config.forks_fd)

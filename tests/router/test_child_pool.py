@@ -22,8 +22,10 @@ from tests.within import WITHIN
 # "hang PATH" makes this file first.
 # "scatter" frees 100 MiB, of which the allocator can shrink nothing.
 # "kill PATH" adds a line to the file and kills the child, if the file has fewer than two lines.
+# With the state "ends PATH", the process that forks kills itself at the step that the file names, and removes
+# the file before. A step has a kind of child: "queued test", "received check".
 SCRIPT = """
-import ctypes, os, sys, time
+import ctypes, os, socket, sys, time
 from baton.router.preparation import pipe
 state = sys.stdin.buffer.read()
 if state == b"never":
@@ -33,6 +35,36 @@ if state == b"no process":
         os.fork = fork
         raise BlockingIOError(11, "Resource temporarily unavailable")
     os.fork = fork_later
+if state[:5] == b"ends ":
+    forker, kind, kinds = os.getpid(), "", {}
+    def at(step, kind):
+        try:
+            with open(state[5:]) as file:
+                if file.read() != f"{step} {kind}":
+                    return
+            os.unlink(state[5:])
+        except FileNotFoundError:
+            return
+        os.kill(forker, 9)
+        while os.getppid() == forker:
+            time.sleep(0.001)
+    def received(sock, size, fds, recv_fds=socket.recv_fds):
+        global kind
+        at("queued", "check")  # no other message is sent in this step
+        message = recv_fds(sock, size, fds)
+        kind = message[0].decode()
+        at("received", kind)
+        return message
+    def forked(fork=os.fork):
+        pid = fork()
+        kinds[pid] = kind
+        at("forked" if pid else "orphaned", kind)
+        return pid
+    def reaped(pid, options, waitpid=os.waitpid):
+        ended = waitpid(pid, options)
+        at("reaped", kinds.pop(pid))
+        return ended
+    socket.recv_fds, os.fork, os.waitpid = received, forked, reaped
 def reply(request):
     if request == b"die":
         sys.exit(4)
@@ -302,20 +334,19 @@ async def test_one_process_forks_the_children_of_several_routers_and_is_replaced
     os.kill(first, signal.SIGKILL)
     assert (await waiting)[1] == b"hello wait "
     [second] = await parents()
-    checked, fork = asyncio.Event(), ForkServer.fork
+    fork, patience = ForkServer.fork, iter((0.1, WITHIN))
 
-    def noted(server: ForkServer, kind: str) -> Any:
-        if kind == "check":
-            checked.set()
+    def stopped(server: ForkServer, kind: str) -> Any:
+        """Stops the process as the second check begins, which has the short limit."""
+        if kind == "check" and (limit := next(patience, None)) is not None:
+            monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", limit)
+            if limit == WITHIN:
+                os.kill(second, signal.SIGSTOP)  # its children go on
         return fork(server, kind)
 
-    monkeypatch.setattr(ForkServer, "fork", noted)
-    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 2)
-    await checked.wait()  # with this limit
-    os.kill(second, signal.SIGSTOP)  # its children go on
+    monkeypatch.setattr(ForkServer, "fork", stopped)
     while psutil.pid_exists(second):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 60)
     [third] = await parents()
     assert len({first, second, third}) == 3
     for each in (*pools, other, server):
@@ -323,26 +354,56 @@ async def test_one_process_forks_the_children_of_several_routers_and_is_replaced
     assert not psutil.pid_exists(third)
 
 
-async def test_a_fork_server_that_ends_within_a_check_is_replaced(
+async def test_a_router_without_descriptors_leaves_the_process_that_forks(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ):
-    """The check lies in its socket, so no answer to it comes before the next one has started."""
-    servers, checked, fork = list[int](), asyncio.Event(), ForkServer.fork
+    """It can check nothing, but requests of its children go on."""
+    checks, pool, fork = 0, make(), ForkServer.fork
+    checked = asyncio.Event()
 
-    def noted(server: ForkServer, kind: str) -> Any:
-        if kind == "check" and servers and not checked.is_set():
-            os.kill(servers[0], signal.SIGSTOP)
+    def crowded(server: ForkServer, kind: str) -> Any:
+        nonlocal checks
+        if kind != "check":
+            return fork(server, kind)
+        checks += 1
+        if checks == 3:
             checked.set()
-        return fork(server, kind)
+        raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("baton.router.child_pool._CHECK_SECONDS", 0.1)
-    monkeypatch.setattr(ForkServer, "fork", noted)
-    pool = make()
-    pid, _ = await call(pool, b"a")
-    servers.append(psutil.Process(pid).ppid())
+    monkeypatch.setattr("baton.router.child_pool._CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(ForkServer, "fork", crowded)
+    first, _ = await call(pool, b"a")
     await checked.wait()
-    os.kill(servers[0], signal.SIGKILL)
-    assert (await call(pool, b"b"))[1] == b"hello b "
+    assert (await call(pool, b"a"))[0] == first
+
+
+async def test_the_process_that_forks_may_end_at_each_step(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """No request is lost, and none waits for its time limit."""
+    monkeypatch.setattr("baton.router.child_pool._CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("baton.router.child_pool._RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 2 * WITHIN)
+    step = tmp_path / "step"
+    pool = make(state=b"ends " + bytes(step))
+    await call(pool, b"a")
+    steps = [f"{each} check" for each in ("queued", "received")]
+    steps += [f"{each} test" for each in ("received", "forked", "orphaned", "reaped")]
+    for name in steps:
+        (tmp_path / "new").write_text(name)
+        (tmp_path / "new").rename(step)
+        async with asyncio.timeout(WITHIN):
+            if name.endswith("test"):
+                with pytest.raises(ChildDied) as died:
+                    await call(pool, b"die")
+                assert died.value.caused_by_request, name
+            else:
+                while step.exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            pid, rest = await call(pool, b"a")
+        assert not step.exists(), name
+        assert rest.endswith(b" a "), name
+        assert psutil.Process(psutil.Process(pid).ppid()).ppid() == os.getpid(), f"{name}: an orphan"
 
 
 async def test_children_work_at_the_same_time(make: Make):
