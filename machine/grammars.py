@@ -231,6 +231,7 @@ def main(vocab_size: int, title: str) -> None:
 def _try(tokenizer: LLTokenizer, kind: str, text: str, writer: int) -> None:
     """In the child. Writes the error and the size, and ends the process."""
     try:
+        os.dup2(2, 1)  # otherwise the pipe to `Trials` would not end with the process that forks
         os.nice(NICE)
         signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)  # ends the process even inside of a library
         before = _anonymous_bytes()

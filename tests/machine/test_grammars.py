@@ -4,11 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
+import pytest
+
+from baton.machine import grammars
 from baton.machine.grammars import TOO_MUCH, Trials
 from baton.machine.system import raise_descriptor_limit
 from baton.machine.turns import Turns
+from tests.within import WITHIN
 
 LIMITED = """
 import sys
@@ -29,6 +36,17 @@ def rarely():
         raise BlockingIOError(11, "Resource temporarily unavailable")
     return fork()
 os.fork = rarely
+grammars.main(int(sys.argv[1]), sys.argv[2])
+"""
+
+
+STUCK = """
+import sys, time
+from baton.machine import grammars
+def stuck(tokenizer, kind, text):
+    open(text, "x").close()
+    time.sleep(10)
+grammars.error_of = stuck
 grammars.main(int(sys.argv[1]), sys.argv[2])
 """
 
@@ -69,6 +87,27 @@ def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_tried() -> None:
     assert trials.try_("regex", "a").error == ""
     assert trials._process is not process
     trials.close()
+
+
+class Stuck(Trials):
+    """A text is a file that its child makes before it sleeps."""
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", STUCK]
+
+
+def test_a_killed_process_that_forks_is_noticed_while_its_child_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(grammars, "_HANG_SECONDS", 2 * WITHIN)
+    trials, begun = Stuck(300), tmp_path / "begun"
+    with ThreadPoolExecutor(1) as thread:
+        tried = thread.submit(trials.try_, "regex", str(begun))
+        while not begun.exists():
+            time.sleep(0.001)
+        assert trials._process is not None
+        trials._process.kill()
+        assert tried.result(WITHIN).error == TOO_MUCH
 
 
 class Crowded(Trials):
