@@ -41,11 +41,12 @@ grammars.main(int(sys.argv[1]), sys.argv[2])
 
 
 STUCK = """
-import sys, time
+import os, sys, time
 from baton.machine import grammars
 def stuck(tokenizer, kind, text):
     open(text, "x").close()
-    time.sleep(10)
+    while os.path.exists(text):
+        time.sleep(0.001)
 grammars.error_of = stuck
 grammars.main(int(sys.argv[1]), sys.argv[2])
 """
@@ -90,7 +91,7 @@ def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_tried() -> None:
 
 
 class Stuck(Trials):
-    """A text is a file that its child makes before it sleeps."""
+    """A text is a file that its child makes. The child goes on while the file is there."""
 
     def _command(self) -> list[str]:
         return [sys.executable, "-c", STUCK]
@@ -107,7 +108,10 @@ def test_a_killed_process_that_forks_is_noticed_while_its_child_goes_on(
             time.sleep(0.001)
         assert trials._process is not None
         trials._process.kill()
-        assert tried.result(WITHIN).error == TOO_MUCH
+        try:
+            assert tried.result(WITHIN).error == TOO_MUCH
+        finally:
+            begun.unlink()
 
 
 class Crowded(Trials):
