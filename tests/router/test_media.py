@@ -195,6 +195,16 @@ async def test_other_hosts_are_not_asked(url: str) -> None:
         await fetch(url, domains=())
 
 
+@pytest.mark.parametrize("name", ["user@127.0.0.1", ":password@127.0.0.1"])
+@pytest.mark.usefixtures("loopback")
+async def test_no_host_is_sent_a_user_or_a_password(name: str, host: Host) -> None:
+    host.location = host.url("file", name)
+    for path, of in (("file", name), ("away", "127.0.0.1")):
+        with pytest.raises(InvalidRequest, match="has a user or a password"):
+            await fetch(host.url(path, of))
+    assert host.asked == ["away"]
+
+
 PRIVATE = """127.0.0.1 10.0.0.1 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1
 255.255.255.255
 :: ::1 fe80::1%eth0 fd00::1 ff0e::1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:7f00:1::1"""
