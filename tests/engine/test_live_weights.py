@@ -127,6 +127,21 @@ def test_weights_that_do_not_fit_change_nothing(edit: Any, message: str, tmp_pat
     assert engine.content_root == root
 
 
+@pytest.mark.parametrize(
+    ("kept", "new", "message"),
+    [
+        ([0.5], [0.25], r"model\.0 is 0\.5 and would be 0\.25: it cannot change in place"),
+        ({"a": [torch.zeros(2)]}, {"a": (torch.ones(2),)}, r"model\.a is a list and would be a tuple"),
+        ([torch.zeros(2)], [torch.ones(3)], r"model\.0 is \[2\] of torch\.float32 and would be \[3\]"),
+        ([torch.zeros(2)], [torch.ones(2).half()], r"would be \[2\] of torch\.float16"),
+        ({"a": torch.zeros(2)}, {}, r"model\.a is missing in the new weights"),
+    ],
+)
+def test_what_differs_in_more_than_values_is_refused(kept: Any, new: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(pairs(kept, new))
+
+
 def test_another_model_is_refused_by_what_differs(tmp_path: Path) -> None:
     before = tmp_path / "before"
     before.mkdir()
