@@ -200,7 +200,9 @@ class KnownLimit:
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    def tokens(self, batch: object, prompts: object, now: float, joins_at: float) -> int:
+    def tokens(
+        self, batch: object, prompts: object, now: float, joins_at: float, encoding: float = 0.0
+    ) -> int:
         return 16 if joins_at <= now else 40
 
     def record(self, decodes: int, prompt_tokens: int, *_: float) -> None:

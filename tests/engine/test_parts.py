@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,8 +112,12 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     target.assert_whole()
 
 
-def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -> None:
+def test_waiting_for_other_workers_is_no_slow_prefill(
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step that waited teaches nothing. One that did not teaches the speed, also of a shared prompt."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=time.monotonic())  # stands while layers end
+    monkeypatch.setattr("baton.engine.step_loop.time", clock)
     request = shared_prompt(120)
     source, target = tiny_engine(**CACHING), tiny_engine(**CACHING)
     shared = Shared(target, source)
@@ -126,12 +131,12 @@ def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -
     assert min(before) > 0
 
     def late(layer: int, chunks: Mapping[bytes, range]) -> None:
-        time.sleep(0.1)
+        clock.now += 1000
         shared.layer_done(layer, chunks)
 
     target.loop.hooks = replace(target.loop.hooks, layer_done=late)
     target.lives.begin_range(live_of(target, request.id))
-    assert target.loop.step().seconds > 0.1
+    target.loop.step()
     assert (target._meters.prefill_tokens_per_s, target._meters.step_seconds) == before
     end(source, request.id)
 

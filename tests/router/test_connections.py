@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -61,7 +62,8 @@ async def test_idle_connections_leave_room_for_others(
             """On a connection that is idle otherwise."""
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-            await reader.readuntil(b"\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(re.findall(rb"(?i)content-length: (\d+)", head)[0]))
 
         await healthy()
         url = f"{'https' if tls else 'http'}://127.0.0.1:{port}/v1/completions"
