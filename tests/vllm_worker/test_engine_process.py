@@ -14,6 +14,7 @@ import pytest
 from baton.engine import EngineConfig, EngineRequest, SamplingParams
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
+from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Pool
 from baton.vllm_worker.engine_process import EngineProcess
 from baton.vllm_worker.roles import EngineGone
@@ -40,7 +41,8 @@ class Process(EngineProcess):
 
     async def _start(self) -> Any:
         self._connector.receive = lambda: self.connector  # type: ignore[method-assign,assignment]
-        return played("vllm_worker/llm.py", "VLLM", generate=self._generate), READY, Pool(16, 11)
+        vllm = played("vllm_worker/llm.py", "VLLM", generate=self._generate, adapters=stand_in(Adapters))
+        return vllm, READY, Pool(16, 11)
 
     async def _generate(self, *_: Any) -> AsyncGenerator[Any, None]:
         self.computes.set()
@@ -73,7 +75,9 @@ def test_the_service_reads_what_vllm_computed(which: str, error: Exception, code
             running = asyncio.create_task(process.run())
             request = EngineRequest(D, [1] * 20, sampling=SamplingParams(max_tokens=8))
             await service.send(messages.Decode(7, Work(request, 60.0, Origin(D, "r", "", 0.0)), None))
-            await process.computes.wait()
+            computes = asyncio.create_task(process.computes.wait())
+            await asyncio.wait({computes, running}, return_when=asyncio.FIRST_COMPLETED)
+            assert not running.done(), running
             assert heartbeat.step == [D]
             getattr(process, which).set_exception(error)
             return await running

@@ -231,8 +231,9 @@ async def test_abort_ends_attempts_and_a_pause_ends_by_itself(worker: WorkerProc
         status = await stream.stub.SetPause(paused(pb.PAUSE_STEPS, 0.2, abort=True))
         assert status.pause == pb.PAUSE_STEPS
         assert status.idle
-        last = [(await stream.next(decode_id)).message for _ in range(stream.events[decode_id].qsize())][-1]
-        assert isinstance(last, pb.AttemptFailed)
+        last = (await stream.next(decode_id)).message
+        while not isinstance(last, pb.AttemptFailed):
+            last = (await stream.next(decode_id)).message
         assert last.code == pb.FAILURE_CODE_ABORTED
         await stream.token(await stream.reserve(long))  # it waits for the end of the pause
         assert (await stream.stub.GetStatus(pb.StatusRequest())).pause == pb.PAUSE_NONE
