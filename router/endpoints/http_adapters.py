@@ -17,6 +17,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.rpc.adapters import NotChanged, change_adapters
 
 PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+PURPOSE = "load or unload adapters"
 SHOWN_WITHIN, SHOWN_CHECK = 5.0, 0.02  # seconds
 
 
@@ -31,7 +32,7 @@ class HttpAdapters:
 
     async def _load(self, request: web.Request) -> web.Response:
         body = parse(LoadAdapterBody, await self._calls.body(request))
-        name, workers = body.lora_name, await self._workers()
+        name, workers = body.lora_name, await self._calls.ready_workers(PURPOSE)
         if name in self._calls.config.model_names:
             raise errors.InvalidRequest(f"the model itself is called {name!r}", param="lora_name")
         newest = _newest(workers)
@@ -46,23 +47,13 @@ class HttpAdapters:
 
     async def _unload(self, request: web.Request) -> web.Response:
         body = parse(UnloadAdapterBody, await self._calls.body(request))
-        name, workers = body.lora_name, await self._workers()
+        name, workers = body.lora_name, await self._calls.ready_workers(PURPOSE)
         if not any(name in _adapters(worker) for worker in workers):
             raise errors.NotFound(f"the adapter {name!r} cannot be found", param="lora_name")
         wanted = {other: each for other, each in _newest(workers).items() if other != name}
         await self._change(workers, wanted, "lora_name")
         await self._shown(name, served=False)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
-
-    async def _workers(self) -> list[dict[str, Any]]:
-        """Those of the status. A worker that lacks adapters of the others is refused until it has them."""
-        workers = (await self._calls.status())["workers"]
-        missing = [name_of(worker) for worker in workers if worker["state"] not in ("ready", "refused")]
-        if missing or not workers:
-            names = ", ".join(missing) or "no worker is known"
-            text = "all workers must be ready to load or unload adapters; see `baton status`"
-            raise errors.NoWorker(f"{names}: {text}")
-        return workers
 
     async def _change(
         self, workers: list[dict[str, Any]], wanted: Mapping[str, pb.Adapter], param: str

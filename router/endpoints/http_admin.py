@@ -1,6 +1,7 @@
 """What the calls with the admin key share: the key, their errors, their bodies, and the workers they name."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from baton.router.config import RouterConfig
 from baton.router.endpoints.http_generation import authorization
 from baton.router.workers.checks import explain
 
+CONNECT_CHECK = 0.05  # seconds
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 _OFF = "is off: start the router with --admin-key-file FILE or BATON_ADMIN_KEY, and send that key"
@@ -54,6 +56,23 @@ class AdminCalls:
             raise errors.TooSlow(f"no whole body within {self.config.client_timeout:g} s") from None
         except web.HTTPRequestEntityTooLarge:
             raise errors.BodyTooLarge("the body is too large") from None
+
+    async def ready_workers(self, purpose: str, within: float = 0.0) -> list[dict[str, Any]]:
+        """All workers of the status, once each can take a call. Raises NoWorker after `within` seconds, which
+        says what they are needed for.
+
+        A worker is refused while it has other weights or adapters than the others. It can take a call."""
+        end = time.monotonic() + within
+        while True:
+            workers = (await self.status())["workers"]
+            missing = [worker for worker in workers if worker["state"] not in ("ready", "refused")]
+            if workers and not missing:
+                return workers
+            if not workers or time.monotonic() >= end:
+                names = ", ".join(map(name_of, missing)) or "no worker is known"
+                text = f"all workers must be ready to {purpose}; see `baton status`"
+                raise errors.NoWorker(f"{names}: {text}")
+            await asyncio.sleep(CONNECT_CHECK)
 
     def why(self, fault: grpc.aio.AioRpcError) -> str:
         """Why a call to a worker failed."""

@@ -1,7 +1,5 @@
 """HTTP calls that replace the weights of all workers, as SGLang has them. They need the admin key."""
 
-import asyncio
-import time
 import uuid
 
 import grpc
@@ -15,7 +13,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.rpc.weights import NotReplaced, replace_weights
 
 PATHS = "/get_world_size", "/update_weights_from_disk"
-CONNECT_WITHIN, CONNECT_CHECK = 5.0, 0.05  # seconds
+CONNECT_WITHIN = 5.0  # seconds
 
 
 class HttpWeights:
@@ -58,17 +56,8 @@ async def workers_for_weights(calls: AdminCalls) -> dict[str, str]:
 
     A worker that has started again with the weights of its --model is refused: it gets these, too. One that
     has just got weights is connected again soon."""
-    end = time.monotonic() + CONNECT_WITHIN
-    while True:
-        workers = (await calls.status())["workers"]
-        missing = [worker for worker in workers if worker["state"] not in ("ready", "refused")]
-        if workers and not missing:
-            return {worker["address"]: name_of(worker) for worker in workers}
-        if not workers or time.monotonic() > end:
-            names = ", ".join(map(name_of, missing)) or "no worker is known"
-            text = "all workers must be ready to get new weights; see `baton status`"
-            raise errors.NoWorker(f"{names}: {text}")
-        await asyncio.sleep(CONNECT_CHECK)
+    workers = await calls.ready_workers("get new weights", CONNECT_WITHIN)
+    return {worker["address"]: name_of(worker) for worker in workers}
 
 
 def failed(calls: AdminCalls, error: NotReplaced, names: dict[str, str], param: str) -> errors.ApiError:

@@ -141,19 +141,27 @@ async def trained(
             await worker.kill()
 
 
+@contextlib.asynccontextmanager
+async def begun_stream(
+    cluster: Cluster, decode: FakeWorker
+) -> AsyncIterator[tuple[AsyncIterator[bytes], asyncio.Semaphore]]:
+    """The lines behind the first token of a stream, and the steps that `decode` may compute: three so far."""
+    steps = decode.steps = asyncio.Semaphore(3)
+    body = {"prompt": "Hello", "max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}
+    async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
+        lines = aiter(response.content)
+        while b'"choices"' not in await anext(lines):
+            pass
+        yield lines, steps
+
+
 async def test_the_usage_tells_the_first_and_the_last_version(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
     async with trained(tokenizer, tmp_path) as (cluster, workers):
         assert "weights_version" not in (await cluster.complete())["usage"]
         decode = workers[1]
-        decode.steps = asyncio.Semaphore(3)
-        body = {"prompt": "Hello", "max_tokens": 200, "stream": True}
-        body |= {"stream_options": {"include_usage": True}}
-        async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
-            lines = aiter(response.content)
-            while b'"choices"' not in await anext(lines):
-                pass
+        async with begun_stream(cluster, decode) as (lines, _):
             for worker in workers:
                 await worker.kill()
             decode.steps = None
@@ -356,13 +364,7 @@ async def test_streams_go_on_while_workers_get_other_weights_one_after_the_other
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
     async with trained(tokenizer, tmp_path) as (cluster, [prefill, decode]):
-        decode.steps = asyncio.Semaphore(3)
-        body = {"prompt": "Hello", "max_tokens": 200, "stream": True}
-        body |= {"stream_options": {"include_usage": True}}
-        async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
-            lines = aiter(response.content)
-            while b'"choices"' not in await anext(lines):
-                pass
+        async with begun_stream(cluster, decode) as (lines, steps):
             await change(decode)
             await cluster.until(lambda: not cluster.pool.prefills)
             assert cluster.pool.decodes, "the worker with other weights gets nothing until it says the same"
@@ -371,7 +373,7 @@ async def test_streams_go_on_while_workers_get_other_weights_one_after_the_other
             await cluster.until(lambda: cluster.pool.complete)
             assert decode.submitted
             for _ in range(1000):
-                decode.steps.release()
+                steps.release()
             rest = [json.loads(line[6:]) async for line in lines if line.startswith(b"data: {")]
         assert rest[-1]["usage"]["completion_tokens"] == len(cluster.output_ids)
         assert rest[-1]["usage"]["weights_version"] == {"first": None, "last": "v2"}
