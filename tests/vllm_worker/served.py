@@ -149,7 +149,8 @@ class Front:
 
 class VLLMCluster(Front):
     """`baton serve --engine vllm`, float32, on its way up until `until_ready` returns. If it is not `fresh`,
-    vLLM takes less CPU time (`cheaper`)."""
+    vLLM takes less CPU time (`cheaper`). All KV is handed over, however long a step takes: tests count tokens.
+    """
 
     def __init__(self, model: Path, directory: Path, *flags: str, fresh: bool = False) -> None:
         assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
@@ -167,8 +168,8 @@ class VLLMCluster(Front):
                     str(PYTHON), "-m", "baton.cluster.cli", "serve", "--engine", "vllm",
                     "--model", str(model),
                     "--served-model-name", "tiny", "--port", str(self.port), "--dtype", "float32",
-                    "--log-dir", str(self.logs), "--num-threads", "1", "--vllm-args", "--enforce-eager",
-                    *flags,
+                    "--log-dir", str(self.logs), "--num-threads", "1", "--no-overflow",
+                    "--vllm-args", "--enforce-eager", *flags,
                 ],
                 cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True,

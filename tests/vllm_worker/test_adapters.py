@@ -73,7 +73,7 @@ def cluster(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         directory / "model", tmp_path_factory.mktemp("served"),
         "--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256",
         "--enable-lora", "--lora-modules", f"one={directory / 'one'}", "--max-loras", "2",
-        "--admin-key-file", str(directory / "key"), "--no-overflow",
+        "--admin-key-file", str(directory / "key"),
     )  # fmt: skip
     try:
         served.until_ready()

@@ -41,7 +41,7 @@ def test_tokens_are_those_of_transformers(save: Callable[[Path], tuple[str, ...]
     model = tmp_path / "model"
     options = save(model)
     save_tokenizer(model, SIZES["vocab_size"])
-    limits = "--max-model-len", "512", "--num-blocks", "300", "--no-overflow"
+    limits = "--max-model-len", "512", "--num-blocks", "300"
     cluster = VLLMCluster(model, tmp_path, *limits, *options)
     prompts = prompts_of(LENGTHS, 5)
     expected = generated(model, prompts)
