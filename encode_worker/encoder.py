@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -106,12 +105,12 @@ class Encoder:
     def _run(self, name: bytes, pixels: bytes, rows: int, columns: int) -> np.ndarray:
         if not pixels:
             raise ValueError("the pixels of an image are missing, and its embeddings are not kept")
-        began, waited = time.monotonic(), self.turns.waited
+        before = self.turns.seconds
         encoded = self._encode(pixels, rows, columns)
         with self._lock:
             self.encoded += 1
             self.tokens += rows * columns
-            self.seconds += time.monotonic() - began - (self.turns.waited - waited)
+            self.seconds += self.turns.seconds - before
             self._kept[name] = encoded
             self.kept_bytes += encoded.nbytes
             while self.kept_bytes > self._most_bytes:

@@ -24,18 +24,18 @@ class Turns:
     """Of one encoder and one engine.
 
     Attributes:
-        waited: seconds in which layers waited since the start.
+        seconds: in which images were computed since the start, without waits.
     """
 
     def __init__(self) -> None:
-        self.waited = 0.0
+        self.seconds = 0.0
         self._granted = threading.Condition()
         self._left = math.inf
         self._longest = 0.0
         self._taken = 0.0
         self.forget()
         self._seconds = 0.0  # of a layer of the image under way. 0: not known
-        self._layers = 0  # of this image, so far
+        self._layers, self._waited = 0, 0.0  # of this image, so far; seconds
 
     @property
     def token_seconds(self) -> float:
@@ -67,11 +67,12 @@ class Turns:
     @contextmanager
     def image(self, tokens: int) -> Iterator[None]:
         """Around the computation of an image. The cost of its layers is learned if it ends well."""
-        began, waited = time.monotonic(), self.waited
-        self._seconds, self._layers = tokens * self._layer.value, 0
+        began = time.monotonic()
+        self._seconds, self._layers, self._waited = tokens * self._layer.value, 0, 0.0
         yield
+        seconds = time.monotonic() - began - self._waited
+        self.seconds += seconds
         if self._layers:
-            seconds = time.monotonic() - began - (self.waited - waited)
             self._image.add(seconds, tokens)
             self._layer.add(seconds / self._layers, tokens)
 
@@ -84,4 +85,4 @@ class Turns:
             self._left -= self._seconds
             self._taken += self._seconds
         self._layers += 1
-        self.waited += time.monotonic() - began
+        self._waited += time.monotonic() - began

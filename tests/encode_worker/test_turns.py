@@ -78,6 +78,7 @@ def test_a_layer_waits_no_longer_than_it_must(turns: Turns) -> None:
 
 
 def test_an_image_tells_what_its_tokens_cost(turns: Turns) -> None:
+    assert turns.seconds == 2
     assert turns.token_seconds == pytest.approx(2 / 100)
     turns.forget()
     assert turns.token_seconds == 0
