@@ -28,12 +28,17 @@ class NotChanged(Exception):
 
 
 async def change_adapters(
-    workers: Mapping[str, pb.AdapterSet], wanted: Sequence[pb.Adapter], secret: bytes, tls: TlsFiles | None
+    workers: Mapping[str, pb.AdapterSet],
+    wanted: Sequence[pb.Adapter],
+    secret: bytes,
+    tls: TlsFiles | None,
+    within: float,
 ) -> None:
     """Gives the workers at these addresses exactly the adapters `wanted`. Raises NotChanged.
 
-    `workers`: what each has. A task that is cancelled waits for the end, so that no worker is left behind."""
-    changing = asyncio.create_task(_change(workers, wanted, secret, tls))
+    `workers`: what each has. `within`: seconds in which a worker must answer. A task that is cancelled waits
+    for the end, so that no worker is left behind."""
+    changing = asyncio.create_task(_change(workers, wanted, secret, tls, within))
     try:
         await asyncio.shield(changing)
     except asyncio.CancelledError:
@@ -42,7 +47,11 @@ async def change_adapters(
 
 
 async def _change(
-    workers: Mapping[str, pb.AdapterSet], wanted: Sequence[pb.Adapter], secret: bytes, tls: TlsFiles | None
+    workers: Mapping[str, pb.AdapterSet],
+    wanted: Sequence[pb.Adapter],
+    secret: bytes,
+    tls: TlsFiles | None,
+    within: float,
 ) -> None:
     newest = max(workers.values(), key=lambda known: known.revision)
     revision = newest.revision + 1
@@ -50,29 +59,32 @@ async def _change(
         address: pb.AdapterSet(revision=revision, replaces=known.revision, adapters=wanted)
         for address, known in workers.items()
     }
-    replies = await set_adapters(asked, secret, tls)
+    replies = await set_adapters(asked, secret, tls, within)
     faults = {address: reply for address, reply in replies.items() if isinstance(reply, AioRpcError)}
     changed = {address: reply for address, reply in replies.items() if isinstance(reply, pb.AdapterSet)}
     loaded = {frozenset(each.fingerprint for each in reply.adapters) for reply in changed.values()}
     if not faults and len(loaded) == 1:
         return
     before = pb.AdapterSet(revision=revision + 1, replaces=revision, adapters=newest.adapters)
-    await set_adapters(dict.fromkeys(changed, before), secret, tls)
+    await set_adapters(dict.fromkeys(changed, before), secret, tls, within)
     raise NotChanged(faults)
 
 
-async def set_adapters(asked: Mapping[str, pb.AdapterSet], secret: bytes, tls: TlsFiles | None) -> Replies:
-    """Asks each worker to have these adapters."""
+async def set_adapters(
+    asked: Mapping[str, pb.AdapterSet], secret: bytes, tls: TlsFiles | None, within: float
+) -> Replies:
+    """Asks each worker to have these adapters. The answer of one that takes more than `within` seconds is
+    DEADLINE_EXCEEDED: it may load them later, and routers know it then."""
     async with contextlib.AsyncExitStack() as until_the_end:
         calls = []
         for address, adapters in asked.items():
             channel = await until_the_end.enter_async_context(connect(address, secret, tls))
-            calls.append(_set(WorkerStub(channel), adapters))
+            calls.append(_set(WorkerStub(channel), adapters, within))
         return dict(zip(asked, await asyncio.gather(*calls), strict=True))
 
 
-async def _set(stub: WorkerStub, adapters: pb.AdapterSet) -> pb.AdapterSet | AioRpcError:
+async def _set(stub: WorkerStub, adapters: pb.AdapterSet, within: float) -> pb.AdapterSet | AioRpcError:
     try:
-        return await stub.SetAdapters(adapters)
+        return await stub.SetAdapters(adapters, timeout=within)
     except AioRpcError as error:
         return error

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 from aiohttp import web
 
 from baton.router import errors
@@ -68,15 +67,14 @@ class HttpAdapters:
         }
         config = self._calls.config
         try:
-            await change_adapters(known, [*wanted.values()], config.secret, config.cluster_tls)
+            adapters, within = [*wanted.values()], config.request_timeout
+            await change_adapters(known, adapters, config.secret, config.cluster_tls, within)
         except NotChanged as error:
-            faults = [
-                f"{names[address]}: {self._calls.why(fault)}" for address, fault in error.faults.items()
-            ]
-            files = "the files at this path differ between the hosts of the workers"
-            text = f"{'; '.join(faults) or files}. The adapters are those of before."
-            refused = all(x.code() is grpc.StatusCode.FAILED_PRECONDITION for x in error.faults.values())
-            raise (errors.InvalidRequest(text, param=param) if refused else errors.Failed(text)) from error
+            outcome = "The adapters are those of before."
+            if not error.faults:
+                text = f"the files at this path differ between the hosts of the workers. {outcome}"
+                raise errors.InvalidRequest(text, param=param) from error
+            raise self._calls.failed(error.faults, names, outcome, param) from error
 
     async def _shown(self, name: str, *, served: bool) -> None:
         """Returns when all processes of this router know that the adapter came, or went."""

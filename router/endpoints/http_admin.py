@@ -18,6 +18,7 @@ from baton.router.workers.checks import explain
 CONNECT_CHECK = 0.05  # seconds
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
+_REFUSED = grpc.StatusCode.FAILED_PRECONDITION
 _OFF = "is off: start the router with --admin-key-file FILE or BATON_ADMIN_KEY, and send that key"
 _KEY = "send the key of --admin-key-file or BATON_ADMIN_KEY as `Authorization: Bearer KEY`"
 
@@ -74,9 +75,26 @@ class AdminCalls:
                 raise errors.NoWorker(f"{names}: {text}")
             await asyncio.sleep(CONNECT_CHECK)
 
-    def why(self, fault: grpc.aio.AioRpcError) -> str:
-        """Why a call to a worker failed."""
-        if fault.code() is grpc.StatusCode.FAILED_PRECONDITION:
+    def failed(
+        self,
+        faults: Mapping[str, grpc.aio.AioRpcError | None],
+        names: Mapping[str, str],
+        outcome: str,
+        param: str | None = None,
+    ) -> errors.ApiError:
+        """The answer to a call that workers have refused or that did not reach them, of which `outcome` tells
+        the end. `faults` and `names` of workers are by address. None: a worker ended the call.
+
+        `param`: the field of the body that is at fault if all of these workers refuse it."""
+        told = "; ".join(f"{names[address]}: {self._why(fault)}" for address, fault in faults.items())
+        refused = all(fault is not None and fault.code() is _REFUSED for fault in faults.values())
+        text = f"{told}. {outcome}"
+        return errors.InvalidRequest(text, param=param) if refused and param else errors.Failed(text)
+
+    def _why(self, fault: grpc.aio.AioRpcError | None) -> str:
+        if fault is None:
+            return "it ended the call"
+        if fault.code() is _REFUSED:
             return fault.details() or ""
         return explain(fault, files=self.config.cluster_tls is not None)[0]
 

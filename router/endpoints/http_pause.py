@@ -34,7 +34,7 @@ class HttpPause:
             async with workers:
                 await workers.pause(mode, seconds, keep_kv=keep_kv)
         except NotPaused as error:
-            raise self._failed(error, names, "The cluster goes on.") from error
+            raise self._calls.failed(error.faults, names, "The cluster goes on.") from error
         except TimeoutError:
             text = f"requests still ran after {seconds:g} s, so the cluster goes on; pause with mode=keep"
             raise errors.TimedOut(text) from None
@@ -46,7 +46,8 @@ class HttpPause:
             async with workers:
                 await workers.resume()
         except NotPaused as error:
-            raise self._failed(error, names, "Try again, or wait for the end of the pause.") from error
+            outcome = "Try again, or wait for the end of the pause."
+            raise self._calls.failed(error.faults, names, outcome) from error
         return web.json_response({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
@@ -78,10 +79,6 @@ class HttpPause:
             raise errors.NoWorker("no worker is known; see `baton status`")
         config = self._calls.config
         return Workers(list(names), config.secret, config.cluster_tls, may_lack=lacking), names
-
-    def _failed(self, error: NotPaused, names: dict[str, str], outcome: str) -> errors.ApiError:
-        faults = [f"{names[address]}: {self._calls.why(fault)}" for address, fault in error.faults.items()]
-        return errors.Failed(f"{'; '.join(faults)}. {outcome}")
 
 
 def _mode(given: str) -> Mode:

@@ -2,7 +2,6 @@
 
 import uuid
 
-import grpc
 from aiohttp import web
 
 from baton.router import errors
@@ -62,10 +61,4 @@ async def workers_for_weights(calls: AdminCalls) -> dict[str, str]:
 
 def failed(calls: AdminCalls, error: NotReplaced, names: dict[str, str], param: str) -> errors.ApiError:
     """`param`: the field with the weights."""
-    refused, faults = not error.changed, list[str]()
-    for address, fault in error.faults.items():
-        refused &= fault is not None and fault.code() is grpc.StatusCode.FAILED_PRECONDITION
-        why = "it ended the call" if fault is None else calls.why(fault)
-        faults.append(f"{names[address]}: {why}")
-    text = f"{'; '.join(faults)}. {error.outcome}"
-    return errors.InvalidRequest(text, param=param) if refused else errors.Failed(text)
+    return calls.failed(error.faults, names, error.outcome, None if error.changed else param)

@@ -144,7 +144,8 @@ class WorkerStream:
         asked = pb.AdapterSet(replaces=worker.description.adapters_revision)
         asked.MergeFrom(newest)
         config = self._config
-        [reply] = (await set_adapters({worker.address: asked}, config.secret, config.cluster_tls)).values()
+        questions, within = {worker.address: asked}, config.request_timeout
+        [reply] = (await set_adapters(questions, config.secret, config.cluster_tls, within)).values()
         if isinstance(reply, grpc.aio.AioRpcError):
             worker.reason = f"it cannot load the adapters of the other workers: {reply.details()}"
             worker.remedy = LOAD_ADAPTERS

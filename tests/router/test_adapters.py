@@ -24,6 +24,7 @@ from baton.rpc.adapters import NotChanged, change_adapters
 from baton.worker import messages
 from baton.worker.service_process.adapters import RefusedAdapters, WorkerAdapters
 from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.within import WITHIN
 
 from .conftest import Cluster, make_cluster
 from .test_workers import rewrite
@@ -225,7 +226,7 @@ async def test_of_two_callers_at_the_same_time_one_is_refused() -> None:
 
     async def load(name: str) -> None:
         wanted = [pb.Adapter(name=name, path=f"/{name}")]
-        await change_adapters(known, wanted, SECRET, None)
+        await change_adapters(known, wanted, SECRET, None, WITHIN)
 
     first = asyncio.create_task(load("one"))
     for worker in workers:
@@ -241,6 +242,18 @@ async def test_of_two_callers_at_the_same_time_one_is_refused() -> None:
     for worker in workers:
         assert [each.name for each in worker.about.adapters] == ["one"]
         await worker.kill()
+
+
+async def test_a_worker_that_does_not_answer_in_time_is_named() -> None:
+    worker = Adapting(pb.POOL_DECODE, Lanes(), [1])
+    worker.applies = asyncio.Event()
+    await worker.start()
+    wanted = [pb.Adapter(name="one", path="/one")]
+    with pytest.raises(NotChanged) as raised:
+        await change_adapters({worker.address: pb.AdapterSet()}, wanted, SECRET, None, 0.01)
+    assert raised.value.faults[worker.address].code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    worker.applies.set()
+    await worker.kill()
 
 
 def test_what_clients_can_name_is_what_all_attached_workers_have() -> None:
