@@ -43,6 +43,7 @@ LIMITS: dict[str, Any] = {
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """White space between the parts of JSON. It is bounded, since some models would emit newlines forever."""
 TOO_MUCH = "too much to compile"
+ENDED = "it cannot be compiled now: the process that compiles has ended"
 STACK_BYTES = 8 << 20
 """Of a thread that compiles what was tried."""
 _CPU_SECONDS = 2.0
@@ -164,12 +165,15 @@ class Trials:
         try:
             process.stdin.write(_LENGTH.pack(len(request)) + request)
             process.stdin.flush()
-            if wait([process.stdout.fileno()], _HANG_SECONDS) and (reply := process.stdout.readline()):
+            if not wait([process.stdout.fileno()], _HANG_SECONDS):
+                self.close()
+                return Tried(TOO_MUCH, seconds=_HANG_SECONDS)
+            if reply := process.stdout.readline():
                 return Tried(*json.loads(reply))
         except BrokenPipeError:
             pass
         self.close()
-        return Tried(TOO_MUCH, seconds=_HANG_SECONDS)
+        return Tried(ENDED)
 
     def _started(self) -> subprocess.Popen[bytes]:
         # A process that reads texts of clients must not have the secrets of this one.
