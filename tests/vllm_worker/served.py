@@ -149,8 +149,8 @@ class Front:
 
 class VLLMCluster(Front):
     """`baton serve --engine vllm`, float32, on its way up until `until_ready` returns. If it is not `fresh`,
-    vLLM takes less CPU time (`cheaper`). All KV is handed over, however long a step takes: tests count tokens.
-    """
+    vLLM takes less CPU time (`cheaper`). All KV is handed over, however long a step takes, since tests count
+    tokens."""
 
     def __init__(self, model: Path, directory: Path, *flags: str, fresh: bool = False) -> None:
         assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
