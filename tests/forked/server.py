@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ import setproctitle
 from baton.kv_transfer.nixl.memory import WHEELS
 from baton.machine.system import die_with_parent
 from tests.forked import clock, popen
+
+# Since 3.12 Python counts threads in /proc/self/stat, and reads another field if a title has a space.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 _MESSAGE = 1 << 18  # bytes, at most: the arguments and the environment
 _MAX_FDS = 64
