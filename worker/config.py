@@ -237,11 +237,13 @@ class WorkerConfig:
         description["incarnation"] = f"{incarnation:016x}"
         return logs.log_config(self.log_format, self.log_level, description)
 
-    def trace_path(self, process: str) -> str | None:
-        """Returns the trace file of a process ("engine", "transfer"), or None if there is no `trace_dir`."""
+    def trace_path(self, process: str, replacements: int) -> str | None:
+        """Returns the trace file of a process ("engine", "transfer"), or None if there is no `trace_dir`.
+        `replacements`: how many engine processes this worker has had before."""
         if self.trace_dir is None:
             return None
-        return str(Path(self.trace_dir) / f"{self.role}-{self.index}-{process}.trace")
+        number = f"-{replacements + 1}" if replacements else ""
+        return str(Path(self.trace_dir) / f"{self.role}-{self.index}-{process}{number}.trace")
 
 
 def _numeric(flag: str, host: str) -> str:

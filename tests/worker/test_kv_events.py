@@ -62,14 +62,15 @@ def test_an_address_of_another_machine_is_refused() -> None:
 class Subscriber:
     """A router of others: it knows which blocks a worker has, and their tokens."""
 
-    def __init__(self, endpoint: str, block_size: int) -> None:
+    def __init__(self, endpoint: str, block_size: int, first: int | None = 0) -> None:
+        """`first`: number of the first batch that comes. None: any."""
         self._block_size = block_size
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.subscribe(TOPIC.encode())
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(endpoint)
-        self.batches = 0
+        self._next = first
         self.children: dict[tuple[int | None, tuple[int, ...]], int] = {}
 
     async def connected(self) -> None:
@@ -78,9 +79,13 @@ class Subscriber:
 
     async def follow(self) -> None:
         topic, number, batch = await self._socket.recv_multipart()
-        assert (topic, int.from_bytes(number)) == (TOPIC.encode(), self.batches)
-        self.batches += 1
+        assert topic == TOPIC.encode()
+        assert self._next in (int.from_bytes(number), None)
+        self._next = int.from_bytes(number) + 1
         for event in events_of(batch):
+            if event["type"] == "AllBlocksCleared":
+                self.children.clear()
+                continue
             if event["type"] == "BlockRemoved":
                 gone = set(event["block_hashes"])
                 self.children = {key: child for key, child in self.children.items() if child not in gone}

@@ -24,6 +24,7 @@ from tests.forked.popen import FORKS_AGAIN
 from tests.within import WITHIN, within
 
 from .test_deaths import stop_in_step
+from .test_kv_events import TOPIC, Subscriber
 
 ENGINE = {
     "load_format": "dummy",
@@ -31,6 +32,8 @@ ENGINE = {
     "max_num_batched_tokens": 64,
     "enable_prefix_caching": True,
 }
+HANG = 4.0
+"""Seconds after which a silent engine process counts as dead."""
 PROMPT = [7 * i % 500 for i in range(200)]
 
 
@@ -39,8 +42,10 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     directory = tmp_path_factory.mktemp("replaced")
     model = tiny_model(directory / "model")
     started = start_worker(
-        "decode", model, directory, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"}
-    )
+        "decode", model, directory, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"},
+        deadlines={"engine_dead": HANG}, trace_dir=str(directory / "traces"),
+        kv_events_endpoint=f"ipc://{directory}/events", kv_events_topic=TOPIC,
+    )  # fmt: skip
     try:
         yield started.wait_ready()
     finally:
@@ -125,6 +130,38 @@ async def test_a_killed_engine_costs_what_it_had_not_published(worker: WorkerPro
         for description in (described, now):
             description.ClearField("status")
         assert now == described, "incarnation, address of KV lanes and all else stay"
+    await assert_whole(worker)
+
+
+async def test_an_engine_that_hangs_is_replaced_and_counts_go_on(worker: WorkerProcess) -> None:
+    """Metrics, events and traces of the worker know both engine processes."""
+    directory = worker.run_dir.parent
+    traces = len([*(directory / "traces").iterdir()])
+    events = Subscriber(f"ipc://{directory}/events", 16, first=None)
+    await within(events.connected())
+    prompt = [token * 3 % 499 for token in range(200)]
+    asked = request(prompt, sampling(max_tokens=150, ignore_eos=True))
+    async with attached(worker) as stream:
+        right = ids(await read(stream, await stream.submit_decode(asked)))
+        while events.hit(prompt) < 192:
+            await within(events.follow())
+        before = await status(stream)
+        decode_id = await stream.reserve(asked)
+        await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=asked))
+        assert (await stream.failure(decode_id)).code == pb.FAILURE_CODE_INVALID, "this id is in use"
+        await until_tokens(stream, [decode_id], 50)
+        kill(worker, signal.SIGSTOP)
+        assert ids(await within(read(stream, decode_id))) == right
+        while events.hit(prompt):
+            await within(events.follow())
+        while events.hit(prompt) < 192:
+            await within(events.follow())
+        now = await status(stream)
+        assert now.generation_tokens >= before.generation_tokens + 50
+        assert now.prompt_tokens >= before.prompt_tokens + len(prompt)
+    events.close()
+    assert "decode 0 engine gave no sign of life" in worker.log.read_text()
+    assert len([*(directory / "traces").iterdir()]) == traces + 2, "none was written over"
     await assert_whole(worker)
 
 

@@ -6,8 +6,7 @@ cached while it is in any tier, and its medium is always "GPU".
 """
 
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -31,6 +30,10 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 class BlockRemoved(msgspec.Struct, tag=True):
     block_hashes: list[int]
     medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """No block is cached any more."""
 
 
 class KVEvents:
@@ -66,13 +69,21 @@ class KVEvents:
         """Returns the batch of events since the last call. None: there are none."""
         if not self._events:
             return None
-        batch: tuple[float, list[Any]] = time.time(), self._events  # noqa: TID251  as in vLLM
-        self._events = []
-        return _encode(batch)
+        events, self._events = self._events, []
+        return _batch(events)
+
+
+def all_blocks_cleared() -> bytes:
+    """Returns the batch that says so."""
+    return _batch([AllBlocksCleared()])
 
 
 _MEDIUM = "GPU"
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def _batch(events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> bytes:
+    return _encode((time.time(), events))  # noqa: TID251  as in vLLM
 
 
 def _number(name: bytes) -> int:

@@ -12,20 +12,24 @@ from google.protobuf.message import Message
 
 from baton.content import Tier
 from baton.engine import EngineStats
+from baton.kv_transfer import TransferStats
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
-from baton.worker.messages import EngineStatus, FromEngine, ToEngine
+from baton.worker.engine_process.kv_events import all_blocks_cleared
+from baton.worker.messages import Code, EngineStatus, FromEngine, ToEngine
 from baton.worker.processes import TreeError
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
+from baton.worker.service_process.counts import added
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.service_process.open_attempts import OpenAttempts
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
+from baton.worker.service_process.validation import RefusedAttempt
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +80,19 @@ class Backend:
         self._settled.set()
         self._goes_on = True
         """Whether the engine has computed a token since it replaced another one."""
+        self._counted: tuple[EngineStatus | None, TransferStats | None] = None, None
+        """The last reports of processes that were replaced. Their counts are those of all up to then."""
         self._has_files_weights = True
         self._questions = count()
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by question
 
     async def send(self, message: ToEngine) -> None:
         """Sends to the engine, in order. Waits while the engine reads too slowly. Between two engine
-        processes the attempt alone is remembered, for the next one."""
+        processes the attempt alone is remembered, for the next one. Raises RefusedAttempt for an id of an
+        attempt that is remembered."""
         if isinstance(message, messages.Prefill | messages.Decode):
+            if self._open is not None and message.work.request.id in self._open:
+                raise RefusedAttempt(Code.INVALID, "this id is in use")
             self._journal.accepted(message.work)
         if self._open is not None:
             self._open.sent(message)
@@ -109,6 +118,7 @@ class Backend:
         assert self._open is not None, "another process may take its place"
         self.replacing, self._goes_on = True, False
         self._settled.clear()
+        self._counted = self._metrics.engine_status, self._metrics.transfer_stats
         for lost in self._open.lost(self._tree.heartbeat.step, error):
             self._routers.deliver(lost.stream, streams.failed(lost.attempt_id, lost.code, lost.message))
         for answer in self._answers.values():
@@ -119,6 +129,8 @@ class Backend:
         if self._cache is not None:
             for changes in self._cache.cleared():
                 self._routers.broadcast_cache_events(changes)
+        if self._kv_events is not None:
+            self._kv_events.publish(all_blocks_cleared())
 
     async def engine_replaced(self, tree: WorkerTree) -> None:
         """The next engine process is ready, and gets the attempts that wait."""
@@ -191,6 +203,7 @@ class Backend:
             engine, transfer = await asyncio.gather(self.engine_status(), self._tree.transfer_link.stats())
         except TreeError:
             return self._last_status
+        engine, transfer = added(self._counted[0], engine), added(self._counted[1], transfer)
         self._metrics.engine_status = engine
         self._metrics.transfer_stats = transfer
         stats = engine.stats
@@ -321,6 +334,8 @@ class Backend:
                 raise AssertionError(f"unexpected message of the engine: {message}")
 
     def _cache_changed(self, message: messages.CacheChanged | messages.CacheEvents) -> None:
+        if self.replacing:
+            return  # an engine process that has ended said it last; its cache counts as cleared
         match message:
             case messages.CacheChanged(tiers, stored):
                 assert self._cache is not None

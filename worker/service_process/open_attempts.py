@@ -65,12 +65,15 @@ class OpenAttempts:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, attempt_id: bytes) -> bool:
+        return attempt_id in self._open
+
     def sent(self, message: ToEngine) -> None:
-        """A router sent this. Messages of an attempt come in order."""
+        """A router sent this. Messages of an attempt come in order, and no other has its id."""
         match message:
             case Prefill(work=work) | Decode(work=work):
                 deadline = time.monotonic() + work.timeout
-                self._open.setdefault(work.request.id, _Open(message, deadline))
+                self._open[work.request.id] = _Open(message, deadline)
                 if isinstance(message, Prefill) and message.plan:
                     self._forget_later(work.request.id, deadline)
             case messages.Retarget(stream, decode_id, source, output_ids):

@@ -88,6 +88,7 @@ class Service:
         self._tree = WorkerTree(config, self._incarnation, self._kept_fd)
         self._engine: EngineReady | None = None
         self._kv_port = 0
+        self._replacements = 0
         self._crashed: list[bytes] = []
         """Attempts that were in the last step of an engine process that could not be replaced."""
         self._routers = Routers()
@@ -275,7 +276,8 @@ class Service:
         await self._tree.kill()
         await self._tree.close()
         config = replace(self._config, kv_port=self._kv_port)
-        self._tree = WorkerTree(config, self._incarnation, self._kept_fd)
+        self._replacements += 1
+        self._tree = WorkerTree(config, self._incarnation, self._kept_fd, self._replacements)
         self._reporting = self._tree.watch(self._backend.report())
         await self._run_until_failure(self._go_on())
         self._crashed = []

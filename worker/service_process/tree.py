@@ -61,9 +61,13 @@ class WorkerTree:
     The service process owns it and uses it in its main thread.
     """
 
-    def __init__(self, config: WorkerConfig, incarnation: int, kept_fd: int | None = None) -> None:
-        """`kept_fd`: memory for KV that outlives the engine process. The caller owns it."""
+    def __init__(
+        self, config: WorkerConfig, incarnation: int, kept_fd: int | None = None, replacements: int = 0
+    ) -> None:
+        """`kept_fd`: memory for KV that outlives the engine process. The caller owns it. `replacements`: how
+        many trees this worker has had before."""
         self._config = config
+        self._replacements = replacements
         self._kept_fd = kept_fd
         self._adopted = config.reader_device() is not None
         self._exported = self._adopted or config.kv_connector == "auto"
@@ -106,7 +110,7 @@ class WorkerTree:
             incarnation=self._incarnation,
             address=self.engine_link.address,
             heartbeat_fd=self.heartbeat.fd,
-            trace_path=config.trace_path("engine"),
+            trace_path=config.trace_path("engine", self._replacements),
             engine_args=config.engine_args or (),
             kv_events=config.kv_events_endpoint is not None,
             kept_fd=self._kept_fd,
@@ -201,7 +205,7 @@ class WorkerTree:
             reader=config.kv_connector if config.reader else "",
             reader_device=config.reader_device(),
             deadlines=config.deadlines,
-            trace_path=config.trace_path("transfer"),
+            trace_path=config.trace_path("transfer", self._replacements),
             logging=config.logging(self._incarnation, "transfer"),
         )
 
