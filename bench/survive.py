@@ -1,12 +1,13 @@
 """What does the death of an engine process cost the streams on it?
 
-A prefill and a decode worker serve the embedded model in float32 as real processes. The engine process of the
-decode worker is killed again and again while answers run, each time when all of them have some more tokens.
+A prefill and a decode worker serve the embedded model in float32 as real processes. Clients send one request
+after another. The engine process of the decode worker is killed again and again, each time when all clients
+have some more tokens.
 
     different    tokens that differ from those of a cluster without faults, and without a prefix cache
     failed       answers that ended too soon, or with an error
-    recomputed   prompt and output tokens that were computed again for each stream, in the worst kill
-    pause        the longest gap of all streams around a kill
+    recomputed   prompt and output tokens of an answer that were computed again for a kill: of all, the most
+    pause        the longest gap of all answers around a kill
     step         a decode step of an engine whose KV outlives it, to one that writes no records of blocks
 
 `…_without` is the same for a worker that ends with its engine process.
@@ -22,24 +23,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import aiohttp
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.engine.drive import drain, fill
-from baton.bench.harness.cluster import LocalCluster, leaks_when_idle, status
+from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
 from baton.bench.harness.streams import Case, Stream, cases, expected, judge, new_session, read
 from baton.cluster.model import embedded_path
 from baton.engine import CachedBlock, EngineConfig, build_engine
 from baton.engine.core.kept_blocks import KeptBlocks
 from baton.kv_transfer.arena import memory_file
+from baton.machine.tracing import time_of_day
 
 STREAMS, SHORT_STREAMS = 8, 4
 KILLS, SHORT_KILLS = 20, 2
 BETWEEN = 10
-"""Tokens that each stream gets between two kills."""
+"""Tokens that each client gets between two kills."""
 REPEAT = 5  # of the texts of prompts: they have up to some 200 tokens
-FIRST = 60
-"""Tokens that the first streams may get before the last one begins."""
+ANSWER = 96
+"""Tokens of an answer. They end at any time, before a kill and after it."""
 LOOK_S = 0.005
 STEPS, SHORT_STEPS = 256, 64
 BATCH, CONTEXT = 4, 128
@@ -48,72 +53,110 @@ MOST_RECOMPUTED, SLOWEST_STEP = 128, 1.005
 
 
 @dataclass
+class Client:
+    """Sends its request again and again."""
+
+    case: Case
+    streams: list[Stream] = field(default_factory=list)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
+    """What the router and the workers say of each answer."""
+    stopped: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(stream.token_ids) for stream in self.streams)
+
+    async def run(self, http: aiohttp.ClientSession, url: str, number: int) -> None:
+        while not self.stopped:
+            self.streams.append(Stream(self.case))
+            name = f"survive-{number}-{len(self.streams)}"
+            await read(http, url, self.case, into=self.streams[-1], name=name)
+            async with http.get(f"{url}/status/requests/{name}") as answer:
+                self.timelines.append(await answer.json())
+
+    def recomputed(self, moments: Sequence[float]) -> list[int]:
+        """Tokens of an answer that were computed again after each of these moments, at most."""
+        found = [0] * len(moments)
+        bounds = [time_of_day(moment) / 1e9 for moment in moments]
+        for stream, timeline in zip(self.streams, self.timelines, strict=True):
+            again = [0] * len(moments)
+            for phases in timeline["phases"].values():
+                for phase in phases:
+                    kills = sum(bound < phase["start"] for bound in bounds)
+                    if phase["kind"] != "prefill" or not kills or stream.started > moments[kills - 1]:
+                        continue
+                    about = phase["about"]
+                    again[kills - 1] += int(
+                        about["gen_ai.usage.prompt_tokens"] - about["baton.cached_tokens"]
+                    )
+            found = [max(pair) for pair in zip(found, again, strict=True)]
+        return found
+
+
+@dataclass
 class Kills:
     """Of one cluster."""
 
     streams: list[Stream]
-    recomputed: list[float] = field(default_factory=list)
-    """Tokens for each stream, by kill."""
-    pauses: list[float] = field(default_factory=list)
+    recomputed: list[int]
+    """Tokens, by kill."""
+    pauses: list[float]
     """Seconds of the longest one, by kill."""
 
 
 @contextmanager
-def started(*flags: str) -> Iterator[LocalCluster]:
+def started(*flags: str, of_router: Sequence[str] = ()) -> Iterator[LocalCluster]:
     model = ("--model", str(embedded_path()))
     with (
         tempfile.TemporaryDirectory(prefix="baton-survive-") as directory,
         LocalCluster(
-            Path(directory), prefill=1, decode=1, worker_flags=(*FLAGS, *model, *flags), router_flags=model
+            Path(directory),
+            prefill=1,
+            decode=1,
+            worker_flags=(*FLAGS, *model, *flags),
+            router_flags=(*model, *of_router),
         ) as cluster,
     ):
         yield cluster
 
 
-def computed(cluster: LocalCluster) -> dict[int, float]:
-    """The prompt tokens that each engine process has computed, by its pid."""
-    status(cluster.url)  # a scrape shows the last report, and this makes one
-    return {
-        worker.processes()["engine"]: worker.metric(
-            "vllm:prompt_tokens_by_source_total", 'source="local_compute"'
-        )
-        for worker in cluster.workers
-        if worker.ready
-    }
-
-
 async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int) -> Kills:
-    """Raises RuntimeError if an answer ends before the last kill."""
-    found = Kills([Stream(case) for case in asked])
+    """The clients send requests until there were so many kills."""
+    clients = [Client(case) for case in asked]
     moments: list[float] = []
 
-    async def all_have(counts: Sequence[int]) -> None:
-        while any(len(stream.token_ids) < count for stream, count in zip(found.streams, counts, strict=True)):
-            if any(task.done() for task in reading):
-                raise RuntimeError(
-                    f"an answer ended before the last kill: {[len(s.token_ids) for s in found.streams]}"
-                )
+    async def all_have_more(tokens: int) -> None:
+        counts = [client.tokens + tokens for client in clients]
+        while any(client.tokens < count for client, count in zip(clients, counts, strict=True)):
+            for task in running:
+                if task.done():
+                    task.result()
             await asyncio.sleep(LOOK_S)
 
     async with new_session() as http:
-        reading = [asyncio.create_task(read(http, cluster.url, s.case, into=s)) for s in found.streams]
+        running = [
+            asyncio.create_task(client.run(http, cluster.url, number))
+            for number, client in enumerate(clients)
+        ]
         try:
             for _ in range(kills):
-                await all_have([len(stream.token_ids) + BETWEEN for stream in found.streams])
-                before = await asyncio.to_thread(computed, cluster)
+                await all_have_more(BETWEEN)
                 moments.append(time.monotonic())
                 cluster.of("decode")[0].kill("engine")
-                await all_have([len(stream.token_ids) + 2 for stream in found.streams])
-                after = await asyncio.to_thread(computed, cluster)
-                again = sum(tokens - before.get(pid, 0.0) for pid, tokens in after.items())
-                found.recomputed.append(again / len(asked))
-            await asyncio.gather(*reading)
+            await all_have_more(BETWEEN)
+            for client in clients:
+                client.stopped = True
+            await asyncio.gather(*running)
         finally:
-            for task in reading:
+            for task in running:
                 task.cancel()
-    for moment in moments:
-        found.pauses.append(max(stream.gap_around(moment) or 0.0 for stream in found.streams))
-    return found
+    streams = [stream for client in clients for stream in client.streams]
+    recomputed = [client.recomputed(moments) for client in clients]
+    return Kills(
+        streams,
+        [max(of_kill) for of_kill in zip(*recomputed, strict=True)],
+        [max(stream.gap_around(moment) or 0.0 for stream in streams) for moment in moments],
+    )
 
 
 def step_seconds(report: Report, steps: int) -> None:
@@ -151,12 +194,13 @@ def step_seconds(report: Report, steps: int) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    asked = cases(args.streams, FIRST + args.kills * (BETWEEN + 4), repeat=REPEAT)
+    asked = cases(args.streams, ANSWER, repeat=REPEAT)
     with started("--no-enable-prefix-caching") as cluster:
         right = asyncio.run(expected(cluster.url, asked))
     with started() as cluster:
         ends = asyncio.run(killed(cluster, asked, 1))
-    with started("--replace-engine") as cluster:
+    # Else answers would go on at the prefill worker, where no kill reaches them.
+    with started("--replace-engine", of_router=["--no-overflow"]) as cluster:
         stays = asyncio.run(killed(cluster, asked, args.kills))
         leaks = leaks_when_idle(cluster.url)
         exits = len(cluster.of("decode")[0].exits)
@@ -168,6 +212,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     report.add(Row("survive.cpu.failed", verdict.failed, "streams", goal=0))
     report.add(Row("survive.cpu.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0))
     report.add(Row("survive.cpu.ended", exits, "workers", goal=0))
+    report.add(Row("survive.cpu.answers", len(stays.streams), "answers"))
     most = max(stays.recomputed)
     report.add(Row("survive.cpu.recomputed", most, "tokens a stream", goal=MOST_RECOMPUTED))
     report.add(Row("survive.cpu.recomputed_without", max(ends.recomputed), "tokens a stream"))

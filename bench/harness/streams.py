@@ -104,16 +104,18 @@ async def read(
     case: Case,
     *,
     into: Stream | None = None,
+    name: str = "",
     **more: Any,
 ) -> Stream:
     """Sends a request and reads its answer to the end. Errors of the server are in the result.
 
-    `into` is the stream to fill, if the caller wants to look at it before the end.
+    `into` is the stream to fill, if the caller wants to look at it before the end. `name`: the x-request-id.
     """
     stream = into or Stream(case)
     stream.started = time.monotonic()
     try:
-        async with http.post(f"{url}/v1/completions", json=case.body(**more)) as response:
+        headers = {"x-request-id": name} if name else None
+        async with http.post(f"{url}/v1/completions", json=case.body(**more), headers=headers) as response:
             stream.status = response.status
             if response.status != 200:
                 stream.error = await response.text()
