@@ -101,14 +101,35 @@ def stop(ray: pools.RayOptions, what: pools.StopOptions) -> int:
     return joined.stop(ray.ray_address, routers_only=what.routers)
 
 
-@command(CLUSTER, "baton restart", "baton restart --ray-address 10.0.0.1:6379")
-def restart(ray: pools.RayOptions, endpoint: clients.EndpointOptions, local: clients.LocalOptions) -> int:
+@command(
+    CLUSTER,
+    "baton restart",
+    "baton restart --ray-address 10.0.0.1:6379",
+    "baton restart --engine decode-0",
+)
+def restart(
+    what: clients.RestartOptions,
+    ray: pools.RayOptions,
+    endpoint: clients.EndpointOptions,
+    secret: roles.SecretOptions,
+    local: clients.LocalOptions,
+) -> int:
     """Restart the workers of a cluster, one after the other, without a failed request.
 
     The cluster is that of a `baton serve` of yours on this machine, with its router at --url, or the one on
     Ray. Each worker drains first. The next worker follows when the restarted one serves again. The command
     ends when all of them do.
+
+    With --engine no worker drains. Its engine process ends between two steps, and another one goes on with
+    its requests and their KV: clients see a pause. It needs the secret of the cluster. That of a
+    `baton serve` of yours on this machine is found by --url.
     """
+    if what.engines:
+        from baton.cluster.tools.restart import restart_engines
+
+        return restart_engines(what.worker, endpoint, secret, local)
+    if what.worker is not None:
+        raise ValueError(f"{what.worker}: one worker alone restarts only its engine process; add --engine")
     if ray.ray_address is not None:
         from baton.cluster.on_ray import joined
 

@@ -59,6 +59,9 @@ class WorkerStub(_Stub):
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.StatusRequest, worker_pb2.WorkerStatus]
     GetPhases: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.PhasesRequest, worker_pb2.Phases]
     ReplaceWeights: grpc.aio.StreamStreamMultiCallable[worker_pb2.WeightsCommand, worker_pb2.WeightsReport]
+    RestartEngine: grpc.aio.UnaryUnaryMultiCallable[
+        worker_pb2.RestartEngineRequest, worker_pb2.RestartedEngine
+    ]
     SetAdapters: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.AdapterSet, worker_pb2.AdapterSet]
     SetPause: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.PauseRequest, worker_pb2.WorkerStatus]
     SetPool: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.SetPoolRequest, worker_pb2.WorkerStatus]

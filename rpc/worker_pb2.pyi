@@ -547,6 +547,16 @@ class PauseRequest(_message.Message):
     keep_kv: bool
     def __init__(self, pause: _Optional[_Union[Pause, str]] = ..., abort: _Optional[bool] = ..., seconds: _Optional[float] = ..., keep_kv: _Optional[bool] = ...) -> None: ...
 
+class RestartEngineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RestartedEngine(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
 class WeightsCommand(_message.Message):
     __slots__ = ("stage", "close", "apply", "version")
     STAGE_FIELD_NUMBER: _ClassVar[int]

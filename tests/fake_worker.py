@@ -43,6 +43,8 @@ class FakeWorker(StandIn):
         attention_doubles_at: as in the description; 0: it computes no parts of prompts.
         num_layers: as there.
         refuses_pause: why it refuses to pause; empty: it does not.
+        refuses_restart: why its engine process is not restarted; empty: it is.
+        engine_restarts: how often it was.
         paused: the last pause that it was asked for.
         phases: what it remembers of requests, by their names.
     """
@@ -94,7 +96,8 @@ class FakeWorker(StandIn):
         self._sources: dict[bytes, Source] = {}
         self._may_step = asyncio.Event()
         self._may_step.set()
-        self.refuses_pause = ""
+        self.refuses_pause = self.refuses_restart = ""
+        self.engine_restarts = 0
         self.paused = pb.PauseRequest()
         self.phases: dict[str, list[pb.Phase]] = {}
 
@@ -178,6 +181,14 @@ class FakeWorker(StandIn):
     async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
         self.flip(request.pool)
         return self.status
+
+    async def RestartEngine(
+        self, request: pb.RestartEngineRequest, context: grpc.aio.ServicerContext
+    ) -> pb.RestartedEngine:
+        if self.refuses_restart:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuses_restart)
+        self.engine_restarts += 1
+        return pb.RestartedEngine(seconds=2.25)
 
     async def SetPause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
         """Frozen, it sends no token."""

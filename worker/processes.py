@@ -26,6 +26,10 @@ class EngineError(TreeError):
     """The engine process died or hung. An attempt of its last step may be the cause."""
 
 
+class EngineRestart(EngineError):
+    """The engine process runs well, and another one shall take its place."""
+
+
 class ChildProcess:
     """A child process that the running event loop watches."""
 

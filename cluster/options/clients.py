@@ -44,6 +44,18 @@ class FlipOptions:
 
 
 @dataclass(frozen=True)
+class RestartOptions:
+    worker: str | None = argument(
+        "With --engine: this worker alone. Name from `baton status` (decode-0), or HOST:PORT.", default=None
+    )
+    engines: bool = opt(
+        False,
+        "Restart only engine processes: workers, ports and KV stay. For workers with --replace-engine.",
+        also="--engine",
+    )
+
+
+@dataclass(frozen=True)
 class WeightsOptions:
     path: str = argument("Checkpoint with the new weights, at the same place on the hosts of all workers.")
 

@@ -1,4 +1,5 @@
-"""`baton flip` between a stand-in for the router's `/status` and workers that answer over gRPC."""
+"""`baton flip` and `baton restart --engine` between a stand-in for the router's `/status`, and workers that
+answer over gRPC."""
 
 from __future__ import annotations
 
@@ -48,9 +49,12 @@ class Flipped:
         return [NAMES[worker.status.pool] for worker in self.workers]
 
     async def flip(self, *args: str, secret: bytes | None = SECRET) -> Result:
+        return await self.run("flip", *args, secret=secret)
+
+    async def run(self, *args: str, secret: bytes | None = SECRET) -> Result:
         known = None if secret is None else secret.decode()
         environment: dict[str, str | None] = {"BATON_CLUSTER_SECRET": known, "COLUMNS": "400"}
-        command = ["flip", *args, "--url", self.url]
+        command = [*args, "--url", self.url]
         return await asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
 
 
@@ -132,3 +136,26 @@ async def test_the_secret_of_a_cluster_of_this_user_is_found(cluster: Flipped, s
     given = await cluster.flip("decode-1", "decode", *where, secret=b"another secret of theirs")
     assert "does not prove this secret" in given.stderr, "the one that the user gives wins"
     run_dir.remove()
+
+
+async def test_engine_processes_are_restarted_one_after_the_other(cluster: Flipped) -> None:
+    done = await cluster.run("restart", "--engine")
+    assert done.stdout.splitlines() == [
+        f"{name}: another engine process goes on after 2.2 s"
+        for name in ("prefill 0", "decode 0", "decode 1")
+    ], done.stderr
+    one = await cluster.run("restart", "--engine", "decode-1")
+    assert (one.exit_code, len(one.stdout.splitlines())) == (0, 1)
+    assert [worker.engine_restarts for worker in cluster.workers] == [1, 1, 2]
+    cluster.workers[1].refuses_restart = "it was started without --replace-engine"
+    refused = await cluster.run("restart", "--engine")
+    assert refused.exit_code == 2
+    assert "decode 0" in refused.stderr
+    assert "without --replace-engine" in refused.stderr
+    assert [worker.engine_restarts for worker in cluster.workers] == [2, 1, 2], "the ones behind it stay"
+
+
+async def test_a_whole_worker_is_not_restarted_alone(cluster: Flipped) -> None:
+    refused = await cluster.run("restart", "decode-1")
+    assert refused.exit_code == 2
+    assert "add --engine" in refused.stderr

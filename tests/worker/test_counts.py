@@ -20,7 +20,10 @@ def engine_status(number: int, experts: list[int], **now: Any) -> EngineStatus:
         experts=ExpertStats(experts, imbalance=1.5, used=2.0),
         offload=(OffloadStats(Tier.HOST, 8, 1, 5.0, number, number, number, number, number),),
     )  # fmt: skip
-    counts = RequestCounts(*[number] * 7, [number] * len(Tier), *[number] * 4)
+    counts = RequestCounts(
+        number, number, number, number, number, number, number, [number] * len(Tier),
+        number, number, number, number,
+    )  # fmt: skip
     return EngineStatus(7, stats, counts, True, [], StoreStats(True, 3.0, number, number, number))
 
 

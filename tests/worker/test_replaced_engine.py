@@ -214,6 +214,32 @@ async def test_what_comes_meanwhile_waits_or_ends(worker: WorkerProcess) -> None
     await assert_whole(worker)
 
 
+async def test_a_planned_restart_ends_the_engine_between_two_steps(worker: WorkerProcess) -> None:
+    """Also twice in a row, before the engine has computed a token."""
+    asked = request(PROMPT[1:], sampling(max_tokens=300, ignore_eos=True))
+    async with attached(worker) as stream, attached(worker) as other:
+        right = ids(await read(stream, await stream.submit_decode(asked)))
+        decode_id = await stream.reserve(asked)
+        await until_tokens(stream, [decode_id], 100)
+        log = worker.log.read_text()
+        engines = [worker.child("engine")]
+        for restart in (stream, other):
+            await within(restart.stub.RestartEngine(pb.RestartEngineRequest()))
+            engines.append(worker.child("engine"))
+        assert len({engine.pid for engine in engines}) == 3
+        tokens = await within(read(stream, decode_id))
+        assert ids(tokens) == right
+        again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
+        assert len(asked.prompt_ids) + again.output_index - again.cached_tokens <= 16
+        both = [restart.stub.RestartEngine(pb.RestartEngineRequest()) for restart in (stream, other)]
+        await within(asyncio.gather(*both))
+        assert (await status(stream)).health == pb.WorkerStatus.HEALTH_SERVING
+    new = worker.log.read_text().removeprefix(log)
+    assert new.count("another engine process goes on\n") == 3, "two calls at once are one restart"
+    assert "ERROR" not in new
+    await assert_whole(worker)
+
+
 async def test_a_pause_holds_for_the_next_engine(worker: WorkerProcess) -> None:
     params = sampling(max_tokens=300, ignore_eos=True)
     async with attached(worker) as stream:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -19,7 +19,7 @@ from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
 from baton.worker.engine_process.kv_events import all_blocks_cleared
 from baton.worker.messages import Code, EngineStatus, FromEngine, ToEngine
-from baton.worker.processes import TreeError
+from baton.worker.processes import EngineError, EngineRestart, TreeError
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
 from baton.worker.service_process.counts import added
@@ -33,6 +33,9 @@ from baton.worker.service_process.validation import RefusedAttempt
 
 log = logging.getLogger(__name__)
 
+
+STILL_CHECK = 0.002
+"""Seconds between two questions whether a step is over."""
 
 POOLS: dict[Role, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 NAMES = {pool: name for name, pool in POOLS.items()}
@@ -48,6 +51,10 @@ def reported_step_model(stats: EngineStats) -> pb.StepModel | None:
         return None
     decode, prompt = stats.step_factors
     return pb.StepModel(decode_factor=decode, prompt_factor=prompt, **same_names(pb.StepModel, table))
+
+
+class RefusedRestart(Exception):
+    """Why the engine process is not restarted, for the user."""
 
 
 class Backend:
@@ -107,19 +114,44 @@ class Backend:
 
     # ------------------------------------------------------------ another engine process
 
-    @property
-    def replaceable(self) -> bool:
+    def replaceable_after(self, error: BaseException | None) -> bool:
         """Whether another engine process can go on. It would read the weights of `--model`, and would likely
         die, too, if the one that has died was itself such a process that computed nothing."""
-        return self._open is not None and self._goes_on and self._has_files_weights
+        if self._open is None or not self._has_files_weights or not isinstance(error, EngineError):
+            return False
+        return self._goes_on or isinstance(error, EngineRestart)
 
-    def engine_lost(self, error: str) -> None:
-        """The engine process has ended. Attempts wait for the next one; routers give the worker no others."""
+    async def restart_engine(self) -> None:
+        """Another engine process takes the place of this one, between two steps. Returns when it has all
+        attempts. Raises RefusedRestart."""
+        if self._open is None:
+            raise RefusedRestart("it was started without --replace-engine: restart the whole worker")
+        if not self._has_files_weights:
+            raise RefusedRestart("it has other weights than those of its --model: restart the whole worker")
+        if self.draining:
+            raise RefusedRestart("it is shutting down")
+        # The caller may go, and a frozen engine must not stay.
+        await asyncio.shield(asyncio.create_task(self._restart_engine()))
+
+    async def _restart_engine(self) -> None:
+        with suppress(TreeError):  # it ends by itself meanwhile, and is replaced, too
+            while True:
+                paused = await self._answer(lambda question: messages.Pause(question, True, ""))
+                if not paused.computing:
+                    break
+                await asyncio.sleep(STILL_CHECK)
+            self._settled.clear()
+            self._tree.end_engine()
+        await self._settled.wait()
+
+    def engine_lost(self, error: str, step: Collection[bytes], *, planned: bool) -> None:
+        """The engine process has ended, or shall end. Attempts wait for the next one; routers give the worker
+        no others. `step`: the attempts of a crashed step."""
         assert self._open is not None, "another process may take its place"
-        self.replacing, self._goes_on = True, False
+        self.replacing, self._goes_on = True, planned
         self._settled.clear()
         self._counted = self._metrics.engine_status, self._metrics.transfer_stats
-        for lost in self._open.lost(self._tree.heartbeat.step, error):
+        for lost in self._open.lost(step, error):
             self._routers.deliver(lost.stream, streams.failed(lost.attempt_id, lost.code, lost.message))
         for answer in self._answers.values():
             if not answer.done():
@@ -141,7 +173,8 @@ class Backend:
         for attempt in self._open.again():
             await tree.engine_link.send(attempt)
         self._settled.set()
-        await self.status()
+        # At once: until then routers send nothing here.
+        self._routers.broadcast(pb.WorkerMessage(status=await self.status()))
 
     # ------------------------------------------------------------ questions
 

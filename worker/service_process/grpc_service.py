@@ -1,4 +1,4 @@
-"""The gRPC service of a worker: Attach, Describe, GetStatus, SetPool, SetPause, SetAdapters, ReplaceWeights.
+"""The gRPC service of a worker: its calls, and the streams of routers.
 
 The stream of a router owns the attempts that are submitted on it. The stream ends when:
 
@@ -12,6 +12,7 @@ In each case the engine cancels all attempts of the stream.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from baton.worker import messages
 from baton.worker.messages import Code, ToEngine
 from baton.worker.service_process import streams, validation
 from baton.worker.service_process.adapters import RefusedAdapters, WorkerAdapters
-from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.backend import Backend, RefusedRestart
 from baton.worker.service_process.pause import RefusedPause, WorkerPause
 from baton.worker.service_process.streams import Routers, RouterStream
 from baton.worker.service_process.validation import Limits, RefusedAttempt, StreamError
@@ -136,6 +137,16 @@ class AttachService:
             return await self._adapters.set(request)
         except RefusedAdapters as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    async def RestartEngine(
+        self, request: pb.RestartEngineRequest, context: grpc.aio.ServicerContext
+    ) -> pb.RestartedEngine:
+        began = time.monotonic()
+        try:
+            await self._backend.restart_engine()
+        except RefusedRestart as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.RestartedEngine(seconds=time.monotonic() - began)
 
     async def ReplaceWeights(
         self, request_iterator: AsyncIterator[pb.WeightsCommand], context: grpc.aio.ServicerContext

@@ -13,13 +13,12 @@ import logging
 from collections.abc import AsyncIterator
 
 from baton.rpc import worker_pb2 as pb
-from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.backend import STILL_CHECK, Backend
 
 log = logging.getLogger(__name__)
 
 LONGEST = 7 * 24 * 3600.0
 """Seconds of a pause."""
-STILL_CHECK = 0.002
 _ABORTED = "its request was aborted: the cluster is paused with mode=abort"
 
 

@@ -21,7 +21,7 @@ from baton.rpc.stubs import WORKER, add_service
 from baton.rpc.tls import add_port
 from baton.worker.config import WorkerConfig
 from baton.worker.messages import Code, EngineReady
-from baton.worker.processes import EngineError, StartError, TreeError
+from baton.worker.processes import EngineError, EngineRestart, StartError, TreeError
 from baton.worker.service_process import streams
 from baton.worker.service_process.backend import POOLS, Backend, same_names
 from baton.worker.service_process.grpc_service import AttachService
@@ -254,25 +254,25 @@ class Service:
                 if not self._tree.failure.done():
                     raise Interrupted
                 error = self._tree.failure.exception()
-                is_engine = self._serving and isinstance(error, EngineError)
-                if not (replace_engine and is_engine and self._backend.replaceable):
+                if not (replace_engine and self._serving and self._backend.replaceable_after(error)):
                     self._tree.failure.result()
-                await self._replace_engine(str(error))
+                await self._replace_engine(error)
         finally:
             task.cancel()
             await asyncio.wait({task})
         task.result()
 
-    async def _replace_engine(self, error: str) -> None:
+    async def _replace_engine(self, error: BaseException | None) -> None:
         """Ends the other processes, and starts all of them again. The gRPC server and its streams stay.
 
         The transfer process has slots, credits and transfers of the engine process that has ended. It ends
         with it, so nothing of them can be written into the memory that the next one maps. Peers see that
         lanes break, and fetch again."""
-        log.error("%s: another engine process goes on", error)
+        planned = isinstance(error, EngineRestart)
+        log.log(logging.INFO if planned else logging.ERROR, "%s: another engine process goes on", error)
         began = time.monotonic()
-        self._crashed = self._tree.heartbeat.step
-        self._backend.engine_lost(error)
+        self._crashed = [] if planned else self._tree.heartbeat.step
+        self._backend.engine_lost(str(error), self._crashed, planned=planned)
         await self._tree.kill()
         await self._tree.close()
         config = replace(self._config, kv_port=self._kv_port)

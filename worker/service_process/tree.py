@@ -36,7 +36,15 @@ from baton.worker.engine_process.start import (
 )
 from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, FromEngine
-from baton.worker.processes import START_SILENCE, ChildProcess, EngineError, StartError, TreeError, Watchdog
+from baton.worker.processes import (
+    START_SILENCE,
+    ChildProcess,
+    EngineError,
+    EngineRestart,
+    StartError,
+    TreeError,
+    Watchdog,
+)
 from baton.worker.service_process.inherited import Ends, StoreEnds
 from baton.worker.service_process.transfer_link import TransferLink
 
@@ -287,6 +295,11 @@ class WorkerTree:
 
     # ------------------------------------------------------------ end
 
+    def end_engine(self) -> None:
+        """`failure` completes with an EngineRestart, unless it is complete."""
+        if not self.failure.done():
+            self.failure.set_exception(EngineRestart("a restart of the engine process was asked for"))
+
     async def stop(self) -> None:
         """Asks the processes to stop, in order, and waits for each with a time limit.
 
@@ -313,10 +326,12 @@ class WorkerTree:
     async def kill(self) -> None:
         """Kills the processes that still run, and waits for their exit."""
         self._stopping = True
-        for child in (self._engine, *self._ranks, self._transfer, self._store):
-            if child is not None:
-                child.kill()
-                await child.wait()
+        # The transfer process first: it would log that the engine process is gone.
+        children = [each for each in (self._transfer, self._engine, *self._ranks, self._store) if each]
+        for child in children:
+            child.kill()
+        for child in children:
+            await child.wait()
 
     async def close(self) -> None:
         """Frees the shared resources. Must be called after the processes have ended."""
