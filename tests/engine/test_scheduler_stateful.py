@@ -27,6 +27,8 @@ from tests.engine.scheduling import make
 DRAFTS = 2
 SLOTS, COPIES = 6, 2
 SEEDS, OPERATIONS = 10, 200
+FIRST_TOKEN = 1000
+"""Of the prompts of the first family."""
 
 
 class Sevens(PromptLookup):
@@ -157,7 +159,8 @@ class Operations:
 
     def request(self, length: int, family: int, priority: int = 0, alone: bool = False) -> EngineRequest:
         # Requests of one family share prefixes.
-        prompt = [family * 1000 + i for i in range(length * self.scale)]
+        # No prompt has the token that steps sample, or an answer could be the prompt of another request.
+        prompt = [FIRST_TOKEN * (1 + family) + i for i in range(length * self.scale)]
         sampling = SamplingParams(max_tokens=36)
         number = next(self.numbers)
         return EngineRequest(

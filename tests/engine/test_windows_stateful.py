@@ -20,7 +20,7 @@ from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_exchange import Import
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
 from tests.engine.scheduling import make, step
-from tests.engine.test_scheduler_stateful import DRAFTS, OPERATIONS, Operations
+from tests.engine.test_scheduler_stateful import DRAFTS, FIRST_TOKEN, OPERATIONS, Operations
 
 Key = tuple[int, int, int]
 """Of a place: the family of the request, how many tokens are of its prompt, and the position."""
@@ -72,7 +72,7 @@ class WithWindows(Operations):
     def of(self, live: LiveRequest) -> tuple[Sequence[int], int, int]:
         """The table of a request, its family, and the length of its prompt."""
         prompt = live.request.prompt_ids
-        return live.blocks, prompt[0] // 1000, len(prompt)
+        return live.blocks, prompt[0] // FIRST_TOKEN - 1, len(prompt)
 
     def launch(self, chunk_limit: int | None) -> None:
         before = len(self.flights)
@@ -170,21 +170,38 @@ def test_no_token_reads_what_is_not_there(
     """`spare`: window blocks beyond those that one request and a step need. None: all blocks have windows.
     `elastic`: they share memory with the blocks."""
     monkeypatch.setattr(cache_kinds, "AHEAD_TOKENS", 3 * (1 + DRAFTS))
-    scaled = [Window(window.length * scale, window.chunked, 2) for window in windows]
-    count = None if spare is None else 1 + 3 + cache_kinds.window_blocks(scaled, 4 * scale) + spare
     done = Counter[str]()
     for seed in range(SEEDS):
-        operations = WithWindows(
-            seed, scaled, states=False, cache=True, drafts=drafts, scale=scale, window_blocks=count,
-            elastic=bool(elastic),
-        )  # fmt: skip
-        for _ in range(OPERATIONS):
-            operations.operate()
-            operations.accounts_are_right()
-        operations.end()
-        done += operations.done
+        done += life(seed, windows, drafts=drafts, scale=scale, spare=spare, elastic=bool(elastic))
     travels = {"imports", "pins"} if scale > 1 and spare != 1 else set()
     assert {"steps", "thin"} | travels | ({"moves"} if elastic else set()) <= done.keys(), done
+
+
+def life(
+    seed: int, windows: Sequence[Window], *, drafts: bool, scale: int, spare: int | None, elastic: bool
+) -> Counter[str]:
+    """Runs random operations, and checks all after each of them. Returns how often which one was done."""
+    scaled = [Window(window.length * scale, window.chunked, 2) for window in windows]
+    count = None if spare is None else 1 + 3 + cache_kinds.window_blocks(scaled, 4 * scale) + spare
+    operations = WithWindows(
+        seed, scaled, states=False, cache=True, drafts=drafts, scale=scale, window_blocks=count,
+        elastic=elastic,
+    )  # fmt: skip
+    for _ in range(OPERATIONS):
+        operations.operate()
+        operations.accounts_are_right()
+    operations.end()
+    return operations.done
+
+
+@pytest.mark.parametrize(("seed", "spare", "elastic"), [(9, 1, True), (33, 1, False), (51, None, False)])
+def test_an_answer_is_no_prompt_of_another_request(
+    seed: int, spare: int | None, elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In these lives a request answers a prompt of 7 tokens, and the prompts of its family are longer. If
+    one of these had the token of the answer there, it would begin with that block, and rightly so."""
+    monkeypatch.setattr(cache_kinds, "AHEAD_TOKENS", 3 * (1 + DRAFTS))
+    life(seed, [Window(7), Window(3)], drafts=False, scale=1, spare=spare, elastic=elastic)
 
 
 @pytest.mark.parametrize(
