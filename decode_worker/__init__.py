@@ -4,7 +4,7 @@ The life of a request:
 
 1. A router submits it. The engine reserves blocks for the prompt and the first token, or the worker answers
    *no room*. The prefix cache may have the first blocks already. Of a model with states the engine also
-   reserves a slot for them.
+   reserves a slot for them. If steps move memory for the request, it waits for them.
 2. The KV receiver fetches the rest of the KV, and the states, and injects them layer by layer as they arrive.
 3. When all of it is complete and verified, the request joins the running batch, and the worker repeats
    prefill's first token.

@@ -1,8 +1,9 @@
 """One decode: what it does when its router, the KV receiver, the engine or a prefill here reports."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from baton.engine import EngineRequest, Output
 from baton.engine.core.live_request import LiveRequest
@@ -39,6 +40,9 @@ class DecodeAttempt(EngineAttempt):
     deadline: float  # time.monotonic(), before which the KV must arrive
     writing: Writing | None = None  # of the fetch that is under way
     taking: Taking | None = None
+    again: Callable[[], None] | None = None
+    """Asks the engine again for blocks. It moves memory meanwhile, so that there is room. None: it has
+    answered."""
 
     # ------------------------------------------------------------ to its KV
 
@@ -47,20 +51,29 @@ class DecodeAttempt(EngineAttempt):
         self.fetched = fetched
         self.shared.trace.instant("added", attempt=self.id.hex())
         self.live = self.shared.engine.start(request, owner=self)
-        if self.live is not None:
-            self.to(State.COMPUTING)
-            self.attempts.reserved(self)
-        else:
-            self.lost(Code.NO_ROOM, self.shared.no_room())
+        if self.live is None:
+            self._no_room(partial(self.compute, request, fetched))
+            return
+        self.again = None
+        self.to(State.COMPUTING)
+        self.attempts.reserved(self)
 
     def reserve(self, request: EngineRequest) -> None:
         """Reserves blocks for the KV of another worker, and fetches it."""
         self.live = self.shared.engine.reserve(request, owner=self)
         if self.live is None:
-            self.lost(Code.NO_ROOM, self.shared.no_room())
+            self._no_room(partial(self.reserve, request))
             return
+        self.again = None
         self.attempts.reserved(self)
         self._fetch()
+
+    def _no_room(self, again: Callable[[], None]) -> None:
+        """Holds nothing and waits for no other attempt: only for steps, which move memory."""
+        if self.shared.engine.lives.is_moving_memory:
+            self.again = again
+        else:
+            self.lost(Code.NO_ROOM, self.shared.no_room())
 
     def _fetch(self) -> None:
         """Starts a fetch of what the prefix cache lacks. It replaces an earlier fetch of the attempt."""
@@ -162,7 +175,10 @@ class DecodeAttempt(EngineAttempt):
     def go_on(self, now: float) -> None:
         """Goes on if its prefill is ready. Hands the request back if its KV is too late."""
         if self.deadline < now:
-            self.lost(Code.HANDED_BACK, "the KV did not arrive before the request's deadline")
+            lacks = "the KV did not arrive" if self.again is None else "memory did not move"
+            self.lost(Code.HANDED_BACK, f"{lacks} before the request's deadline")
+        elif self.again is not None:
+            self.again()
         elif self.taking is not None:
             self._resume(self.taking)
 

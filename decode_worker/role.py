@@ -69,6 +69,7 @@ class DecodeRole(Role):
         self._prefix_fetches.expire()
         self._shared.engine.loop.joins_at = self._receiver.next_injection
         now = time.monotonic()
-        for attempt in [of for of in self._attempts if of.state in _WAITING]:
-            assert isinstance(attempt, DecodeAttempt), "these are states of decodes"
-            attempt.go_on(now)
+        decodes = [attempt for attempt in self._attempts if isinstance(attempt, DecodeAttempt)]
+        for attempt in decodes:
+            if attempt.state in _WAITING or (attempt.again is not None and not attempt.closed):
+                attempt.go_on(now)

@@ -12,7 +12,6 @@ import time
 from array import array
 
 from baton.encode_worker.encoder import Encoder
-from baton.encode_worker.turns import Turns
 from baton.engine.api.request import Hooks, StepResult
 from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import Phase
@@ -129,8 +128,7 @@ class StepLoop:
         """False: there was nothing to compute, or the step was given up."""
         began = time.monotonic()
         schedule = self._schedule(began, result)
-        if self._encoder is not None:
-            self._grant(self._encoder.turns, schedule)
+        self._use_spare_time(schedule)
         if not schedule.chunks:
             if not self.under_way and not (self._encoder is not None and self._encoder.wait(GRAMMAR_WAIT)):
                 self._grammars.wait(GRAMMAR_WAIT)
@@ -183,13 +181,18 @@ class StepLoop:
                 self.hooks.prefill_started(live)
         return schedule
 
-    def _grant(self, turns: Turns, schedule: Schedule) -> None:
-        """Gives the encoder what the step leaves until the gap target, if a gap may become longer by it."""
-        gap = self._meters.chunk_limit.gap_target
+    def _use_spare_time(self, schedule: Schedule) -> None:
+        """Gives moves of memory, and then the encoder, what the step leaves until the gap target, if a gap
+        may become longer by them."""
+        budget, gap, spare = self._scheduler.lives.budget, self._meters.chunk_limit.gap_target, math.inf
+        if budget is None and self._encoder is None:
+            return
         if gap and (schedule.decodes or self._scheduler.some_may_join):
-            turns.grant(max(0.0, gap - self._meters.step_expected(*schedule.size)), gap)
-        else:
-            turns.grant(math.inf)
+            spare = max(0.0, gap - self._meters.step_expected(*schedule.size))
+        if budget is not None:
+            spare = max(0.0, spare - budget.go_on(spare))
+        if self._encoder is not None:
+            self._encoder.turns.grant(spare, gap)
 
     def _arrays(self, schedule: Schedule) -> Step:
         lives = self._scheduler.lives

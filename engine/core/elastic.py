@@ -14,14 +14,20 @@ Beyond that, window blocks get the share of the memory that requests need of the
 on each request that ends, and moves some units if the pools have another share. So the cache keeps about as
 many ends of prompts as prompts.
 
-Nothing waits here: what a request needs is there at once, or the request waits as for any other block. A
-place is held as long as a step, a copy or a transfer may touch it: all of these have leases
+Moves take time in which no step is launched. While requests decode, each step may move as many pages as its
+gap target leaves time for, and one unit at least (`go_on`). A new request that needs more of them waits, as
+for any other block, while steps move what it lacks. A request that decodes and must grow gets its memory at
+once: mostly that is one unit.
+
+A place is held as long as a step, a copy or a transfer may touch it: all of these have leases
 (`machine.leases`), and tiers hold what they copy. So pages are moved after the last use of their unit. The
 first unit of each pool of requests never goes: padding of graphs may read the first place of each.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -48,6 +54,17 @@ class Move(NamedTuple):
     present: bool
 
 
+class Lacking(NamedTuple):
+    """What pages move for, over several steps."""
+
+    blocks: int
+    """So many are to be free."""
+    places: int
+    """The same of slots, or of window blocks."""
+    hits: Collection[int]
+    """Cached blocks that stay."""
+
+
 GROWTH = 8
 """Copies of states look for memory again when one in `GROWTH` blocks has changed its state. The share of
 window blocks follows requests when it is off by more than one in `GROWTH`."""
@@ -58,6 +75,9 @@ class Budget:
 
     Attributes:
         move: called with moves, which it makes at once, in their order.
+        clock: in seconds.
+        decodes: whether requests decode, so that a move makes a gap longer.
+        lacking: what steps move pages for now. None: nothing waits for a move.
     """
 
     def __init__(
@@ -77,6 +97,11 @@ class Budget:
         assert pool.units is not None, "its blocks come and go"
         assert places.units is not None, "its places come and go"
         self.move: Callable[[Sequence[Move]], None] = lambda _: None
+        self.clock: Callable[[], float] = time.perf_counter
+        self.decodes: Callable[[], bool] = lambda: False
+        self.lacking: Lacking | None = None
+        self._least_pages = max(block_pages, place_pages)
+        self._left: float = self._least_pages  # that may move before the next step, while requests decode
         self.free_pages = free_pages
         self.block_pages = block_pages
         self.place_pages = place_pages
@@ -161,6 +186,40 @@ class Budget:
             supply += min(len(self._blocks.idle) - kept + soon, spare) * self.block_pages
         return wanted <= supply
 
+    def may_provide(
+        self, blocks: int, places: int, hits: Collection[int] = (), *, waits: bool = False
+    ) -> bool:
+        """Whether `provide` takes no longer than the next step may wait. There is room for so many blocks and
+        places beside `hits`. `waits`: if not, the next steps make the moves."""
+        pages = self._lacking_pages(blocks, places)
+        if pages <= max(0, self._left) or not self.decodes():
+            return True
+        if waits and self.lacking is None:
+            self.lacking = Lacking(blocks, places, hits)
+        return False
+
+    def go_on(self, seconds: float) -> float:
+        """A step comes that may wait for moves of so many seconds. Makes those of `lacking`, as far as these
+        are enough. Returns how long they took."""
+        self._left = math.inf
+        if seconds < math.inf:
+            pages_per_s = self._moved_pages / max(self._seconds, 1e-9)
+            self._left = max(self._least_pages, int(seconds * pages_per_s))
+        if self.lacking is None:
+            return 0.0
+        before, (blocks, places, hits) = self._seconds, self.lacking
+        hits = [block for block in hits if self._pool.has_cached(range(block, block + 1))]
+        if not self._has_room_now(blocks, places, hits):
+            self.lacking = None  # others took it
+            return 0.0
+        with ExitStack() as kept:
+            for block in hits:
+                kept.callback(self._pool.lease(block))
+            self.provide(blocks, places, most=self._left)
+        if not self._lacking_pages(blocks, places):
+            self.lacking = None
+        return self._seconds - before
+
     def _beyond(self, places: int, free_places: int, hits: Collection[int] = ()) -> int:
         """Idle units of places beyond so many places. The rest is as in `has_room`."""
         more = free_places - self._places.free
@@ -168,20 +227,33 @@ class Budget:
         kept = 0 if self._windows is None or not hits else self._windows.idle_units(hits)
         return max(0, min(len(self._units.idle) - kept + more // self._units.size, spare))
 
-    def provide(self, blocks: int, places: int) -> None:
-        """Gets so many free blocks and places, for which `has_room`. It leaves them where they are free."""
-        lacking_blocks = self._blocks.units(max(0, blocks - self._pool.free))
-        lacking_places = self._units.units(max(0, places - self._places.free))
+    def provide(self, blocks: int, places: int, *, most: float = math.inf) -> None:
+        """Gets so many free blocks and places, for which `has_room`. It leaves them where they are free. With
+        fewer than these, `most` pages are theirs now."""
+        lacking_blocks, lacking_places = self._lacking_units(blocks, places)
+        takes_blocks = not lacking_blocks
+        lacking_blocks = int(min(lacking_blocks, most // self.block_pages))
+        most -= lacking_blocks * self.block_pages
+        lacking_places = int(min(lacking_places, most // self.place_pages))
         wanted = lacking_blocks * self.block_pages + lacking_places * self.place_pages
         if not wanted:
             return
         moves: list[Move] = []
-        self._free_up(wanted, blocks, places, moves, takes_blocks=not lacking_blocks)
+        self._free_up(wanted, blocks, places, moves, takes_blocks=takes_blocks)
         for _ in range(lacking_blocks):
             self._add(Cells.BLOCKS, self._blocks, self._pool.put_in, moves)
         for _ in range(lacking_places):
             self._add(self._cells, self._units, self._places.put_in, moves)
         self._make(moves)
+
+    def _lacking_units(self, blocks: int, places: int) -> tuple[int, int]:
+        """Units of blocks and of places that must come until so many of these are free."""
+        lacking_blocks = self._blocks.units(max(0, blocks - self._pool.free))
+        return lacking_blocks, self._units.units(max(0, places - self._places.free))
+
+    def _lacking_pages(self, blocks: int, places: int) -> int:
+        block_units, place_units = self._lacking_units(blocks, places)
+        return block_units * self.block_pages + place_units * self.place_pages
 
     def _free_up(
         self, pages: int, blocks: int, places: int, moves: list[Move], *, takes_blocks: bool
@@ -225,7 +297,7 @@ class Budget:
         """A request has ended that took so many blocks beside cached ones. Window blocks get the share of the
         memory that they have in such requests. `watermark`: blocks that stay free."""
         windows = self._windows
-        if windows is None or blocks <= 0:
+        if windows is None or blocks <= 0 or self.lacking is not None:
             return
         taken, weight = (blocks, windows.need(blocks)), 1 / self._memory
         before = self._taken or taken
@@ -241,6 +313,8 @@ class Budget:
         if abs(wanted - units.present) * GROWTH <= wanted:
             return
         some = units.units(taken[1])  # so that no request ends with many moves
+        if self.decodes():
+            some = int(min(some, max(0, self._left) // self.place_pages))
         if wanted > units.present:
             more = min(some, wanted - units.present, len(units.absent)) * units.size
             if more and self._has_room_now(watermark, windows.free + more):
@@ -251,8 +325,9 @@ class Budget:
         if more and self._has_room_now(self._pool.free + more, windows.most):
             self.provide(self._pool.free + more, windows.most)
 
-    def _has_room_now(self, blocks: int, places: int) -> bool:
-        return self.has_room(blocks, places, free_blocks=self._pool.free, free_places=self._places.free)
+    def _has_room_now(self, blocks: int, places: int, hits: Collection[int] = ()) -> bool:
+        free_blocks, free_places = self._pool.free, self._places.free
+        return self.has_room(blocks, places, hits, free_blocks=free_blocks, free_places=free_places)
 
     def _add(self, cells: Cells, units: Units, put_in: Callable[[range], None], moves: list[Move]) -> None:
         unit = units.add()
@@ -261,11 +336,12 @@ class Budget:
         pages = self.block_pages if cells is Cells.BLOCKS else self.place_pages
         self.free_pages -= pages
         self._moved_pages += pages
+        self._left -= pages
 
     def _make(self, moves: Sequence[Move]) -> None:
-        began = time.perf_counter()
+        began = self.clock()
         self.move(moves)
-        self._seconds += time.perf_counter() - began
+        self._seconds += self.clock() - began
 
     def _grow_copies(self) -> None:
         """Gives copies one more unit, from free pages and from blocks with nothing in them. Copies with less
@@ -274,6 +350,8 @@ class Budget:
         assert copies is not None, "they ask for it"
         assert units is not None, "their slots come and go"
         if not units.absent or pool.moves - self._looked < pool.num_blocks // GROWTH:
+            return
+        if self._left < self.place_pages and self.decodes():
             return
         few = units.present < len(units.absent)
         wanted = -(-max(0, self.place_pages - self.free_pages) // self.block_pages)

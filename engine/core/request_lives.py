@@ -9,6 +9,7 @@ One engine may prefill for other workers and decode for them at the same time. W
     part      ──▶ running requests, here and on other workers, and transfers (`prefill_worker.parts`)
     reserved  ──▶ a prefill on another worker, which may be waiting there
     running   ──▶ nothing
+    not yet here, as memory moves for it (`elastic`) ──▶ steps, which move it; it holds nothing
     pinned, importing (`prefix_exchange`) ──▶ a transfer into blocks that are reserved
 
 Every holder of blocks or seats ends, so nothing waits in a circle:
@@ -104,6 +105,8 @@ class RequestLives:
         self.loaded: list[LiveRequest] = []
         self._arrivals = 0
         self.shares = FairShares()
+        if budget is not None:
+            budget.decodes = lambda: self.some_decode
 
     def __iter__(self) -> Iterator[LiveRequest]:
         return chain.from_iterable(of for phase, of in self._of_phase.items() if phase is not Phase.GONE)
@@ -112,6 +115,16 @@ class RequestLives:
     def some(self) -> bool:
         """Whether there is a request in any phase, or one that has ended with leases on it."""
         return any(self._of_phase.values())
+
+    @property
+    def some_decode(self) -> bool:
+        """Whether requests decode here."""
+        return any(live.decodes and not live.handover for live in self.running)
+
+    @property
+    def is_moving_memory(self) -> bool:
+        """Whether steps move memory for a request that found no room. It may ask again."""
+        return self.budget is not None and self.budget.lacking is not None
 
     @property
     def blocks_free(self) -> int:
@@ -307,7 +320,8 @@ class RequestLives:
         if blocks and blocks + kept > self.pool.free:
             return False
         windows += kept_windows + self.memory.kept_windows if windows else 0
-        return self.memory.has_room(min(blocks + kept, self.pool.free), 0, windows, hits)
+        blocks = min(blocks + kept, self.pool.free)
+        return self.memory.has_room(blocks, 0, windows, hits) and self.memory.is_at_once(blocks, 0, windows)
 
     @property
     def _kept(self) -> tuple[int, int]:

@@ -96,6 +96,8 @@ class RequestMemory:
         kept = self.kept_windows if keep and lacks_windows else 0
         if not self.has_room(lacking + keep, 0, lacks_windows + kept):
             return False
+        if keep and not self.is_at_once(lacking, 0, lacks_windows):
+            return False
         if self._windows is not None and lacks_windows:
             self._windows.promise(live.windows, live.windows.promised + lacks_windows)
         live.blocks.extend(self.allocate(lacking))
@@ -203,14 +205,32 @@ class RequestMemory:
             blocks, places, hits, free_blocks=free_blocks, free_places=free_places
         )
 
+    def is_at_once(
+        self,
+        blocks: int,
+        slots: int,
+        windows: int = 0,
+        hits: Collection[int] = (),
+        *,
+        waits: bool = False,
+    ) -> bool:
+        """Whether what `has_room` is there without moves that take too long (`Budget.may_provide`)."""
+        places = windows if self._states is None else slots
+        return self._budget is None or self._budget.may_provide(blocks, places, hits, waits=waits)
+
     def fits(self, tokens: int, hits: Sequence[int], kept: int, slots: int, windows: int) -> bool:
         """Whether `take` has room for one request, with `kept` more blocks, `slots` and `windows` in all. It
         leaves cached blocks out if the memory of these, or of what is behind them, must become that of
-        others."""
+        others. If this takes long, steps move memory, and it fits later."""
         windows += self.kept_windows
-        if self.has_room(self.need(tokens, hits) + kept, slots, windows, hits):
-            return True
-        return self._budget is not None and self.has_room(self.blocks_for(tokens) + kept, slots, windows)
+        found = self.need(tokens, hits) + kept, slots, windows, hits
+        if not self.has_room(*found):
+            if self._budget is None:
+                return False
+            found = self.blocks_for(tokens) + kept, slots, windows, ()
+            if not self.has_room(*found):
+                return False
+        return self.is_at_once(*found, waits=True)
 
     # Giving and taking back
 

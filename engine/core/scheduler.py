@@ -135,8 +135,7 @@ class Scheduler:
         """Whether a step with this prompt would make requests that decode here wait for other workers."""
         if live.shared.awaits is None:
             return False
-        decodes = any(other.decodes and not other.handover for other in self._running)
-        return (decodes or self.some_may_join) and live.awaits_kv
+        return (self.lives.some_decode or self.some_may_join) and live.awaits_kv
 
     def _must_come_later(self, live: LiveRequest, schedule: Schedule) -> bool:
         """Whether a prompt is held back, or the step would wait for the workers of two prompts. Then those of

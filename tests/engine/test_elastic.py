@@ -1,6 +1,7 @@
 """States and KV share one budget of memory: pages move between them, and no tensor moves."""
 
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from baton.bench.shapes import BAMBA, write_shape
-from baton.engine import Engine, EngineRequest
+from baton.content.cache_kinds import Window
+from baton.engine import Engine, EngineRequest, SamplingParams
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.elastic import Budget, Cells, Move
+from baton.engine.core.elastic import Budget, Cells, Lacking, Move
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
@@ -25,7 +27,7 @@ from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import read_config
 from tests.device import DEVICE
 from tests.engine.conftest import TINY_QWEN3_5, MakeEngine, TinyOf, request_of, save_tiny, tokens_of
-from tests.engine.scheduling import ROOT, of_slots
+from tests.engine.scheduling import ROOT, make, of_slots, step
 
 BLOCK = 64
 UNIT = 4
@@ -33,12 +35,15 @@ UNIT = 4
 
 
 class Pages:
-    """Follows the moves of a budget, and asserts that nothing which is held loses its memory."""
+    """Follows the moves of a budget, with a millisecond for each page. Asserts that nothing which is held
+    loses its memory."""
 
     def __init__(self, budget: Budget, lives: RequestLives) -> None:
         self.lives = lives
         self.present: set[tuple[Cells, int]] = set()
+        self.moved = 0  # pages
         budget.move = self.move
+        budget.clock = lambda: self.moved / 1000
 
     def move(self, moves: Sequence[Move]) -> None:
         used = {(Cells.BLOCKS, block // UNIT) for live in self.lives for block in live.blocks}
@@ -47,6 +52,7 @@ class Pages:
             assert ((cells, unit) in self.present) is not present
             if present:
                 self.present.add((cells, unit))
+                self.moved += 3 if cells is Cells.BLOCKS else 8
             else:
                 assert (cells, unit) not in used
                 self.present.remove((cells, unit))
@@ -203,6 +209,77 @@ def test_copies_take_no_block_of_an_import_that_begins(lives: RequestLives, page
     for slot in held:
         assert slot is not None
         cache.copies.release(slot)
+    lives.assert_whole()
+
+
+def decoding(lives: RequestLives) -> LiveRequest:
+    live = start(lives, 99, 1)
+    assert live is not None
+    live.decodes = True
+    return live
+
+
+def test_while_requests_decode_no_step_waits_for_more_than_its_moves(
+    lives: RequestLives, pages: Pages
+) -> None:
+    """A new request waits until steps have moved what it lacks."""
+    assert lives.budget is not None
+    budget, short = lives.budget, decoding(lives)
+    found: list[int] = []
+    for seconds in (0.0, 0.02, 0.0, 0.02):
+        assert start(lives, 1, 70) is None
+        assert lives.is_moving_memory
+        before, took = pages.moved, budget.go_on(seconds)
+        found.append(pages.moved - before)
+        assert took == pytest.approx(found[-1] / 1000)
+    assert found == [6, 18, 6, 12], (
+        "a unit of blocks has 3 pages, and a step may wait for one of slots, with 8"
+    )
+    long = start(lives, 1, 70)
+    assert long is not None
+    assert not lives.is_moving_memory
+    lives.drop(long)
+    budget.go_on(0.0)
+    short.decodes = False
+    assert start(lives, 2, 1) is not None
+
+
+def test_the_memory_of_a_request_that_decodes_comes_at_once(lives: RequestLives, pages: Pages) -> None:
+    assert lives.budget is not None
+    live = decoding(lives)
+    lives.budget.go_on(0.0)
+    assert start(lives, 1, 70) is None
+    assert lives.memory.grow(live, 20)
+    assert lives.is_moving_memory
+    assert not lives.memory.grow(live, 20, keep=1), "drafts are in no hurry"
+    lives.budget.go_on(math.inf)
+    assert not lives.is_moving_memory, "others took the memory"
+    lives.drop(live)
+    lives.assert_whole()
+
+
+def test_cached_blocks_of_a_request_stay_while_memory_moves_for_it() -> None:
+    scheduler = make(
+        num_blocks=40, block_size=4, windows=[Window(4, tile=4)], window_blocks=20, prefix_cache=True,
+        elastic=True,
+    )  # fmt: skip
+    lives = scheduler.lives
+    assert lives.budget is not None
+    assert lives.pool.windows is not None
+    tables: list[list[int]] = []
+    for first in (0, 100):  # the first ones are evicted before the others
+        live = lives.start(EngineRequest(b"a", list(range(first, first + 60)), [], SamplingParams()))
+        assert live is not None
+        while not live.decodes:
+            step(scheduler)
+        lives.memory.publish(live, 60)
+        tables.append(list(live.blocks[:14]))
+        lives.drop(live)
+    lives.budget.lacking = Lacking(0, lives.pool.windows.free + 16, tables[0])
+    lives.budget.go_on(math.inf)
+    assert lives.budget.lacking is None
+    cached = [sum(lives.pool.has_cached(range(block, block + 1)) for block in table) for table in tables]
+    assert cached[0] == 14 > cached[1]
     lives.assert_whole()
 
 

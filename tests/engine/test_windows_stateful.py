@@ -77,6 +77,8 @@ class WithWindows(Operations):
     def launch(self, chunk_limit: int | None) -> None:
         before = len(self.flights)
         super().launch(chunk_limit)
+        if (budget := self.scheduler.lives.budget) is not None:
+            budget.go_on(0.0)
         for flight in self.flights[before:]:
             for live, chunk in flight.schedule.chunks.items():
                 table, family, prompt = self.of(live)

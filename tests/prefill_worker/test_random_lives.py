@@ -20,6 +20,7 @@ from baton.content import Tier, extend_names, salted
 from baton.decode_worker.role import DecodeRole
 from baton.engine import EngineRequest, SamplingParams
 from baton.engine.api.config import SpeculativeConfig
+from baton.engine.execution import elastic_cache, memory_sizing
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.layout import Range, cut, slice_bytes
@@ -342,3 +343,36 @@ def test_an_illegal_step_names_both_states() -> None:
     attempt.to(State.TAKING)
     with pytest.raises(RuntimeError, match="from TAKING to FETCHING"):
         attempt.to(State.FETCHING)
+
+
+def test_a_decode_waits_while_memory_moves_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as another request decodes, a step moves one unit. So the worker does not say "no room"."""
+    model = tiny_model(tmp_path)
+    edit_json(model / "config.json", **HYBRID)
+    monkeypatch.setattr(memory_sizing, "CPU_POOL_BYTES", 900_000)
+    monkeypatch.setattr(elastic_cache, "RESIDENT_SHARE", 3)  # then a unit has few slots
+    worker = Both(
+        model, **OPTIONS["states"] | {"num_blocks": None, "max_num_seqs": 30, "elastic_memory": True}
+    )
+    life = type("LivesOf", (Lives,), {"worker": worker, "walked": set()})()
+    budget = worker.engine.lives.budget
+    assert budget is not None
+    go_on = budget.go_on
+    monkeypatch.setattr(budget, "go_on", lambda seconds: go_on(0.0))
+    life.decode(21, "", 0)
+    life.reaches(State.DECODING)
+    for _ in range(12):
+        life.decode(5, "peer", 0)
+        life.decode(5, "", 0)
+    attempts = worker.context.attempts
+    waiting = [attempt for attempt in attempts if attempt.state is State.NEW]
+    assert len(waiting) > 2, "a unit has some states"
+    worker.cancel(waiting.pop().id)
+    steps = 0
+    while any(attempt.state is State.NEW for attempt in waiting):
+        life.steps(1)
+        steps += 1
+    assert steps > 1
+    assert not worker.failures
+    life.teardown()
+    worker.close()

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 class State(Enum):
     NEW = auto()
-    """It has no block."""
+    """It has no block. The engine may be moving memory for it."""
     IMPORTING = auto()
     """The prefix cache gets the beginning of its prompt. It has no block."""
     COMPUTING = auto()
