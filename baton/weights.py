@@ -199,6 +199,16 @@ class Weights:
         finally:
             self._call("/resume")
 
+    def release_memory(self, *tags: Literal["kv_cache", "weights"]) -> None:
+        """All workers give memory back until `resume_memory`, and compute nothing meanwhile. No tag: all.
+        Raises RefusedUpdate if requests run, or if workers were not started for it."""
+        self._call("/release_memory_occupation", {"tags": [*tags]})
+
+    def resume_memory(self, *tags: Literal["kv_cache", "weights"]) -> None:
+        """They take it again. Weights have lost their values: `update` must follow. Raises RefusedUpdate if
+        the memory is not free."""
+        self._call("/resume_memory_occupation", {"tags": [*tags]})
+
     def world_size(self) -> int:
         """Ranks of all workers."""
         return self._call("/get_world_size", method="GET")["world_size"]

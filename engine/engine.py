@@ -40,6 +40,7 @@ from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
 from baton.engine.loader.live_weights import NewWeights
 from baton.engine.loader.tokenizer_json import eos_of_tokenizer, tokenizer_json
+from baton.engine.memory import EngineMemory
 from baton.engine.model_config import ModelConfig, known_ids
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.outputs import Outputs
@@ -233,6 +234,7 @@ class Engine:
             encoder=started.encoder,
         )
         """Computes the requests. The caller calls its `step` while it `has_work`."""
+        self.memory = EngineMemory(started.memory, lives, self.loop)
         self.caches = runner.caches
         self.prefix_exchange = lives.prefix_exchange
         """Moves prefixes between this prefix cache and those of other workers or a shared store. None: there
@@ -399,6 +401,8 @@ class Engine:
     def stage_weights(self, path: str) -> NewWeights:
         """Reads and checks the weights of a checkpoint of the same model. Only this method may run in another
         thread, beside steps. Raises `ValueError` naming what does not fit; nothing has changed then."""
+        if "weights" in self.memory.released:
+            raise ValueError("the memory of the weights is released: call /resume_memory_occupation first")
         return self._loaded.stage(path)
 
     def replace_weights(self, new: NewWeights, version: str) -> None:
@@ -414,6 +418,7 @@ class Engine:
         if self.encoder is not None:
             self.encoder.forget()
         new.apply()
+        self.memory.lost_weights = False
         self.model_fingerprint = f"{new.fingerprint}; version={version}"
         self.content_root = self._root_of(self.model_fingerprint)
         if self.lives.cache is not None:

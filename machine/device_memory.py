@@ -18,9 +18,10 @@ import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ulonglong, c_void_p
 from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 MIB = 1 << 20
@@ -85,6 +86,22 @@ class DeviceMemory(ABC):
     def close(self) -> None:
         """Unmaps all addresses and frees all pages. Nothing uses them any more."""
 
+    def release(self, mapped: Mapping[int, Sequence[Page]]) -> None:
+        """Unmaps and frees these pages, by the addresses that they are mapped at."""
+        for address, pages in mapped.items():
+            self.unmap(address, len(pages))
+        self.free([page for pages in mapped.values() for page in pages])
+
+    def resume(self, mapped: Mapping[int, Sequence[Page]]) -> dict[int, Sequence[Page]]:
+        """Maps new pages where `release` has unmapped these. Raises `MemoryError` before it maps one."""
+        new = iter(self.create(sum(map(len, mapped.values()))))
+        found: dict[int, Sequence[Page]] = {
+            address: list(islice(new, len(pages))) for address, pages in mapped.items()
+        }
+        for address, pages in found.items():
+            self.map(address, pages)
+        return found
+
 
 def open_device_memory(device: int | None, page_bytes: int, *, exportable: bool = False) -> DeviceMemory:
     """Memory of the CUDA device with this number, in pages of `page_bytes`, rounded up to what it can map.
@@ -137,6 +154,8 @@ class HostMemory(DeviceMemory):
         return -(-start // self.page_bytes) * self.page_bytes
 
     def create(self, count: int) -> list[Page]:
+        if not count:
+            return []
         fd = os.memfd_create("baton-device-memory", os.MFD_CLOEXEC)
         os.ftruncate(fd, count * self.page_bytes)
         return self._pages(fd, 0, count)

@@ -1,4 +1,4 @@
-"""The calling side of SetPause: pauses all workers, or none.
+"""The calling side of SetPause and SetMemory: pauses all workers, or none; gives their memory back.
 
 abort: steps of all workers end, and their attempts ─▶ paused
 wait:  all workers get no new request ─ none has an attempt any more ─▶ their steps end ─▶ paused
@@ -85,6 +85,23 @@ class Workers:
     async def resume(self) -> None:
         """Raises NotPaused."""
         await self._set(pb.PauseRequest(pause=pb.PAUSE_NONE))
+
+    async def release(self, parts: Sequence[str]) -> None:
+        """All workers give this memory back, and compute nothing from then on. `parts`: as in MemoryRequest.
+        Raises NotPaused. Then some may have released it: `release` again, or `take_again`."""
+        await self._set_memory(pb.MemoryRequest(release=True, parts=parts))
+
+    async def take_again(self, parts: Sequence[str]) -> list[pb.WorkerStatus]:
+        """All workers have this memory again. Returns what they lack then. Raises NotPaused. Then some may
+        have it: `take_again` again."""
+        return await self._set_memory(pb.MemoryRequest(parts=parts))
+
+    async def _set_memory(self, request: pb.MemoryRequest) -> list[pb.WorkerStatus]:
+        return await self._all(lambda stub, timeout: stub.SetMemory(request, timeout=timeout))
+
+    async def busy(self) -> int:
+        """Workers with requests whose steps are not paused."""
+        return sum(s.pause != pb.PAUSE_STEPS and not s.idle for s in await self._statuses())
 
     async def _set(self, request: pb.PauseRequest) -> None:
         await self._all(lambda stub, timeout: stub.SetPause(request, timeout=timeout))

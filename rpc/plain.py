@@ -1,5 +1,6 @@
 """Messages as dictionaries for JSON: what `/status` and `baton status` show of workers."""
 
+from collections.abc import MutableSequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -35,6 +36,8 @@ def plain(message: Message) -> dict[str, Any]:
         elif described.message_type is not None:
             is_map = described.message_type.GetOptions().map_entry
             value = dict(value) if is_map else [plain(item) for item in value]
+        elif isinstance(value, MutableSequence):
+            value = list(value)
         elif isinstance(value, bytes):
             value = value.hex()
         fields[described.name] = value

@@ -63,6 +63,7 @@ class WorkerStub(_Stub):
         worker_pb2.RestartEngineRequest, worker_pb2.RestartedEngine
     ]
     SetAdapters: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.AdapterSet, worker_pb2.AdapterSet]
+    SetMemory: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.MemoryRequest, worker_pb2.WorkerStatus]
     SetPause: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.PauseRequest, worker_pb2.WorkerStatus]
     SetPool: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.SetPoolRequest, worker_pb2.WorkerStatus]
 

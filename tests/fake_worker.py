@@ -208,6 +208,19 @@ class FakeWorker(StandIn):
             self._may_step.set()
         return self.status
 
+    async def SetMemory(
+        self, request: pb.MemoryRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerStatus:
+        if self.refuses_pause:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuses_pause)
+        status, parts = self.status, set(request.parts)
+        released = {*status.released} | parts if request.release else {*status.released} - parts
+        status.released[:] = sorted(released)
+        status.lost_weights |= "weights" in released
+        status.pause = pb.PAUSE_STEPS if released or status.lost_weights else pb.PAUSE_NONE
+        self.report()
+        return status
+
     def flip(self, pool: "pb.Pool") -> None:
         """Moves to another pool and reports that."""
         self.status.pool = pool

@@ -204,6 +204,9 @@ class EngineProcess:
                 case messages.UnloadAdapter(fingerprint):
                     unused = partial(self._roles.without, fingerprint)
                     self._change(self._adapters.unload(fingerprint, unused))
+                case messages.SetMemory(question):
+                    why = "--engine vllm: its memory cannot be released"
+                    self._send(messages.MemorySet(question, [], False, False, why))
                 case messages.Pause(question, frozen, abort):
                     if abort:
                         self._attempts.end_all(Code.ABORTED, abort)

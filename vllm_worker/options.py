@@ -16,7 +16,10 @@ _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
     "served_model_name", "enable_lora", "lora_modules", "max_loras", "max_lora_rank",
 }  # fmt: skip
-_MEANINGLESS = ("elastic_memory", "host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant")
+_MEANINGLESS = (
+    "elastic_memory", "host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant",
+    "enable_memory_saver",
+)  # fmt: skip
 _LARGE_GRAPHS = {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
 """For steps that also take a part of a prompt: with 100 tokens beside 8 decodes (8B, H200) such a step takes
 6.9 ms in one graph, 11.5 in a graph in pieces, and 25 without one. By default vLLM has one graph only for

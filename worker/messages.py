@@ -179,6 +179,14 @@ class Pause(_Message):
     abort: str  # why all attempts end with ABORTED first; empty: they stay
 
 
+class SetMemory(_Message):
+    """Give memory back to the device, or take it again. The engine is frozen. MemorySet answers."""
+
+    question: int
+    release: bool
+    parts: list[str]  # of MemoryPart
+
+
 class Stop(_Message):
     """Fail every attempt with DRAINING, then answer with Stopped."""
 
@@ -201,6 +209,7 @@ ToEngine = (
     | ReplaceWeights
     | DropWeights
     | Pause
+    | SetMemory
     | Stop
     | Exit
 )
@@ -364,6 +373,14 @@ class Paused(_Message):
     error: str  # for the user, why the engine cannot pause; empty: it does
 
 
+class MemorySet(_Message):
+    question: int
+    released: list[str]  # what has no memory now
+    lost_weights: bool  # as in proto/worker.proto
+    busy: bool  # a request or a copy still uses it: nothing was done
+    error: str  # for the user; empty: it is done
+
+
 class CacheChanged(_Message):
     """Chunks that entered a tier of the prefix cache, or left all. One message per step, before the tokens of
     the step."""
@@ -433,6 +450,7 @@ FromEngine = (
     | WeightsReplaced
     | AdapterLoaded
     | Paused
+    | MemorySet
     | Tokens
     | Reserved
     | PrefillStarted

@@ -191,6 +191,10 @@ class EngineOptions:
         "Move memory between KV and states, or KV and layers with windows, while a worker runs.",
         shown="on a CPU on, on GPUs off",
     )
+    enable_memory_saver: bool = opt(
+        False,
+        "Let a trainer take the memory of KV and weights for a while (POST /release_memory_occupation).",
+    )
     replace_engine: bool = opt(
         False,
         "Replace an engine process that ends: requests go on with the KV that it published (only on CPUs).",

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier
 
@@ -27,6 +27,10 @@ MOST_LOOKUP = 32
 SPECULATIVE_ROWS = 256
 """Most tokens of a step with drafts, if fewer requests than that may decode: with so many rows, products and
 not reading the weights bound a step."""
+
+
+MemoryPart = Literal["kv_cache", "weights"]
+"""What an engine can give back, as SGLang names it."""
 
 
 class TierCells(NamedTuple):
@@ -136,6 +140,8 @@ class EngineConfig:
     elastic_memory: bool | None = None
     """Whether pages of memory move between KV and states, or window blocks, if `num_blocks` is None. None:
     yes on a CPU. No handover between GPUs has run with it yet."""
+    enable_memory_saver: bool = False
+    """Whether `Engine.release_memory` can give memory back. Weights and KV then have memory of pages."""
     ttit_target: float | None = None
     """Seconds of a gap. None: `ttit_target_steps` decides. Steps that also compute prompts take this time
     only if a prompt would otherwise be late, and more only if decodes alone take most of it."""

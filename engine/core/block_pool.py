@@ -316,12 +316,12 @@ class BlockPool:
         """Whether one of these blocks is cached."""
         return any(block in self._name_of for block in blocks)
 
-    def put_in(self, blocks: range) -> None:
+    def put_in(self, blocks: Iterable[int]) -> None:
         """These blocks have memory now, and are free."""
         for block in blocks:
             self._make_free(block)
 
-    def take_out(self, blocks: range) -> None:
+    def take_out(self, blocks: Sequence[int]) -> None:
         """These blocks, which nothing holds, lose their memory. The cache forgets them."""
         for block in blocks:
             if block in self._free:
@@ -337,6 +337,12 @@ class BlockPool:
             if self.windows is not None:
                 self.windows.freed(block)
         self.moves += len(blocks)
+
+    def clear(self) -> None:
+        """Nothing is cached any more. Nothing holds a block."""
+        blocks = [*range(self.num_blocks)] if self.units is None else self.units.with_memory()
+        self.take_out(blocks)
+        self.put_in(blocks[::-1])
 
     @property
     def is_unheld(self) -> bool:

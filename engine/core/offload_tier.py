@@ -306,6 +306,11 @@ class OffloadTier:
         load.then(load.intact)
 
     @property
+    def copies(self) -> bool:
+        """Whether a copy waits, or is under way."""
+        return self._copies > 0 or self.loading
+
+    @property
     def loading(self) -> bool:
         """Whether a cell waits for its bytes, or gets them."""
         return self._loads > 0

@@ -105,7 +105,6 @@ class PrefixCache:
     ) -> None:
         """`content_root`: root of all names. `offload_places`: cells of each tier below the device.
         `prompt_seconds`: as in `Meters`. `windows`: those of the arrays of tokens that layers keep.
-        `kept`: table of what the next engine may use. None: the memory ends with this one.
         `kept`: the table of what the next engine may use. None: the memory ends with this one."""
         self.queries = 0
         self.hits = 0
@@ -155,6 +154,13 @@ class PrefixCache:
         self._root, self._named = content_root, None
         if self._kept is not None:
             self._kept.clear()
+
+    def clear_device(self) -> None:
+        """The device loses all that is cached there. Tiers below keep what they have. Nothing holds a
+        block."""
+        self._pool.clear()
+        if self.copies is not None:
+            self.copies.clear()
 
     def publish(
         self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: int = 0

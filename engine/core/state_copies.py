@@ -264,12 +264,12 @@ class StateCopies:
         """Whether one of these slots has a cached copy."""
         return any(slot in self._name_of for slot in slots)
 
-    def put_in(self, slots: range) -> None:
+    def put_in(self, slots: Sequence[int]) -> None:
         """These slots have memory now, and are free."""
         self._free[:0] = reversed(slots)
         self._present += len(slots)
 
-    def take_out(self, slots: range) -> None:
+    def take_out(self, slots: Sequence[int]) -> None:
         """These slots, which nothing holds, lose their memory. The cache forgets their copies."""
         for slot in slots:
             if (name := self._name_of.get(slot)) is None:
@@ -279,6 +279,12 @@ class StateCopies:
                 self.on_evicted(name)
         self._present -= len(slots)
         self.moves += len(slots)
+
+    def clear(self) -> None:
+        """Nothing is cached any more. Nothing holds a slot."""
+        slots = sorted([*self._free, *self._slot_of.values()])
+        self.take_out(slots)
+        self.put_in(slots)
 
     def assert_whole(self) -> None:
         """Asserts that each slot is free or has a cached copy."""

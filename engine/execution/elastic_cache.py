@@ -234,7 +234,7 @@ class ElasticCache:
         self._planes: tuple[list[tuple[int, int]], ...] = ([], [], [])
         """Of blocks, slots and window blocks: the address of the first place, and pages of a unit."""
         self._pages: dict[int, Sequence[Page]] = {}
-        """By the address of a unit in a plane."""
+        """By the address of a unit in a plane, or of a plane that has memory for all places."""
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._reserve(shape, dtype, 0, shape[0], math.prod(shape[2:]) * dtype.itemsize)
@@ -254,7 +254,8 @@ class ElasticCache:
         address = memory.reserve(size)
         pages, rest = divmod(cells.unit * place_bytes, memory.page_bytes)
         if rest:
-            memory.map(address, memory.create(-(-size // memory.page_bytes)))
+            self._pages[address] = memory.create(-(-size // memory.page_bytes))
+            memory.map(address, self._pages[address])
         else:
             for row in range(rows):
                 self._planes[which].append((address + row * cells.places * place_bytes, pages))
@@ -275,6 +276,22 @@ class ElasticCache:
         for which, unit, present in moves:
             for address, pages in self._planes[which]:
                 (self._map if present else self._unmap)(address, pages, unit)
+
+    def release(self) -> None:
+        """Gives all memory back, while nothing uses it. Addresses stay."""
+        self._memory.release(self._pages)
+        self._memory.free(self._spare)
+
+    def resume(self) -> None:
+        """Has as much memory as before `release`, with undefined content. Raises `MemoryError`, and has none
+        then."""
+        spare = self._memory.create(len(self._spare))
+        try:
+            self._pages = self._memory.resume(self._pages)
+        except MemoryError:
+            self._memory.free(spare)
+            raise
+        self._spare = spare
 
     def _map(self, address: int, pages: int, unit: int) -> None:
         at = address + unit * pages * self._memory.page_bytes

@@ -35,7 +35,6 @@ from baton.engine.execution.graphs import (
     largest_graph,
 )
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
-from baton.engine.execution.kept_cache import KeptCache
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import (
     FP8,
@@ -59,7 +58,14 @@ from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, ImageRows, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec, DeviceTensors, Places, SharedCache
+from baton.engine.models.cache_spec import (
+    AttentionCache,
+    CacheMemory,
+    CacheSpec,
+    DeviceTensors,
+    Places,
+    SharedCache,
+)
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
 from baton.engine.step import Step, Variant
 from baton.engine.step_adjustments import Adjustments, ScoredLogprobs
@@ -221,14 +227,14 @@ class ModelRunner:
         *,
         window_blocks: int | None = None,
         elastic: ElasticCache | None = None,
-        kept: KeptCache | None = None,
+        memory: CacheMemory | None = None,
         shared: bool = False,
     ) -> None:
         """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
-        `window_blocks`: as in `Places`. `elastic` or `kept`: has the memory. None: torch has. `shared`: all
+        `window_blocks`: as in `Places`. `elastic` or `memory`: has the memory. None: torch has. `shared`: all
         layers with the same arrays share the memory of one."""
         self._elastic = elastic
-        memory = elastic or kept or DeviceTensors(self.device)
+        memory = elastic or memory or DeviceTensors(self.device)
         places = Places(num_blocks, self.block_size, num_slots, window_blocks)
         alike = dict[Any, Any]()
         self._window_blocks = window_blocks

@@ -25,10 +25,11 @@ from baton.content.images import ImageSettings
 from baton.encode_worker.encoder import Encoder
 from baton.encode_worker.tower import Tower
 from baton.encode_worker.turns import Turns
-from baton.engine.api.config import EngineConfig
+from baton.engine.api.config import EngineConfig, MemoryPart
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.kept_cache import KeptCache
+from baton.engine.execution.memory_saver import PAGE, MemorySaver
 from baton.engine.execution.memory_sizing import (
     CacheLimits,
     MemoryUse,
@@ -42,6 +43,7 @@ from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, rehearsal_in, warm_up
 from baton.engine.kernels import kernels_for
+from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.loader.live_weights import LoadedModel
@@ -87,6 +89,8 @@ class Started:
     """What steps cost, as far as it was measured. None: not at all."""
     kept: KeptCache | None
     """The memory of KV that outlives this engine. None: it ends with the engine."""
+    memory: Mapping[MemoryPart, MemorySaver | ElasticCache]
+    """What can be given back to the device. Empty: nothing."""
 
 
 def start_rank(
@@ -121,6 +125,10 @@ def start_rank(
             exact=config.batch_invariant,
         )
     encoder, tower = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
+    of_weights = _memory_saver(config, device)
+    if of_weights is not None:
+        with memory_for("the weights", "choose a smaller --model"):
+            of_weights.take(tensors((model, drafter)))
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     of_model = layer_caches(model_config, limits.dtype, limits.kv_dtype, drafts=head is not None)
     # Where no step is launched before the tokens of the last one are known, drafts cost no step anything. A
@@ -144,6 +152,8 @@ def start_rank(
         with memory_for("the largest image", "choose a smaller --model"):
             encoding = _rehearse(encoder, model_config.vision.settings, device)
     use = _measure(config, runner, limits, model_config.full_step, encoding, progress) if on_gpu else None
+    if use is not None and of_weights is not None:
+        use = replace(use, weights=use.weights + of_weights.nbytes)
     shares = config.elastic_memory if config.elastic_memory is not None else not on_gpu
     pages = _pages(device, ranks) if (limits.state_bytes or limits.windows) and shares else None
     pool = size_pool(config, model_config, limits, use, ranks, pages)
@@ -155,12 +165,14 @@ def start_rank(
     )
     kept = keep(limits, pool)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
+        elastic = _elastic_cache(pool.elastic, device)
+        saver = None if elastic else _memory_saver(config, device)
         runner.open(
             pool.num_blocks,
             pool.num_slots + pool.num_copies,
             window_blocks=pool.window_blocks,
-            elastic=_elastic_cache(pool.elastic, device),
-            kept=kept,
+            elastic=elastic,
+            memory=kept or saver,
         )
         if kept is not None and not kept.open(root_of(fingerprint)):
             log.warning("the KV that was kept is of another model or layout: it is not used")
@@ -201,6 +213,7 @@ def start_rank(
         encoder,
         steps,
         kept,
+        _releasable(config, of_weights, elastic or saver),
     )
 
 
@@ -265,6 +278,21 @@ def _elastic_cache(planned: ElasticPlan | None, device: torch.device) -> Elastic
     if planned is None:
         return None
     return ElasticCache(open_device_memory(_index(device), planned.page_bytes), planned, device)
+
+
+def _memory_saver(config: EngineConfig, device: torch.device) -> MemorySaver | None:
+    """None: the engine keeps its memory."""
+    if not config.enable_memory_saver:
+        return None
+    return MemorySaver(open_device_memory(_index(device), PAGE), device)
+
+
+def _releasable(
+    config: EngineConfig, of_weights: MemorySaver | None, of_cache: MemorySaver | ElasticCache | None
+) -> Mapping[MemoryPart, MemorySaver | ElasticCache]:
+    parts: dict[MemoryPart, MemorySaver | ElasticCache | None]
+    parts = {"kv_cache": of_cache, "weights": of_weights} if config.enable_memory_saver else {}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _measure(

@@ -32,6 +32,23 @@ def pairs(kept: object, new: object, name: str = "model") -> Iterator[Pair]:
     yield from _pairs(kept, new, name, set())
 
 
+def tensors(x: object) -> Iterator[Tensor]:
+    """All tensors of a model, each once."""
+    return _tensors(x, set())
+
+
+def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(x) in seen:
+        return
+    if isinstance(x, Tensor):
+        seen.add(id(x))
+        yield x
+    elif parts := _parts(x):
+        seen.add(id(x))
+        for part in parts.values():
+            yield from _tensors(part, seen)
+
+
 def _pairs(kept: Any, new: Any, name: str, seen: set[int]) -> Iterator[Pair]:
     if kept is new or id(kept) in seen:
         return

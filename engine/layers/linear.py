@@ -1,7 +1,7 @@
 """Matrix products with a weight in the model's dtype."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,7 @@ class PlainLinear(LinearMethod):
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
         """`exact`: each row of a result has the same bits whatever the other rows."""
         self.packed = packs_plain(weight.dtype, weight.device)
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if self.packed else weight
-        )
+        self.weight = _pack(weight) if self.packed else weight
         self.bias = bias
         self.product = _product(weight, bias, exact=exact) if weight.is_cuda else None
         self.most_rows = math.inf if exact else MAX_SKINNY_ROWS
@@ -44,6 +42,15 @@ def packs_plain(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (
         dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+
+
+def packed_like(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """Of this shape, packed as the weight of a `PlainLinear`, with undefined values."""
+    return _pack(torch.empty(*shape, dtype=weight.dtype))
 
 
 def _product(weight: Tensor, bias: Tensor | None, *, exact: bool) -> Callable[[Tensor], Tensor] | None:

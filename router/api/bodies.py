@@ -371,6 +371,18 @@ class UpdateWeightsBody(BaseModel):
     keep_pause: Literal[False] | None = None
 
 
+MemoryTag = Literal["kv_cache", "weights"]
+
+
+class MemoryBody(BaseModel):
+    """POST /release_memory_occupation and /resume_memory_occupation, as in SGLang."""
+
+    model_config = ConfigDict(strict=True)
+
+    tags: Annotated[list[MemoryTag], Field(max_length=8)] | None = None
+    """What to release, or to take again. Without: all."""
+
+
 class InitTransferBody(BaseModel):
     """POST /init_weight_transfer_engine, as in vLLM."""
 

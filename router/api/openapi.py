@@ -21,6 +21,7 @@ from baton.router.api.bodies import (
     InitTransferBody,
     InvocationBody,
     LoadAdapterBody,
+    MemoryBody,
     TokenizeBody,
     UnloadAdapterBody,
     UpdateInfoBody,
@@ -202,6 +203,14 @@ OPERATIONS = (
     Operation(
         "post", "/resume", "Let paused workers go on. Needs the admin key.", _JSON, also=(404, 500, 503),
         admin=True,
+    ),
+    Operation(
+        "post", "/release_memory_occupation", "Give memory of all workers back. Needs the admin key.", _JSON,
+        body=MemoryBody, admin=True,
+    ),
+    Operation(
+        "post", "/resume_memory_occupation", "Take that memory again. Needs the admin key.", _JSON,
+        body=MemoryBody, admin=True,
     ),
     Operation(
         "get", "/is_paused", "Whether the cluster is paused (`is_paused`). Needs the admin key.", _JSON,

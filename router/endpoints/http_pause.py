@@ -1,4 +1,5 @@
-"""HTTP calls that pause all workers and let them go on, as vLLM has them. They need the admin key."""
+"""HTTP calls that pause all workers and let them go on, as vLLM has them, and those of SGLang by which
+workers give memory back. They need the admin key."""
 
 import math
 from typing import Any, get_args
@@ -6,10 +7,12 @@ from typing import Any, get_args
 from aiohttp import web
 
 from baton.router import errors
+from baton.router.api.bodies import MemoryBody, MemoryTag
+from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
 from baton.rpc.pause import Mode, NotPaused, Workers
 
-PATHS = "/pause", "/resume", "/is_paused"
+PATHS = "/pause", "/resume", "/is_paused", "/release_memory_occupation", "/resume_memory_occupation"
 LONGEST = 7 * 24 * 3600.0
 """Seconds of a pause."""
 
@@ -19,11 +22,13 @@ class HttpPause:
         self._calls = calls
 
     def routes(self) -> list[web.RouteDef]:
-        pause, resume, is_paused = PATHS
+        pause, resume, is_paused, release, take_again = PATHS
         return [
             web.post(pause, self._calls.answered(self._pause)),
             web.post(resume, self._calls.answered(self._resume)),
             web.get(is_paused, self._calls.answered(self._is_paused)),
+            web.post(release, self._calls.answered(self._release)),
+            web.post(take_again, self._calls.answered(self._take_again)),
         ]
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -53,6 +58,37 @@ class HttpPause:
     async def _is_paused(self, request: web.Request) -> web.Response:
         pause = (await self._calls.status())["router"]["pause"]
         return web.json_response({"is_paused": pause != "none", "pause": pause})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        parts = await self._parts(request)
+        workers, names = await self._workers()
+        try:
+            async with workers:
+                if busy := await workers.busy():
+                    text = f"{busy} workers have requests: call /pause?mode=abort or /pause?mode=wait first"
+                    raise errors.InvalidRequest(text)
+                await workers.release(parts)
+        except NotPaused as error:
+            outcome = "The other workers have released it: try again, or call /resume_memory_occupation."
+            raise self._calls.failed(error.faults, names, outcome) from error
+        return web.json_response({"success": True, "released": parts})
+
+    async def _take_again(self, request: web.Request) -> web.Response:
+        parts = await self._parts(request)
+        workers, names = await self._workers()
+        try:
+            async with workers:
+                statuses = await workers.take_again(parts)
+        except NotPaused as error:
+            raise self._calls.failed(error.faults, names, "The other workers have it: try again.") from error
+        lacks = sorted({part for status in statuses for part in status.released})
+        told = {"success": True, "released": lacks}
+        return web.json_response(told | {"lost_weights": any(status.lost_weights for status in statuses)})
+
+    async def _parts(self, request: web.Request) -> list[str]:
+        raw = await self._calls.body(request)
+        tags = parse(MemoryBody, raw).tags if raw.strip() else None
+        return list(dict.fromkeys(tags or get_args(MemoryTag)))
 
     def _seconds(self, given: str | None) -> float:
         """Requests that run now have ended by then: after `request_timeout` a pause serves none of them."""

@@ -227,3 +227,38 @@ async def test_a_worker_that_takes_new_weights_just_now_goes_on_with_the_others(
         with pytest.raises(NotPaused) if address == prefill.address else contextlib.nullcontext():
             async with Workers([address], SECRET, None) as workers:
                 await workers.resume()
+
+
+async def test_memory_goes_and_comes_back_for_all_workers_or_the_call_says_why(paused: Cluster) -> None:
+    release, resume = "/release_memory_occupation", "/resume_memory_occupation"
+
+    async def call(path: str, *tags: str) -> tuple[int, Any]:
+        async with paused.http.post(paused.url + path, json={"tags": [*tags]}, headers=HEADERS) as response:
+            return response.status, await response.json()
+
+    status, refused = await call(release)
+    assert status == 400
+    assert "2 workers have requests: call /pause?mode=abort or /pause?mode=wait first" in str(refused)
+    for worker in paused.workers:
+        worker.status.idle = True
+    assert await asked(paused, "POST", release) == (
+        200,
+        {"success": True, "released": ["kv_cache", "weights"]},
+    )
+    await knows(paused, pb.PAUSE_STEPS)
+    new = asyncio.create_task(paused.complete())
+    await paused.until(lambda: bool(paused.router.services.admission.parked.without_worker))
+    told = {"success": True, "released": ["kv_cache"], "lost_weights": True}
+    assert await call(resume, "weights") == (200, told)
+    for worker in paused.workers:
+        worker.status.lost_weights = False
+    told = {"success": True, "released": [], "lost_weights": False}
+    assert await call(resume, "kv_cache", "kv_cache") == (200, told)
+    await new
+    assert (await call(release, "cuda_graph"))[0] == 400
+    paused.decodes[
+        0
+    ].refuses_pause = "no memory can be released: start the workers with --enable-memory-saver"
+    status, refused = await call(release, "kv_cache")
+    assert status == 500
+    assert "--enable-memory-saver. The other workers have released it" in refused["error"]["message"]

@@ -63,6 +63,7 @@ def test_steps_with_chunks_have_graphs_unless_the_user_says_which(given: str) ->
     ("fields", "names"),
     [
         ({"host_cache_size": 1 << 30, "enable_prefix_caching": True}, "--host-cache-size"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"batch_invariant": True}, "--batch-invariant"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"quantization": "int4"}, "--quantization int4"),

@@ -41,6 +41,14 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_host": "no such host"}, "--kv-host: 'no such host' is neither"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
         ({"deadlines": TransferDeadlines(engine_dead=0)}, "--engine-timeout: 0"),
+        (
+            {"engine": EngineConfig("model", enable_memory_saver=True), "replace_engine": True},
+            "--enable-memory-saver: not with --replace-engine",
+        ),
+        (
+            {"engine": EngineConfig("model", enable_memory_saver=True, tensor_parallel_size=2)},
+            "--enable-memory-saver: only with --tensor-parallel-size 1",
+        ),
         ({"drain_timeout": 1e6}, "--drain-timeout: 1000000.0"),
     ],
 )

@@ -27,7 +27,10 @@ from tests.cluster_helpers import (
 )
 from tests.within import within
 
-TINY = {"load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64}
+TINY = {
+    "load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64, "enable_memory_saver": True,
+    "enable_prefix_caching": True,
+}  # fmt: skip
 SHAPES = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
 MLP = {"gate_proj": (128, 64), "up_proj": (128, 64), "down_proj": (64, 128)}
 
@@ -274,4 +277,77 @@ async def test_a_change_in_a_pause_that_keeps_kv_leaves_decodes_and_hands_prompt
         await new.command(close=True)
         await new.command(apply=True)
     assert await first_token(worker) == token, "it had no KV of the weights before"
+    await assert_whole(worker)
+
+
+def pages_of(worker: WorkerProcess) -> int:
+    """Bytes of memory that the engine process can give back, and has not."""
+    status = Path(f"/proc/{worker.child('engine').pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("RssShmem")]
+    return int(line.split()[1]) << 10
+
+
+def memory(*parts: str, release: bool) -> pb.MemoryRequest:
+    return pb.MemoryRequest(parts=parts, release=release)
+
+
+async def test_a_worker_without_memory_waits_until_it_and_weights_are_back(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "later", 6)
+    async with replacement(worker) as new:
+        await new.stage(path, "before")
+        await new.command(close=True)
+        await new.command(apply=True)
+    token = await first_token(worker)
+    before = pages_of(worker)
+    async with attached(worker) as stream:
+        stub = stream.stub
+        decode_id = await stream.reserve(request([1], sampling(max_tokens=2000, ignore_eos=True)))
+        await stream.token(decode_id)
+        for pause in (pb.PAUSE_NONE, pb.PAUSE_STEPS):
+            await stub.SetPause(paused(pause))
+            with pytest.raises(grpc.aio.AioRpcError, match=r"requests .*: call /pause\?mode=abort or"):
+                await stub.SetMemory(memory("kv_cache", "weights", release=True))
+            assert (await stub.GetStatus(pb.StatusRequest())).pause == pause
+        await stub.SetPause(paused(pb.PAUSE_STEPS, 0.01, abort=True))
+        status = await stub.SetMemory(memory("kv_cache", "weights", release=True))
+        assert (list(status.released), status.lost_weights) == (["kv_cache", "weights"], True)
+        assert before - pages_of(worker) > 1 << 18, "the system has it"
+        refused = await stream.submit_prefill(request(range(100), sampling()), handover=True)
+        assert (await stream.failure(refused)).code == pb.FAILURE_CODE_DRAINING
+        with pytest.raises(grpc.aio.AioRpcError, match=r"memory is released \(kv_cache, weights\): call"):
+            await stub.SetPause(pb.PauseRequest())
+        async with replacement(worker) as new:
+            with pytest.raises(grpc.aio.AioRpcError, match="the memory of the weights is released"):
+                await new.stage(path, "early")
+        status = await stub.SetMemory(memory("weights", release=False))
+        assert (list(status.released), status.lost_weights) == (["kv_cache"], True)
+        async with replacement(worker) as new:
+            await new.stage(path, "after")
+            with pytest.raises(grpc.aio.AioRpcError, match="the weights are being replaced: finish that"):
+                await stub.SetMemory(memory("weights", release=True))
+            await new.command(close=True)
+            await new.command(apply=True)
+        status = await stub.GetStatus(pb.StatusRequest())
+        assert (status.pause, status.lost_weights) == (pb.PAUSE_STEPS, False), "its end brings no memory back"
+        status = await stub.SetMemory(memory("kv_cache", "weights", release=False))
+        assert (status.pause, list(status.released)) == (pb.PAUSE_NONE, [])
+    assert await first_token(worker) == token
+    await assert_whole(worker)
+
+
+async def test_an_idle_worker_gives_its_cache_back_and_tells_routers(worker: WorkerProcess) -> None:
+    token = await first_token(worker)
+    async with attached(worker) as stream:
+        cached, gone = set(await stream.hints(range(100))), set[int]()
+        status = await stream.stub.SetMemory(memory("kv_cache", release=True))
+        assert (status.pause, status.lost_weights) == (pb.PAUSE_STEPS, False)
+        status = await stream.stub.SetMemory(memory("kv_cache", release=False))
+        assert status.pause == pb.PAUSE_NONE, "nothing else had paused it"
+        while not cached <= gone:
+            gone |= {*(await within(stream.caches.get())).evicted}
+        with pytest.raises(grpc.aio.AioRpcError, match="parts must be of kv_cache, weights, not 'graphs'"):
+            await stream.stub.SetMemory(memory("graphs", release=True))
+    assert await first_token(worker) == token
     await assert_whole(worker)

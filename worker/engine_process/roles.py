@@ -4,8 +4,9 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, get_args
 
+from baton.engine.api.config import MemoryPart
 from baton.engine.core.making_room import to_drop
 from baton.worker import messages
 from baton.worker.engine_process.context import Context
@@ -13,6 +14,8 @@ from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.states import State
 from baton.worker.engine_process.weights import WeightsChange
 from baton.worker.messages import Code, ToEngine
+
+PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 
 
 class Role(Protocol):
@@ -74,21 +77,24 @@ class Roles:
     def _moves_nothing(self) -> bool:
         return all(part.idle for part in (self._sender, self._receiver, *self._roles))
 
+    @property
+    def _store_idle(self) -> bool:
+        return (store := self._context.store) is None or store.idle
+
     def handle(self, message: ToEngine) -> None:
         """Handles a message of the service process that does not end the loop."""
         self.polls = True
         match message:
             case messages.AskStatus():
                 store = self._context.store
-                store_idle = store is None or store.idle
                 status = messages.EngineStatus(
                     message.question,
                     self.engine.stats(),
                     self._attempts.counts,
-                    self.idle and store_idle,
+                    self.idle and self._store_idle,
                     self._context.links.recent(time.monotonic()),
                     None if store is None else store.stats,
-                    self.only_decodes and store_idle,
+                    self.only_decodes and self._store_idle,
                 )
                 self._context.link.send(status)
             case messages.Cancel(stream, attempt_id):
@@ -106,8 +112,27 @@ class Roles:
                 if abort:
                     self._attempts.end_all(Code.ABORTED, abort)
                 self._context.link.send(messages.Paused(question, bool(steps.under_way), ""))
+            case messages.SetMemory():
+                self._context.link.send(self._set_memory(message))
             case _:
                 next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
+
+    def _set_memory(self, message: messages.SetMemory) -> messages.MemorySet:
+        memory, error, busy = self.engine.memory, "", False
+        parts = [part for part in PARTS if part in message.parts]
+        try:
+            memory.check()
+            if not message.release:
+                memory.resume(parts)
+            elif "kv_cache" in parts and not (self.idle and self._store_idle and not memory.uses_kv()):
+                busy = True
+            else:
+                memory.release(parts)
+        except ValueError as reason:
+            error = str(reason)
+        except MemoryError as reason:
+            error = f"the device has not as much memory now: end or shrink what has it ({reason})"
+        return messages.MemorySet(message.question, sorted(memory.released), memory.lost_weights, busy, error)
 
     def move_kv(self, spare: float) -> None:
         self._weights.report()

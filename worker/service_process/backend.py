@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -75,6 +75,9 @@ class Backend:
         self._kv_events = kv_events
         self.draining = False
         self.pause: pb.Pause = pb.PAUSE_NONE
+        self.released: Sequence[str] = ()
+        """Memory, as in `MemoryRequest`."""
+        self.lost_weights = False
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._pool = POOLS[config.role]
         self._last_status = pb.WorkerStatus()
@@ -209,7 +212,22 @@ class Backend:
 
     async def replace_weights(self, version: str) -> messages.WeightsReplaced:
         """The engine computes with those that are staged. It is idle."""
-        return await self._answer(lambda question: messages.ReplaceWeights(question, version))
+        replaced = await self._answer(lambda question: messages.ReplaceWeights(question, version))
+        self._last_status.lost_weights = self.lost_weights = False
+        return replaced
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether memory is released, or the weights in it are lost: the engine cannot compute."""
+        return bool(self.released) or self.lost_weights
+
+    async def set_memory(self, parts: Sequence[str], *, release: bool) -> messages.MemorySet:
+        """The engine gives memory back, or takes it again. It is frozen."""
+        done: messages.MemorySet = await self._answer(
+            lambda question: messages.SetMemory(question, release, list(parts))
+        )
+        self.released, self.lost_weights = done.released, done.lost_weights
+        return done
 
     async def load_adapter(self, name: str, path: str) -> messages.AdapterLoaded:
         """The engine loads an adapter, while it computes."""
@@ -247,6 +265,8 @@ class Backend:
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
             pool=self._pool,
             pause=self.pause,
+            released=self.released,
+            lost_weights=self.lost_weights,
             idle=engine.idle,
             transfers_open=transfer.transfers_open,
             arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
@@ -342,6 +362,7 @@ class Backend:
                 | messages.WeightsReplaced(question)
                 | messages.AdapterLoaded(question)
                 | messages.Paused(question)
+                | messages.MemorySet(question)
             ):
                 answer = self._answers.get(question)
                 if answer is not None and not answer.done():

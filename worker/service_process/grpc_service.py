@@ -24,6 +24,7 @@ from baton.worker.messages import Code, ToEngine
 from baton.worker.service_process import streams, validation
 from baton.worker.service_process.adapters import RefusedAdapters, WorkerAdapters
 from baton.worker.service_process.backend import Backend, RefusedRestart
+from baton.worker.service_process.memory import RefusedMemory, WorkerMemory
 from baton.worker.service_process.pause import RefusedPause, WorkerPause
 from baton.worker.service_process.streams import Routers, RouterStream
 from baton.worker.service_process.validation import Limits, RefusedAttempt, StreamError
@@ -46,6 +47,7 @@ class AttachService:
         self._description = description
         self._pause = WorkerPause(backend)
         self._weights = WeightsReplacement(backend, routers, self._pause, self._with_weights)
+        self._memory = WorkerMemory(backend, self._pause, self._weights)
         self._adapters = WorkerAdapters(backend, routers, description)
         self._cancels: set[asyncio.Task[None]] = set()
         self._kinds: dict[str, tuple[str, Callable[[RouterStream, bytes, Any], ToEngine]]] = {
@@ -132,6 +134,14 @@ class AttachService:
         except RefusedPause as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
+    async def SetMemory(
+        self, request: pb.MemoryRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerStatus:
+        try:
+            return await self._memory.set(request)
+        except RefusedMemory as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
     async def SetAdapters(self, request: pb.AdapterSet, context: grpc.aio.ServicerContext) -> pb.AdapterSet:
         try:
             return await self._adapters.set(request)
@@ -208,6 +218,8 @@ class AttachService:
     def _require_accepting(self, asked: pb.Request) -> None:
         if self._backend.draining:
             raise RefusedAttempt(Code.DRAINING, "the worker is shutting down")
+        if self._memory.is_closed:
+            raise RefusedAttempt(Code.DRAINING, "the memory of the worker is released")
         if asked.adapter and not self._adapters.has(asked.adapter):
             raise RefusedAttempt(Code.NO_ADAPTER, "the adapter is not loaded")
 

@@ -33,6 +33,8 @@ class WorkerPause:
         self.keeps_kv = False
         """Frozen requests keep their KV if weights change."""
         self._backend = backend
+        self._asked: pb.Pause = pb.PAUSE_NONE
+        """Without memory the worker computes no step, whatever was asked."""
         self._one_at_a_time = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
         """Waits until the pause is over."""
@@ -48,11 +50,15 @@ class WorkerPause:
 
     async def _set(self, request: pb.PauseRequest) -> pb.WorkerStatus:
         async with self._one_at_a_time:
+            if not request.pause and self._backend.lacks_memory:
+                raise RefusedPause(_lacks(self._backend))
             if self._ending is not None:
                 self._ending.cancel()
                 self._ending = None
             try:
-                status = await self._apply(request.pause, abort=request.abort)
+                pause = pb.PAUSE_STEPS if self._backend.lacks_memory else request.pause
+                status = await self._apply(pause, abort=request.abort)
+                self._asked = request.pause
                 self.keeps_kv = request.keep_kv and request.pause == pb.PAUSE_STEPS
                 return status
             finally:  # also if the engine has refused it, and the pause before goes on
@@ -65,10 +71,23 @@ class WorkerPause:
         async with self._one_at_a_time:
             yield
 
+    async def freeze(self) -> None:
+        """No step is computed until `settle`. The caller has `unchanged`."""
+        await self._apply(pb.PAUSE_STEPS, abort=False)
+
+    async def settle(self) -> None:
+        """The worker goes on as was asked, unless it lacks memory."""
+        async with self._one_at_a_time:
+            if not self._backend.lacks_memory and self._backend.pause != self._asked:
+                await self._apply(self._asked, abort=False)
+
     async def _end(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         async with self._one_at_a_time:
-            self.keeps_kv = False
+            self.keeps_kv, self._asked = False, pb.PAUSE_NONE
+            if self._backend.lacks_memory:
+                log.warning("the pause has lasted %g s, but %s", seconds, _lacks(self._backend))
+                return
             log.warning("the pause has lasted %g s: the worker goes on", seconds)
             await self._apply(pb.PAUSE_NONE, abort=False)
 
@@ -87,3 +106,10 @@ class WorkerPause:
                 return await backend.status()
             abort = False
             await asyncio.sleep(STILL_CHECK)
+
+
+def _lacks(backend: Backend) -> str:
+    if backend.released:
+        text = f"memory is released ({', '.join(backend.released)}): call /resume_memory_occupation"
+        return f"{text}, and then load weights" if backend.lost_weights else text
+    return "its weights were released: load weights, such as by /update_weights_from_disk"

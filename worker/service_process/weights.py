@@ -60,6 +60,11 @@ class WeightsReplacement:
     def is_open(self) -> bool:
         return self._is_open.is_set()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether weights are read, or staged."""
+        return not self._free.is_set()
+
     async def opened(self) -> None:
         """Returns when routers may attach."""
         await self._is_open.wait()
@@ -117,6 +122,7 @@ class WeightsReplacement:
                 await applying
             await self._open()
             self._free.set()
+        await self._pause.settle()  # the engine may have lacked weights
 
     async def _close(self, *, keeps_kv: bool) -> None:
         self._is_open.clear()

@@ -1,0 +1,70 @@
+"""What an engine gives back to its device for a while, such as for a trainer, and takes again."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from baton.engine.api.config import MemoryPart
+from baton.engine.core.request_lives import RequestLives
+from baton.engine.execution.elastic_cache import ElasticCache
+from baton.engine.execution.memory_saver import MemorySaver
+from baton.engine.step_loop import StepLoop
+
+
+class EngineMemory:
+    """The memory of one engine, whose thread makes all calls.
+
+    Attributes:
+        released: what has no memory now. The engine computes nothing meanwhile.
+        lost_weights: the weights have been released, and were not replaced since.
+    """
+
+    def __init__(
+        self, parts: Mapping[MemoryPart, MemorySaver | ElasticCache], lives: RequestLives, loop: StepLoop
+    ) -> None:
+        """`parts`: of `EngineConfig.enable_memory_saver`; else empty."""
+        self.released: set[MemoryPart] = set()
+        self.lost_weights = False
+        self._parts = parts
+        self._lives = lives
+        self._loop = loop
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine can compute."""
+        return not self.released and not self.lost_weights
+
+    def check(self) -> None:
+        """Raises `ValueError` if nothing can be released."""
+        if not self._parts:
+            raise ValueError("no memory can be released: start the workers with --enable-memory-saver")
+
+    def uses_kv(self) -> bool:
+        """Whether a request, or a copy to a tier, uses memory of the KV cache."""
+        return self._lives.some or any(tier.copies for tier in self._lives.offload)
+
+    def release(self, parts: Collection[MemoryPart]) -> None:
+        """Gives the memory of these parts back. No step is under way, and none begins before `is_whole`. With
+        `kv_cache`, nothing `uses_kv`: all that is cached on the device is forgotten. Weights must be replaced
+        once their memory is there again."""
+        assert self._loop.frozen, "a step would touch the memory"
+        assert not self._loop.under_way, "a step touches the memory"
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        for part in [part for part in parts if part not in self.released]:
+            if part == "kv_cache":
+                assert not self.uses_kv(), "a request would lose its KV"
+                if self._lives.cache is not None:
+                    self._lives.cache.clear_device()
+            else:
+                self.lost_weights = True
+            self._parts[part].release()
+            self.released.add(part)
+        torch.cuda.empty_cache()
+
+    def resume(self, parts: Collection[MemoryPart]) -> None:
+        """Takes the memory of these parts again. Raises `MemoryError` if the device has not as much; what
+        came before is there then."""
+        for part in [part for part in parts if part in self.released]:
+            self._parts[part].resume()
+            self.released.remove(part)

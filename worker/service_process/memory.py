@@ -1,0 +1,88 @@
+"""Memory that the worker gives back to its device, which a coordinator asks of all workers (`rpc.pause`).
+
+    release ─▶ nothing is computed ─▶ resume, and ReplaceWeights if weights were released ─▶ it goes on
+
+A pause that was set before, or meanwhile, lasts until its own end. The end of a pause does not bring memory
+back: a trainer may have it.
+"""
+
+import asyncio
+import logging
+from typing import get_args
+
+from baton.engine.api.config import MemoryPart
+from baton.rpc import worker_pb2 as pb
+from baton.worker import messages
+from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.pause import WorkerPause
+from baton.worker.service_process.weights import WeightsReplacement
+
+log = logging.getLogger(__name__)
+
+PARTS = get_args(MemoryPart)
+FREE_WITHIN, FREE_CHECK = 1.0, 0.01
+"""Seconds in which copies to other tiers end, and transfers of attempts that were aborted."""
+
+
+class RefusedMemory(Exception):
+    """The message is for the user."""
+
+
+class WorkerMemory:
+    """Of one worker."""
+
+    def __init__(self, backend: Backend, pause: WorkerPause, weights: WeightsReplacement) -> None:
+        self._backend = backend
+        self._pause = pause
+        self._weights = weights
+        self._releasing = False
+
+    @property
+    def is_closed(self) -> bool:
+        """An attempt that comes would use memory that is not there, or soon is not."""
+        return self._releasing or self._backend.lacks_memory
+
+    async def set(self, request: pb.MemoryRequest) -> pb.WorkerStatus:
+        """Returns when it is done. Raises RefusedMemory."""
+        if not request.parts or set(request.parts) - set(PARTS):
+            raise RefusedMemory(f"parts must be of {', '.join(PARTS)}, not {', '.join(request.parts)[:80]!r}")
+        # The caller may go, and the engine must not stay behind what routers were told.
+        return await asyncio.shield(asyncio.create_task(self._set(request)))
+
+    async def _set(self, request: pb.MemoryRequest) -> pb.WorkerStatus:
+        try:
+            async with self._pause.unchanged():
+                if request.release:
+                    self._releasing = True
+                    await self._release(list(request.parts))
+                elif self._backend.released:
+                    done = await self._backend.set_memory(request.parts, release=False)
+                    log.info("memory that is released: %s", ", ".join(done.released) or "none")
+                    if done.error:
+                        raise RefusedMemory(done.error)
+        finally:
+            self._releasing = False
+            await self._pause.settle()
+        return await self._backend.status()
+
+    async def _release(self, parts: list[str]) -> None:
+        backend = self._backend
+        if "weights" in parts and self._weights.under_way:
+            raise RefusedMemory("the weights are being replaced: finish that, or end it, and call again")
+        if backend.pause != pb.PAUSE_STEPS and not (await backend.engine_status()).idle:
+            raise RefusedMemory("requests run: call /pause?mode=abort or /pause?mode=wait first")
+        await self._pause.freeze()
+        done = await self._free(parts)
+        if done.busy:
+            raise RefusedMemory("requests have KV: call /pause?mode=abort or /pause?mode=wait first")
+        if done.error:
+            raise RefusedMemory(done.error)
+        log.info("memory that is released: %s", ", ".join(done.released))
+
+    async def _free(self, parts: list[str]) -> messages.MemorySet:
+        end = asyncio.get_running_loop().time() + FREE_WITHIN
+        while True:
+            done = await self._backend.set_memory(parts, release=True)
+            if not done.busy or asyncio.get_running_loop().time() > end:
+                return done
+            await asyncio.sleep(FREE_CHECK)
