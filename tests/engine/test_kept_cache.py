@@ -1,19 +1,29 @@
 """KV that outlives its engine: the next engine on the memory uses what is whole, and computes the rest."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
-from baton.engine import CachedBlock, Engine
+from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.api.request import Hooks
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
-from tests.engine.conftest import MakeEngine, request_of, run
+from tests.engine.conftest import MakeEngine, TinyOf, request_of, run
+from tests.engine.drafting import draft_always
+from tests.engine.test_images import pixels_of, request_with
+from tests.engine.test_speculation import THREE, answers_of, requests_of
 
 PROMPT = [*range(3, 43)]  # ten blocks
-SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_batched_tokens": 64, "enable_prefix_caching": True}
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "block_size": 4,
+    "max_num_batched_tokens": 64,
+    "enable_prefix_caching": True,
+}
 
 
 @pytest.fixture
@@ -161,3 +171,96 @@ def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
         assert [each.block for each in kept().left()] == [2]
     table[2 * size + 16] ^= 255
     assert [*kept().left()] == []
+
+
+def streams_that_go_on(
+    make: Callable[[], Engine], asked: Sequence[EngineRequest], right: Mapping[bytes, list[int]]
+) -> list[tuple[EngineRequest, int]]:
+    """An engine dies when half of all tokens have come. The next one gets prompts with output so far, as from
+    a worker. Returns these requests, and how many of their tokens it did not compute."""
+    tokens: dict[bytes, list[int]] = {request.id: [] for request in asked}
+    ended: set[bytes] = set()
+    first = make()
+    for request in asked:
+        first.add(request)
+    while 2 * sum(map(len, tokens.values())) < sum(map(len, right.values())):
+        for output in first.loop.step().outputs:
+            tokens[output.id].append(output.token)
+            if output.finish_reason:
+                ended.add(output.id)
+    going = [
+        replace(request, output_ids=tokens[request.id], retried=True)
+        for request in asked
+        if request.id not in ended
+    ]
+    second = make()
+    results = run(second, going)
+    second.assert_whole()
+    for request in going:
+        assert tokens[request.id] + results[request.id].tokens == right[request.id], request
+    return [
+        (request, results[request.id].outputs[0].cached_tokens) for request in going if request.output_ids
+    ]
+
+
+def assert_kept(going: Sequence[tuple[EngineRequest, int]]) -> None:
+    """What fills no block was computed again, and the last token, which had no KV."""
+    assert len(going) > 1
+    for request, cached in going:
+        assert len(request.prompt_ids) + len(request.output_ids) - cached <= SETTINGS["block_size"] + 1
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_streams_of_every_kind_go_on(
+    tiny_engine: MakeEngine, spelled_path: Path, memory: int, drafts: bool
+) -> None:
+    """Seeds, penalties, grammars, stop tokens, bias and log probabilities, with drafts and without."""
+    settings = SETTINGS | {"model": str(spelled_path), "num_blocks": 512}
+    right = answers_of(run(tiny_engine(**settings), requests_of()))
+
+    def make() -> Engine:
+        if not drafts:
+            return tiny_engine(kept_fd=memory, **settings)
+        engine = tiny_engine(kept_fd=memory, speculative_config=THREE, **settings)
+        draft_always(engine, right, 0.3)
+        return engine
+
+    assert_kept(streams_that_go_on(make, requests_of(), right))
+
+
+WINDOWED = "Gemma3Text", "Gemma4Text", "GptOss"
+KEPT = [*((kind, 128) for kind in ("Qwen3Moe", "DeepseekV3", "DeepseekV32", *WINDOWED))]
+COMPUTED_AGAIN = [
+    *((kind, 128) for kind in ("Bamba", "Qwen3_5Text", "KimiLinear")),
+    *((kind, 1024) for kind in WINDOWED),
+]
+
+
+@pytest.mark.parametrize(("kind", "num_blocks"), [*KEPT, *COMPUTED_AGAIN])
+def test_models_of_every_kind_go_on(
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: int, kind: str, num_blocks: int
+) -> None:
+    """States are computed again, and so are windows that have blocks of their own, as in a large pool."""
+    settings = SETTINGS | {"model": str(tiny_of(kind)), "num_blocks": num_blocks}
+    asked = [
+        request_of(n, [token + n for token in PROMPT], max_tokens=24, ignore_eos=True, temperature=n, seed=n)
+        for n in range(3)
+    ]
+    right = answers_of(run(tiny_engine(**settings), asked))
+    going = streams_that_go_on(lambda: tiny_engine(kept_fd=memory, **settings), asked, right)
+    if (kind, num_blocks) in KEPT:
+        assert_kept(going)
+    else:
+        assert [cached for _, cached in going] == [0] * 3
+
+
+def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, memory: int) -> None:
+    """An image with as many tokens has other names."""
+    settings = SETTINGS | {"model": str(tiny_of("Qwen3VL")), "num_blocks": 128}
+    fresh = tiny_engine(**settings)
+    asked = [request_with(n, fresh, [pixels_of(n, 40, 24), pixels_of(5, 16, 80)]) for n in range(3)]
+    right = answers_of(run(fresh, asked))
+    assert_kept(streams_that_go_on(lambda: tiny_engine(kept_fd=memory, **settings), asked, right))
+    third = tiny_engine(kept_fd=memory, **settings)
+    other = request_with(7, third, [pixels_of(7, 40, 24), pixels_of(5, 16, 80)])
+    assert run(third, [other])[other.id].outputs[0].cached_tokens <= 8, "the text before the image"
