@@ -304,6 +304,20 @@ class GemmaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MiMoConfig:
+    """What MiMo-V2-Flash has beside a mixture of experts with windows."""
+
+    value_dim: int
+    """Numbers of a value head. Query and key heads have `ModelConfig.head_dim`."""
+    value_scale: float
+    """Values are multiplied by it."""
+    local_kv_heads: int
+    """Of the layers with a window."""
+    rope: LocalRope
+    """Of the same layers."""
+
+
+@dataclass(frozen=True, slots=True)
 class VisionConfig:
     """How a model takes images."""
 
@@ -384,6 +398,8 @@ class ModelConfig:
     is the size of what a token has in the cache."""
     gemma: GemmaConfig | None = None
     """None: a model of another family."""
+    mimo: MiMoConfig | None = None
+    """None: a model of another family."""
     vision: VisionConfig | None = None
     """None: the model takes no images."""
     without_mlp: tuple[int, ...] = ()
@@ -398,9 +414,11 @@ class ModelConfig:
 
     @property
     def kernel_head_dim(self) -> int:
-        """The size of the heads that the kernels of a GPU attend to. Those that are made of latents are
-        padded to a power of two."""
+        """The size of the heads that the kernels of a GPU attend to. Those that are made of latents, and
+        those with values of another size, are padded to a power of two."""
         latent = self.latent
+        if self.mimo is not None:
+            return 1 << (self.head_dim - 1).bit_length()
         if self.gemma is not None:  # of two sizes, the one that they refuse, if any
             return max(self.head_dim, self.gemma.head_dim, key=lambda size: (size.bit_count() > 1, size))
         if latent is None:
@@ -421,12 +439,13 @@ class ModelConfig:
         """The shape that one of `ranks` ranks computes with: its heads of attention and of state layers.
         Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
         Raises `ValueError` if the heads do not divide so."""
-        state, gemma = self.state, self.gemma
+        state, gemma, mimo = self.state, self.gemma, self.mimo
 
         def divides(ranks: int) -> bool:
             heads = [(self.num_heads, self.num_kv_heads)]
             heads += [] if state is None else [(state.num_heads, state.groups)]
             heads += [] if gemma is None else [(self.num_heads, gemma.num_kv_heads)]
+            heads += [] if mimo is None else [(self.num_heads, mimo.local_kv_heads)]
             return all(
                 of_all % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
                 for of_all, shared in heads
@@ -445,6 +464,7 @@ class ModelConfig:
             num_kv_heads=max(1, self.num_kv_heads // ranks),
             state=state and state.of_rank(ranks),
             gemma=gemma and replace(gemma, num_kv_heads=max(1, gemma.num_kv_heads // ranks)),
+            mimo=mimo and replace(mimo, local_kv_heads=max(1, mimo.local_kv_heads // ranks)),
         )
 
     def check_expert_parallel(self, ranks: int) -> None:
@@ -478,6 +498,8 @@ class ModelConfig:
         """The position of a prompt whose token costs twice as much as the first one, because it attends to
         all positions before it. From the multiplications of matrices and of attention."""
         sizes = 2 * self.head_dim
+        if self.mimo is not None:
+            sizes = self.head_dim + self.mimo.value_dim
         if self.latent is not None:
             sizes = self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
         layers = self.num_layers - sum(span is not None for span in self.spans)
@@ -524,6 +546,10 @@ class ModelConfig:
         if self.latent is not None and (index := self.latent.index) is not None:
             indexed = self.num_layers - len(index.without)
             states += indexed * index.parameters(self.hidden_size, self.latent.query_rank or 0)
+        if (mimo := self.mimo) is not None:
+            sizes = self.hidden_size * (self.head_dim + mimo.value_dim)
+            attention = sizes * (self.num_heads + self.num_kv_heads)
+            states = len(mimo.rope.layers) * sizes * (mimo.local_kv_heads - self.num_kv_heads)
         if (gemma := self.gemma) is not None:
             wide = 2 * self.hidden_size * gemma.head_dim * (self.num_heads + gemma.num_kv_heads)
             states = len(gemma.wide_layers) * (wide - attention)

@@ -96,6 +96,7 @@ def model_config_from_hf(
         latent=latent,
         quantization=settings.get("quantization_config"),
         gemma=family.gemma(settings) if family.gemma else None,
+        mimo=family.mimo(settings) if family.mimo else None,
         vision=_vision(settings, rope, family, processor),
         without_mlp=tuple(settings.integers("layers_without_mlp")),
         squared_relu=family.squared_relu,

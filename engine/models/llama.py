@@ -1,7 +1,7 @@
 """Llama (2, 3.x), models with its architecture (SmolLM2, Mistral, Phi-3), and those that differ in
 a few places."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -252,10 +252,26 @@ class Qwen3(Llama):
     attention = Qwen3Attention
 
 
-class Gemma3(Qwen3):
-    """Gemma 3, the text model: with norms after attention and after the MLP too, and with GeGLU. Most of its
-    layers attend within a window, and rotate with frequencies of their own."""
+class LocalRotation(Llama):
+    """The layers that attend within a window rotate with frequencies of their own."""
 
+    local_layers: Collection[int]
+    local_rotary: Rotary
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        of_local = self.local_rotary.at(positions)
+
+        def attend_in(layer: int, qkv: Tensor, rotary: Tensor, *others: Any) -> Tensor:
+            return attend(layer, qkv, of_local if layer in self.local_layers else rotary, *others)
+
+        return super().__call__(token_ids, positions, attend_in)
+
+
+class Gemma3(LocalRotation):
+    """Gemma 3, the text model: with RMSNorm of each query and key head, with norms after attention and after
+    the MLP too, and with GeGLU."""
+
+    attention = Qwen3Attention
     norms = Norms(
         before_mixer="input_layernorm",
         after_mixer="post_attention_layernorm",
@@ -273,14 +289,6 @@ class Gemma3(Qwen3):
         self.embedding_scale = torch.tensor(self.embedding_scale, dtype=weights.dtype).item()
         self.local_layers = frozenset(local.layers)
         self.local_rotary = Rotary(replace(config, rope_theta=local.theta, rope_scaling=None), weights)
-
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        of_local = self.local_rotary.at(positions)
-
-        def attend_in(layer: int, qkv: Tensor, rotary: Tensor, *others: Any) -> Tensor:
-            return attend(layer, qkv, of_local if layer in self.local_layers else rotary, *others)
-
-        return super().__call__(token_ids, positions, attend_in)
 
 
 class Olmo2Attention(LlamaAttention):

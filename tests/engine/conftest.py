@@ -416,6 +416,23 @@ TINY_MINIMAX_M2: dict[str, Any] = {
     "head_dim": 32,
     "rotary_dim": 16,
 }
+TINY_MIMO: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 20,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.8,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.334, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "partial_rotary_factor": 0.334, "rope_theta": 100.0},
+    },
+}
 TINY_NEMOTRON_H: dict[str, Any] = {
     "layers_block_type": [
         "linear_attention",
@@ -457,6 +474,7 @@ TINY_OF_KIND = {
     "KimiLinear": TINY_KIMI,
     "Lfm2": TINY_LFM2,
     "Lfm2Moe": TINY_LFM2_MOE,
+    "MiMoV2Flash": TINY_MIMO,
     "MiniMaxM2": TINY_MINIMAX_M2,
     "NemotronH": TINY_NEMOTRON_H,
     "Llama4": TINY_LLAMA4,

@@ -41,6 +41,11 @@ MINIMAX = {
     **{name: size for name, size in RANKED.items() if not name.startswith("moe_")},
     "intermediate_size": 256, "head_dim": 64, "rotary_dim": 32,
 }  # fmt: skip
+MIMO = {
+    **RANKED, "head_dim": 192, "v_head_dim": 128, "moe_intermediate_size": 256,
+    "layer_types": ["full_attention", "sliding_attention"],
+}  # fmt: skip
+"""A block has rows of two heads."""
 KIMI = LATENT | {"layer_types": HYBRID["layer_types"], "linear_num_heads": 16, "linear_head_dim": 32}
 IN_PROJECTIONS = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 """What is plain beside these: the projections of two numbers of each head."""
@@ -213,6 +218,7 @@ def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
         ("Qwen3_5Text", "static"),
         ("KimiLinear", "blocks"),
         ("MiniMaxM2", "blocks"),
+        ("MiMoV2Flash", "blocks"),
     ],
 )
 def test_tokens_of_families_are_those_of_the_dequantized_model(
@@ -220,7 +226,7 @@ def test_tokens_of_families_are_those_of_the_dequantized_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """On one rank and on two. On a GPU the matrices that are plain are products of their own."""
-    sizes = {"KimiLinear": KIMI, "MiniMaxM2": MINIMAX}.get(model, HYBRID)
+    sizes = {"KimiLinear": KIMI, "MiniMaxM2": MINIMAX, "MiMoV2Flash": MIMO}.get(model, HYBRID)
     reference = save_quantized(tmp_path, kind, model, **sizes)
     check_model(EngineConfig(str(tmp_path)))
     for size in (1, 2):

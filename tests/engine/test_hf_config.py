@@ -96,6 +96,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma4Text", {"per_layer_config": {"0": {}}}, "per_layer_config must give all layers"),
     ("Gemma4Text", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input 100 is less"),
     ("Gemma4Text", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type 'yarn' of"),
+    ("MiMoV2Flash", {"swa_head_dim": 32}, "swa_head_dim 32 of MiMoV2FlashForCausalLM is not supported"),
+    ("MiMoV2Flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias True of MiMo"),
+    ("MiMoV2Flash", {"v_head_dim": 32}, "4 heads of 24 with values of 32 on 4 is no shape"),
     ("MiniMaxM2", {"scoring_func": "softmax"}, "scoring_func 'softmax' of MiniMaxM2ForCausalLM is not"),
     ("MiniMaxM2", {"attn_type_list": [0, 1, 1]}, r"attn_type_list \[0, 1, 1\] of MiniMaxM2"),
     ("MiniMaxM2", {"rotary_dim": 40, "rope_parameters": None}, "partial_rotary_factor must be above 0 and"),
@@ -151,6 +154,7 @@ def test_what_does_not_fit_is_refused(
         "Lfm2Moe",
         "NemotronH",
         "Gemma4Text",
+        "MiMoV2Flash",
         "MiniMaxM2",
     ],
 )
@@ -216,6 +220,34 @@ def test_experts_of_llama4_must_be_in_one_tensor_of_three_dimensions(
     with edited_tensors(copy) as tensors:
         tensors[name] = change(tensors[name])
     assert_refused(copy, rf"model\.safetensors: tensor {name} is {shape}$")
+
+
+def test_published_checkpoints_of_mimo_have_other_words(tiny_of: TinyOf) -> None:
+    config = config_of(tiny_of("MiMoV2Flash"))
+    expected = model_config_from_hf(config, {}, "a")
+    words = ("layer_types", "mlp_layer_types", "rope_parameters", "sliding_window")
+    published = {name: value for name, value in config.items() if name not in words}
+    published |= {
+        "hybrid_layer_pattern": [0, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "rope_theta": 5000.0,
+        "swa_rope_theta": 100.0,
+        "partial_rotary_factor": 0.334,
+        "sliding_window_size": 19,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 24,
+        "add_swa_attention_sink_bias": True,
+        "topk_method": "noaux_tc",
+    }
+    assert model_config_from_hf(published, {}, "a") == expected
+    assert expected.mimo is not None
+    assert (expected.mimo.rope.layers, expected.mimo.rope.theta) == ((1, 2), 100.0)
+    defaults = {**config, "layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 7}
+    shape = model_config_from_hf(defaults, {}, "a")
+    assert shape.mimo is not None
+    assert shape.mimo.rope.layers == (1, 2, 3, 4, 6)
+    assert shape.experts is not None
+    assert shape.experts.layers == (1, 2, 3, 4, 5, 6)
 
 
 def test_published_configurations_of_llama4_leave_out_what_follows(tiny_of: TinyOf) -> None:

@@ -29,6 +29,7 @@ FAMILIES = (
     "Qwen3_5",
     "Qwen3_5Moe",
     "Lfm2",
+    "MiMoV2Flash",
     "MiniMaxM2",
     "NemotronH",
     "Gemma4Text",

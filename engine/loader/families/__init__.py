@@ -21,6 +21,7 @@ from baton.engine.loader.families import (
     gemma4,
     kimi_linear,
     lfm2,
+    mimo_v2_flash,
     minimax_m2,
     nemotron_h,
     qwen3_5,
@@ -116,6 +117,7 @@ FAMILIES: dict[str, Family] = {
     "KimiLinearForCausalLM": kimi_linear.FAMILY,
     "Lfm2ForCausalLM": lfm2.DENSE,
     "Lfm2MoeForCausalLM": lfm2.MOE,
+    "MiMoV2FlashForCausalLM": mimo_v2_flash.FAMILY,
     "MiniMaxM2ForCausalLM": minimax_m2.FAMILY,
     "NemotronHForCausalLM": nemotron_h.FAMILY,
 }

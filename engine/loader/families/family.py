@@ -11,6 +11,7 @@ from baton.engine.model_config import (
     ExpertsConfig,
     GemmaConfig,
     LatentConfig,
+    MiMoConfig,
     StateConfig,
     VisionConfig,
 )
@@ -43,6 +44,8 @@ class Family:
     """The setting with the number of layers behind the others that predict further tokens."""
     gemma: Callable[[Settings], GemmaConfig] | None = None
     """As in `ModelConfig`. None: a model of another family."""
+    mimo: Callable[[Settings], MiMoConfig] | None = None
+    """The same."""
     vision: Callable[[Settings, Settings, ImageSettings], VisionConfig] | None = None
     """How the model takes images, from all settings, those of the rotation, and those of the processor. None:
     no such model takes any."""
