@@ -85,10 +85,14 @@ class CudaPool:
         assert self._kv.holds(block_ids, num_tokens), "more positions than blocks"
         return RequestTable(self._kv, block_ids, state_slot, self._on_device)
 
-    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        """int64. Not of `_tables`: another thread may call this, and a table lives as long as its request."""
+    def _on_device(self, numbers: Sequence[int], into: torch.Tensor | None) -> torch.Tensor:
+        """int64, in `into` or in new memory. Not of `_tables`: another thread may call this, and a table
+        lives as long as its request."""
         with torch.cuda.stream(self._stream):
-            return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
+            pinned = torch.tensor(numbers, pin_memory=True)
+            if into is None:
+                return pinned.to(self._device, non_blocking=True)
+            return into.copy_(pinned, non_blocking=True)
 
     def record(self) -> Event:
         return _event(torch.cuda.current_stream(self._device))

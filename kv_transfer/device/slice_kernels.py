@@ -29,15 +29,15 @@ class RequestTable:
         kv: PagedKV,
         block_ids: Sequence[int],
         state_slot: int,
-        on_device: Callable[[Sequence[int]], torch.Tensor],
+        on_device: Callable[[Sequence[int], torch.Tensor | None], torch.Tensor],
     ) -> None:
-        """`on_device` copies numbers there, on the stream of the copies."""
+        """`on_device` copies numbers there, on the stream of the copies: into a tensor, or to new memory."""
         self._kv = kv
-        self._table = on_device([*block_ids, state_slot])
+        self._table = on_device([*block_ids, state_slot], None)
         self._block_ids = np.array(block_ids)
         self._on_device = on_device
-        self._in_windows: list[tuple[np.ndarray, torch.Tensor]] = []
-        """The newest is last. Kernels that are not launched yet may read an older one."""
+        self._in_windows: tuple[np.ndarray, torch.Tensor] | None = None
+        """The window blocks as the device has them, or will have them for what is launched next."""
 
     @property
     def device(self) -> torch.device:
@@ -51,12 +51,16 @@ class RequestTable:
             return self._table.data_ptr() + 8 * self._kv.part(piece, len(self._block_ids) + 1)[0]
         stop = piece.token_start + piece.token_count
         needed = slice(piece.token_start // block_size, -(-stop // block_size))
-        there = window_blocks[self._block_ids[needed]]
-        # A prompt gets them chunk by chunk.
-        if not self._in_windows or (self._in_windows[-1][0][needed] != there).any():
+        if self._in_windows is None:
             blocks = window_blocks[self._block_ids]
-            self._in_windows.append((blocks, self._on_device(blocks.tolist())))
-        return self._in_windows[-1][1].data_ptr()
+            self._in_windows = blocks, self._on_device(blocks.tolist(), None)
+        known, table = self._in_windows
+        there = window_blocks[self._block_ids[needed]]
+        # A prompt gets them chunk by chunk. Those of slices under way stay, as a slice is a lease on them.
+        if (known[needed] != there).any():
+            known[needed] = there
+            self._on_device(there.tolist(), table[needed])
+        return table.data_ptr()
 
 
 class SliceKernels:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -370,6 +370,25 @@ def test_layers_with_windows_have_blocks_of_their_own(make: Callable[[PagedKV, A
         assert torch.equal(here[:, 32 * 4 + at :][:, :8], there[:, 16 * block :][:, :8])
     for at, block in ((0, 1), (16, 2)):
         assert torch.equal(kept[:, 32 * 2 + at :][:, :8], in_window[:, 16 * block :][:, :8])
+
+
+def test_a_long_prompt_has_one_table_of_window_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets them chunk by chunk."""
+    kept, on_device = list[bool](), CudaPool._on_device
+
+    def noted(pool: CudaPool, numbers: Sequence[int], into: torch.Tensor | None) -> torch.Tensor:
+        kept.append(into is not None)
+        return on_device(pool, numbers, into)
+
+    source = of_windows(16, [0] * BLOCKS)
+    pool = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=False)
+    monkeypatch.setattr(CudaPool, "_on_device", noted)
+    table = pool.table(THERE, TOKENS)
+    assert source.window_blocks is not None
+    for index, block in enumerate(THERE):
+        source.window_blocks[block] = 1 + index % 2
+        pool.gather([Staged(Slice(1, 0, 4, 16 * index, 8, 1), 0, table)])
+    assert kept == [False, False, *[True] * (len(THERE) - 1)]
 
 
 @pytest.mark.parametrize(
