@@ -47,11 +47,12 @@ Checkpoint = tuple[Path, dict[str, Any]]
 
 KINDS = "Llama", "Qwen3", "DeepseekV3", "Glm4MoeLite", "Lfm2", "Qwen3_5MoeText", "GlmMoeDsa"
 """Two with an EAGLE-3 head each, two with MTP layers, of the models with states one of each, and an index."""
+RARE = "Glm4MoeLite", "Lfm2"  # others have their kinds of caches
 
 
 @pytest.fixture(
     scope="module",
-    params=[*KINDS[:4], pytest.param(KINDS[4], marks=pytest.mark.long), KINDS[5]],
+    params=[pytest.param(kind, marks=pytest.mark.long if kind in RARE else ()) for kind in KINDS],
 )
 def random_head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     directory, kind = tmp_path_factory.mktemp(request.param), request.param
@@ -100,27 +101,32 @@ def expected(tiny_engine: MakeEngine, random_head: Checkpoint) -> dict[bytes, Re
     return run(tiny_engine(model=str(random_head[0]), num_blocks=512), some())
 
 
+PREEMPTION = {**PREEMPTING, "num_blocks": 24}
+PREFIXES: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "num_blocks": 512}
+
+
 @pytest.mark.parametrize(
-    ("turn", "config"),
+    ("random_head", "config", "overlap"),
     [
-        pytest.param(1, {**PREEMPTING, "num_blocks": 24}, id="preemption"),
-        pytest.param(
-            0, {"block_size": 2, "enable_prefix_caching": True, "num_blocks": 512}, id="prefix cache"
-        ),
+        pytest.param(kind, config, overlap, id=f"{kind}-{name}", marks=() if quick else pytest.mark.long)
+        for name, config, cases in (
+            ("preemption", PREEMPTION, ((1, 1), (0, 0), (1, 0), (0, 1), (0, 1), (1, 1), (0, 1))),
+            ("prefix cache", PREFIXES, ((0, 1), (1, 0), (0, 1), (0, 1), (0, 0), (1, 0), (1, 1))),
+        )
+        for kind, (quick, overlap) in zip(KINDS, cases, strict=True)
     ],
+    indirect=["random_head"],
 )
 def test_drafts_change_no_stream(
     tiny_engine: MakeEngine,
     late_engine: MakeEngine,
     random_head: Checkpoint,
     expected: dict[bytes, Result],
-    turn: int,
     config: dict[str, Any],
-    request: pytest.FixtureRequest,
+    overlap: int,
 ) -> None:
-    """Of the two kinds of each method, one overlaps its steps, and the other does not."""
+    """Each method without long tests: with overlap and without, with preemptions and with the cache."""
     path, settings = random_head
-    overlap = (KINDS.index(request.node.callspec.params["random_head"]) + turn) % 2
     engine = (late_engine if overlap else tiny_engine)(
         model=str(path), speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings), **config
     )

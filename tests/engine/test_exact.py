@@ -610,7 +610,7 @@ def test_an_engine_with_int4_weights(model_path: Path) -> None:
         ("Glm4MoeLite", "fp8"),
         ("GlmMoeDsa", "auto"),
         ("Bamba", "fp8"),
-        ("GraniteMoeHybrid", "auto"),
+        pytest.param("GraniteMoeHybrid", "auto", marks=pytest.mark.long),  # as Bamba, with experts
         ("Qwen3Next", "auto"),
         ("KimiLinear", "fp8"),
         ("Lfm2", "auto"),

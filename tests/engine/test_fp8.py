@@ -212,7 +212,7 @@ def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        ("Qwen3Next", "blocks"),
+        pytest.param("Qwen3Next", "blocks", marks=pytest.mark.long),  # as Qwen3.5, with names of its own
         ("Qwen3_5MoeText", "blocks"),
         ("Qwen3_5Text", "compressed-channel"),
         ("Qwen3_5Text", "static"),
