@@ -3,7 +3,7 @@ itself. `engine.step_loop` computes them."""
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
+from baton.engine.execution.commands import Kind
 from baton.engine.execution.elastic_cache import Cells
 from baton.engine.execution.graphs import batch_sizes
 from baton.engine.execution.kept_cache import KeptCache
@@ -398,12 +399,31 @@ class Engine:
 
     # Weights
 
-    def stage_weights(self, path: str) -> NewWeights:
-        """Reads and checks the weights of a checkpoint of the same model. Only this method may run in another
-        thread, beside steps. Raises `ValueError` naming what does not fit; nothing has changed then."""
+    def staging(self, path: str) -> Callable[[], NewWeights]:
+        """All ranks read and check the weights of a checkpoint of the same model. Returns what does so on
+        this rank and waits for the others, beside steps, in any thread. It raises `ValueError` naming what
+        does not fit; nothing has changed then."""
         if "weights" in self.memory.released:
             raise ValueError("the memory of the weights is released: call /resume_memory_occupation first")
-        return self._loaded.stage(path)
+        followers = self._runner.followers
+        others = None if followers is None else followers.stage(path)
+
+        def stage() -> NewWeights:
+            new = self._loaded.stage(path)
+            if others is not None:
+                others()
+            return new
+
+        return stage
+
+    def stage_weights(self, path: str) -> NewWeights:
+        """As `staging`, and waits for it."""
+        return self.staging(path)()
+
+    def drop_weights(self) -> None:
+        """What was staged is not wanted."""
+        if (followers := self._runner.followers) is not None:
+            followers.send(Kind.DROP)
 
     def replace_weights(self, new: NewWeights, version: str) -> None:
         """Computes with these weights from now on. `version` is one that no other weights have or had. It is
@@ -417,7 +437,11 @@ class Engine:
             self.lives.memory.make_private(live)
         if self.encoder is not None:
             self.encoder.forget()
+        followers = self._runner.followers
+        others = None if followers is None else followers.replace()
         new.apply()
+        if others is not None:
+            others()
         self.memory.lost_weights = False
         self.model_fingerprint = f"{new.fingerprint}; version={version}"
         self.content_root = self._root_of(self.model_fingerprint)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,12 +40,30 @@ class Kind(IntEnum):
     RUN = 1
     SAMPLE = 2
     MOVE = 3
+    STAGE = 4
+    """Read and check other weights, beside steps."""
+    REPLACE = 5
+    """Compute with those from now on."""
+    DROP = 6
+    """They are not wanted."""
+
+
+class Stage(NamedTuple):
+    """A command to read the weights of a checkpoint."""
+
+    number: int
+    """Of the reading, from 1 on."""
+    path: str
 
 
 Moves = list[tuple[int, int, bool]]
 """Moves of memory, as in `ModelRunner.move`."""
 MOST_MOVES = 64
 """Of a command."""
+MOST_PATH, MOST_REASON = 16_384, 2_048
+"""Bytes of a path, and of the reason why a rank cannot have weights."""
+REPORT_SECONDS = 5e-3
+"""Between two looks whether all ranks have read weights."""
 HEAD = 1 + len(DIMENSIONS) + len(NUMBERS)
 """int64 of a command before its arrays: its kind, the sizes of the dimensions, and the numbers of the
 step."""
@@ -71,16 +90,20 @@ class Commands:
         sizes |= {"requests": requests, "width": table_width, "ahead": ahead, "image bytes": image_bytes}
         items = [(math.prod(layout.shape(sizes)), np.dtype(layout.dtype)) for layout in ARRAYS.values()]
         arrays = aligned(8 * HEAD) + sum(aligned(n * dtype.itemsize) for n, dtype in items)
-        self._slot_bytes = max(arrays, aligned(8 * (2 + 3 * MOST_MOVES)))
+        self._slot_bytes = max(arrays, aligned(8 * (2 + 3 * MOST_MOVES)), aligned(8 * 3 + MOST_PATH))
         self._wakes = files.wakes
         slots = LINE * (1 + len(files.wakes))
-        size = slots + SLOTS * self._slot_bytes
+        reports = slots + SLOTS * self._slot_bytes
+        size = reports + (16 + MOST_REASON) * (1 + len(files.wakes))
         os.ftruncate(files.commands, size)
         memory = mmap.mmap(files.commands, size)
         self._memory = np.frombuffer(memory, dtype=np.uint8)
         # By rank, the commands that are done. Of rank 0, the layers of `waited` that may go on.
         self._done = self._memory[:slots].view(np.int64).reshape(-1, LINE // 8)[:, 0]
-        self._slots = self._memory[slots:].reshape(SLOTS, self._slot_bytes)
+        self._slots = self._memory[slots:reports].reshape(SLOTS, self._slot_bytes)
+        # By rank, how its last reading of weights ended.
+        self._reports = self._memory[reports:].reshape(-1, 16 + MOST_REASON)
+        self._readings = 0
         self._written = 0
         self._layers = 0  # of `waited`, on this rank
 
@@ -112,7 +135,8 @@ class Commands:
         self._publish()
 
     def send(self, kind: Kind) -> None:
-        """The other ranks take part in sampling the step that was run last, or they end."""
+        """The other ranks take part in sampling the step that was run last, or they end, or they drop the
+        weights that are staged."""
         self._next([kind])
         self._publish()
 
@@ -124,11 +148,40 @@ class Commands:
             self._next([Kind.MOVE, len(some), *chain.from_iterable(some)])
             self._publish()
 
+        return self._wait
+
+    def stage(self, path: str) -> Callable[[], None]:
+        """The other ranks read and check the weights of a checkpoint, beside steps. Returns what waits for
+        all of them, in any thread. It raises `ValueError` with the reason of a rank that cannot have them."""
+        self._readings += 1
+        number, encoded = self._readings, path.encode()
+        if len(encoded) > MOST_PATH:
+            raise ValueError(f"{path[:100]}…: a path has at most {MOST_PATH} bytes")
+        slot = self._next([Kind.STAGE, number, len(encoded)])
+        slot[24 : 24 + len(encoded)] = np.frombuffer(encoded, np.uint8)
+        self._publish()
+
         def wait() -> None:
-            while int(self._done[1:].min()) < self._written:
-                time.sleep(FULL_SECONDS)
+            for rank, report in enumerate(self._reports[1:], 1):
+                head = report[:16].view(np.int64)
+                while head[0] < number:
+                    time.sleep(REPORT_SECONDS)
+                if head[1]:
+                    reason = report[16 : 16 + int(head[1])].tobytes().decode(errors="replace")
+                    raise ValueError(f"rank {rank}: {reason}")
 
         return wait
+
+    def replace(self) -> Callable[[], None]:
+        """The other ranks compute with the weights that they have read. Returns what waits until they do."""
+        self._next([Kind.REPLACE])
+        self._publish()
+        return self._wait
+
+    def _wait(self) -> None:
+        """Until the other ranks have done all commands."""
+        while int(self._done[1:].min()) < self._written:
+            time.sleep(FULL_SECONDS)
 
     def _next(self, head: list[int]) -> np.ndarray:
         while self._written - int(self._done[1:].min()) >= SLOTS:
@@ -144,9 +197,18 @@ class Commands:
 
     # The other ranks
 
-    def received(self, rank: int) -> Iterator[Step | Moves | None]:
-        """The commands in order, until `stop`: a step to run, moves of memory, or None to sample the step
-        that was run last. The arrays of a step are valid until the next command is asked for."""
+    def read(self, rank: int, number: int, reason: str) -> None:
+        """A rank has read these weights, in any thread. `reason`: why it cannot have them; empty: it can."""
+        report, encoded = self._reports[rank], reason.encode()[:MOST_REASON]
+        report[16 : 16 + len(encoded)] = np.frombuffer(encoded, np.uint8)
+        head = report[:16].view(np.int64)
+        head[1] = len(encoded)
+        head[0] = number  # last: rank 0 waits for it
+
+    def received(self, rank: int) -> Iterator[Step | Moves | Stage | Kind | None]:
+        """The commands in order, until `stop`: a step to run, moves of memory, weights to read, `REPLACE`,
+        `DROP`, or None to sample the step that was run last. The arrays of a step are valid until the next
+        command is asked for."""
         for number in range(1, 1 << 62):
             os.eventfd_read(self._wakes[rank - 1])
             slot = self._slots[(number - 1) % SLOTS]
@@ -155,6 +217,11 @@ class Commands:
                 return
             if kind == Kind.MOVE:
                 yield _moves(slot)
+            elif kind == Kind.STAGE:
+                _, reading, length = slot[:24].view(np.int64).tolist()
+                yield Stage(reading, slot[24 : 24 + length].tobytes().decode())
+            elif kind in (Kind.REPLACE, Kind.DROP):
+                yield Kind(kind)
             else:
                 yield _step(slot) if kind == Kind.RUN else None
             self._done[rank] = number

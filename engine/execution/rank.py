@@ -1,16 +1,19 @@
 """The ranks of a model that spans several devices: how they join, and what those from 1 on do.
 
 start, together with rank 0 ──▶ run or sample, as rank 0 does ──▶ … ──▶ stop
+                                  read, replace or drop weights
 """
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.execution.commands import Commands
+from baton.engine.execution.commands import Commands, Kind, Stage
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.host_ranks import HostRanks
@@ -19,6 +22,7 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.runner import Launched
 from baton.engine.execution.start import Started, start_rank
 from baton.engine.layers.ranks import Ranks
+from baton.engine.loader.live_weights import LoadedModel, NewWeights
 from baton.engine.step import Step
 
 
@@ -42,6 +46,7 @@ class Follower:
         )
         self._runner = started.runner
         self._commands = commands(config, started, files)
+        self._weights = RankWeights(started.loaded, self._commands, ranks.rank)
 
     def run(self, layer_done: Callable[[Step], LayerDone]) -> None:
         """Computes what rank 0 computes until rank 0 stops.
@@ -54,12 +59,50 @@ class Follower:
                 self._runner.sample(launched, None)
             elif isinstance(command, list):
                 self._runner.follow(command)
+            elif isinstance(command, Stage):
+                self._weights.stage(command)
+            elif isinstance(command, Kind):
+                self._weights.replace() if command is Kind.REPLACE else self._weights.drop()
             else:
                 done = layer_done(command)
                 if command.awaits_kv:
                     done = self._commands.waited(self.ranks.rank, done)
                 launched = self._runner.run(command, done)
+        self._weights.close()
         self._runner.stop()
+
+
+class RankWeights:
+    """New weights of a rank from 1 on, as rank 0 orders: it reads its part in a thread."""
+
+    def __init__(self, loaded: LoadedModel, commands: Commands, rank: int) -> None:
+        self._loaded = loaded
+        self._commands = commands
+        self._rank = rank
+        self._thread: ThreadPoolExecutor | None = None
+        self._staged: Future[NewWeights] | None = None
+
+    def stage(self, command: Stage) -> None:
+        self._thread = self._thread or ThreadPoolExecutor(1, "weights")
+        self._staged = self._thread.submit(self._loaded.stage, command.path)
+        self._staged.add_done_callback(partial(self._read, command.number))
+
+    def _read(self, number: int, staged: "Future[NewWeights]") -> None:
+        error = staged.exception()
+        reason = "" if error is None else str(error) or type(error).__name__
+        self._commands.read(self._rank, number, reason)
+
+    def replace(self) -> None:
+        assert self._staged is not None, "rank 0 knows that they were read"
+        self._staged.result().apply()
+        self._staged = None
+
+    def drop(self) -> None:
+        self._staged = None
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
 
 
 def commands(config: EngineConfig, started: Started, files: RankFiles) -> Commands:

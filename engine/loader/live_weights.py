@@ -53,7 +53,7 @@ class NewWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on a device, and all that its weights were loaded with."""
+    """A model on a device, or the part of a rank, and all that its weights were loaded with."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -67,18 +67,9 @@ class LoadedModel:
     tower: Mapping[str, Tensor]
     """The weights of the encoder of images that the engine uses."""
 
-    def check_replaceable(self) -> None:
-        """Raises `ValueError` if the weights cannot be replaced while the worker runs."""
-        if self.ranks.size > 1:
-            raise ValueError(
-                f"--tensor-parallel-size {self.ranks.size}: only the weights of one GPU can be replaced; "
-                "start the workers again with the new --model"
-            )
-
     def stage(self, path: str) -> NewWeights:
         """Reads the weights of the checkpoint at `path`, a directory or GGUF file on this host. May run in
         another thread than the steps. Raises `ValueError` naming what does not fit."""
-        self.check_replaceable()
         if not Path(path).exists():
             raise ValueError(f"{path}: no such file or directory on the host of this worker")
         config = replace(self.config, model=path, revision=None, load_format="auto")

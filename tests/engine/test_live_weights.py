@@ -1,7 +1,7 @@
 """New weights in place: an engine computes as one that began with them, and an error changes nothing."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from baton.engine import Engine, SpeculativeConfig
 from baton.engine.core.live_request import Phase
 from baton.engine.layers.in_place import pairs
+from baton.engine.loader.live_weights import LoadedModel, NewWeights
 from baton.weights import Checkpoint, Memory
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json, edited_tensors, load
@@ -226,3 +227,36 @@ def test_weights_of_a_trainer_come_through_memory_whole_or_in_shards(
         checkpoint.remove()
         engine.replace_weights(staged, str(shards))
         assert answers(engine) == answers(fresh)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks are threads here")
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.long)])
+def test_each_rank_takes_its_part_or_none_does(
+    kind: str, tmp_path: Path, ranks: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, kind)
+    after = trained(before, tmp_path)
+    requests = [request_of(i, p, max_tokens=8, ignore_eos=True) for i, p in enumerate(PROMPTS)]
+    engine = ranks(before, 2, block_size=16)
+    old, root = tokens_of(engine, requests), engine.content_root
+    wanted = tokens_of(load(after, num_blocks=64), requests)
+    stage = LoadedModel.stage
+
+    def fails(loaded: LoadedModel, path: str) -> NewWeights:
+        if loaded.ranks.rank:
+            raise ValueError("the host of this rank has no such file")
+        return stage(loaded, path)
+
+    monkeypatch.setattr(LoadedModel, "stage", fails)
+    with pytest.raises(ValueError, match="rank 1: the host of this rank has no such file"):
+        engine.stage_weights(str(after))
+    engine.drop_weights()
+    assert tokens_of(engine, requests) == old
+    assert engine.content_root == root
+    monkeypatch.undo()
+    staging = engine.staging(str(after))
+    assert tokens_of(engine, requests) == old, "steps go on"
+    engine.replace_weights(staging(), "1")
+    assert tokens_of(engine, requests) == wanted != old

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
@@ -22,12 +23,15 @@ from tests.cluster_helpers import (
     request,
     sampling,
     side_by_side,
+    start_worker,
+    tiny_model,
 )
 from tests.device import DEVICE
 from tests.within import WITHIN, within
 
 from .group_failures import Failure, assert_nothing_left, prompt_of, tokens_despite
 from .test_deaths import stop_in_step
+from .test_weights import described, first_token, replacement, saved
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs two devices")
 
@@ -173,3 +177,31 @@ def test_a_size_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
         )
         assert worker.popen.wait(WITHIN) == 1
         assert list(worker.run_dir.iterdir()) == []
+
+
+@pytest.mark.long
+async def test_all_ranks_of_a_worker_get_new_weights(tmp_path: Path) -> None:
+    path = saved(tmp_path / "trained", 1)
+    worker = start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=SHORT_STEPS)
+    try:
+        worker.wait_ready()
+        async with replacement(worker) as new:
+            with pytest.raises(grpc.aio.AioRpcError, match="no such file or directory"):
+                await new.stage(tmp_path / "nowhere", "a")
+        before = await first_token(worker)
+        async with replacement(worker) as new:
+            await new.stage(path, "b")
+            await new.command(close=True)
+            await new.command(apply=True)
+        after = await first_token(worker)
+        assert after != before
+        engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=100))
+        asked = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
+        engine.add(EngineRequest(b"x" * 16, list(range(100)), sampling=asked))
+        outputs = [output for _ in range(9) if engine.loop.has_work for output in engine.loop.step().outputs]
+        assert outputs[0].token == after[0]
+        assert (await described(worker)).weights.version == "b"
+        await assert_whole(worker)
+    finally:
+        worker.popen.kill()
+        worker.popen.wait()

@@ -35,8 +35,7 @@ class WeightsChange:
             case StageWeights(question, path):
                 assert self._staged is None, "the service drops weights before it asks for others"
                 self._question, self._told = question, False
-                self._thread = self._thread or ThreadPoolExecutor(1, "weights")
-                self._staged = self._thread.submit(self._engine.stage_weights, path)
+                self._staged = self._begin(path)
                 self._staged.add_done_callback(lambda _: os.eventfd_write(self._done, 1))
             case ReplaceWeights(question, version):
                 assert self._staged is not None, "the service waits for WeightsStaged"
@@ -46,7 +45,19 @@ class WeightsChange:
                     messages.WeightsReplaced(question, engine.model_fingerprint, engine.content_root)
                 )
             case DropWeights():
+                if self._staged is not None:
+                    self._engine.drop_weights()
                 self._staged = None
+
+    def _begin(self, path: str) -> "Future[NewWeights]":
+        try:
+            staging = self._engine.staging(path)
+        except ValueError as error:
+            refused: Future[NewWeights] = Future()
+            refused.set_exception(error)
+            return refused
+        self._thread = self._thread or ThreadPoolExecutor(1, "weights")
+        return self._thread.submit(staging)
 
     def report(self) -> None:
         """Tells the service process, once, how the reading ended."""
