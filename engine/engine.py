@@ -382,7 +382,14 @@ class Engine:
     def _prepare(self, live: LiveRequest, started: float | None) -> LiveRequest:
         live.started = started
         if live.request.images:
-            live.images = PromptImages(live.request.images, self._embeddings)
+            vision = self.model_config.vision
+            assert vision is not None, "checked with the request"
+            live.images = PromptImages(
+                live.request.images,
+                self._embeddings,
+                grid=vision.sections is not None,
+                whole=bool(vision.whole_layers),
+            )
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)
             self.lives.await_grammar(live)

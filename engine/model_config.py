@@ -301,6 +301,8 @@ class GemmaConfig:
     """Tokens in the table of these."""
     softcap: float | None
     """The bound of logits. None: there is none."""
+    pad_id: int
+    """The token from which layers get their input at the positions of an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,14 +324,18 @@ class VisionConfig:
     """How a model takes images."""
 
     settings: ImageSettings
-    sections: tuple[int, int, int]
+    tower: str
+    """The settings of the encoder, as JSON: `vision_config` of the checkpoint, and what it lacks."""
+    sections: tuple[int, int, int] | None = None
     """Of the frequencies of a head: how many turn by the position in time, from the top and from the left.
-    They take turns, and the rest turns by the position in time (interleaved M-RoPE, Qwen3-VL)."""
-    deepstack: int
+    They take turns, and the rest turns by the position in time (interleaved M-RoPE, Qwen3-VL). None: tokens
+    of an image have positions as those of text."""
+    deepstack: int = 0
     """Layers of the model, the first ones, behind which features of an image are added (DeepStack, Meng
     2024)."""
-    tower: str
-    """`vision_config` of the checkpoint, as JSON."""
+    whole_layers: tuple[int, ...] = ()
+    """Layers in which a token of an image sees all tokens of it, also those behind its own (Gemma 3). So no
+    chunk of a prompt may end inside an image. Empty: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +472,19 @@ class ModelConfig:
             gemma=gemma and replace(gemma, num_kv_heads=max(1, gemma.num_kv_heads // ranks)),
             mimo=mimo and replace(mimo, local_kv_heads=max(1, mimo.local_kv_heads // ranks)),
         )
+
+    def check_step(self, tokens: int, requests: int) -> None:
+        """Raises `ValueError` if a step of so many tokens and requests has no room for an image that no chunk
+        may cut."""
+        if self.vision is None or not self.vision.whole_layers:
+            return
+        needed = requests - 1 + self.vision.settings.most_tokens
+        if tokens < needed:
+            raise ValueError(
+                f"--max-num-batched-tokens {tokens}: a step must have room for a whole image of "
+                f"{self.vision.settings.most_tokens} tokens, beside the other {requests - 1} requests; "
+                f"raise it to at least {needed}, or lower --max-num-seqs"
+            )
 
     def check_expert_parallel(self, ranks: int) -> None:
         """Raises `ValueError` if `ranks` ranks cannot have as many whole experts each."""

@@ -124,10 +124,13 @@ class ImageInputs(NamedTuple):
     added behind the first layers of the model."""
     positions: Annotated[np.ndarray, Layout(np.int64, ("image rows", 3))]
     """Positions in time, from the top and from the left, for rotation."""
+    whole: Annotated[np.ndarray, Layout(np.int64, ("whole images", 3), on_device=False)]
+    """(chunk, start, stop) of the images whose tokens see all of their image. Chunks are the requests that do
+    not decode. Empty: a token sees only those before it."""
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
-NO_IMAGES = ImageInputs(NO_ROWS, np.zeros((0, 0), np.uint8), np.zeros((0, 3), np.int64))
+NO_IMAGES = ImageInputs(NO_ROWS, np.zeros((0, 0), np.uint8), *[np.zeros((0, 3), np.int64)] * 2)
 NO_SHIFT = NO_ROWS.astype(np.int32)
 NO_DRAFTING = Drafting(NO_ROWS.astype(np.int32), NO_ROWS.astype(np.int32), NO_ROWS, NO_ROWS, NO_ROWS, 0)
 
@@ -204,6 +207,14 @@ class Step:
         stops = self.contexts[self.num_decodes :]
         starts = stops - self.query_lengths[self.num_decodes :]
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+    @property
+    def whole_images(self) -> Mapping[int, Sequence[tuple[int, int]]]:
+        """`ImageInputs.whole`, by chunk."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for chunk, start, stop in self.images.whole.tolist():
+            found.setdefault(chunk, []).append((start, stop))
+        return found
 
 
 RECORDS: Mapping[str, Any] = {

@@ -120,6 +120,10 @@ def _check_images(request: EngineRequest, settings: ImageSettings | None) -> Non
         end = image.stop
         if any(token != settings.token_id for token in request.prompt_ids[image.start : image.stop]):
             raise ValueError(f"images[{i}]: its tokens must all be {settings.token_id}")
+        if not settings.takes(image.rows, image.columns):
+            raise ValueError(
+                f"images[{i}]: the model takes no image of {image.rows} × {image.columns} tokens"
+            )
         wanted = settings.pixel_bytes(image.rows, image.columns)
         if len(image.pixels) not in (0, wanted):
             raise ValueError(f"images[{i}]: {len(image.pixels)} bytes of pixels, not {wanted}")

@@ -2,11 +2,14 @@
 Pure.
 
 An image is encoded when the tokens before it are next. A step computes no token of an image that is not
-encoded yet, so the text before it does not wait. A chunk may end inside an image. What the prefix cache has
-needs no embedding.
+encoded yet, so the text before it does not wait. What the prefix cache has needs no embedding.
 
-Rotation has three positions for a token of an image: in time, from the top and from the left (M-RoPE,
-Qwen2-VL 2024). Text has three equal ones. They go on behind the longest side of an image.
+A chunk may end inside an image, unless tokens of an image see all of it (Gemma 3). Then a chunk with a token
+of an image has the rest of it, too. If the step has no room for that, the image waits for the next one. A
+prefix may end inside an image, since its name stands for the whole image.
+
+In some models, rotation has three positions for a token of an image: in time, from the top and from the left
+(M-RoPE, Qwen2-VL 2024). Text has three equal ones. They go on behind the longest side of an image.
 """
 
 import time
@@ -17,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from baton.engine.api.request import Image
-from baton.engine.step import ImageInputs, Step
+from baton.engine.step import NO_SHIFT, ImageInputs, Step
 
 Encode = Callable[[Image], "Future[np.ndarray]"]
 """Asks for the embeddings of an image: [tokens, bytes] uint8."""
@@ -32,8 +35,12 @@ class PromptImages:
         encoded_at: when the last image that was asked for so far was encoded. 0: none was.
     """
 
-    def __init__(self, images: Sequence[Image], encode: Encode) -> None:
+    def __init__(
+        self, images: Sequence[Image], encode: Encode, *, grid: bool = True, whole: bool = False
+    ) -> None:
+        """`grid`: rotation has three positions. `whole`: tokens of an image see all of it."""
         self.failure = ""
+        self._grid, self._whole = grid, whole
         self.asked_at = self.encoded_at = 0.0
         self._images = images
         self._encode = encode
@@ -61,6 +68,21 @@ class PromptImages:
             return max(0, image.start - start)
         return count
 
+    def chunk(self, start: int, count: int, most: int) -> int:
+        """The tokens of a chunk from position `start` on, if it should have `count`, and may have `most`. 0:
+        none, since an image comes first that has no room."""
+        if not self._whole or count <= 0:
+            return count
+        i = int(
+            np.searchsorted(self._stops, start + count, side="left")
+        )  # the first that ends there or later
+        if i == len(self._images) or (image := self._images[i]).start >= start + count:
+            return count
+        if image.start > start and image.stop > start + count:
+            return image.start - start
+        left = image.stop - start
+        return left if count >= left or left <= most else 0
+
     def _asked(self, i: int) -> "Future[np.ndarray]":
         if i not in self._embeddings:
             self.asked_at = self.asked_at or time.monotonic()
@@ -72,9 +94,9 @@ class PromptImages:
         """Runs in the thread of the encoder, or at once if the embeddings are kept."""
         self.encoded_at = time.monotonic()
 
-    def shift(self, positions: np.ndarray) -> np.ndarray:
-        """As `Step.rotary_shift`, for tokens at these positions."""
-        return self._shifts[np.searchsorted(self._stops, positions, side="right")]
+    def shift(self, positions: np.ndarray) -> np.ndarray | None:
+        """As `Step.rotary_shift`, for tokens at these positions. None: rotation has one position."""
+        return None if not self._grid else self._shifts[np.searchsorted(self._stops, positions, side="right")]
 
     def inputs(self, positions: range) -> list[ImageInputs]:
         """What a step computes at these positions, which are computable, by image. Rows count from the first
@@ -89,7 +111,9 @@ class PromptImages:
             index = np.arange(start, stop) - image.start
             top, left = np.divmod(index, image.columns)
             places = np.stack((np.zeros_like(index), top, left), axis=1) + image.start + self._shifts[i]
-            found.append(ImageInputs(np.arange(start, stop) - positions.start, embeddings, places))
+            rows = np.arange(start, stop) - positions.start
+            whole = np.array([[0, image.start, image.stop]] * self._whole, np.int64).reshape(-1, 3)
+            found.append(ImageInputs(rows, embeddings, places, whole))
             if stop == image.stop:
                 del self._embeddings[i]
         return found
@@ -100,14 +124,19 @@ def with_images(step: Step, chunks: Sequence[tuple[PromptImages | None, range]])
     step. Drafts may follow these positions."""
     if all(images is None for images, _ in chunks):
         return step
-    shift = np.zeros(len(step.positions), dtype=np.int32)
+    shift = NO_SHIFT
     inputs: list[ImageInputs] = []
     ends = np.cumsum(step.query_lengths)
-    for (images, positions), begin, end in zip(chunks, ends - step.query_lengths, ends, strict=True):
+    begins = ends - step.query_lengths
+    for request, ((images, positions), begin, end) in enumerate(zip(chunks, begins, ends, strict=True)):
         if images is None:
             continue
-        shift[begin:end] = images.shift(step.positions[begin:end])
-        inputs += [each._replace(rows=each.rows + begin) for each in images.inputs(positions)]
+        if (of_request := images.shift(step.positions[begin:end])) is not None:
+            shift = shift if len(shift) else np.zeros(len(step.positions), dtype=np.int32)
+            shift[begin:end] = of_request
+        chunk = request - step.num_decodes
+        for each in images.inputs(positions):
+            inputs.append(each._replace(rows=each.rows + begin, whole=each.whole + np.array([chunk, 0, 0])))
     if not inputs:
         return replace(step, rotary_shift=shift)
     joined = ImageInputs(*(np.concatenate(arrays) for arrays in zip(*inputs, strict=True)))

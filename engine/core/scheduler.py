@@ -147,7 +147,7 @@ class Scheduler:
     def _go_on(self, live: LiveRequest, budget: int, schedule: Schedule) -> int:
         """Adds the next chunk of a running request to the schedule. Returns its number of tokens."""
         count = min(live.num_computable, budget)
-        if not count or live.ends_with_pending or live.phase is not Phase.RUNNING:
+        if count <= 0 or live.ends_with_pending or live.phase is not Phase.RUNNING:
             return 0
         if self._memory.lacks(live) and not self._grow(live, schedule):
             return 0
@@ -155,7 +155,12 @@ class Scheduler:
 
     def _add_chunk(self, live: LiveRequest, budget: int, schedule: Schedule) -> int:
         """Adds the next chunk of a request to the schedule. Returns its number of tokens."""
-        count = self._memory.within_windows(live, min(live.num_computable, budget))
+        computable = live.num_computable
+        count = self._memory.within_windows(live, min(computable, budget))
+        if live.images is not None:
+            room = self.max_num_batched_tokens - sum(map(len, schedule.chunks.values()))
+            room = self._memory.within_windows(live, min(computable, room))
+            count = live.images.chunk(live.num_computed, count, room)
         if count:
             if self._memory.states is not None:
                 count = self._memory.states.until_copy(live, count)

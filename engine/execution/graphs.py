@@ -90,7 +90,7 @@ class Widths(NamedTuple):
     head: bool = False  # whether there is a draft head
     windows: bool = False  # whether layers with windows have blocks of their own
     window_tiles: TileShape = NO_TILES  # of layers with windows, if they are others
-    sees: bool = False  # whether the model takes images
+    shifted: bool = False  # whether positions for rotation may differ from positions
 
     def scans(self, rows: int) -> int:
         """The most chunks of state layers in a step of so many rows."""
@@ -110,7 +110,7 @@ class Widths(NamedTuple):
             "drafting": requests if self.head else 0,
             "image rows": 0,  # no graph replays a step with tokens of images
             "image bytes": 0,
-            "shifted": rows if self.sees else 0,
+            "shifted": rows if self.shifted else 0,
             "states": requests if self.scan else 0,
             "state rows": rows if self.scan else 0,
             "pieces": self.tiles.pieces(rows),

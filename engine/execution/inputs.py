@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
+from baton.engine.kernels.attention.tiles import NO_IMAGES, Images
 from baton.engine.kernels.upload import aligned
 from baton.engine.step import ARRAYS, Draws, Layout, Step
 
@@ -41,6 +42,7 @@ def attention_metadata(
     block_size: int,
     num_decodes: int,
     prefills: Sequence[tuple[int, int]],
+    images: Images = NO_IMAGES,
     apart: Apart | None = None,
 ) -> AttentionMetadata:
     """The metadata with these tensors, by the names of its fields. One that may be None is None if empty."""
@@ -52,7 +54,12 @@ def attention_metadata(
         if field.name in tensors and (len(tensors[field.name]) or field.default is MISSING)
     }
     return AttentionMetadata(
-        block_size=block_size, num_decodes=num_decodes, prefills=prefills, apart=apart, **values
+        block_size=block_size,
+        num_decodes=num_decodes,
+        prefills=prefills,
+        images=images,
+        apart=apart,
+        **values,
     )
 
 

@@ -51,7 +51,7 @@ from baton.engine.kernels import (
     parts,
 )
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
-from baton.engine.kernels.attention.tiles import SHORT
+from baton.engine.kernels.attention.tiles import NO_IMAGES, SHORT
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs
 from baton.engine.kernels.sampling.reference import with_sampled
 from baton.engine.kernels.upload import upload
@@ -305,7 +305,7 @@ class ModelRunner:
             self.drafter is not None,
             self._window_blocks is not None,
             window_tiles if window_tiles and window_tiles != tiles else NO_TILES,
-            config.vision is not None,
+            config.vision is not None and config.vision.sections is not None,
         )
         self._graphs = StepGraphs(
             (self.forward, self.logits, self.choose, self._apart),
@@ -398,7 +398,11 @@ class ModelRunner:
         arrays = read_by_device(step)
         tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
         attention = attention_metadata(
-            tensors, block_size=self.block_size, num_decodes=step.decode_rows, prefills=step.prefills
+            tensors,
+            block_size=self.block_size,
+            num_decodes=step.decode_rows,
+            prefills=step.prefills,
+            images=step.whole_images,
         )
         hidden = self.forward(tensors, attention, layer_done)
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
@@ -507,13 +511,20 @@ class ModelRunner:
         if latents is not None:
             latent_tiling = self._tile_latent(attention, config)
         of_layers = [attention.of_layers(windowed=windowed) for windowed in (False, True)]
+        causal = [replace(each, images=NO_IMAGES) for each in of_layers]
+        vision = self._config.vision
+        whole = vision.whole_layers if vision is not None and attention.images else ()
         layers = (
-            (span, layer.num_kv_heads, layer.head_dim)
-            for span, layer in zip(self._spans, (self._cache[at] for at in self._sources), strict=True)
+            (span, layer.num_kv_heads, layer.head_dim, number in whole)
+            for number, (span, layer) in enumerate(
+                zip(self._spans, (self._cache[at] for at in self._sources), strict=True)
+            )
             if isinstance(layer, AttentionCache) and layer.kind == ATTENTION
         )
         tilings = {
-            of: kernels.tile(of_layers[of[0] is not None], heads, of[1], self._dtype, of[0], of[2])
+            of: kernels.tile(
+                (of_layers if of[3] else causal)[of[0] is not None], heads, of[1], self._dtype, of[0], of[2]
+            )
             for of in {*layers}
         }
 
@@ -528,7 +539,7 @@ class ModelRunner:
                 q = kernels.rotate(qkv, rotary, norm)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
             kv_heads, head_dim = parts(kv)[0].shape[3:]
-            return kernels.attention(q, kv, tilings[span, kv_heads, head_dim], sinks, scale)
+            return kernels.attention(q, kv, tilings[span, kv_heads, head_dim, layer in whole], sinks, scale)
 
         def attend_latent(
             layer: int,

@@ -8,7 +8,6 @@ they measure, compile and capture have sums over ranks.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,6 +108,7 @@ def start_rank(
     torch.set_num_threads(max(1, threads // ranks.size))
     on_gpu = device.type == "cuda"
     checkpoint = open_checkpoint(config, device)
+    checkpoint.config.check_step(config.max_num_batched_tokens, config.max_num_seqs)
     weight_format = choose_format(config, checkpoint.config, device)
     head = draft_head(config, checkpoint, weight_format)
     limits = choose_limits(config, checkpoint.config, weight_format, device, ranks, drafts=head is not None)
@@ -251,9 +251,8 @@ def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for pixels in (settings.max_pixels, min(settings.max_pixels, COMMON_PIXELS)):
-        rows = max(1, math.isqrt(pixels) // settings.side)
-        columns = max(1, pixels // settings.side**2 // rows)
+    for pixels in (settings.max_pixels, COMMON_PIXELS):
+        rows, columns = settings.grid_within(pixels)
         encoder.rehearse(rows, columns, bytes(settings.pixel_bytes(rows, columns)))
     peak = torch.cuda.max_memory_allocated(device) - allocated
     return max(peak, torch.cuda.max_memory_reserved(device) - reserved)

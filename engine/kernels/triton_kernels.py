@@ -187,16 +187,15 @@ class TritonKernels(Kernels):
             group, shape, wgmma, work = num_heads // num_kv_heads, SHORT, False, metadata.tiles
             if work is None:
                 suits = prefill_wgmma.suits(dtype, head_dim, metadata.block_size)
-                suits = suits and span is None and not self.exact
+                suits = suits and span is None and not self.exact and not metadata.images
                 at_once = self._multiprocessors // num_kv_heads
                 if head_dim <= MOST_IN_LONG:
                     shape = shape_for(metadata.prefills, group, at_once, wgmma=suits)
                 wgmma = suits and shape is LONG
             programs = self.tile_programs(num_kv_heads) if shape is SHORT else 0
             if work is None:
-                (work,) = upload(
-                    [tile_work(metadata.prefills, decodes, shape.tokens(group), programs)], device
-                )
+                cut = tile_work(metadata.prefills, decodes, shape.tokens(group), programs, metadata.images)
+                (work,) = upload([cut], device)
             finished = torch.zeros((MOST_WAVES * programs, num_kv_heads), dtype=torch.int32, device=device)
             positions = sum(stop for _, stop in metadata.prefills)
             tiles = Tiles(work, shape, positions, finished if programs else None, self.exact, wgmma)

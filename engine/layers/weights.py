@@ -249,9 +249,13 @@ class Weights:
     ) -> Tensor:
         """Parts of tensors, by dimension, stacked along their first dimension; the other dimensions are
         equal. An empty part counts for the fingerprint only. With `scratch`, the result is valid until the
-        next call with `scratch`."""
+        next call with `scratch`. One tensor may have no dimension."""
         for name, dimensions in zip(names, parts, strict=True):
             self._check(name, tuple(part.size for part in dimensions))
+        if not parts[0]:
+            single = torch.empty((), dtype=self.dtype, device=self.device)
+            self._read(names[0], (), single)
+            return single
         rows = [dimensions[0].length for dimensions in parts]
         shape = (sum(rows), *(part.length for part in parts[0][1:]))
         if scratch:
@@ -321,7 +325,8 @@ class Weights:
             )
         if to.numel():
             to.copy_(self._placed(tensor))
-            self._extremes[name] = torch.stack(to.aminmax())
+            if parts:  # else it may be a bound, and that may be infinite
+                self._extremes[name] = torch.stack(to.aminmax())
         self._note(name, parts, tensor)
 
     def _placed(self, tensor: Tensor) -> Tensor:

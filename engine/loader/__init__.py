@@ -58,6 +58,7 @@ def check_model(engine: EngineConfig) -> None:
     `tensor_parallel_size` does not fit the heads or the experts."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
     checkpoint.config.of_rank(engine.tensor_parallel_size)
+    checkpoint.config.check_step(engine.max_num_batched_tokens, engine.max_num_seqs)
     if engine.enable_expert_parallel:
         checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)
     model, _, weight_format = _declared(engine, checkpoint, sampled=False)

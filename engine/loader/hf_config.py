@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from baton.content.images import image_settings
+from baton.content.images import image_settings, processor_settings
 from baton.engine.loader.families import family_of
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.rope_config import local_rope, rope_scaling, rope_theta, ropes, rotary_dim
@@ -29,7 +29,6 @@ INTERMEDIATE_SIZE = {**dict.fromkeys(LLAMA4, "intermediate_size_mlp"), GRANITE: 
 GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
 GPT_OSS = "GptOssForCausalLM"
-PROCESSOR = "preprocessor_config.json"
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -44,8 +43,8 @@ def model_config_from_hf(
     source: str,
     processor: Mapping[str, Any] = NO_SETTINGS,
 ) -> ModelConfig:
-    """The configuration from parsed `config.json`, `generation_config.json` and `preprocessor_config.json`.
-    Raises `ValueError` naming `source` and the key that is wrong or not supported."""
+    """The configuration from parsed `config.json`, `generation_config.json` and the settings of the processor
+    of images. Raises `ValueError` naming `source` and the key that is wrong or not supported."""
     architecture, settings = Settings(config, source).architecture, _settings_of_text(config, source)
     family = family_of(architecture, source)
     rotation, local = ropes(settings)
@@ -111,10 +110,13 @@ def read_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
-    generation = directory / "generation_config.json"
-    processor = directory / PROCESSOR
-    given, settings = (read_json(file) if file.is_file() else {} for file in (generation, processor))
-    return model_config_from_hf(read_json(path), given, str(path), settings)
+
+    def read(name: str) -> Mapping[str, Any]:
+        file = directory / name
+        return read_json(file) if file.is_file() else {}
+
+    processor = processor_settings(read)
+    return model_config_from_hf(read_json(path), read("generation_config.json"), str(path), processor)
 
 
 def _vision(

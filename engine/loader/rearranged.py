@@ -7,7 +7,8 @@
     other names
     other norms                they multiply by 1 + weight: here the weight has the 1 already
 
-A text model that sees images, too, has its tensors under a prefix. The rest of them is left out.
+A text model that sees images, too, has its tensors under a prefix. Those of its encoder stay as they are. The
+rest is left out.
 """
 
 import math
@@ -22,6 +23,7 @@ from torch import Tensor
 from baton.engine.kernels import FP8, FP8_GROUP
 from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint
+from baton.engine.models.vision import TOWER
 
 TEXT = "language_model."
 FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
@@ -59,6 +61,8 @@ class Rearranged(Checkpoint):
     """Shard of a name in the files → the same part in other families."""
     left_out: ClassVar[str | tuple[str, ...]] = " "
     """The prefix of tensors that are left out, or several."""
+    encoder: ClassVar[Mapping[str, str]] = {}
+    """Prefix of tensors of the encoder of images → how their names begin here, behind `TOWER`."""
     interleaved: ClassVar[bool] = False
     """Whether the halves of what is rotated in a head are stored in turns."""
     adds_one: ClassVar[bool] = False
@@ -78,7 +82,10 @@ class Rearranged(Checkpoint):
         self._pieces: dict[str, Piece] = {}
         prefix = TEXT if any(name.startswith(TEXT) for name in files.names()) else ""
         for stored in files.names():
-            if stored.startswith(prefix) and (name := self._name(stored.removeprefix(prefix))):
+            if (of_encoder := self._name_in_encoder(stored)) is not None:
+                if config.vision is not None:
+                    self._pieces[of_encoder] = self._as_stored(stored)
+            elif stored.startswith(prefix) and (name := self._name(stored.removeprefix(prefix))):
                 self._pieces.update(self._split(name, stored))
 
     def _name(self, stored: str) -> str | None:
@@ -86,6 +93,16 @@ class Rearranged(Checkpoint):
         for theirs, ours in self.renamed.items():
             stored = stored.replace(theirs, ours)
         return None if stored.startswith(self.left_out) else stored
+
+    def _name_in_encoder(self, stored: str) -> str | None:
+        """None: it is no tensor of the encoder."""
+        found = (prefix for prefix in self.encoder if stored.startswith(prefix))
+        theirs = next(found, None)
+        return None if theirs is None else TOWER + self.encoder[theirs] + stored.removeprefix(theirs)
+
+    def _as_stored(self, stored: str) -> Piece:
+        shape = self._files.shape(stored)
+        return Piece(stored, shape, lambda parts: self._files.read(stored, parts))
 
     def names(self) -> Collection[str]:
         return self._pieces.keys()
@@ -99,7 +116,8 @@ class Rearranged(Checkpoint):
 
     def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
         tensor = self._pieces[name].read(parts)
-        return tensor.float() + 1 if self.adds_one and NORM.fullmatch(name) else tensor
+        adds_one = self.adds_one and NORM.fullmatch(name) and not name.startswith(TOWER)
+        return tensor.float() + 1 if adds_one else tensor
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
         """The tensors in a stored one, by their names in other families. `name`: the one that the stored one
@@ -109,8 +127,7 @@ class Rearranged(Checkpoint):
         if rows := self._rows(kind):
             yield from self._by_rows(stored, {f"{module}.{part}.{what}": rows[part] for part in rows})
         else:
-            shape = self._files.shape(stored)
-            yield name, Piece(stored, shape, lambda parts: self._files.read(stored, parts))
+            yield name, self._as_stored(stored)
 
     def _rows(self, kind: str) -> Mapping[str, Tensor]:
         """The rows of each tensor in a stored one of this kind, by its kind. Empty: it is one, in order."""

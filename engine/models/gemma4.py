@@ -153,12 +153,16 @@ class Gemma4(Llama):
         if size := gemma.layer_input:
             self.inputs = LayerInputs(config, gemma, weights)
             self.added = [LayerInput(config, size, weights, name) for name in names]
-        self.softcap = gemma.softcap
+        self.softcap, self.pad_id = gemma.softcap, gemma.pad_id
+
+    def layer_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """What each layer gets of a token. None: nothing."""
+        return None if self.inputs is None else self.inputs(token_ids, embedded)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         residual, delta = self.embed(token_ids)
         assert delta is None, "the embedding is summed over ranks"
-        inputs = None if self.inputs is None else self.inputs(token_ids, residual)
+        inputs = self.layer_inputs(token_ids, residual)
         local, wide = self.rotary.at(positions), self.wide_rotary.at(positions)
         for i, layer in enumerate(self.layers):
             delta = layer(i, residual, None, wide if i in self.wide_layers else local, attend)

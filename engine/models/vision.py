@@ -1,5 +1,5 @@
-"""Models that take images: embeddings of an encoder stand in place of tokens, and positions for rotation have
-three parts."""
+"""Models that take images: embeddings of an encoder stand in place of tokens. In some models, positions for
+rotation have three parts."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,10 @@ from torch import Tensor
 from baton.engine.layers.current_step import ImageRows, current_step
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.weights import Weights
-from baton.engine.model_config import ModelConfig, VisionConfig
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.gemma4 import Gemma4
 from baton.engine.models.hybrids import Qwen3Next
-from baton.engine.models.llama import Attend, Llama, Qwen3
+from baton.engine.models.llama import Attend, Gemma3, Llama, Qwen3
 
 TOWER = "visual."
 """The prefix of the weights of the encoder."""
@@ -21,12 +22,12 @@ class ImageRotary(Rotary):
     Each frequency turns by one of three positions. Text has three equal ones, so it needs no more than a
     shift."""
 
-    def __init__(self, rotary: Rotary, vision: VisionConfig) -> None:
+    def __init__(self, rotary: Rotary, sections: tuple[int, int, int]) -> None:
         self.has_positions, self.table = rotary.has_positions, rotary.table
         half = rotary.table.shape[-1] // 2
         part = torch.zeros(half, dtype=torch.int64)
         for i in (1, 2):
-            part[i : 3 * vision.sections[i] : 3] = i
+            part[i : 3 * sections[i] : 3] = i
         self._part = part.repeat(2).to(rotary.table.device)  # [head_dim]
 
     def at(self, positions: Tensor) -> Tensor:
@@ -55,8 +56,9 @@ class TakesImages(Llama):
         super().__init__(config, weights)
         self.tower: dict[str, Tensor] = {}
         """The weights of the encoder. The engine takes them."""
-        if config.vision is not None:
-            self.rotary = ImageRotary(self.rotary, config.vision)
+        if (vision := config.vision) is not None:
+            if vision.sections is not None:
+                self.rotary = ImageRotary(self.rotary, vision.sections)
             self.tower = weights.below(TOWER)
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -87,3 +89,17 @@ class Qwen3VL(TakesImages, Qwen3):
 
 class Qwen3_5(TakesImages, Qwen3Next):
     """Qwen3.5: Qwen3-Next, which takes images where the checkpoint has an encoder."""
+
+
+class Gemma3WithImages(TakesImages, Gemma3):
+    """Gemma 3, which takes images where the checkpoint has an encoder."""
+
+
+class Gemma4WithImages(TakesImages, Gemma4):
+    """Gemma 4, which takes images where the checkpoint has an encoder."""
+
+    def layer_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """At the positions of an image, the table gives that of padding."""
+        if (images := current_step().images) is not None:
+            token_ids = token_ids.index_fill(0, images.rows, self.pad_id)
+        return super().layer_inputs(token_ids, embedded)

@@ -106,7 +106,7 @@ def _decoded(file: bytes, settings: ImageSettings, i: int) -> Decoded:
             turned = _opaque(pil.ImageOps.exif_transpose(image), pil)
         height, width = settings.size(turned.height, turned.width)
         if turned.size != (width, height):
-            turned = turned.resize((width, height), pil.Image.Resampling.BICUBIC)
+            turned = turned.resize((width, height), pil.Image.Resampling(settings.resample))
     except (InvalidRequest, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001  (a decoder raises whatever a broken file leads it to)

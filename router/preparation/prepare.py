@@ -240,7 +240,8 @@ class _Preparation:
         if images and body.truncate_prompt_tokens is not None:
             text = "truncate_prompt_tokens is not supported: the messages have images"
             raise Unsupported(text, param="truncate_prompt_tokens")
-        prompt = self._encoded(text, body, encode)
+        shown = self.tokenizer.with_places(text) if images else text
+        prompt = self._encoded(shown, body, encode)
         prompt, placed = self._placed(prompt, images)
         if placed:
             output_room(len(prompt), field, self.context)

@@ -8,7 +8,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.content.gguf import GGUFHeader, token_of, tokenizer_json
-from baton.content.images import ImageSettings, image_settings
+from baton.content.images import (
+    PREPROCESSOR,
+    PROCESSOR,
+    ImageSettings,
+    image_settings,
+    processor_settings,
+)
 
 TEMPLATE_FILES = {
     "default": "chat_template.jinja",
@@ -20,7 +26,8 @@ HUB_FILES = [
     "config.json",
     "chat_template.json",
     "generation_config.json",
-    "preprocessor_config.json",
+    PREPROCESSOR,
+    PROCESSOR,
     *TEMPLATE_FILES.values(),
 ]
 
@@ -93,8 +100,8 @@ def images_of(path: Path) -> ImageSettings | None:
     wrong."""
     if not path.is_dir():
         return None
-    config, processor = (_read_json(path / name) for name in ("config.json", "preprocessor_config.json"))
-    return image_settings(config, processor, str(path))
+    processor = processor_settings(lambda name: _read_json(path / name))
+    return image_settings(_read_json(path / "config.json"), processor, str(path))
 
 
 def read_directory(path: Path) -> TextModel:

@@ -122,6 +122,17 @@ class ModelTokenizer:
             None if images is None else msgspec.convert(images, ImageSettings),
         )
 
+    def with_places(self, text: str) -> str:
+        """The text that a chat template has rendered, with one token for each image, and what the processor
+        of the model writes around it."""
+        if self.images is None or (around := self.images.around) is None:
+            return text
+        written, begin, image, end = (
+            self._tokenizer.id_to_token(each) or ""
+            for each in (around.written, around.begin, self.images.token_id, around.end)
+        )
+        return text.replace(written, f"{around.text}{begin}{image}{end}{around.text}") if written else text
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
 

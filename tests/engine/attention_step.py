@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels import KV, AttentionMetadata, HeadNorm, Kernels
 from baton.engine.kernels.attention.paged import first_seen
+from baton.engine.kernels.attention.tiles import NO_IMAGES, Images
 from baton.engine.model_config import Span
 from baton.engine.step import Draws, Variant, arrange
 from tests.engine.kernel_checks import F32, close, normal
@@ -48,8 +49,10 @@ class Step:
         scale: float | None = None,
         decodes: Sequence[tuple[int, int]] = (),
         ahead: int = 1,
+        images: Images = NO_IMAGES,
     ) -> None:
-        """`decodes`: spans that decode. Those of one token do, too. `ahead`: as in `arrange`."""
+        """`decodes`: spans that decode. Those of one token do, too. `ahead`: as in `arrange`. `images`: as in
+        `AttentionMetadata`."""
         self.scale = head_dim**-0.5 if scale is None else scale
         self.heads, self.dtype, self.span = heads, dtype, span
         self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
@@ -74,7 +77,11 @@ class Step:
         )  # fmt: skip
         tensors = {name: torch.from_numpy(values) for name, values in read_by_device(step).items()}
         self.metadata = attention_metadata(
-            tensors, block_size=block_size, num_decodes=step.decode_rows, prefills=step.prefills
+            tensors,
+            block_size=block_size,
+            num_decodes=step.decode_rows,
+            prefills=step.prefills,
+            images=images,
         )
         tokens, all_heads = len(self.metadata.slots), heads[0] + 2 * heads[1]
         self.kv = torch.full((2, num_blocks, block_size, heads[1], head_dim), torch.nan, dtype=dtype)

@@ -196,12 +196,31 @@ TINY_GEMMA4: dict[str, Any] = {
 }
 TINY_SIGLIP = {
     "hidden_size": 16,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 64,
-    "image_size": 28,
-    "patch_size": 14,
+    "image_size": 32,
+    "patch_size": 4,
+    "vision_use_head": False,
+    "initializer_range": 0.4,
 }
+"""Of an image it makes 16 tokens, of 8 × 8 pixels each."""
+TINY_GEMMA4_VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+    "standardize": True,
+    "use_clipped_linears": True,
+    "initializer_range": 0.4,
+}
+"""A token is an area of 8 × 8 pixels."""
+IMAGE_TOKEN, TINY_PIXELS = 190, 1 << 14
 
 
 def tiny_llama4(kind: str, changes: dict[str, Any]) -> Any:
@@ -225,7 +244,10 @@ def tiny_gemma3(kind: str, changes: dict[str, Any]) -> Any:
     config = transformers.Gemma3Config(
         text_config=text.to_dict(),
         vision_config=TINY_SIGLIP,
-        mm_tokens_per_image=4,
+        mm_tokens_per_image=16,
+        boi_token_index=IMAGE_TOKEN + 1,
+        eoi_token_index=IMAGE_TOKEN + 2,
+        image_token_index=IMAGE_TOKEN,
         tie_word_embeddings=text.tie_word_embeddings,
     )
     return transformers.Gemma3ForConditionalGeneration(config)
@@ -293,7 +315,6 @@ TINY_QWEN3_5: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 TINY_QWEN3_5_MOE = TINY_QWEN3_NEXT | TINY_QWEN3_5
-IMAGE_TOKEN, TINY_PIXELS = 190, 1 << 14
 TINY_QWEN_VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -492,13 +513,22 @@ def tiny_of_kind(kind: str) -> dict[str, Any]:
 
 
 def tiny_gemma4(kind: str, changes: dict[str, Any]) -> Any:
-    """One that sees nothing."""
+    """As `tiny_llama4`."""
     import transformers
 
-    assert kind == "Gemma4Text"
-    return transformers.Gemma4ForCausalLM(
-        transformers.Gemma4TextConfig(**{**TINY, **tiny_of_kind(kind), **changes})
+    text = transformers.Gemma4TextConfig(**{**TINY, **tiny_of_kind(kind), **changes})
+    if kind == "Gemma4Text":
+        return transformers.Gemma4ForCausalLM(text)
+    config = transformers.Gemma4Config(
+        text_config=text.to_dict(),
+        vision_config=TINY_GEMMA4_VISION,
+        audio_config=None,
+        boi_token_id=IMAGE_TOKEN + 1,
+        eoi_token_id=IMAGE_TOKEN + 2,
+        image_token_id=IMAGE_TOKEN,
+        tie_word_embeddings=text.tie_word_embeddings,
     )
+    return transformers.Gemma4ForConditionalGeneration(config)
 
 
 SEES = {
@@ -529,6 +559,8 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith(".A_log"):  # states that outlive some tokens
             torch.nn.init.uniform_(parameter, -3.0, 0.0)
+        elif name.endswith("mm_input_projection_weight"):
+            torch.nn.init.normal_(parameter)
     model.save_pretrained(directory)
     if kind in ("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"):
         size = {"shortest_edge": 64, "longest_edge": TINY_PIXELS}
@@ -665,18 +697,21 @@ SHOWS_IMAGES = """{% for m in messages %}{% if m.content is string %}{{ m.conten
 {% endfor %}{% endif %}{% endfor %}"""
 
 
-def save_seeing_tokenizer(directory: Path) -> None:
-    """The tokenizer and the chat template of a tiny model that takes images."""
+def save_seeing_tokenizer(directory: Path, written: str = "<|image_pad|>") -> None:
+    """The tokenizer and the chat template of a tiny model that takes images. `written`: the token that the
+    template writes for one."""
     from tokenizers import Tokenizer
 
     save_spelled_tokenizer(directory)
     state = json.loads((directory / "tokenizer.json").read_text())
     vocab = state["model"]["vocab"]
-    vocab["<|image_pad|>"] = vocab.pop(f"<{IMAGE_TOKEN}>")
+    specials = ["<|image_pad|>", "<start_of_image>", "<end_of_image>"]
+    for token, name in enumerate(specials, IMAGE_TOKEN):
+        vocab[name] = vocab.pop(f"<{token}>")
     tokenizer = Tokenizer.from_str(json.dumps(state))
-    tokenizer.add_special_tokens(["<|image_pad|>"])
+    tokenizer.add_special_tokens(specials)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(SHOWS_IMAGES)
+    (directory / "chat_template.jinja").write_text(SHOWS_IMAGES.replace("<|image_pad|>", written))
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels import Kernels
 from baton.engine.model_config import Span
 from baton.engine.step import Step
+from tests.engine.attention_step import Step as AttentionStep
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 VOCABULARY = 1000
@@ -89,6 +90,32 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     written = torch.isfinite(cache).all(dim=(0, 3, 4)).sum()
     hidden = sum(first_key(start, span) // block_size * block_size for start, _ in spans)
     assert int(written) == sum(stop for _, stop in spans) - hidden, "each position is in exactly one slot"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("span", [None, Span(24), Span(5)], ids=repr)
+def test_tokens_of_an_image_see_all_of_it(span: Span | None, exact: bool) -> None:
+    """Beside a decode and a chunk without images; an image begins before its chunk, and one ends with it."""
+    images = {0: [(10, 40), (41, 50), (70, 90)]}
+    step = AttentionStep(
+        [(33, 34), (20, 90), (3, 20)], (HEADS, KV_HEADS), 8, 4, span=span, images=images, decodes=[(33, 34)]
+    )
+    out, kv, q = step.run(Kernels(exact=exact), "cpu")
+    table = step.metadata.block_tables[1].long()
+    slots = table[torch.arange(90) // 4] * 4 + torch.arange(90) % 4
+    keys_values = kv.flatten(1, 2)[:, slots]
+    keys, values = keys_values.repeat_interleave(HEADS // KV_HEADS, dim=2)
+    for row, query in enumerate(range(20, 90), start=1):
+        seen = max([query + 1, *(stop for start, stop in images[0] if start <= query < stop)])
+        first = first_key(query, span)
+        scores = torch.einsum("hd,khd->hk", q[row], keys[first:seen]) * step.scale
+        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values[first:seen])
+        torch.testing.assert_close(out[row], expected)
+    causal = AttentionStep(
+        [(33, 34), (20, 90), (3, 20)], (HEADS, KV_HEADS), 8, 4, span=span, decodes=[(33, 34)]
+    )
+    others = [0, *range(71, 88)]
+    assert torch.equal(out[others], causal.run(Kernels(exact=exact), "cpu")[0][others])
 
 
 def first_key(query: int, span: Span | None) -> int:

@@ -115,6 +115,18 @@ def test_a_batch_padded_as_for_a_graph(triton_kernels: Kernels, dtype: torch.dty
     assert torch.equal(kv.nan_to_num(9.0), expected_kv.nan_to_num(9.0))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("span", [None, Span(9)], ids=repr)
+def test_tokens_of_an_image_see_all_of_it(
+    triton_kernels: Kernels, exact: bool, span: Span | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles of one piece and of several."""
+    images = {0: [(190, 230)], 1: [(2, 35), (36, 50)]}
+    step = Step([(30, 31), (200, 260), (0, 50)], (4, 2), 64, 16, F16, span=span, images=images)
+    monkeypatch.setattr(triton_kernels, "exact", exact)
+    step.check(triton_kernels, DEVICE)
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1)])
 def test_query_heads_per_kv_head(triton_kernels: Kernels, heads: tuple[int, int]) -> None:
     Step([(30, 31), (66, 67), (20, 40)], heads, 64, 32, F16).check(triton_kernels, DEVICE)

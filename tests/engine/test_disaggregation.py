@@ -104,7 +104,7 @@ def copy_kv(
     there, here = slots(source_blocks, source.block_size), slots(reserved.blocks, target.block_size)
     if len(there):
         for source_kv, target_kv in zip(source.caches, target.caches, strict=True):
-            if not isinstance(target_kv, LayerState):
+            if target_kv is not None and not isinstance(target_kv, LayerState):
                 parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
 
 

@@ -293,3 +293,34 @@ def test_all_choices_count(tokenizer: ModelTokenizer, monkeypatch: pytest.Monkey
     monkeypatch.setattr(jobs, "MOST_PIXELS", 2 * 6400 - 1)
     with pytest.raises(InvalidRequest, match="n: 2 choices with images of 12800 pixels in all are more"):
         next(jobs.make_jobs(found.options, found.prompts, **given))
+
+
+@pytest.mark.parametrize(("kind", "text"), [("Gemma3", "\n\n"), ("Gemma4", "")])
+def test_the_processor_of_gemma_writes_around_an_image(kind: str, text: str, tmp_path: Path) -> None:
+    """In the text, since a tokenizer may join what is around an image with its neighbours."""
+    save_tiny(tmp_path, kind)
+    save_seeing_tokenizer(tmp_path, "<start_of_image>" if kind == "Gemma3" else "<|image_pad|>")
+    if kind == "Gemma4":
+        settings = {"image_processor": {"max_soft_tokens": 20}}
+        (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    tokenizer = ModelTokenizer.restored(load_tokenizer(str(tmp_path)).state)
+    picture_url = url_of(file_of(picture(size=(24, 16))))
+    found = prepared(tokenizer, chat(picture_url, picture_url))
+    [[first, second]] = found.images
+    assert (first.rows, first.columns) == ((4, 4) if kind == "Gemma3" else (3, 5))
+    spelled = tokenizer.encode(text, add_special_tokens=False)
+    image = [
+        *spelled,
+        IMAGE_TOKEN + 1,
+        *[IMAGE_TOKEN] * first.rows * first.columns,
+        IMAGE_TOKEN + 2,
+        *spelled,
+    ]
+    assert found.prompts == [[*tokenizer.encode("ab", add_special_tokens=False), *image, *image]]
+    assert second.start == first.start + len(image)
+    images._kept.clear()
+    body = chat(picture_url)
+    body["messages"][0]["content"][0]["text"] = "<start_of_image>" if kind == "Gemma3" else "<|image_pad|>"
+    with pytest.raises(InvalidRequest, match="1 images, but the chat template wrote 2"):
+        prepared(tokenizer, body)
+    images._kept.clear()

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.kernels.attention.tiles import NO_IMAGES, Images, Run, runs_of
 from baton.engine.model_config import Span
 
 KEYS = 16
@@ -131,6 +132,8 @@ class AttentionMetadata:
     layers have the same blocks."""
     window_tiles: Tensor | None = None
     """As `tiles`, of layers with windows. None: all layers have the same tiles."""
+    images: Images = field(default_factory=lambda: NO_IMAGES)
+    """Of the chunks. Empty in a graph, and if a token of an image sees only those before it."""
 
     def of_layers(self, *, windowed: bool) -> "AttentionMetadata":
         """As layers with windows, or those without, read and write their blocks."""
@@ -161,7 +164,7 @@ class PrefillGroup:
 
     rows: slice
     blocks: Tensor  # [blocks] int32
-    length: int  # positions in these blocks, up to that of the last query
+    length: int  # positions in these blocks, up to the last one that a query sees
     mask: Tensor | None  # [queries, padded length], 0 or -inf; None: the queries start the sequence
     before: int = 0
     """Queries that are padded with zeros before the rows. The mask tells how many there are after them."""
@@ -221,13 +224,16 @@ def tile_attention(
 
     prefills = []
     row = metadata.num_decodes
-    for request, (start, stop) in enumerate(metadata.prefills, metadata.num_decodes):
-        # Few queries at a time, so that most of the keys in a group's blocks are seen.
-        most = min(span.length, MOST_QUERIES) if span else MOST_QUERIES
-        for begin in range(start, stop, most):
-            end = min(begin + most, stop)
-            prefills.append(_prefill_group(tables[request], range(begin, end), block_size, row, span, dtype))
-            row += end - begin
+    # Few queries at a time, so that most of the keys in a group's blocks are seen.
+    most = min(span.length, MOST_QUERIES) if span else MOST_QUERIES
+    for chunk, bounds in enumerate(metadata.prefills):
+        table = tables[metadata.num_decodes + chunk]
+        for run in runs_of(bounds, metadata.images.get(chunk, ())):
+            for begin in range(run.start, run.stop, most):
+                queries = range(begin, min(begin + most, run.stop))
+                group = _prefill_group(table, queries, block_size, row, span, dtype, seen=run.seen)
+                prefills.append(group)
+                row += len(queries)
     return TorchTiling(decodes, prefills)
 
 
@@ -236,18 +242,25 @@ def _exact_groups(
 ) -> Sequence[PrefillGroup]:
     """The decodes and chunks of a step, EXACT_QUERIES positions at a time."""
     contexts = metadata.contexts[: metadata.num_decodes].tolist()
-    spans = [(context - 1, context) for context in contexts] + list(metadata.prefills)
+    of_requests = [[Run(context - 1, context, 0)] for context in contexts]
+    of_requests += [
+        list(runs_of(bounds, metadata.images.get(chunk, ())))
+        for chunk, bounds in enumerate(metadata.prefills)
+    ]
     groups, row = [], 0
-    for request, (start, stop) in enumerate(spans):
-        for first in range(start // EXACT_QUERIES * EXACT_QUERIES, stop, EXACT_QUERIES):
-            queries = range(first, first + EXACT_QUERIES)
-            table = metadata.block_tables[request]
-            group = _prefill_group(table, queries, metadata.block_size, 0, span, dtype, masked=True)
-            begin, end = max(start, first), min(stop, queries.stop)
-            rows = slice(row, row + end - begin)
-            seen = group.length - (queries.stop - end)
-            groups.append(replace(group, rows=rows, length=seen, before=begin - first))
-            row = rows.stop
+    for request, runs in enumerate(of_requests):
+        for start, stop, seen in runs:
+            for first in range(start // EXACT_QUERIES * EXACT_QUERIES, stop, EXACT_QUERIES):
+                queries = range(first, first + EXACT_QUERIES)
+                table = metadata.block_tables[request]
+                group = _prefill_group(
+                    table, queries, metadata.block_size, 0, span, dtype, masked=True, seen=seen
+                )
+                begin, end = max(start, first), min(stop, queries.stop)
+                rows = slice(row, row + end - begin)
+                length = group.length - (max(queries.stop, seen) - max(end, seen))
+                groups.append(replace(group, rows=rows, length=length, before=begin - first))
+                row = rows.stop
     return groups
 
 
@@ -260,16 +273,17 @@ def _prefill_group(
     dtype: torch.dtype,
     *,
     masked: bool = False,
+    seen: int = 0,
 ) -> PrefillGroup:
-    """`masked`: with a mask also where the queries start the sequence."""
+    """`masked`: with a mask also where the queries start the sequence. `seen`: as in `Run`."""
     at = torch.arange(queries.start, queries.stop)[:, None]
     first = first_seen(at, span)
     first_block = int(first[0]) // block_size
     start, mask = first_block * block_size, None
-    length = queries.stop - start
-    if masked or queries.start or first[-1]:
+    length = max(queries.stop, seen) - start
+    if masked or seen or queries.start or first[-1]:
         keys = torch.arange(start, start + _padded(length))
-        mask = _minus_infinity((keys < first) | (keys > at), dtype)
+        mask = _minus_infinity((keys < first) | (keys > at.clamp_min(seen - 1)), dtype)
     blocks = torch.arange(first_block, first_block - (-_padded(length) // block_size))
     rows = slice(row, row + len(queries))
     hidden = int(first[0]) - start

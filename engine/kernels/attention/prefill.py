@@ -4,6 +4,7 @@ A query of position p attends to the positions first(p) … p of its request:
 
     out(p) = Σ softmax(q(p) · k(j) · scale) v(j),   first(p) ≤ j ≤ p
 
+A query of an image may see all of it: j ≤ max(p, last position of the image). Its tile has no other queries.
 first(p) is 0, or the first position in the layer's span. The softmax may have a sink in its sum. One pass
 over the keys computes it, tile by tile (FlashAttention, Dao 2022/2023; `online_softmax`).
 
@@ -182,7 +183,9 @@ def _prefill(
     row = tl.load(work + 1).to(tl.int64)
     tokens = tl.load(work + 2)
     first = tl.load(work + 3)
-    stop = first + tokens
+    last = first + tokens - 1
+    seen = tl.load(work + 9)
+    stop = tl.maximum(last + 1, seen)
     if SPAN:
         tokens = tl.where(tl.load(work + 5) == stop, tokens, 0)
     if tokens == 0:
@@ -198,7 +201,7 @@ def _prefill(
     in_out = (head * VALUE_DIM)[:, None] + tl.arange(0, VALUE_DIM)[None, :]
     queries = tl.load(q + row_of * q_stride + in_row, mask=used, other=0.0)
 
-    whole = (first + 1) // BLOCK_N * BLOCK_N  # the causal mask hides no key before this position
+    whole = tl.maximum(first + 1, seen) // BLOCK_N * BLOCK_N  # no mask hides a key before this position
     begin, end, pieces = 0, stop, 1
     if SPLIT:
         begin, end, pieces = tl.load(work + 4), tl.load(work + 5), tl.load(work + 8)
@@ -210,16 +213,17 @@ def _prefill(
         total += tl.where(begin == 0, 1.0, 0.0)
     cache = keys, values, key_tiles, value_tiles, kv_scales, slots, kv_head
     table = block_tables + request * table_stride
-    query_positions = tl.minimum(first + token, stop - 1)
+    query_positions = tl.minimum(first + token, last)
+    last_keys = tl.maximum(query_positions, seen - 1)
     if EXACT:
         total, result = _attend_exactly_to(
-            queries, m, total, cache, table, first, query_positions, whole, stop, scale, SHAPE, BLOCK_N, SPAN,
-            CHUNKED,
+            queries, m, total, cache, table, first, query_positions, last_keys, whole, stop, scale, SHAPE,
+            BLOCK_N, SPAN, CHUNKED,
         )  # fmt: skip
     else:
         m, total, result = _attend_to(
-            queries, m, total, cache, table, first, query_positions, begin, whole, end, stop, scale, SHAPE,
-            BLOCK_N, MASKED_N, SPAN, CHUNKED,
+            queries, m, total, cache, table, first, query_positions, last_keys, begin, whole, end, stop,
+            scale, SHAPE, BLOCK_N, MASKED_N, SPAN, CHUNKED,
         )  # fmt: skip
     result /= total[:, None]
     is_last = True
@@ -240,6 +244,7 @@ def _attend_to(
     table,
     first,
     query_positions,
+    last_keys,
     begin,
     whole,
     end,
@@ -251,7 +256,7 @@ def _attend_to(
     SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
-    """Adds the keys [begin, end), of which the causal mask hides none before `whole`. Returns m, total, and
+    """Adds the keys [begin, end), of which no mask hides one before `whole`. Returns m, total, and
     the weighted sum of values."""
     first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
     VALUE_DIM: tl.constexpr = SHAPE.value_dim
@@ -270,7 +275,7 @@ def _attend_to(
     for start in tl.range(whole, end, MASKED_N):
         tile, inside = any_tile(cache, table, start, stop, SHAPE, MASKED_N)
         positions = start + tl.arange(0, MASKED_N)
-        seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
+        seen = (positions[None, :] <= last_keys[:, None]) & inside[None, :]
         if SPAN:
             seen &= positions[None, :] >= first_keys
         m, total, acc = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
@@ -286,6 +291,7 @@ def _attend_exactly_to(
     table,
     first,
     query_positions,
+    last_keys,
     whole,
     stop,
     scale,
@@ -321,7 +327,7 @@ def _attend_exactly_to(
     for start in tl.range(whole, stop, BLOCK_N):
         tile, inside = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
         positions = start + tl.arange(0, BLOCK_N)
-        seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
+        seen = (positions[None, :] <= last_keys[:, None]) & inside[None, :]
         if SPAN:
             seen &= positions[None, :] >= first_keys
         own_m, own_total, own = attend_exactly(queries, tile, seen, own_m, own_total, own, scale, 1)

@@ -1,7 +1,8 @@
 """Cuts the work of prefill chunks into parts, one for each program. Pure, on the host."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ LONG_FROM = 4096  # positions
 MOST_IN_LONG = 256
 """Numbers of a head. With more, the sums of a long tile do not fit into registers."""
 
-TILE_FIELDS = 9
+TILE_FIELDS = 10
 LARGEST_N = 128
 """Pieces are cut at multiples of this number of keys, because tiles of every shape divide it."""
 LEAST_KEYS = 4 * LARGEST_N
@@ -37,6 +38,33 @@ PIECE_KEYS = 2048
 many keys. Measured on an H200, with two programs on each multiprocessor."""
 
 
+Images = Mapping[int, Sequence[tuple[int, int]]]
+"""By chunk, the images (start, stop) of which it has tokens, up to the last. Each of these sees all of its
+image."""
+NO_IMAGES: Images = MappingProxyType({})
+
+
+class Run(NamedTuple):
+    """Successive queries of a chunk."""
+
+    start: int
+    stop: int
+    seen: int
+    """Each query sees the positions up to its own, and all before this one."""
+
+
+def runs_of(chunk: tuple[int, int], images: Sequence[tuple[int, int]]) -> Iterator[Run]:
+    """Cuts a chunk (start, stop) where its images begin and end."""
+    start, stop = chunk
+    for begin, end in images:
+        if start < begin:
+            yield Run(start, begin, 0)
+        yield Run(max(start, begin), end, end)
+        start = end
+    if start < stop:
+        yield Run(start, stop, 0)
+
+
 def shape_for(prefills: Sequence[tuple[int, int]], group: int, programs: int, *, wgmma: bool) -> Shape:
     """The shape of tiles for chunks (start, stop). `wgmma`: `prefill_wgmma` attends if they are `LONG`. Then
     one such tile for each of `programs`, which run at once for a head, is faster than several short ones."""
@@ -46,11 +74,15 @@ def shape_for(prefills: Sequence[tuple[int, int]], group: int, programs: int, *,
 
 
 def tile_work(
-    prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int, programs: int
+    prefills: Sequence[tuple[int, int]],
+    num_decodes: int,
+    tokens: int,
+    programs: int,
+    images: Images = NO_IMAGES,
 ) -> np.ndarray:
     """[pieces, TILE_FIELDS] int32: request (index into the block tables), first row of q, number of tokens
     (at most `tokens`), first position; first key and last key + 1; place of the piece, first place and number
-    of pieces of its tile.
+    of pieces of its tile; and `Run.seen`.
 
     The chunks (start, stop) follow `num_decodes` requests of one row each. Tiles that see most keys come
     first, so that the last programs are short. The keys of the longest ones are cut into pieces, if
@@ -60,19 +92,20 @@ def tile_work(
     tiles, row = [], num_decodes
     for request, (start, stop) in enumerate(prefills, num_decodes):
         tiles += [
-            (request, row + position - start, min(tokens, stop - position), position)
-            for position in range(start, stop, tokens)
+            (request, row + position - start, min(tokens, run.stop - position), position, run.seen)
+            for run in runs_of((start, stop), images.get(request - num_decodes, ()))
+            for position in range(run.start, run.stop, tokens)
         ]
         row += stop - start
     tiles.sort(key=lambda tile: -tile[3])
     most = most_pieces(row - num_decodes, tokens, programs)
-    length = _piece_length([position for *_, position in tiles], programs, most)
+    length = _piece_length([tile[3] for tile in tiles], programs, most)
     work, place = [], 0
-    for tile in tiles:
+    for *tile, seen in tiles:
         # The last piece begins before the first token, so each token sees a key of each piece.
-        ends = [*range(length, tile[3], length), tile[3] + tile[2]]
+        ends = [*range(length, tile[3], length), max(tile[3] + tile[2], seen)]
         for i, end in enumerate(ends):
-            work.append((*tile, i * length, end, place + i, place, len(ends)))
+            work.append((*tile, i * length, end, place + i, place, len(ends), seen))
         place += len(ends) if len(ends) > 1 else 0
     return np.array(work, dtype=np.int32).reshape(-1, TILE_FIELDS)
 

@@ -18,6 +18,7 @@ from baton.engine.loader.experts_config import (
     qwen3_next_experts,
 )
 from baton.engine.loader.families import (
+    gemma3,
     gemma4,
     kimi_linear,
     lfm2,
@@ -30,7 +31,6 @@ from baton.engine.loader.families import (
 )
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.rearrangements import (
-    Gemma3Checkpoint,
     Glm4Checkpoint,
     HybridCheckpoint,
     Llama4Checkpoint,
@@ -44,25 +44,10 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.models.deepseek import DeepSeek
 from baton.engine.models.hybrids import Bamba, GraniteMoeHybrid, Qwen3Next
-from baton.engine.models.llama import Gemma3, Glm4, GptOss, Llama, Llama4, Olmo2, Qwen2, Qwen3
-
-GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-"""Of settings that published checkpoints leave out."""
+from baton.engine.models.llama import Glm4, GptOss, Llama, Llama4, Olmo2, Qwen2, Qwen3
 
 LLAMA = Family(model=Llama)
 LLAMA4 = Family(model=Llama4, checkpoint=Llama4Checkpoint, experts=llama4_experts)
-GEMMA3 = Family(
-    model=Gemma3, checkpoint=Gemma3Checkpoint, settings=lambda given: {**GEMMA3_DEFAULTS, **given.values}
-)
 LATENT = partial(Family, model=DeepSeek, latent=latent_config)
 DEEPSEEK_V2 = LATENT(
     experts=partial(latent_experts, first_dense=0, v2=True), not_supported=partial(not_supported, v2=True)
@@ -83,10 +68,10 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV32ForCausalLM": sparse_latents.DEEPSEEK_V32,
     "GlmMoeDsaForCausalLM": sparse_latents.GLM_DSA,
     "Olmo2ForCausalLM": Family(model=Olmo2),
-    "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3,  # its text model
+    "Gemma3ForCausalLM": gemma3.FAMILY,
+    "Gemma3ForConditionalGeneration": gemma3.FAMILY,
     "Gemma4ForCausalLM": gemma4.FAMILY,
-    "Gemma4ForConditionalGeneration": gemma4.FAMILY,  # its text model
+    "Gemma4ForConditionalGeneration": gemma4.FAMILY,
     "Qwen2ForCausalLM": Family(model=Qwen2),
     "Qwen3ForCausalLM": Family(model=Qwen3),
     "Qwen3MoeForCausalLM": Family(model=Qwen3, experts=qwen3_experts),
@@ -109,9 +94,9 @@ FAMILIES: dict[str, Family] = {
         state=gated_delta_config,
     ),
     "Qwen3_5ForCausalLM": qwen3_5.DENSE,
-    "Qwen3_5ForConditionalGeneration": qwen3_5.DENSE,  # its text model
+    "Qwen3_5ForConditionalGeneration": qwen3_5.DENSE,
     "Qwen3_5MoeForCausalLM": qwen3_5.MOE,
-    "Qwen3_5MoeForConditionalGeneration": qwen3_5.MOE,  # its text model
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5.MOE,
     "Qwen3VLForConditionalGeneration": qwen3_vl.DENSE,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl.MOE,
     "KimiLinearForCausalLM": kimi_linear.FAMILY,

@@ -1,16 +1,24 @@
-"""Checkpoints of Gemma 4, and their settings: of the text model."""
+"""Checkpoints of Gemma 4, and their settings: a text model, which takes images where the checkpoint has an
+encoder.
+
+The tokens of an image depend on its size. In the larger models, layers with windows let a token of an image
+see all of it.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from baton.content.images import ImageSettings
 from baton.engine.loader.families.family import Family
+from baton.engine.loader.families.gemma3 import tower_of
 from baton.engine.loader.rearranged import Piece, Rearranged
 from baton.engine.loader.rope_config import rope_theta, rotary_dim
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import GemmaConfig
-from baton.engine.models.gemma4 import Gemma4, gemma_of
+from baton.engine.model_config import GemmaConfig, VisionConfig
+from baton.engine.models.gemma4 import gemma_of
+from baton.engine.models.vision import Gemma4WithImages
 
 DEFAULTS = {
     "hidden_size": 2304,
@@ -33,7 +41,11 @@ class Gemma4Checkpoint(Rearranged):
     """Layers that read the KV of others may have keys and values in the files, which nothing uses."""
 
     renamed: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
-    left_out = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+    encoder: ClassVar[Mapping[str, str]] = {
+        "model.vision_tower.": "vision_tower.",
+        "model.embed_vision.": "embed_vision.",
+    }
+    left_out = ("model.audio_tower.", "model.embed_audio.")
 
     def _rows(self, kind: str) -> Mapping[str, Tensor]:
         return {}
@@ -102,7 +114,15 @@ def gemma_config(settings: Settings) -> GemmaConfig:
         size,
         vocabulary,
         settings.number("final_logit_softcapping") if settings.get("final_logit_softcapping") else None,
+        _pad_id(settings),
     )
+
+
+def _pad_id(settings: Settings) -> int:
+    given, size = settings.get("pad_token_id") or 0, settings.integer("vocab_size")
+    if type(given) is not int or not 0 <= given < size:
+        raise ValueError(f"{settings.source}: pad_token_id must be a token below {size}, not {given!r}")
+    return given
 
 
 def _sources(settings: Settings, types: list[str], count: int) -> tuple[int, ...]:
@@ -117,20 +137,30 @@ def _sources(settings: Settings, types: list[str], count: int) -> tuple[int, ...
     return tuple(layer if layer < len(own) else last[kind] for layer, kind in enumerate(types))
 
 
+def vision_config(settings: Settings, _: Settings, images: ImageSettings) -> VisionConfig:
+    whole: list[int] = []
+    if settings.get("use_bidirectional_attention") == "vision":
+        types = settings.get("layer_types")
+        whole = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+    return VisionConfig(images, tower_of(settings, "gemma4"), whole_layers=tuple(whole))
+
+
 def not_supported(settings: Settings) -> Iterator[str]:
     supported = {
         "attention_bias": (False,),
         "enable_moe_block": (False,),
         "hidden_activation": ("gelu_pytorch_tanh",),
-        "use_bidirectional_attention": ("vision",),  # which text does not have
+        "use_bidirectional_attention": ("vision",),
     }
     yield from settings.unlike(supported)
 
 
 FAMILY = Family(
-    model=Gemma4,
+    model=Gemma4WithImages,
     checkpoint=Gemma4Checkpoint,
     settings=in_words_of_others,
     gemma=gemma_config,
+    vision=vision_config,
+    needs_vision=False,
     not_supported=not_supported,
 )

@@ -18,7 +18,7 @@ from baton.engine.loader.families.rearrangements import Qwen3NextCheckpoint
 from baton.engine.loader.hybrid_config import gated_delta_config
 from baton.engine.loader.rearranged import Piece
 from baton.engine.loader.settings import Settings
-from baton.engine.models.vision import TOWER, Qwen3_5
+from baton.engine.models.vision import Qwen3_5
 
 
 class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
@@ -27,10 +27,7 @@ class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
     inner]."""
 
     renamed: ClassVar[Mapping[str, str]] = Qwen3VLCheckpoint.renamed
-
-    def _name(self, stored: str) -> str | None:
-        name = super()._name(stored)
-        return None if name is not None and self.config.vision is None and name.startswith(TOWER) else name
+    encoder: ClassVar[Mapping[str, str]] = Qwen3VLCheckpoint.encoder
 
     def _rows(self, kind: str) -> Mapping[str, Tensor]:
         state = self.config.state

@@ -14,13 +14,14 @@ from baton.engine.loader.families.family import Family
 from baton.engine.loader.rearranged import Piece, Rearranged
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import VisionConfig
-from baton.engine.models.vision import TOWER, Qwen3VL
+from baton.engine.models.vision import Qwen3VL
 
 SECTIONS = [24, 20, 20]
 
 
 class Qwen3VLCheckpoint(Rearranged):
-    renamed: ClassVar[Mapping[str, str]] = {"model.language_model.": "model.", "model.visual.": TOWER}
+    renamed: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
+    encoder: ClassVar[Mapping[str, str]] = {"model.visual.": ""}
 
 
 def vision_config(settings: Settings, rope: Settings, images: ImageSettings) -> VisionConfig:
@@ -35,7 +36,10 @@ def vision_config(settings: Settings, rope: Settings, images: ImageSettings) -> 
     if len(layers) > settings.integer("num_hidden_layers"):
         raise ValueError(f"{source}: deepstack_visual_indexes has more entries than the model has layers")
     return VisionConfig(
-        images, (sections[0], sections[1], sections[2]), len(layers), json.dumps(tower, sort_keys=True)
+        images,
+        json.dumps(tower, sort_keys=True),
+        sections=(sections[0], sections[1], sections[2]),
+        deepstack=len(layers),
     )
 
 

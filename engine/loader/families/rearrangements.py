@@ -42,10 +42,6 @@ class Glm4Checkpoint(Phi3Checkpoint):
     interleaved = True
 
 
-class Gemma3Checkpoint(Rearranged):
-    adds_one = True
-
-
 class Llama4Checkpoint(Rearranged):
     """Llama 4: `gate_up_proj` [experts, hidden_size, 2 · inner] and `down_proj` [experts, inner, hidden_size]
     have all experts of a layer."""

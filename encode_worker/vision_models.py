@@ -1,0 +1,132 @@
+"""The vision towers of transformers, by family: how each is built, and what it reads.
+
+A family has a module, whose weights have the names of the checkpoint, and a function from the pixels of one
+image to the embeddings of its tokens.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from baton.content.images import ImageSettings
+
+Features = Callable[[Any, Tensor, ImageSettings], Sequence[Tensor]]
+"""(module, pixels [height, width, channels] float32 as the tower reads them, settings) → tensors [tokens,
+hidden_size]: embeddings, then what layers of the language model add to them."""
+
+
+class VisionModel(NamedTuple):
+    package: str
+    """In transformers."""
+    build: Callable[[Any, Mapping[str, Any]], Module]
+    """From the package and the settings of the encoder (`VisionConfig.tower`)."""
+    features: Features
+
+
+def vision_model(kind: str) -> VisionModel:
+    """Raises `ValueError` for a kind that is not supported."""
+    if kind not in KINDS:
+        raise ValueError(f"vision_config: model_type {kind!r} is not supported ({', '.join(KINDS)} are)")
+    return KINDS[kind]
+
+
+def package_of(model: VisionModel) -> Any:
+    """Raises `ValueError` if transformers is not installed, or does not know the family."""
+    try:
+        return importlib.import_module(f"transformers.models.{model.package}")
+    except ImportError as error:
+        raise ValueError(
+            f"images need transformers, which cannot be imported ({error}): "
+            "install Baton with the extra `images`"
+        ) from error
+
+
+# Qwen3-VL, Qwen3.5
+
+
+def _qwen(package: str, prefix: str) -> VisionModel:
+    def build(classes: Any, given: Mapping[str, Any]) -> Module:
+        config = getattr(classes, f"{prefix}VisionConfig")(**_settings(given))
+        return getattr(classes, f"{prefix}VisionModel")(config)
+
+    return VisionModel(package, build, _qwen_features)
+
+
+def _qwen_features(module: Any, pixels: Tensor, settings: ImageSettings) -> Sequence[Tensor]:
+    merge, patch = settings.merge_size, settings.patch_size
+    rows, columns = (size // patch for size in pixels.shape[:2])
+    grid = torch.tensor([[1, rows, columns]], device=pixels.device)
+    patches = _patches_by_token(pixels, patch, merge, settings.temporal_patch_size)
+    output = module(patches, grid_thw=grid)
+    return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+
+
+def _patches_by_token(pixels: Tensor, patch: int, merge: int, frames: int) -> Tensor:
+    """[patches, channels · frames · pixels], the patches of a token one after the other, as the processor of
+    transformers makes them."""
+    height, width, channels = pixels.shape
+    rows, columns = height // (patch * merge), width // (patch * merge)
+    values = pixels.permute(2, 0, 1).reshape(channels, rows, merge, patch, columns, merge, patch)
+    values = values.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+    values = values.expand(-1, -1, -1, -1, -1, frames, -1, -1)
+    return values.reshape(rows * columns * merge**2, channels * frames * patch**2)
+
+
+# Gemma
+
+
+def _build_gemma3(classes: Any, given: Mapping[str, Any]) -> Module:
+    from transformers import AutoModel
+
+    config, module = classes.Gemma3Config(**_settings(given)), Module()
+    module.vision_tower = AutoModel.from_config(config.vision_config)
+    module.multi_modal_projector = classes.modeling_gemma3.Gemma3MultiModalProjector(config)
+    return module
+
+
+def _gemma3_features(module: Any, pixels: Tensor, settings: ImageSettings) -> Sequence[Tensor]:
+    output = module.vision_tower(pixel_values=pixels.permute(2, 0, 1)[None])
+    return [module.multi_modal_projector(output.last_hidden_state)[0]]
+
+
+def _build_gemma4(classes: Any, given: Mapping[str, Any]) -> Module:
+    from transformers import AutoModel
+
+    config, module = classes.Gemma4Config(**_settings(given)), Module()
+    module.vision_tower = AutoModel.from_config(config.vision_config)
+    embedder = classes.modeling_gemma4.Gemma4MultimodalEmbedder
+    module.embed_vision = embedder(config.vision_config, config.text_config)
+    return module
+
+
+def _gemma4_features(module: Any, pixels: Tensor, settings: ImageSettings) -> Sequence[Tensor]:
+    patch, (height, width, channels) = settings.patch_size, pixels.shape
+    rows, columns = height // patch, width // patch
+    patches = pixels.reshape(rows, patch, columns, patch, channels).permute(0, 2, 1, 3, 4)
+    tops, lefts = torch.meshgrid(
+        torch.arange(rows, device=pixels.device), torch.arange(columns, device=pixels.device), indexing="ij"
+    )
+    positions = torch.stack((lefts, tops), dim=-1).view(1, -1, 2)
+    output = module.vision_tower(
+        pixel_values=patches.reshape(1, rows * columns, -1), pixel_position_ids=positions
+    )
+    return [module.embed_vision(output.last_hidden_state)]
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key != "model_type"}
+
+
+KINDS = {
+    "qwen3_vl": _qwen("qwen3_vl", "Qwen3VL"),
+    "qwen3_vl_moe": _qwen("qwen3_vl_moe", "Qwen3VLMoe"),
+    "qwen3_5": _qwen("qwen3_5", "Qwen3_5"),
+    "qwen3_5_moe": _qwen("qwen3_5_moe", "Qwen3_5Moe"),
+    "gemma3": VisionModel("gemma3", _build_gemma3, _gemma3_features),
+    "gemma4": VisionModel("gemma4", _build_gemma4, _gemma4_features),
+}
+"""By the `model_type` of the settings of the encoder without `_vision`."""
