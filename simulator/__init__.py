@@ -14,9 +14,9 @@ Real are the policies, the estimate of a worker's queue, the index of chunks and
 and the workers are simulated.
 
 `placement` has both pools step by step: engines that decode and compute prompts (`step_worker`, `steps`) with
-the same cache, and routers that decide for each request which workers compute it (`router`). The
-load may change, and a policy may move workers between the pools. Sessions may wait for their answers before
-they go on (a closed loop).
+the same cache, copies of states (`copies`), and routers that decide for each request which workers compute it
+(`router`). The load may change, and a policy may move workers between the pools. Sessions may wait for their
+answers before they go on (a closed loop).
 
 All simulations run on a `Clock` (`clock`).
 

@@ -41,6 +41,7 @@ class Request:
         first: it is the first turn of its session.
         positions: whose KV the worker that computes the prompt reserves: with the answer, if it decodes, too.
         cached: prompt tokens that this worker had.
+        branch: where the prompt left what the worker had, if it could not begin there. 0: it did.
         left: prompt tokens that no step has taken.
         computed: the position from which the next step computes.
         in_window: what its prompt takes of the router's window.
@@ -64,6 +65,7 @@ class Request:
     max_answer: int = 0
     positions: int = 0
     cached: int = 0
+    branch: int = 0
     left: int = 0
     computed: int = 0
     in_window: int = 0

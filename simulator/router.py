@@ -244,11 +244,11 @@ class Router:
         if found.source is None:
             worker.prefill(request)
             return
-        holder, names = self.workers[found.source.holder.row].kv, request.prompt_names
-        has, fetched = worker.kv.cached(names, request.prompt - 1), holder.cached(names, request.prompt - 1)
+        holder, names = self.workers[found.source.holder.row], request.prompt_names
+        has, fetched = worker.usable(request), holder.usable(request)
         self.clock.after(
             FETCH_SECONDS + max(0, fetched - has) * FETCH_TOKEN_SECONDS,
-            partial(self._fetched, request, worker, holder, names[: fetched // CHUNK_TOKENS]),
+            partial(self._fetched, request, worker, holder.kv, names[: fetched // CHUNK_TOKENS]),
         )
 
     def _fetched(self, request: Request, worker: Worker, holder: KvMemory, names: Sequence[int]) -> None:

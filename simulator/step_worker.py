@@ -17,10 +17,12 @@ from functools import lru_cache, partial
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.meters import MIXED_STEPS, Batch, ChunkLimit, Meters, may_join, prompt_limit
 from baton.engine.core.pace import EARLY
+from baton.engine.core.state_copies import Wanted
 from baton.machine.step_model import LearnedSteps, StepModel, measure, row_sizes, token_sizes
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.clock import Clock
+from baton.simulator.copies import Copies
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.steps import GRAPH_ROWS, H200_8B, Machine
@@ -61,6 +63,7 @@ class Worker:
         machine: what it runs on.
         blocks: of its memory.
         kv: its memory.
+        copies: of states. None: the model has none.
         slowness: how many times as long its steps take.
         cache_changed: called when names entered or left the cache.
     """
@@ -80,6 +83,7 @@ class Worker:
         self.arriving: dict[int, float] = {}
         self.blocks = machine.positions // BLOCK
         self.kv = KvMemory(self.blocks * BLOCK // CHUNK_TOKENS)
+        self.copies = None if machine.copies is None else Copies(machine.copies, BLOCK)
         self.slowness = 1.0
         self.cache_changed: Callable[[], None] = lambda: None
         self._leases: dict[int, Lease] = {}  # by the number of the request
@@ -99,6 +103,7 @@ class Worker:
         self._arrived: list[Request] = []  # from other workers, for the step that is scheduled next
         self._under_way = 0  # prompt tokens of the step
         self._scheduled: Chunks | None = None
+        self._ends_of_blocks: list[tuple[int, int, Request, int]] = []  # a heap by `_tokens`; the position
         self._context = 0  # positions of all decodes
         self._gap_cost = 0.0  # of all decodes
         self._tokens = 0  # that a request would have got in all steps up to now
@@ -115,7 +120,7 @@ class Worker:
 
     def prefill(self, request: Request) -> None:
         """Computes the prompt, and then calls `first_token`."""
-        request.begin(self.kv.cached(request.prompt_names, request.prompt - 1))
+        request.begin(self.usable(request))
         self._prompts.append(request)
         self.wake()
 
@@ -144,13 +149,20 @@ class Worker:
             self.join(waiting)
         self.wake()
 
+    def usable(self, request: Request) -> int:
+        """Tokens of the prompt that it need not compute."""
+        cached = self.kv.cached(request.prompt_names, request.prompt - 1)
+        return cached if self.copies is None else self.copies.usable(request.names, cached)
+
     def imported(self, names: Sequence[int]) -> None:
-        """These chunks have come from the cache of another worker."""
+        """These chunks have come from the cache of another worker, with the states at their end."""
         lease = self.kv.take(names, len(names) * CHUNK_TOKENS, len(names) * CHUNK_TOKENS)
         if lease is not None:
             self.kv.publish(lease, names)
             self.kv.release(lease)
-            self.cache_changed()
+            if self.copies is not None and names:
+                self.copies.begin(names, len(names) * CHUNK_TOKENS)
+            self._changed()
 
     def _take(self, request: Request, positions: int, most_cached: int) -> bool:
         """Takes memory for the request, unless it has some. False: there is no room."""
@@ -159,13 +171,18 @@ class Worker:
             if lease is None:
                 return False
             self._leases[request.number] = lease
-            self.cache_changed()
+            self._changed()
         return True
+
+    def _changed(self) -> None:
+        if self.copies is not None:
+            self.copies.drop(self.kv.evicted)
+        self.cache_changed()
 
     def _publish(self, request: Request, positions: int) -> None:
         """The KV of so many positions is there."""
         self.kv.publish(self._leases[request.number], request.names[: positions // CHUNK_TOKENS])
-        self.cache_changed()
+        self._changed()
 
     @property
     def idle(self) -> bool:
@@ -230,6 +247,7 @@ class Worker:
         for request in joining:
             # No step decodes the first token.
             heapq.heappush(self._decodes, (self._tokens + request.answer - 1, request.number, request))
+            self._await_end_of_block(request, request.prompt)
             self._context += request.prompt + 1
             self._gap_cost += request.gap_cost
         self._stepping = bool(self._decodes or chunks)
@@ -245,6 +263,9 @@ class Worker:
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
         for request, count in chunks:
+            if self.copies is not None:
+                start = request.computed
+                self.copies.made(request.names, _wanted(request), start, start + count, request.prompt)
             request.step_begins(self, count, seconds, now)
             if not request.left:
                 request.ends(now + seconds)
@@ -286,18 +307,43 @@ class Worker:
             if not request.computable:  # the step under way has the last tokens, or a range has not begun
                 continue
             if request.number not in self._leases:
-                if not self._take(request, request.positions, request.prompt - 1):
+                if not self._begin(request):
                     return
-                request.begin(self._leases[request.number].cached)
                 request.started()
             if (count := min(budget, request.computable)) <= 0:
                 return
+            if self.copies is not None:
+                start = request.computed
+                count = self.copies.cut(_wanted(request), start, start + count, request.prompt) - start
             if not decodes and not may_join(request.computable, taken):
                 return
             budget -= count
             taken += count
             request.take(count)
             yield request, count
+
+    def _begin(self, request: Request) -> bool:
+        """Gives the prompt memory, and what is cached of it. False: there is no room."""
+        usable = self.usable(request)
+        known = self.kv.cached(request.prompt_names, request.prompt - 1) // BLOCK * BLOCK
+        if not self._take(request, request.positions, usable):
+            return False
+        request.begin(usable)
+        if self.copies is not None:
+            request.branch = known if known > usable else 0
+            if usable:
+                self.copies.begin(request.names, usable)
+        return True
+
+    def _await_end_of_block(self, request: Request, computed: int) -> None:
+        """The next copy of the states of a request that decodes, after so many positions."""
+        if self.copies is None:
+            return
+        position = self.copies.next_of_answer(computed)
+        if position < request.prompt + request.answer:
+            heapq.heappush(
+                self._ends_of_blocks, (self._tokens + position - computed, request.number, request, position)
+            )
 
     def _end_step(
         self, seconds: float, tokens: int, position: float, computed: list[Request], joined: list[Request]
@@ -316,11 +362,18 @@ class Worker:
             for request in joined:
                 outcome.gaps[now - request.token_at] += 1
                 outcome.first_gaps.append(now - request.token_at)
+        while self._ends_of_blocks and self._ends_of_blocks[0][0] <= self._tokens:
+            _, _, request, end = heapq.heappop(self._ends_of_blocks)
+            assert self.copies is not None, "it makes copies"
+            self.copies.reached(request.number, request.names, end)
+            self._await_end_of_block(request, end)
         while self._decodes and self._decodes[0][0] <= self._tokens:
             end, _, request = heapq.heappop(self._decodes)
             self._context -= request.prompt + request.answer + self._tokens - end
             self._gap_cost = self._gap_cost - request.gap_cost if self._decodes else 0.0
             self._publish(request, request.prompt + request.answer - 1)
+            if self.copies is not None:
+                self.copies.end(request.number)
             self.release(request)
             if request.measured:
                 outcome.answers.append(request.answered(now))
@@ -331,3 +384,7 @@ class Worker:
             request.token_at = now
             request.first_token()
         self._step()
+
+
+def _wanted(request: Request) -> Wanted:
+    return Wanted(request.cached, request.branch)

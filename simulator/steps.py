@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.machine.step_model import StepModel
+from baton.simulator.copies import CopyRoom
 
 GRAPH_ROWS = (
     *range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, *range(512, 2048, 128), 2048,
@@ -76,11 +77,13 @@ class Machine:
         step: seconds of a step, with the arguments of `step_seconds`.
         positions: of KV that it has room for.
         doubles_at: the position of a prompt whose token costs twice as much as the first one.
+        copies: of states that it has room for. None: the model has no states.
     """
 
     step: Callable[[int, float, Chunks], float]
     positions: int
     doubles_at: float
+    copies: CopyRoom | None = None
 
 
 def _beside_8b(weights: float, attention: float, memory: float) -> Machine:
@@ -100,10 +103,12 @@ def modelled(
     doubles_at: float,
     row_seconds: float = 0.0,
     small: float = SMALL_PAIR_SECONDS / PAIR_SECONDS,
+    copies: CopyRoom | None = None,
 ) -> Machine:
     """The machine whose steps cost what a model says. `row_seconds`: that each decode adds for its states.
-    `small`: how many times as long a pair takes in a chunk of fewer than `SMALL` tokens."""
-    return Machine(partial(_modelled_step, model, row_seconds, small), positions, doubles_at)
+    `small`: how many times as long a pair takes in a chunk of fewer than `SMALL` tokens. `copies`: as in
+    `Machine`."""
+    return Machine(partial(_modelled_step, model, row_seconds, small), positions, doubles_at, copies)
 
 
 def _modelled_step(

@@ -265,7 +265,7 @@ def test_rows_of_the_planned_model_are_not_scaled(tmp_path: Path) -> None:
     for tokens in (2000, 8000):
         seconds = rows[f"engine.hybrid.prefill.1x{tokens}"] / 1e3
         assert speeds.steps.prefill(tokens) == pytest.approx(seconds, rel=0.02)
-    machine = speeds.machine(1064, 0.9)
+    machine = speeds.machine(1064, 0.9, 256)
     for batch in (1, 64, 256):
         seconds = rows[f"engine.hybrid.decode.b{batch}"] / 1e3
         assert machine.step(batch, batch * 1064, []) == pytest.approx(seconds, rel=0.01)

@@ -29,6 +29,7 @@ QWEN = replace(
     decode={1: 2.91e-3, 8: 6.36e-3, 32: 13.4e-3, 64: 18.3e-3, 128: 22.5e-3, 256: 28.9e-3},
     prefill={2000: 42.9e-3, 8000: 130e-3, 32000: 549e-3},
     planned=True,
+    host_memory=256 << 30,  # two of the four GPUs of a machine had these workers
 )
 """Steps of Qwen3.5-35B-A3B, by `bench.engine`."""
 
@@ -94,6 +95,7 @@ HYBRID: dict[str, Row] = {
         },
     ),
 }  # fmt: skip
+SEATS = 256
 REQUESTS = {
     "8000/200@3": 90, "8000/200@4": 120, "200/20@80": 480, "30000/100@0.8": 40,
 }  # fmt: skip
@@ -152,12 +154,12 @@ def speeds(hybrid: bool, positions: float) -> Speeds:
 def predicted(load: str, pool: int, *, hybrid: bool = False) -> Served:
     name, _, level = load.partition("@")
     if name == "agents":
-        machine = speeds(hybrid, 15_500).machine(15_500, 0.9)
-        return serve(sessions(load), Workers(machine, machine, 256), pool, pool, at_a_time=int(level))
+        machine = speeds(hybrid, 15_500).machine(15_500, 0.9, SEATS)
+        return serve(sessions(load), Workers(machine, machine, SEATS), pool, pool, at_a_time=int(level))
     prompt, answer = map(int, name.split("/"))
     positions = prompt + answer / 2
-    machine = speeds(hybrid, positions).machine(positions, 0.9)
-    return serve(requests(load), Workers(machine, machine, 256), pool, pool)
+    machine = speeds(hybrid, positions).machine(positions, 0.9, SEATS)
+    return serve(requests(load), Workers(machine, machine, SEATS), pool, pool)
 
 
 def ratios(name: str, row: Row, *, hybrid: bool = False) -> dict[str, float]:
@@ -194,21 +196,19 @@ OFF = {
     ("96 agents", "gap p50"): 1.16,
     ("96 agents on four", "gap p50"): 1.32,
     # What a step with decodes and prompts costs was not measured for this model.
-    ("Qwen3.5, 4/s", "ttft p99"): 1.16,
+    ("Qwen3.5, 4/s", "ttft p99"): 1.24,
     ("Qwen3.5, 4/s", "gap p99"): 0.78,
-    ("Qwen3.5, 8/s", "gap p99"): 2.42,
-    ("Qwen3.5, 12/s", "ttft p50"): 1.40,
-    ("Qwen3.5, 12/s", "gap p99"): 2.39,
-    # The simulator knows no copies of states: it finds prefixes where the engine may compute them again.
-    ("Qwen3.5, 16 agents", "first p50"): 0.55,
-    ("Qwen3.5, 16 agents", "later p99"): 0.30,
-    ("Qwen3.5, 16 agents", "latency p50"): 0.85,
-    ("Qwen3.5, 16 agents", "latency p90"): 0.66,
-    ("Qwen3.5, 48 agents", "first p50"): 0.70,
-    ("Qwen3.5, 48 agents", "later p99"): 0.15,
-    ("Qwen3.5, 48 agents", "gap p50"): 0.66,
-    ("Qwen3.5, 48 agents", "latency p50"): 0.73,
-    ("Qwen3.5, 48 agents", "latency p90"): 0.78,
+    # Two ways to place requests cost about as much: the simulated cluster has decodes on both workers, the
+    # measured one on one. With all of them handed over, 12/s is predicted within 11 %.
+    ("Qwen3.5, 12/s", "ttft p50"): 1.82,
+    ("Qwen3.5, 12/s", "gap p99"): 2.50,
+    ("Qwen3.5, 16 agents", "first p50"): 0.58,
+    ("Qwen3.5, 16 agents", "later p99"): 0.82,
+    ("Qwen3.5, 16 agents", "latency p90"): 0.79,
+    ("Qwen3.5, 48 agents", "first p50"): 0.82,
+    ("Qwen3.5, 48 agents", "later p50"): 1.32,
+    ("Qwen3.5, 48 agents", "later p99"): 0.22,
+    ("Qwen3.5, 48 agents", "gap p50"): 0.75,
 }
 """Ratios that are further off, with their causes."""
 

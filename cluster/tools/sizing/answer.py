@@ -80,7 +80,8 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
             f"{alone * 1e3:.1f} ms on an idle worker, and at most {MOST_WORKERS} workers share it; "
             "a larger --prefill-tensor-parallel-size may help"
         )
-    shortest = of_decode.machine(positions_of(load), load.gpu_memory_utilization).step(1, _longest(load), [])
+    machine = of_decode.machine(positions_of(load), load.gpu_memory_utilization, load.max_num_seqs)
+    shortest = machine.step(1, _longest(load), [])
     if targets.ttit < shortest:
         raise ValueError(
             f"--slo ttit={targets.ttit * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} "
@@ -125,9 +126,9 @@ def _simulation(
     of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets | None
 ) -> Simulate:
     """`targets`: those that the cluster is told of."""
-    positions, share = positions_of(load), load.gpu_memory_utilization
-    machine = of_decode.machine(positions, share)
-    workers = Workers(of_prefill.machine(positions, share), machine, load.max_num_seqs)
+    positions, share, seats = positions_of(load), load.gpu_memory_utilization, load.max_num_seqs
+    machine = of_decode.machine(positions, share, seats)
+    workers = Workers(of_prefill.machine(positions, share, seats), machine, seats)
     if targets is not None:
         steps = targets.ttit / machine.step(1, 1, [])
         workers = replace(workers, ttft_target=targets.ttft, target_steps=steps)

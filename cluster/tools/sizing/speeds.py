@@ -25,9 +25,15 @@ from typing import Any
 import torch
 
 from baton.cluster.model import reach_hub, resolve
+from baton.cluster.options.optimize import HOST_PART
 from baton.cluster.tools.sizing import MODELS, STEP_MODEL
 from baton.content.cache_kinds import window_blocks
-from baton.engine.execution.memory_sizing import TOKENS_OF_WINDOW
+from baton.engine.execution.memory_sizing import (
+    COPY_SHARE,
+    COPY_TOKENS,
+    TOKENS_BESIDE_STATES,
+    TOKENS_OF_WINDOW,
+)
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import ModelConfig, Span
@@ -39,6 +45,7 @@ from baton.engine.models import (
 )
 from baton.machine.step_model import StepModel, interpolated
 from baton.router.text.model_files import locate
+from baton.simulator.copies import CopyRoom
 from baton.simulator.step_worker import measured as measured_steps
 from baton.simulator.steps import H200_8B, Machine, modelled
 
@@ -53,6 +60,7 @@ class Gpu:
 
     Attributes:
         memory: bytes.
+        host_memory: bytes that its machine has left, for each of its GPUs.
         kv_bytes_per_s: KV bytes per second that decode attention reads.
         decode: batch size -> seconds of a step with `CONTEXT` tokens per request, ascending.
         prefill: prompt tokens -> seconds of one prompt alone, ascending; two or more entries.
@@ -63,6 +71,7 @@ class Gpu:
     """
 
     memory: int
+    host_memory: int
     kv_bytes_per_s: float
     decode: dict[int, float]
     prefill: dict[int, float]
@@ -75,6 +84,7 @@ class Gpu:
 REFERENCE = model_config_from_hf(MODELS["llama-3.1-8b"], {}, "llama-3.1-8b")
 H200 = Gpu(
     memory=139 << 30,
+    host_memory=128 << 30,
     kv_bytes_per_s=4.3e12,
     decode={1: 4.35e-3, 8: 4.58e-3, 32: 5.51e-3, 64: 6.91e-3, 128: 9.31e-3, 256: 15.55e-3},
     prefill={2000: 50.3e-3, 8000: 212.4e-3, 32000: 1199e-3},
@@ -227,12 +237,32 @@ class Speeds:
             pair_seconds=seen * pair,
         )
 
-    def machine(self, positions: float, utilization: float) -> Machine:
-        """For simulations. `positions`: of a request, which say how many requests fit into the memory."""
-        room = int(self.kv_room(utilization) / self.kv_bytes(positions) * positions)
+    def machine(self, positions: float, utilization: float, seats: int) -> Machine:
+        """For simulations. `positions`: of a request, which say how many requests fit into the memory.
+        `seats`: requests that the worker decodes at once, each with its states."""
+        room, copies = self.kv_room(utilization), None
+        if self._state_bytes:
+            tokens, copies = self._divided(room, seats)
+        else:
+            tokens = int(room / self.kv_bytes(positions) * positions)
+        doubles_at, row_seconds, small = self._model.attention_doubles_at, 0.0, 1.0
         if self._gpu.steps is not None:  # it has the states, and the attention of chunks of all sizes
-            return modelled(self.steps, room, self._model.attention_doubles_at, small=1.0)
-        return modelled(self.steps, room, self._model.attention_doubles_at, self._state_seconds / self.ranks)
+            return modelled(self.steps, tokens, doubles_at, row_seconds, small, copies=copies)
+        row_seconds = self._state_seconds / self.ranks
+        return modelled(self.steps, tokens, doubles_at, row_seconds, copies=copies)
+
+    def _divided(self, room: int, seats: int) -> tuple[int, CopyRoom]:
+        """The positions of KV and the copies of states that there is room for beside the states of requests,
+        as `memory_sizing` divides it."""
+        state, token = self._state_bytes, self.kv_bytes_per_token
+        beside = TOKENS_BESIDE_STATES * token
+        slots = min(seats, int(room // (state + beside)))
+        left = room - slots * state
+        device = max(0, int(COPY_SHARE * (left - slots * beside)) // state)
+        tokens = (left - device * state) // token
+        each = max(COPY_TOKENS, tokens // max(1, device))  # positions in the host for each copy
+        host = self._gpu.host_memory * self.ranks // HOST_PART // (each * token + state)
+        return tokens, CopyRoom(device, host if device else 0, COPY_TOKENS)
 
     def _sums(self, rows: int) -> float:
         """Seconds of the all-reduces of a step."""
@@ -285,9 +315,12 @@ def _corrected(model: StepModel, gpu: Gpu, state_seconds: float = 0.0) -> StepMo
     """The model with the measured times, without those of states. Between two measured sizes their ratios to
     the model are interpolated, and beyond them the nearest one counts. Prompts of fewer tokens than were
     measured have the ratio of as many decodes: both are rows of the same products."""
-    # t = products(n) + pair · n² / 2, through the shortest and the longest measured prompt
+    # t = products(n) + pair · n² / 2, through the shortest and the longest measured prompt. A mixture of
+    # experts reads its experts for the shortest one, too, so that a token may take longer there. Then what
+    # attention is expected to take counts.
     (short, short_s), *_, (long, long_s) = gpu.prefill.items()
-    pair = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
+    pair = 2 * (long_s / long - short_s / short) / (long - short)
+    pair = pair if pair > 0 else model.pair_seconds
     most = model.tokens[-1]
 
     def products(tokens: int) -> float:
