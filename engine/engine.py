@@ -39,7 +39,7 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank
 from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
-from baton.engine.loader.live_weights import NewWeights
+from baton.engine.loader.live_weights import NewWeights, versioned
 from baton.engine.loader.tokenizer_json import eos_of_tokenizer, tokenizer_json
 from baton.engine.memory import EngineMemory
 from baton.engine.model_config import ModelConfig, known_ids
@@ -450,7 +450,7 @@ class Engine:
         if others is not None:
             others()
         self.memory.lost_weights = False
-        self.model_fingerprint = f"{new.fingerprint}; version={version}"
+        self.model_fingerprint = versioned(new.fingerprint, version)
         self.content_root = self._root_of(self.model_fingerprint)
         if self.lives.cache is not None:
             self.lives.cache.rename(self.content_root)

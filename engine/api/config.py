@@ -103,6 +103,8 @@ class EngineConfig:
     """Directory in Hugging Face format, GGUF file, or name of a repository on the Hugging Face hub."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
+    weights_version: str = ""
+    """Of the weights of `model`, as for `Engine.replace_weights`. Empty: they are those of the user."""
     tokenizer: str | None = None
     """Where the tokenizer is, in the forms of `model`. None: it is that of `model`."""
     dtype: str = "auto"

@@ -45,7 +45,7 @@ from baton.engine.kernels import kernels_for
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
-from baton.engine.loader.live_weights import LoadedModel
+from baton.engine.loader.live_weights import LoadedModel, versioned
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
@@ -103,9 +103,7 @@ def start_rank(
     can mend. `progress(stage, fraction)` tells how far the start is. `keep` makes memory for KV that outlives
     the engine, if there is any for such a cache."""
     began = time.monotonic()
-    # By default torch has a thread for each CPU of the machine, whatever quota the container has.
-    threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
-    torch.set_num_threads(max(1, threads // ranks.size))
+    _set_threads(config, ranks)
     on_gpu = device.type == "cuda"
     checkpoint = open_checkpoint(config, device)
     checkpoint.config.check_step(config.max_num_batched_tokens, config.max_num_seqs)
@@ -124,6 +122,7 @@ def start_rank(
             head=head,
             exact=config.batch_invariant,
         )
+    fingerprint = versioned(fingerprint, config.weights_version)
     encoder, tower = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
     of_weights = _memory_saver(config, device)
     if of_weights is not None:
@@ -215,6 +214,12 @@ def start_rank(
         kept,
         _releasable(config, of_weights, elastic or saver),
     )
+
+
+def _set_threads(config: EngineConfig, ranks: Ranks) -> None:
+    # By default torch has a thread for each CPU of the machine, whatever quota the container has.
+    threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
+    torch.set_num_threads(max(1, threads // ranks.size))
 
 
 def _encoder(

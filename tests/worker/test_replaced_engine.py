@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc.aio
 import psutil
 import pytest
 
@@ -25,6 +26,7 @@ from tests.within import WITHIN, within
 
 from .test_deaths import stop_in_step
 from .test_kv_events import TOPIC, Subscriber
+from .test_weights import described, first_token, replacement, saved
 
 ENGINE = {
     "load_format": "dummy",
@@ -290,3 +292,37 @@ async def test_an_engine_that_dies_before_its_first_token_is_the_end(tmp_path: P
     finally:
         started.popen.kill()
         started.popen.wait()
+
+
+async def test_the_next_engine_has_the_newest_weights_and_the_kv_of_them(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "trained", 7)
+    before = await first_token(worker)
+    async with replacement(worker) as new:
+        await new.stage(path, "a")
+        await new.command(close=True)
+        await new.command(apply=True)
+    names, asked = await described(worker), request(PROMPT, sampling(max_tokens=60, ignore_eos=True))
+    token = await first_token(worker)
+    assert token != before
+    async with attached(worker) as stream:
+        right = ids(await read(stream, await stream.submit_decode(asked)))
+        decode_id = await stream.reserve(asked)
+        await until_tokens(stream, [decode_id], 20)
+        kill(worker)
+        tokens = await within(read(stream, decode_id))
+        assert ids(tokens) == right
+        assert len(PROMPT) - tokens[-1].cached_tokens <= 2 * 16, "the KV of this version is used"
+        assert await described(worker) == names
+        async with replacement(worker) as late:
+            await late.stage(saved(tmp_path / "later", 8), "b")
+            gone = kill(worker)
+            await next_engine(worker, gone)
+            while (await status(stream)).health != pb.WorkerStatus.HEALTH_SERVING:
+                pass  # it starts
+            with pytest.raises(grpc.aio.AioRpcError, match=r"engine process (was replaced|ended)"):
+                await late.command(close=True)
+    assert await described(worker) == names
+    assert await first_token(worker) == pytest.approx(token)
+    await assert_whole(worker)

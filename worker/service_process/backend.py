@@ -5,20 +5,22 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
+from msgspec import structs
 
 from baton.content import Tier
-from baton.engine import EngineStats
+from baton.engine import EngineConfig, EngineStats
 from baton.kv_transfer import TransferStats
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
 from baton.worker.engine_process.kv_events import all_blocks_cleared
-from baton.worker.messages import Code, EngineStatus, FromEngine, ToEngine
+from baton.worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
 from baton.worker.processes import EngineError, EngineRestart, TreeError
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
@@ -57,6 +59,25 @@ class RefusedRestart(Exception):
     """Why the engine process is not restarted, for the user."""
 
 
+class ReplacedWeights(NamedTuple):
+    """What the engine computes with in place of the weights of `--model`."""
+
+    path: str
+    version: str
+    engine: messages.WeightsReplaced
+
+    def of(self, config: EngineConfig) -> EngineConfig:
+        """The configuration of an engine that begins with them."""
+        tokenizer = config.tokenizer or config.model  # a checkpoint with weights may have none
+        found = replace(config, model=self.path, revision=None, load_format="auto", tokenizer=tokenizer)
+        return replace(found, weights_version=self.version)
+
+    def ready(self, engine: EngineReady) -> EngineReady:
+        """What that engine says of itself. `engine`: what one with the weights of `--model` says."""
+        root = self.engine.content_root
+        return structs.replace(engine, model_fingerprint=self.engine.model_fingerprint, content_root=root)
+
+
 class Backend:
     """Sends messages to the engine, and passes on to the routers what the engine says.
 
@@ -92,7 +113,10 @@ class Backend:
         """Whether the engine has computed a token since it replaced another one."""
         self._counted: tuple[EngineStatus | None, TransferStats | None] = None, None
         """The last reports of processes that were replaced. Their counts are those of all up to then."""
-        self._has_files_weights = True
+        self.weights: ReplacedWeights | None = None
+        """None: those of `--model`."""
+        self.engines = 0
+        """Engine processes that were replaced."""
         self._questions = count()
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by question
 
@@ -118,9 +142,9 @@ class Backend:
     # ------------------------------------------------------------ another engine process
 
     def replaceable_after(self, error: BaseException | None) -> bool:
-        """Whether another engine process can go on. It would read the weights of `--model`, and would likely
-        die, too, if the one that has died was itself such a process that computed nothing."""
-        if self._open is None or not self._has_files_weights or not isinstance(error, EngineError):
+        """Whether another engine process can go on. It would likely die, too, if the one that has died was
+        itself such a process that computed nothing."""
+        if self._open is None or not isinstance(error, EngineError):
             return False
         return self._goes_on or isinstance(error, EngineRestart)
 
@@ -129,8 +153,6 @@ class Backend:
         attempts. Raises RefusedRestart."""
         if self._open is None:
             raise RefusedRestart("it was started without --replace-engine: restart the whole worker")
-        if not self._has_files_weights:
-            raise RefusedRestart("it has other weights than those of its --model: restart the whole worker")
         if self.draining:
             raise RefusedRestart("it is shutting down")
         # The caller may go, and a frozen engine must not stay.
@@ -152,6 +174,7 @@ class Backend:
         no others. `step`: the attempts of a crashed step."""
         assert self._open is not None, "another process may take its place"
         self.replacing, self._goes_on = True, planned
+        self.engines += 1
         self._settled.clear()
         self._counted = self._metrics.engine_status, self._metrics.transfer_stats
         for lost in self._open.lost(step, error):
@@ -206,13 +229,15 @@ class Backend:
             await self._settled.wait()
 
     async def stage_weights(self, path: str) -> messages.WeightsStaged:
-        """The engine reads other weights. `drop_weights` must follow, or `replace_weights`."""
-        self._has_files_weights = False
+        """The engine reads other weights. `DropWeights` must follow, or `replace_weights`."""
         return await self._answer(lambda question: messages.StageWeights(question, path))
 
-    async def replace_weights(self, version: str) -> messages.WeightsReplaced:
+    async def replace_weights(self, weights: pb.StageWeights) -> messages.WeightsReplaced:
         """The engine computes with those that are staged. It is idle."""
-        replaced = await self._answer(lambda question: messages.ReplaceWeights(question, version))
+        replaced: messages.WeightsReplaced = await self._answer(
+            lambda question: messages.ReplaceWeights(question, weights.version)
+        )
+        self.weights = ReplacedWeights(weights.path, weights.version, replaced)
         self._last_status.lost_weights = self.lost_weights = False
         return replaced
 

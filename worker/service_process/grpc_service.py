@@ -21,6 +21,7 @@ import grpc.aio
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.messages import Code, ToEngine
+from baton.worker.processes import TreeError
 from baton.worker.service_process import streams, validation
 from baton.worker.service_process.adapters import RefusedAdapters, WorkerAdapters
 from baton.worker.service_process.backend import Backend, RefusedRestart
@@ -164,7 +165,7 @@ class AttachService:
         try:
             async for report in self._weights.run(aiter(request_iterator)):
                 yield report
-        except RefusedWeights as error:
+        except (RefusedWeights, TreeError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     def _with_weights(

@@ -276,6 +276,8 @@ class Service:
         await self._tree.kill()
         await self._tree.close()
         config = replace(self._config, kv_port=self._kv_port)
+        if (weights := self._backend.weights) is not None:
+            config = replace(config, engine=weights.of(config.engine))
         self._replacements += 1
         self._tree = WorkerTree(config, self._incarnation, self._kept_fd, self._replacements)
         self._reporting = self._tree.watch(self._backend.report())
@@ -285,7 +287,9 @@ class Service:
 
     async def _go_on(self) -> None:
         engine, _ = await self._start_tree()
-        if engine != self._engine:
+        assert self._engine is not None, "it takes the place of another one"
+        weights = self._backend.weights
+        if engine != (self._engine if weights is None else weights.ready(self._engine)):
             raise TreeError("another engine process would differ from the one that has ended")
         await self._backend.engine_replaced(self._tree)
 

@@ -84,7 +84,7 @@ class WeightsReplacement:
         applying: asyncio.Task[None] | None = None
         unpaused = contextlib.AsyncExitStack()
         try:
-            began = time.monotonic()
+            began, engines = time.monotonic(), self._backend.engines
             staged = await self._backend.stage_weights(path)
             if staged.error:
                 raise RefusedWeights(staged.error)
@@ -95,10 +95,12 @@ class WeightsReplacement:
             await unpaused.enter_async_context(self._pause.unchanged())
             keeps_kv = self._pause.keeps_kv
             await self._close(keeps_kv=keeps_kv)
+            self._check_staged(engines)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
             if renamed := (await _next(commands, "apply")).version:
                 stage = pb.StageWeights(path=path, version=renamed)
                 _, version = _checked(stage)
+            self._check_staged(engines)
             began = time.monotonic()
             applying = asyncio.create_task(self._apply(stage, keeps_kv=keeps_kv))
             await asyncio.shield(applying)  # the caller may end the call, and the engine goes on
@@ -109,7 +111,7 @@ class WeightsReplacement:
             await asyncio.shield(self._end(applying, unpaused))
 
     async def _apply(self, weights: pb.StageWeights, *, keeps_kv: bool) -> None:
-        described = self._replaced(weights, await self._backend.replace_weights(weights.version))
+        described = self._replaced(weights, await self._backend.replace_weights(weights))
         if keeps_kv:
             self._routers.broadcast(pb.WorkerMessage(description=described))
         await self._open()
@@ -119,10 +121,14 @@ class WeightsReplacement:
             if applying is None:
                 await self._backend.send(messages.DropWeights())
             else:
-                await applying
+                await asyncio.wait([applying])
             await self._open()
             self._free.set()
         await self._pause.settle()  # the engine may have lacked weights
+
+    def _check_staged(self, engines: int) -> None:
+        if self._backend.engines != engines:
+            raise RefusedWeights("its engine process was replaced meanwhile: its weights stay")
 
     async def _close(self, *, keeps_kv: bool) -> None:
         self._is_open.clear()
