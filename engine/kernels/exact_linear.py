@@ -17,12 +17,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels import skinny_linear
-from baton.engine.kernels.fp8 import group_scales, outer_scales
+from baton.engine.kernels.fp8 import times_scales
 from baton.engine.kernels.launch import inputs_ready, launch_options
-from baton.engine.kernels.split_k import Tiling, multiply
+from baton.engine.kernels.split_k import Tiling, multiply, operands, store_tile
 
 # Measured on an H200.
 COSTS = {(64, 64): 20, (128, 64): 22, (128, 128): 30, (128, 256): 48}
@@ -75,25 +74,17 @@ def exact_linear(
     shape = tiling(rows, inner, size, x.itemsize, multiprocessors)
     if shape.block_n == skinny_linear.BLOCK_N:
         return multiply(x, weight, bias, dtype, shape, finished, scales)
-    of_x, of_w = scales or (None, None)
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     tiles = triton.cdiv(rows, shape.block_m) * triton.cdiv(size, shape.block_n)
     _large[(min(tiles, multiprocessors),)](
-        TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
-        of_x,
-        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]),
-        of_w,
+        *operands(x, weight, scales, shape),
         bias,
         out,
         rows,
         size,
         inner,
         GROUP=GROUP,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        BLOCK_K=shape.block_k,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        **shape.options(),
         **launch_options(),
     )
     return out
@@ -128,12 +119,8 @@ def _large(
             x = x_tiles.load([first_row, k])  # past the end: zeros
             w = weight_tiles.load([first_column, k])
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-        row, column = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
-        is_row, is_column = row < rows, column < size
         if weight_scales is not None:
-            of_x, of_w = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
-            acc *= outer_scales(of_x, of_w, False, False)
-        if bias is not None:
-            acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        to = out + row[:, None].to(tl.int64) * size + column[None, :]
-        tl.store(to, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+            row, column = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+            is_row, is_column = row < rows, column < size
+            acc = times_scales(acc, x_scales + row, weight_scales + column, is_row, is_column, False)
+        store_tile(acc, bias, out, first_row, first_column, rows, size, False)

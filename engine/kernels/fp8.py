@@ -107,3 +107,10 @@ def outer_scales(of_x, of_w, SWAPPED: tl.constexpr, BLOCKS: tl.constexpr):
     else:
         scales = of_w[:, None] * of_x[None, :] if SWAPPED else of_x[:, None] * of_w[None, :]
     return scales
+
+
+@triton.jit
+def times_scales(y, x_scales, weight_scales, real, used, SWAPPED: tl.constexpr):
+    """A tile of x Wᵀ, or of W xᵀ, times the scales of its rows of x, which are `real`, and of W, `used`."""
+    of_x, of_w = group_scales(x_scales, weight_scales, True, real, used, False)
+    return y * outer_scales(of_x, of_w, SWAPPED, False)

@@ -45,6 +45,14 @@ def next_may_begin():
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def finishes_last(counts, place, programs):
+    """Counts this program at a place of `counts`. Returns whether it is the last of so many `programs`. Then
+    it sees what all of them have stored, and must set the count to 0."""
+    tl.debug_barrier()  # all threads have stored before the program counts as finished
+    return tl.atomic_add(counts + place, 1, sem="acq_rel") == programs - 1
+
+
 def on_hopper() -> bool:
     """Whether kernels are compiled for a GPU with products of warp groups. Later ones have others."""
     return COMPILED.value and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0)

@@ -14,8 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels.fp8 import group_scales, outer_scales
-from baton.engine.kernels.launch import inputs_ready, launch_options, multiprocessors, next_may_begin
+from baton.engine.kernels.fp8 import group_scales, outer_scales, times_scales
+from baton.engine.kernels.launch import (
+    finishes_last,
+    inputs_ready,
+    launch_options,
+    multiprocessors,
+    next_may_begin,
+)
 
 SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 MAX_SPLITS = 8
@@ -30,9 +36,9 @@ class Tiling(NamedTuple):
     stages: int  # tiles loaded ahead
 
     def options(self) -> dict[str, Any]:
-        """Of a launch."""
+        """Of a launch, but for the splits."""
         blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
-        return {**blocks, "SPLITS": self.splits, "num_warps": self.warps, "num_stages": self.stages}
+        return {**blocks, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def parts_of(out: Tensor, splits: int, tiles: int, block_n: int, block_m: int) -> Tensor:
@@ -55,6 +61,15 @@ def splits(tiles: int, steps: int, multiprocessors: int) -> int:
     return max(1, min(multiprocessors // (2 * tiles), steps, MAX_SPLITS))
 
 
+def operands(
+    x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None, shape: Tiling
+) -> tuple[TensorDescriptor, Tensor | None, TensorDescriptor, Tensor | None]:
+    """The first arguments of a kernel: tiles of x and of W, and the scales of each."""
+    of_x, of_w = scales or (None, None)
+    x_tiles = TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k])
+    return x_tiles, of_x, TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]), of_w
+
+
 def multiply(
     x: Tensor,
     weight: Tensor,
@@ -67,15 +82,11 @@ def multiply(
     """x Wᵀ + b [rows, out] of `dtype`, for x [rows, in] and W [out, in]. `finished`: counters for the tiles.
     `scales` of x and W, if both are in FP8: as `Quantized.scales`, and as in `Kernels.fp8_linear`."""
     (rows, inner), size = x.shape, len(weight)
-    of_x, of_w = scales or (None, None)
-    grouped = of_w is not None and len(of_w) > 1
+    grouped = scales is not None and len(scales[1]) > 1
     tiles = triton.cdiv(size, shape.block_n)
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     _linear[(triton.cdiv(rows, shape.block_m), tiles, shape.splits)](
-        TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
-        of_x,
-        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]),
-        of_w,
+        *operands(x, weight, scales, shape),
         bias,
         parts_of(out, shape.splits, tiles, shape.block_n, shape.block_m),
         finished,
@@ -84,8 +95,9 @@ def multiply(
         size,
         inner,
         GROUPED=grouped,
-        BLOCKS=grouped and of_w.shape[1] < size,
+        BLOCKS=scales is not None and grouped and scales[1].shape[1] < size,
         EARLY=weight.nbytes <= multiprocessors(weight.device) * SHARED_BYTES,
+        SPLITS=shape.splits,
         **shape.options(),
         **launch_options(),
     )
@@ -147,9 +159,8 @@ def _linear(
         acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(1), split, SPLITS)
     if is_last:
         if weight_scales is not None and not GROUPED:
-            a, b = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
-            acc *= outer_scales(a, b, True, False)
-        store_transposed(acc, bias, out, first_row, tile * BLOCK_N, rows, size)
+            acc = times_scales(acc, x_scales + row, weight_scales + column, is_row, is_column, True)
+        store_tile(acc, bias, out, first_row, tile * BLOCK_N, rows, size, True)
 
 
 @triton.jit
@@ -162,8 +173,7 @@ def add_parts(acc, parts, finished, tile, tiles, split, SPLITS: tl.constexpr):
     part = tiles * acc.shape[0] * acc.shape[1]
     own = parts + tile * acc.shape[0] * acc.shape[1] + n[:, None] * acc.shape[1] + m[None, :]
     tl.store(own + split * part, acc)
-    tl.debug_barrier()  # all threads have stored before the program counts as finished
-    is_last = tl.atomic_add(finished + tile, 1, sem="acq_rel") == SPLITS - 1
+    is_last = finishes_last(finished, tile, SPLITS)
     if is_last:
         tl.store(finished + tile, 0)
         acc = tl.zeros(acc.shape, tl.float32)
@@ -173,11 +183,21 @@ def add_parts(acc, parts, finished, tile, tiles, split, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def store_transposed(acc, bias, out, first_m, first_n, rows, size):
-    """Adds the bias to a tile [n, m] of yᵀ, and stores it in out [rows, size]."""
-    n, m = first_n + tl.arange(0, acc.shape[0]), first_m + tl.arange(0, acc.shape[1])
+def add_bias(y, bias, n, used, AXIS: tl.constexpr):
+    """y + b, for the rows n of W that are `used`. AXIS: of y, the one that is not of n. bias None: y."""
     if bias is not None:
-        acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[:, None]
-    y = tl.trans(acc).to(out.dtype.element_ty)
+        y += tl.expand_dims(tl.load(bias + n, mask=used, other=0.0).to(tl.float32), AXIS)
+    return y
+
+
+@triton.jit
+def store_tile(acc, bias, out, first_m, first_n, rows, size, SWAPPED: tl.constexpr):
+    """Adds the bias to a tile [m, n] of y, or [n, m] of yᵀ, and stores it in out [rows, size]."""
+    if SWAPPED:
+        n, m = first_n + tl.arange(0, acc.shape[0]), first_m + tl.arange(0, acc.shape[1])
+        acc = tl.trans(add_bias(acc, bias, n, n < size, 1)).to(out.dtype.element_ty)
+    else:
+        m, n = first_m + tl.arange(0, acc.shape[0]), first_n + tl.arange(0, acc.shape[1])
+        acc = add_bias(acc, bias, n, n < size, 0)
     to = out + m[:, None].to(tl.int64) * size + n[None, :]
-    tl.store(to, y, mask=(m < rows)[:, None] & (n < size)[None, :])
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < size)[None, :])

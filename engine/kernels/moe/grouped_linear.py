@@ -28,12 +28,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels import FP8, FP8_GROUP, FourBits, Fp8Experts, Quantized
-from baton.engine.kernels.fp8 import group_scales, outer_scales
+from baton.engine.kernels.fp8 import group_scales, outer_scales, times_scales
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.moe import grouped_wgmma
 from baton.engine.kernels.moe.shuffle import Shuffled
 from baton.engine.kernels.quantized.four_bits import add_block, of_planes, tiles
 from baton.engine.kernels.silu import swiglu
+from baton.engine.kernels.split_k import add_bias
 from baton.engine.model_config import ClampedSwiGLU
 
 
@@ -259,10 +260,7 @@ def _grouped_linear(
         weights = tl.load(pair_weights + pair, mask=real, other=0.0) if WEIGHTED else None
         y = tl.trans(acc) if SWAPPED else acc
         if x_scales is not None and not GROUPED:
-            of_x, of_w = group_scales(
-                x_scales + row, weight_scales + base + column, True, real, used, BLOCKS=False
-            )
-            y *= outer_scales(of_x, of_w, SWAPPED=False, BLOCKS=False)
+            y = times_scales(y, x_scales + row, weight_scales + base + column, real, used, False)
         y = _biased(y, bias, base + column, used, weights)
         if GATED:
             up = tl.trans(of_up) if SWAPPED else of_up
@@ -361,8 +359,7 @@ def _product(a, w, acc, SWAPPED: tl.constexpr):
 @triton.jit
 def _biased(y, bias, at, used, weights):
     """(y + bias) · weights."""
-    if bias is not None:
-        y += tl.load(bias + at, mask=used, other=0.0).to(tl.float32)[None, :]
+    y = add_bias(y, bias, at, used, 0)
     if weights is not None:
         y *= weights[:, None]
     return y

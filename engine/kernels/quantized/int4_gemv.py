@@ -29,6 +29,7 @@ from baton.engine.kernels import FourBits
 from baton.engine.kernels.fp8 import power_of_two
 from baton.engine.kernels.launch import COMPILED, inputs_ready, launch_options
 from baton.engine.kernels.silu import swiglu
+from baton.engine.kernels.split_k import add_bias
 
 MAX_ROWS = 2
 BLOCK_N, FEWER = 16, 8
@@ -307,9 +308,7 @@ def _int4_gemv(
                 acc, words, scale, zero, x, first + at, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE
             )
     y = tl.sum(acc, axis=2)
-    if bias is not None:
-        y += tl.load(bias + n, mask=used, other=0.0).to(tl.float32)[None, :]
-    y = y.to(DTYPE)
+    y = add_bias(y, bias, n, used, 0).to(DTYPE)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, OWN)), (0, 2, 1)))
         y = swiglu(gate.to(tl.float32), up.to(tl.float32), None, None).to(DTYPE)

@@ -34,7 +34,7 @@ from baton.engine.kernels.fp8 import outer_scales, quantize
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.quantized import int4_gemv
 from baton.engine.kernels.quantized.four_bits import of_planes, outside_loop, tiles, two_planes, values
-from baton.engine.kernels.split_k import MAX_SPLITS, Tiling, add_parts, counters, parts_of, store_transposed
+from baton.engine.kernels.split_k import MAX_SPLITS, Tiling, add_parts, counters, parts_of, store_tile
 
 MAX_FEW_ROWS = 32
 MAX_EXACT_ROWS = 128
@@ -149,6 +149,7 @@ class Int4Linear(LinearMethod):
             weight.words.shape[1] // shape.block_k,
             GROUP=weight.group,
             FLOATS=weight.floats,
+            SPLITS=shape.splits,
             **shape.options(),
             **launch_options(),
         )
@@ -205,4 +206,4 @@ def _int4_linear(
     if is_last:
         if row_scales is not None:
             acc *= outer_scales(tl.load(x_scales + m, mask=m < rows, other=0.0), of_rows, True, False)
-        store_transposed(acc, bias, out, first_m, first_n, rows, size)
+        store_tile(acc, bias, out, first_m, first_n, rows, size, True)
