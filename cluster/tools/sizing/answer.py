@@ -21,6 +21,8 @@ from baton.simulator.agents import agents
 
 GROWTH = 4
 """The search adds at most this part of a pool at once."""
+ALONE = 20
+"""Requests of equal lengths that are simulated one after the other."""
 MOST_IN_VAIN = 3
 """After so many times in which more workers brought no latency nearer to its target, there is no answer."""
 AGENT_POSITIONS = 15_575
@@ -100,6 +102,8 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
     simulate = _simulation(of_prefill, of_decode, load, targets)
     rows = of_decode.steps.fitting_rows(positions_of(load), targets.ttit)
     search = _Search(simulate, targets, in_memory, load.max_num_seqs, rows, work)
+    if search.missed(first) > 1:
+        _check_alone(_workers(of_prefill, of_decode, load, targets), load, targets)
     found = search.smallest(first)
     return replace(_answer(of_decode, load, found, search.of(found)), why=search.why(found))
 
@@ -126,12 +130,7 @@ def _simulation(
     of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets | None
 ) -> Simulate:
     """`targets`: those that the cluster is told of."""
-    positions, share, seats = positions_of(load), load.gpu_memory_utilization, load.max_num_seqs
-    machine = of_decode.machine(positions, share, seats)
-    workers = Workers(of_prefill.machine(positions, share, seats), machine, seats)
-    if targets is not None:
-        steps = targets.ttit / machine.step(1, 1, [])
-        workers = replace(workers, ttft_target=targets.ttft, target_steps=steps)
+    workers = _workers(of_prefill, of_decode, load, targets)
 
     def simulated(pools: Pools) -> Served:
         if load.agents is not None:
@@ -140,6 +139,35 @@ def _simulation(
         return serve(sessions, workers, *pools, warm_up=0.1)
 
     return simulated
+
+
+def _workers(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets | None) -> Workers:
+    positions, share, seats = positions_of(load), load.gpu_memory_utilization, load.max_num_seqs
+    machine = of_decode.machine(positions, share, seats)
+    workers = Workers(of_prefill.machine(positions, share, seats), machine, seats)
+    if targets is None:
+        return workers
+    steps = targets.ttit / machine.step(1, 1, [])
+    return replace(workers, ttft_target=targets.ttft, target_steps=steps)
+
+
+def _check_alone(workers: Workers, load: SizingOptions, targets: Targets) -> None:
+    """Raises ValueError if not even a request that is alone in the cluster meets the targets."""
+    if load.agents is None:
+        sessions = requests_at(load.rate, load.input, load.output, 1)[:ALONE]
+    else:
+        sessions = agents(1)
+    served = serve(sessions, workers, MOST_WORKERS, 1, at_a_time=1)
+    if served.ttft.p50 > targets.ttft:
+        raise ValueError(
+            f"--slo ttft={targets.ttft * 1e3:.0f}: a request that is alone in the cluster has its first "
+            f"token after {served.ttft.p50 * 1e3:.0f} ms; a larger --prefill-tensor-parallel-size may help"
+        )
+    if served.gap.p50 > targets.ttit:
+        raise ValueError(
+            f"--slo ttit={targets.ttit * 1e3:.1f}: the tokens of a request that is alone in the cluster are "
+            f"{served.gap.p50 * 1e3:.2f} ms apart; a larger --decode-tensor-parallel-size may help"
+        )
 
 
 def _work(
@@ -177,7 +205,7 @@ class _Search:
     def smallest(self, first: Pools) -> Pools:
         """Adds workers to the pool where they help more, and then takes away those that are not needed."""
         pools, least, vain = first, math.inf, 0
-        while (missed := self._missed(pools)) > 1:
+        while (missed := self.missed(pools)) > 1:
             vain, least = (0, missed) if missed < least else (vain + 1, least)
             if vain == MOST_IN_VAIN:
                 raise ValueError(
@@ -188,9 +216,9 @@ class _Search:
                 Pools(prefills, decodes + max(1, decodes // GROWTH)),
                 Pools(prefills + max(1, prefills // GROWTH), decodes),
             )
-            pools = min(larger, key=self._missed)
+            pools = min(larger, key=self.missed)
         for part, pool in itertools.product((2 * GROWTH, math.inf), (0, 1)):
-            while (less := _fewer(pools, pool, part)) is not None and self._missed(less) <= 1:
+            while (less := _fewer(pools, pool, part)) is not None and self.missed(less) <= 1:
                 pools = less
         return pools
 
@@ -209,7 +237,7 @@ class _Search:
             return f"TTFT decides: with one worker less its p99 is {served.ttft.p99 * 1e3:.0f} ms"
         return f"TTIT decides: with one worker less its p99 is {served.gap.p99 * 1e3:.1f} ms"
 
-    def _missed(self, pools: Pools) -> float:
+    def missed(self, pools: Pools) -> float:
         """The larger of both latencies, ÷ its target. More than 1 without capacity."""
         if sum(pools) <= self._work:
             return math.inf
