@@ -81,6 +81,17 @@ async def status(stream: WorkerStream) -> pb.WorkerStatus:
     return await stream.stub.GetStatus(pb.StatusRequest())
 
 
+def follow(stream: WorkerStream, cached: set[int]) -> set[int]:
+    """Applies the events about the prefix cache that have come. Returns the chunks that have left it."""
+    gone = set[int]()
+    while not stream.caches.empty():
+        events = stream.caches.get_nowait()
+        gone.update(events.evicted)
+        cached.difference_update(events.evicted)
+        cached.update(events.added)
+    return gone
+
+
 def kill(worker: WorkerProcess, how: signal.Signals = signal.SIGKILL) -> psutil.Process:
     engine = worker.child("engine")
     engine.send_signal(how)
@@ -114,10 +125,13 @@ async def test_a_killed_engine_costs_what_it_had_not_published(worker: WorkerPro
         described = await stream.stub.Describe(pb.DescribeRequest())
         asked = [request(PROMPT[i:], each) for i, each in enumerate(params)]
         right = [ids(await read(stream, await stream.submit_decode(each))) for each in asked]
-        files = []
+        files, cached = [], set[int]()
         for how in (signal.SIGKILL, signal.SIGABRT):
             decodes = [await stream.reserve(each) for each in asked]
             await until_tokens(stream, decodes, 100)
+            follow(stream, cached)
+            before = {*cached}
+            assert before
             kill(worker, how)
             for decode_id, each, expected in zip(decodes, asked, right, strict=True):
                 tokens = await within(read(stream, decode_id))
@@ -126,6 +140,7 @@ async def test_a_killed_engine_costs_what_it_had_not_published(worker: WorkerPro
                 length = len(each.prompt_ids) + again.output_index
                 assert length - again.cached_tokens <= 2 * 16, "a block, and that of the step under way"
             assert (await status(stream)).health == pb.WorkerStatus.HEALTH_SERVING
+            assert before <= follow(stream, cached), "no router counts on chunks until they are verified"
             files.append(open_files(worker))
         assert files[0] == files[1]
         now = await stream.stub.Describe(pb.DescribeRequest())
