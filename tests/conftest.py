@@ -94,10 +94,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SCOPES = ("system", "engine", "kernels", "vllm_worker", "deploy", "forks")
+SCOPES = ("system", "engine", "more of engine", "kernels", "vllm_worker", "deploy", "forks")
 """One process runs all tests of such a package, and they start first, in this order: the longest first. Tests
 of `system` share clusters, those of `engine` classes of transformers, which take seconds to import, those of
-`vllm_worker` servers, and those of `deploy` what kustomize builds."""
+`vllm_worker` servers, and those of `deploy` what kustomize builds. `engine` has two processes: with one, the
+others end before it."""
+MORE = re.compile(r"tests/engine/test_[i-z]")
 KERNELS = re.compile(r"tests/engine/test_(exact|mamba2|(\w+_)?kernels)\.py")
 """Tests of the scope `kernels`: most of their time they are in Triton's interpreter, and few compare with
 transformers."""
@@ -143,6 +145,8 @@ def _scope(nodeid: str) -> str:
         return "forks"
     if KERNELS.match(module):
         return "kernels"
+    if MORE.match(module):
+        return "more of engine"
     if module == ENGINE:
         return "engine"
     package = Path(module).parts[1]
