@@ -166,7 +166,7 @@ def step_seconds(report: Report, steps: int) -> None:
     config = EngineConfig(
         str(embedded_path()), dtype="float32", num_blocks=256, num_threads=1, enable_prefix_caching=True
     )
-    engine = build_engine(config, kept_fd=fd)
+    engine = build_engine(config, kept_fds=[fd])
     fill(engine, BATCH, CONTEXT, steps + 1)
     spent = 0.0
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
@@ -32,8 +31,8 @@ from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.commands import Kind
 from baton.engine.execution.elastic_cache import Cells
 from baton.engine.execution.graphs import batch_sizes
-from baton.engine.execution.kept_cache import KeptCache
-from baton.engine.execution.memory_sizing import COPY_TOKENS, CacheLimits, PoolSize, tier_places
+from baton.engine.execution.kept_cache import kept_cache
+from baton.engine.execution.memory_sizing import COPY_TOKENS, PoolSize, tier_places
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank
@@ -56,7 +55,7 @@ def build_engine(
     *,
     files: RankFiles | None = None,
     hooks: Hooks = NO_HOOKS,
-    kept_fd: int | None = None,
+    kept_fds: Sequence[int] = (),
 ) -> "Engine":
     """Loads the model and makes it ready. Raises `ValueError` for mistakes that the user can mend.
 
@@ -64,34 +63,18 @@ def build_engine(
     other rank. That process runs an `engine.execution.rank.Follower` with the same configuration and `files`.
     If one of them ends, the caller ends this process.
 
-    `kept_fd`: as in `KeptCache`; the caller owns it. Engines that follow each other on it use the
-    published KV of those before. Only one may live at a time."""
+    `kept_fds`: memory for the KV of each rank, as in `KeptCache`; the caller owns it. Engines that follow
+    each other on it use the published KV of those before. Only one may live at a time."""
 
     def progress(stage: str, fraction: float) -> None:
         hooks.tick()
         hooks.progress(stage, fraction)
 
     device, ranks = join(config, 0, files)
-    started = start_rank(config, device, ranks, progress, partial(_kept_cache, kept_fd, config, device))
+    started = start_rank(config, device, ranks, progress, partial(kept_cache, kept_fds, config, record_bytes))
     if files is not None:
         started.runner.followers = commands(config, started, files)
     return Engine(config, started, hooks)
-
-
-def _kept_cache(
-    fd: int | None, config: EngineConfig, device: torch.device, limits: CacheLimits, pool: PoolSize
-) -> KeptCache | None:
-    """None: the KV ends with the engine."""
-    if fd is None or not config.enable_prefix_caching:
-        return None
-    if device.type != "cpu" or config.tensor_parallel_size > 1:
-        reason = "only a CPU with one rank keeps it"
-    elif limits.state_bytes or pool.window_blocks is not None:
-        reason = "the model has states, or windows with blocks of their own"
-    else:
-        return KeptCache(fd, pool.num_blocks, record_bytes(limits.block_size))
-    log.info("KV ends with this engine process: %s", reason)
-    return None
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:

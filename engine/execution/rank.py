@@ -5,7 +5,7 @@ start, together with rank 0 ──▶ run or sample, as rank 0 does ──▶ �
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -17,6 +17,7 @@ from baton.engine.execution.commands import Commands, Kind, Stage
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.host_ranks import HostRanks
+from baton.engine.execution.kept_cache import kept_cache
 from baton.engine.execution.memory_sizing import tier_places
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.runner import Launched
@@ -31,10 +32,14 @@ class Follower:
 
     It has the same view of its cache as `Engine` on rank 0."""
 
-    def __init__(self, config: EngineConfig, rank: int, files: RankFiles) -> None:
-        """Raises `ValueError` for mistakes that the user can mend."""
+    def __init__(
+        self, config: EngineConfig, rank: int, files: RankFiles, kept_fds: Sequence[int] = ()
+    ) -> None:
+        """`kept_fds`: memory for its KV, as in `KeptCache`. Empty: the KV ends with it. Raises `ValueError`
+        for mistakes that the user can mend."""
         device, ranks = join(config, rank, files)
-        started = start_rank(config, device, ranks, lambda *_: None)
+        keep = partial(kept_cache, kept_fds, config, lambda _: 0)
+        started = start_rank(config, device, ranks, lambda *_: None, keep)
         self.ranks = ranks
         self.model_config = started.model_config
         self.cache_spec = started.cache_spec

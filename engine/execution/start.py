@@ -173,7 +173,7 @@ def start_rank(
             elastic=elastic,
             memory=kept or saver,
         )
-        if kept is not None and not kept.open(root_of(fingerprint)):
+        if kept is not None and not kept.open(root_of(fingerprint), ranks):
             log.warning("the KV that was kept is of another model or layout: it is not used")
             kept = None
             runner.open(pool.num_blocks)

@@ -1,6 +1,6 @@
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -593,7 +593,7 @@ def tiny_path(tiny_of: TinyOf) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
-    def make(*, hooks: Hooks = NO_HOOKS, kept_fd: int | None = None, **config: Any) -> Engine:
+    def make(*, hooks: Hooks = NO_HOOKS, kept_fds: Sequence[int] = (), **config: Any) -> Engine:
         settings: dict[str, Any] = {
             "model": str(tiny_path),
             "dtype": "float32",
@@ -603,7 +603,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
             "overlap": False,
             "cuda_graphs": False,
         }
-        return build_engine(EngineConfig(**{**settings, **config}), hooks=hooks, kept_fd=kept_fd)
+        return build_engine(EngineConfig(**{**settings, **config}), hooks=hooks, kept_fds=kept_fds)
 
     return make
 
@@ -724,8 +724,8 @@ def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return directory
 
 
-def follow(config: EngineConfig, rank: int, files: RankFiles) -> None:
-    Follower(config, rank, files).run(lambda step: lambda layer: None)
+def follow(config: EngineConfig, rank: int, files: RankFiles, kept_fds: Sequence[int]) -> None:
+    Follower(config, rank, files, kept_fds).run(lambda step: lambda layer: None)
 
 
 @pytest.fixture
@@ -733,17 +733,19 @@ def ranks() -> Iterator[Callable[..., Engine]]:
     """Makes engines with several ranks, and ends them after the test."""
     groups: list[tuple[Engine, list[threading.Thread], RankFiles]] = []
 
-    def make(path: Path, size: int, **config: Any) -> Engine:
+    def make(path: Path, size: int, kept_fds: Sequence[int] = (), **config: Any) -> Engine:
         settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
         settings = {"model": str(path), "tensor_parallel_size": size, **settings}
         files = RankFiles.create(size) if size > 1 else None
         threads = [
-            threading.Thread(target=follow, args=(EngineConfig(**settings), rank, files))
+            threading.Thread(
+                target=follow, args=(EngineConfig(**settings), rank, files, kept_fds[rank : rank + 1])
+            )
             for rank in range(1, size)
         ]
         for thread in threads:
             thread.start()
-        engine = build_engine(EngineConfig(**settings), files=files)
+        engine = build_engine(EngineConfig(**settings), files=files, kept_fds=kept_fds)
         if files is not None:
             groups.append((engine, threads, files))
         return engine

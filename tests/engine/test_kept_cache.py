@@ -1,5 +1,6 @@
 """KV that outlives its engine: the next engine on the memory uses what is whole, and computes the rest."""
 
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -57,11 +58,11 @@ def record_of(engine: Engine, index: int) -> tuple[KeptBlocks, int]:
 def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
     tiny_engine: MakeEngine, memory: int
 ) -> None:
-    first = tiny_engine(kept_fd=memory, **SETTINGS)
+    first = tiny_engine(kept_fds=[memory], **SETTINGS)
     tokens, cached = answer(first, logprobs=2)
     assert cached == 0
     seen: list[CachedBlock] = []
-    second = tiny_engine(kept_fd=memory, hooks=Hooks(cached=seen.extend), **SETTINGS)
+    second = tiny_engine(kept_fds=[memory], hooks=Hooks(cached=seen.extend), **SETTINGS)
     assert len(seen) == 12, "those of the answer, too: 51 of 52 positions have KV"
     assert answer(second, logprobs=2) == (tokens, 36)
     # A recovered stream has all but what fills no block.
@@ -70,16 +71,16 @@ def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
     assert [output.token for output in outputs] == tokens[11:]
     assert outputs[0].cached_tokens == 48
     assert answer(second, b"salt") == (tokens, 0), "no KV of another salt"
-    third = tiny_engine(kept_fd=memory, **SETTINGS)
+    third = tiny_engine(kept_fds=[memory], **SETTINGS)
     assert answer(third, b"salt") == (tokens, 36)
 
 
 def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: int) -> None:
     prompt = [token % 190 for token in range(3, 178)]  # two chunks and a part of the third
-    first = tiny_engine(kept_fd=memory, **SETTINGS)
+    first = tiny_engine(kept_fds=[memory], **SETTINGS)
     answer(first, prompt=prompt)
     seen: list[CachedBlock] = []
-    second = tiny_engine(kept_fd=memory, hooks=Hooks(cached=seen.extend), **SETTINGS)
+    second = tiny_engine(kept_fds=[memory], hooks=Hooks(cached=seen.extend), **SETTINGS)
     chunks = [name for block in seen for name in block.chunks]
     assert len(chunks) == 2
     prompts = []
@@ -95,26 +96,26 @@ def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: int) -> Non
 def test_damaged_blocks_and_those_behind_them_are_computed_again(
     tiny_engine: MakeEngine, memory: int
 ) -> None:
-    first = tiny_engine(kept_fd=memory, **SETTINGS)
+    first = tiny_engine(kept_fds=[memory], **SETTINGS)
     tokens, _ = answer(first)
     _, block = record_of(first, 4)
     first.caches[1][1, block, 2, 0, 3] += 1  # one V of one position of the second layer
-    second = tiny_engine(kept_fd=memory, **SETTINGS)
+    second = tiny_engine(kept_fds=[memory], **SETTINGS)
     assert answer(second) == (tokens, 16)
     table, block = record_of(second, 2)
     table._table[block * record_bytes(4) + 40] ^= 1  # a bit of its name or its tokens
-    third = tiny_engine(kept_fd=memory, **SETTINGS)
+    third = tiny_engine(kept_fds=[memory], **SETTINGS)
     assert answer(third) == (tokens, 8)
 
 
 def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngine, memory: int) -> None:
-    first = tiny_engine(kept_fd=memory, num_blocks=20, **SETTINGS)
+    first = tiny_engine(kept_fds=[memory], num_blocks=20, **SETTINGS)
     tokens, _ = answer(first)
     other = [*range(100, 160)]
     answer(first, prompt=other)  # takes 18 blocks: only two of the first prompt are left
     reserved = first.reserve(request_of(7, range(50, 70), max_tokens=8))
     assert reserved is not None, "evicts blocks, and does not write them"
-    second = tiny_engine(kept_fd=memory, num_blocks=20, **SETTINGS)
+    second = tiny_engine(kept_fds=[memory], num_blocks=20, **SETTINGS)
     cache = second.lives.cache
     assert cache is not None
     second.assert_whole()
@@ -126,7 +127,7 @@ def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngin
 
 
 def test_another_layout_gets_memory_of_its_own(tiny_engine: MakeEngine, memory: int) -> None:
-    first = tiny_engine(kept_fd=memory, **SETTINGS)
+    first = tiny_engine(kept_fds=[memory], **SETTINGS)
     tokens, _ = answer(first)
     for other in (
         {"num_blocks": 48},
@@ -135,13 +136,13 @@ def test_another_layout_gets_memory_of_its_own(tiny_engine: MakeEngine, memory: 
         {"dtype": "bfloat16"},
         {"seed": 1, "load_format": "dummy"},
     ):
-        engine = tiny_engine(kept_fd=memory, **{**SETTINGS, **other})
+        engine = tiny_engine(kept_fds=[memory], **{**SETTINGS, **other})
         assert answer(engine)[1] == 0, other
-    assert answer(tiny_engine(kept_fd=memory, **SETTINGS)) == (tokens, 36), "what was kept is as it was"
+    assert answer(tiny_engine(kept_fds=[memory], **SETTINGS)) == (tokens, 36), "what was kept is as it was"
 
 
 def test_a_size_that_is_sealed(tiny_engine: MakeEngine, memory: int) -> None:
-    tiny_engine(kept_fd=memory, **SETTINGS)
+    tiny_engine(kept_fds=[memory], **SETTINGS)
     for size in (0, os.fstat(memory).st_size + 4096):
         with pytest.raises(PermissionError):
             os.ftruncate(memory, size)
@@ -220,8 +221,8 @@ def test_streams_of_every_kind_go_on(
 
     def make() -> Engine:
         if not drafts:
-            return tiny_engine(kept_fd=memory, **settings)
-        engine = tiny_engine(kept_fd=memory, speculative_config=THREE, **settings)
+            return tiny_engine(kept_fds=[memory], **settings)
+        engine = tiny_engine(kept_fds=[memory], speculative_config=THREE, **settings)
         draft_always(engine, right, 0.3)
         return engine
 
@@ -247,7 +248,7 @@ def test_models_of_every_kind_go_on(
         for n in range(3)
     ]
     right = answers_of(run(tiny_engine(**settings), asked))
-    going = streams_that_go_on(lambda: tiny_engine(kept_fd=memory, **settings), asked, right)
+    going = streams_that_go_on(lambda: tiny_engine(kept_fds=[memory], **settings), asked, right)
     if (kind, num_blocks) in KEPT:
         assert_kept(going)
     else:
@@ -260,7 +261,25 @@ def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, mem
     fresh = tiny_engine(**settings)
     asked = [request_with(n, fresh, [pixels_of(n, 40, 24), pixels_of(5, 16, 80)]) for n in range(3)]
     right = answers_of(run(fresh, asked))
-    assert_kept(streams_that_go_on(lambda: tiny_engine(kept_fd=memory, **settings), asked, right))
-    third = tiny_engine(kept_fd=memory, **settings)
+    assert_kept(streams_that_go_on(lambda: tiny_engine(kept_fds=[memory], **settings), asked, right))
+    third = tiny_engine(kept_fds=[memory], **settings)
     other = request_with(7, third, [pixels_of(7, 40, 24), pixels_of(5, 16, 80)])
     assert run(third, [other])[other.id].outputs[0].cached_tokens <= 8, "the text before the image"
+
+
+def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: int) -> None:
+    """Rank 0 verifies those of all."""
+    of_rank_1 = os.memfd_create("kept", os.MFD_ALLOW_SEALING)
+
+    def make(**other: Any) -> Engine:
+        return ranks(tiny_path, 2, kept_fds=[memory, of_rank_1], **SETTINGS | other)
+
+    first = make()
+    tokens, _ = answer(first)
+    assert answer(make()) == (tokens, 36)
+    _, block = record_of(first, 4)
+    with mmap.mmap(of_rank_1, 0) as part:
+        part[mmap.PAGESIZE + block * first.caches[0][0, 0].nbytes] ^= 1  # K of the first layer
+    assert answer(make()) == (tokens, 16)
+    assert answer(make(num_blocks=32))[1] == 0, "of another layout"
+    os.close(of_rank_1)

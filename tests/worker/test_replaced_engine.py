@@ -341,3 +341,32 @@ async def test_the_next_engine_has_the_newest_weights_and_the_kv_of_them(
     assert await described(worker) == names
     assert await first_token(worker) == pytest.approx(token)
     await assert_whole(worker)
+
+
+@pytest.mark.long
+async def test_a_group_of_ranks_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Whichever of them dies."""
+    started = start_worker(
+        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE | {"tensor_parallel_size": 2},
+        replace_engine=True, variables={FORKS_AGAIN: "1"},
+    )  # fmt: skip
+    try:
+        worker = started.wait_ready()
+        asked = request(PROMPT, sampling(max_tokens=300, ignore_eos=True))
+        async with attached(worker) as stream:
+            right = ids(await read(stream, await stream.submit_decode(asked)))
+            kinds = "engine", "rank 1", "transfer"
+            for kind in kinds[:2]:
+                decode_id = await stream.reserve(asked)
+                await until_tokens(stream, [decode_id], 100)
+                before = [worker.child(each) for each in kinds]
+                worker.child(kind).kill()
+                tokens = await within(read(stream, decode_id))
+                assert ids(tokens) == right
+                again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
+                assert len(PROMPT) + again.output_index - again.cached_tokens <= 2 * 16
+                assert not any(process.is_running() for process in before)
+        await assert_whole(worker)
+    finally:
+        started.popen.kill()
+        started.popen.wait()

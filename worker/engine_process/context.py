@@ -80,4 +80,4 @@ class Context:
             remnant_kept=partial(self._kept, states=False),
         )
         config = self.config
-        return build_engine(config.engine, files=config.files, hooks=hooks, kept_fd=config.kept_fd)
+        return build_engine(config.engine, files=config.files, hooks=hooks, kept_fds=config.kept_fds)

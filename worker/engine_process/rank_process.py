@@ -26,7 +26,7 @@ def run(config: RankProcessConfig) -> int:
     assert config.files is not None, "the engine has several ranks"
     gc.freeze()  # as in the engine process
     try:
-        follower = Follower(config.engine, config.rank, config.files)
+        follower = Follower(config.engine, config.rank, config.files, config.kept_fds)
     except ValueError as error:
         config.files.fail(str(error))
         return EXIT_START_FAILED

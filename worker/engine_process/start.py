@@ -45,6 +45,8 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     arenas: Arenas | None  # None: the engine hands over no KV, and has no tiers
     store_fds: Sequence[int] = ()
     """Of the shared store: memory for its units and, of rank 0, the channel to the store process."""
+    kept_fds: Sequence[int] = ()
+    """Memory for KV that outlives this process: its own and, of rank 0, that of the others. Empty: none."""
 
     @property
     def fds(self) -> Sequence[int]:
@@ -53,6 +55,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
             *(() if arenas is None else arenas.fds),
             *(() if files is None else files.fds),
             *self.store_fds,
+            *self.kept_fds,
         )
 
 
@@ -70,14 +73,11 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     """Whether the service publishes `CacheEvents`."""
     rank_arenas: Sequence[Arenas] = ()
     """Of the other ranks, if this process passes them on."""
-    kept_fd: int | None = None
-    """Memory for KV that outlives this process. None: there is none."""
 
     @property
     def fds(self) -> Sequence[int]:
         of_ranks = chain.from_iterable(arenas.fds for arenas in self.rank_arenas)
-        kept = () if self.kept_fd is None else (self.kept_fd,)
-        return *super().fds, *of_ranks, self.heartbeat_fd, *kept
+        return *super().fds, *of_ranks, self.heartbeat_fd
 
 
 C = TypeVar("C", bound=RankProcessConfig)

@@ -84,8 +84,8 @@ class Service:
         self._metrics = Metrics(config.role, config.model_name, config.engine.tensor_parallel_size)
         self._journal = Journal(config, incarnation)
         # It has no name. So the system gives it back when the processes of this worker have ended.
-        self._kept_fd = memory_file() if config.replace_engine else None
-        self._tree = WorkerTree(config, self._incarnation, self._kept_fd)
+        self._kept_fds = [memory_file() for _ in range(config.ranks if config.replace_engine else 0)]
+        self._tree = WorkerTree(config, self._incarnation, self._kept_fds)
         self._engine: EngineReady | None = None
         self._kv_port = 0
         self._replacements = 0
@@ -235,8 +235,8 @@ class Service:
             self._kv_events.close()
         await asyncio.to_thread(self._journal.close)
         await self._tree.close()
-        if self._kept_fd is not None:
-            os.close(self._kept_fd)
+        for fd in self._kept_fds:
+            os.close(fd)
         self._ready.close()
 
     async def _run_until_failure(
@@ -279,7 +279,7 @@ class Service:
         if (weights := self._backend.weights) is not None:
             config = replace(config, engine=weights.of(config.engine))
         self._replacements += 1
-        self._tree = WorkerTree(config, self._incarnation, self._kept_fd, self._replacements)
+        self._tree = WorkerTree(config, self._incarnation, self._kept_fds, self._replacements)
         self._reporting = self._tree.watch(self._backend.report())
         await self._run_until_failure(self._go_on())
         self._crashed = []

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,13 @@ class WorkerTree:
     """
 
     def __init__(
-        self, config: WorkerConfig, incarnation: int, kept_fd: int | None = None, replacements: int = 0
+        self, config: WorkerConfig, incarnation: int, kept_fds: Sequence[int] = (), replacements: int = 0
     ) -> None:
-        """`kept_fd`: memory for KV that outlives the engine process. The caller owns it. `replacements`: how
-        many trees this worker has had before."""
+        """`kept_fds`: by rank, memory for KV that outlives the engine. The caller owns it. `replacements`:
+        how many trees this worker has had before."""
         self._config = config
         self._replacements = replacements
-        self._kept_fd = kept_fd
+        self._kept_fds = kept_fds
         self._adopted = config.reader_device() is not None
         self._exported = self._adopted or config.kv_connector == "auto"
         other = 0
@@ -121,7 +121,6 @@ class WorkerTree:
             trace_path=config.trace_path("engine", self._replacements),
             engine_args=config.engine_args or (),
             kv_events=config.kv_events_endpoint is not None,
-            kept_fd=self._kept_fd,
             rank_arenas=[
                 self._arenas(rank) for rank in range(config.ranks, config.engine.tensor_parallel_size)
             ],
@@ -167,6 +166,7 @@ class WorkerTree:
             "engine": self._engine_config,
             "arenas": self._arenas(rank),
             "store_fds": () if self._store_ends is None else self._store_ends.of_rank(rank),
+            "kept_fds": self._kept_fds[rank : None if rank == 0 else rank + 1],
         }
 
     def _arenas(self, rank: int) -> Arenas:
