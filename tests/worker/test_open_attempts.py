@@ -131,3 +131,17 @@ def test_prefills_that_were_handed_over_are_forgotten_in_time() -> None:
         open_attempts.sent(prefill(attempt_id))
         open_attempts.heard(tokens(attempt_id, 5))
     assert len(open_attempts) <= 1
+
+
+def test_a_token_shows_that_a_crash_was_not_of_the_attempt(open_attempts: OpenAttempts) -> None:
+    """So any number of kills ends no stream."""
+    open_attempts.sent(decode(A))
+    for index in range(5):
+        for alone in (False, True):
+            assert open_attempts.lost([A], "it died") == []
+            [again] = open_attempts.again()
+            assert again.work.request.alone == alone
+        open_attempts.heard(tokens(A, 9, first=index))
+    open_attempts.sent(decode(B, alone=True))
+    open_attempts.lost([], "it died")
+    assert [each.work.request.alone for each in open_attempts.again()] == [False, True], "as its router says"

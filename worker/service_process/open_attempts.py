@@ -18,7 +18,8 @@ from baton.worker import messages
 from baton.worker.messages import Code, Decode, FromEngine, Prefill, ToEngine
 
 MOST_CRASHES = 2
-"""An attempt that was in so many crashed steps shares no step with others. With one more it fails."""
+"""An attempt that was in so many crashed steps, without a token between them, shares no step with others. With
+one more it fails. A token shows that the crash was not its own: the step that crashed was computed again."""
 
 
 class Lost(NamedTuple):
@@ -34,6 +35,7 @@ class Lost(NamedTuple):
 class _Open:
     message: Prefill | Decode
     deadline: float  # time.monotonic()
+    alone: bool  # as its router wants it
     crashes: int = 0
     has_output: bool = False
     was_scored: bool = False
@@ -73,7 +75,7 @@ class OpenAttempts:
         match message:
             case Prefill(work=work) | Decode(work=work):
                 deadline = time.monotonic() + work.timeout
-                self._open[work.request.id] = _Open(message, deadline)
+                self._open[work.request.id] = _Open(message, deadline, work.request.alone)
                 if isinstance(message, Prefill) and message.plan:
                     self._forget_later(work.request.id, deadline)
             case messages.Retarget(stream, decode_id, source, output_ids):
@@ -118,6 +120,7 @@ class OpenAttempts:
             self._forget_later(request.id, time.monotonic() + self._hold)
         elif index == len(request.output_ids):
             request.output_ids.append(token)
+            found.crashes = 0
             found.message.source = found.message.content = None  # the KV of all tokens is, or was, here
 
     def _forget_later(self, attempt_id: bytes, at: float) -> None:
@@ -155,5 +158,5 @@ class OpenAttempts:
             work = found.message.work
             work.timeout = max(0.0, found.deadline - time.monotonic())
             work.request.retried = True
-            work.request.alone |= found.crashes >= MOST_CRASHES
+            work.request.alone = found.alone or found.crashes >= MOST_CRASHES
             yield found.message
