@@ -18,8 +18,8 @@ from baton.worker import messages
 from baton.worker.messages import Code, Decode, FromEngine, Prefill, ToEngine
 
 MOST_CRASHES = 2
-"""An attempt that was in so many crashed steps, without a token between them, shares no step with others. With
-one more it fails. A token shows that the crash was not its own: the step that crashed was computed again."""
+"""An attempt that was in so many crashed steps, without a token between them, shares no step with others.
+With one more it fails. A token shows that the crash was not its own: the step was computed again."""
 
 
 class Lost(NamedTuple):
