@@ -60,6 +60,8 @@ class TokenCounts:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in a prefix cache."""
+    image_tokens: int = 0
+    """Prompt tokens of images."""
     accepted_drafts: int = 0
     """As in `Generation`."""
     rejected_drafts: int = 0
@@ -137,6 +139,8 @@ class ActiveRequest:
         body = self.body = self.prepared.options
         self.prompts = self.prepared.prompts
         self.sampling = self.jobs[0].sampling
+        images = (image for job in self.jobs[:: self.body.n] for image in job.images)
+        self._image_tokens = sum(image.rows * image.columns for image in images)
         stops = StopStrings(body.stop)
         self.choices = [Choice(self.services.tokenizer, body, stops) for _ in self.jobs]
         self._token_queue = TokenQueue(MAX_UNREAD_TOKENS * len(self.jobs), self._unread)
@@ -280,6 +284,7 @@ class ActiveRequest:
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=sum(generation.cached_tokens for generation in self._generations[:: self.body.n]),
+            image_tokens=self._image_tokens,
             accepted_drafts=sum(generation.accepted_drafts for generation in self._generations),
             rejected_drafts=sum(generation.rejected_drafts for generation in self._generations),
             numerics_changed=any(generation.pair.numerics_changed for generation in self._generations),

@@ -85,6 +85,8 @@ class RouterConfig:
     """Hosts from which images are fetched. Empty: none are fetched."""
     max_images: int = 256
     """Of a request."""
+    language_model_only: bool = False
+    """Whether requests have no images, also if the model could take some."""
     max_wait: float = 60.0
     batch_dir: str | None = None
     """Where the router keeps files and batches of OpenAI's API. None: it has none."""

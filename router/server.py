@@ -103,6 +103,7 @@ def load(config: RouterConfig) -> Loaded:
         chat_template=config.chat_template,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        images=not config.language_model_only,
     )
     tool_format = tokenizer.tool_format
     log.info("--tool-call-parser: %s", "none" if tool_format is None else tool_format.name)

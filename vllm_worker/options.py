@@ -14,7 +14,7 @@ _SAME = (
 )  # fmt: skip
 _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
-    "served_model_name", "enable_lora", "lora_modules", "max_loras", "max_lora_rank",
+    "language_model_only", "served_model_name", "enable_lora", "lora_modules", "max_loras", "max_lora_rank",
 }  # fmt: skip
 _MEANINGLESS = (
     "elastic_memory", "host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant",
@@ -72,6 +72,8 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
     line.append("--enable-prefix-caching" if engine.enable_prefix_caching else "--no-enable-prefix-caching")
     if engine.enable_expert_parallel:
         line.append("--enable-expert-parallel")
+    if engine.language_model_only:
+        line.append("--language-model-only")
     if engine.enable_lora:
         line += ["--enable-lora", "--max-loras", str(engine.max_loras or max(1, len(engine.lora_modules)))]
         if engine.max_lora_rank is not None:

@@ -118,6 +118,8 @@ class EngineConfig:
     quantization: str = "auto"
     """Format of the matrices: a name in `engine.loader.formats`. `auto`: the checkpoint's own; a GGUF file
     stays packed where that is fast. `none`: plain, if the file allows it."""
+    language_model_only: bool = False
+    """Whether the model takes no images, also if it could. Then no encoder is loaded."""
     block_size: int | None = None
     """Positions per KV block: a divisor or a multiple of 64. None: 128 on CUDA, 16 on a CPU."""
     num_blocks: int | None = None

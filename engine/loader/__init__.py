@@ -37,13 +37,14 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
     and what is wrong with it."""
     path = checkpoint_path(config)
     if path.is_file():
-        checkpoint = GGUFCheckpoint(path)
+        checkpoint = GGUFCheckpoint(path)  # which has no encoder
         if config.load_format == "auto":
             return checkpoint
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
+    shape = read_config(path, images=not config.language_model_only)
     if config.load_format == "auto":
-        return in_one_form(HFCheckpoint(path))
-    return DummyCheckpoint(read_config(path), str(path), config.seed, device)
+        return in_one_form(HFCheckpoint(path, shape))
+    return DummyCheckpoint(shape, str(path), config.seed, device)
 
 
 def in_one_form(files: HFCheckpoint) -> Checkpoint:

@@ -42,9 +42,12 @@ def model_config_from_hf(
     generation: Mapping[str, Any],
     source: str,
     processor: Mapping[str, Any] = NO_SETTINGS,
+    *,
+    images: bool = True,
 ) -> ModelConfig:
     """The configuration from parsed `config.json`, `generation_config.json` and the settings of the processor
-    of images. Raises `ValueError` naming `source` and the key that is wrong or not supported."""
+    of images. `images`: whether the model takes some, if it can. Raises `ValueError` naming `source` and the
+    key that is wrong or not supported."""
     architecture, settings = Settings(config, source).architecture, _settings_of_text(config, source)
     family = family_of(architecture, source)
     rotation, local = ropes(settings)
@@ -96,7 +99,7 @@ def model_config_from_hf(
         quantization=settings.get("quantization_config"),
         gemma=family.gemma(settings) if family.gemma else None,
         mimo=family.mimo(settings) if family.mimo else None,
-        vision=_vision(settings, rope, family, processor),
+        vision=_vision(settings, rope, family, processor) if images else None,
         without_mlp=tuple(settings.integers("layers_without_mlp")),
         squared_relu=family.squared_relu,
         further_layers=settings.integer(family.further) if settings.get(family.further) else 0,
@@ -105,8 +108,9 @@ def model_config_from_hf(
     return shape
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """Reads a model's configuration. Raises `ValueError` naming the file and the key that is wrong."""
+def read_config(directory: Path, *, images: bool = True) -> ModelConfig:
+    """Reads a model's configuration. `images`: as in `model_config_from_hf`. Raises `ValueError` naming the
+    file and the key that is wrong."""
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
@@ -116,7 +120,8 @@ def read_config(directory: Path) -> ModelConfig:
         return read_json(file) if file.is_file() else {}
 
     processor = processor_settings(read)
-    return model_config_from_hf(read_json(path), read("generation_config.json"), str(path), processor)
+    generation = read("generation_config.json")
+    return model_config_from_hf(read_json(path), generation, str(path), processor, images=images)
 
 
 def _vision(

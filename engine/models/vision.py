@@ -73,8 +73,7 @@ class Qwen3VL(TakesImages, Qwen3):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        assert config.vision is not None, "the loader sets it for this architecture"
-        self.deepstack = config.vision.deepstack
+        self.deepstack = 0 if config.vision is None else config.vision.deepstack
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         images = current_step().images

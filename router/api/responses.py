@@ -27,8 +27,14 @@ class ErrorResponse(ResponseModel):
     error: ErrorDetail
 
 
+class MultimodalTokens(ResponseModel):
+    image: int
+
+
 class PromptTokensDetails(ResponseModel):
     cached_tokens: int
+    multimodal_tokens: MultimodalTokens | None = None
+    """Tokens of the prompt that stand for images, as vLLM reports them. Only if there are some."""
 
 
 class CompletionTokensDetails(ResponseModel):

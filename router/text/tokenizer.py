@@ -232,11 +232,12 @@ def load_tokenizer(
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    images: bool = True,
 ) -> ModelTokenizer:
     """Loads the tokenizer of a Hugging Face directory, a GGUF file or a hub id.
 
-    The arguments are those of `RouterConfig`. Raises ValueError when a file is missing, unreadable or not
-    supported.
+    The arguments are those of `RouterConfig`. `images`: whether requests may have some. Raises ValueError
+    when a file is missing, unreadable or not supported.
     """
     of_model = locate(model, revision)
     path = of_model if tokenizer is None else locate(tokenizer, None, "--tokenizer")
@@ -259,8 +260,8 @@ def load_tokenizer(
         if reasoning_parser:
             raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {end}")
         reasoning = None
-    images = images_of(of_model)
-    return ModelTokenizer(files.tokenizer, template, max_model_len, tool_format, reasoning, images)
+    settings = images_of(of_model) if images else None
+    return ModelTokenizer(files.tokenizer, template, max_model_len, tool_format, reasoning, settings)
 
 
 def _speller(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:

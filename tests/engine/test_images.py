@@ -225,6 +225,24 @@ def test_a_checkpoint_without_its_encoder_still_reads_text(tmp_path: Path) -> No
     assert tokens_of(engine, [text]) == expected
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_model_that_could_see_may_read_text_only(
+    seeing: tuple[Path, Any], tmp_path: Path, load_format: str
+) -> None:
+    path, _ = seeing
+    text = request_of(9, [5, 6, 7, 8], max_tokens=10, ignore_eos=True)
+    both = load(path, num_blocks=16, load_format=load_format)
+    engine = load(path, num_blocks=16, load_format=load_format, language_model_only=True)
+    assert (engine.encoder, engine.model_config.vision) == (None, None)
+    assert engine.stats().encoder is None
+    assert tokens_of(engine, [text]) == tokens_of(both, [text])
+    assert engine.model_fingerprint != both.model_fingerprint
+    both.close(), engine.close()
+    save_tiny(tmp_path, "Gemma3")
+    engine = load(tmp_path, num_blocks=16, language_model_only=True, max_num_batched_tokens=4, max_num_seqs=4)
+    assert len(tokens_of(engine, [text])[0]) == 10  # no image needs room in a step
+
+
 def test_new_weights_of_the_encoder(seeing: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = seeing
     after = shutil.copytree(path, tmp_path / "after")

@@ -70,7 +70,7 @@ def write_model(at: Path, template: Any = TEMPLATE, **config: Any) -> Path:
 
 @contextlib.asynccontextmanager
 async def replaying(
-    at: Path, says: str = "ok", template: Any = TEMPLATE, **flags: str
+    at: Path, says: str = "ok", template: Any = TEMPLATE, **flags: Any
 ) -> AsyncIterator[Cluster]:
     """A router whose workers write `says`, which `say` changes.
 

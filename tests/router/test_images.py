@@ -182,6 +182,13 @@ def test_an_image_of_low_detail_is_small(tokenizer: ModelTokenizer, monkeypatch:
         prepared(tokenizer, chat(url, detail="medium"))
 
 
+def test_a_router_may_take_no_images(seeing: Path) -> None:
+    tokenizer = load_tokenizer(str(seeing), images=False)
+    assert tokenizer.images is None
+    with pytest.raises(Unsupported, match="this model takes no images"):
+        prepared(tokenizer, chat(url_of(file_of(picture()))))
+
+
 def test_a_request_has_a_limit_of_images(tokenizer: ModelTokenizer) -> None:
     body = json.dumps(chat(*["https://a.example/1"] * 3)).encode()
     for most, error, text in ((3, NeedsFiles, "a.example"), (2, InvalidRequest, "has 3 images, more than 2")):

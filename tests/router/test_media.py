@@ -242,6 +242,7 @@ async def test_a_worker_gets_the_pixels_of_a_url(host: Host, seeing: Path, tmp_p
         for url in (host.url("file"), url_of(host.file)):
             status, answer = await cluster.post("/v1/chat/completions", **asked, **chat(url))
             assert status == 200, answer
+            assert answer["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": 12}
         first, second = (each.prefill.request for each in cluster.prefills[0].submitted)
         assert first.images == second.images
         one, other = cluster.prefills[0].pixels

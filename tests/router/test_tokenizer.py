@@ -294,7 +294,7 @@ def test_bytes_of_sentencepiece_tokens(tmp_path: Path, directory: Path):
 
 
 def test_the_error_of_a_model_that_cannot_be_loaded(small_directory: Path, tmp_path: Path, monkeypatch):
-    def refused(match: str, model: Path | str, **more: str) -> None:
+    def refused(match: str, model: Path | str, **more: Any) -> None:
         with pytest.raises(ValueError, match=match):
             load_tokenizer(str(model), **more)
 

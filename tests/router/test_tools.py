@@ -42,7 +42,7 @@ CALLS = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\
 
 
 @pytest.fixture(scope="module")
-def tool_model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def tool_model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the tokenizer is loaded from."""
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
@@ -50,7 +50,7 @@ def tool_model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.fixture(scope="module")
-def tool_tokenizer(tool_model: dict[str, str]) -> Iterator[ModelTokenizer]:
+def tool_tokenizer(tool_model: dict[str, Any]) -> Iterator[ModelTokenizer]:
     made = load_tokenizer(**tool_model)
     with shared_forks(made):
         yield made
@@ -152,7 +152,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 async def test_calls_of_each_format_are_read_and_forced(
-    tool_model: dict[str, str], small_directory: Path, tmp_path: Path, forks_fd: int, name: str
+    tool_model: dict[str, Any], small_directory: Path, tmp_path: Path, forks_fd: int, name: str
 ):
     small = tool_model | {"model": str(small_directory)}
     tokenizer = load_tokenizer(**small, tool_call_parser=name)

@@ -36,6 +36,7 @@ def test_options_have_vllms_names() -> None:
 
 def test_there_is_room_for_the_adapters_of_the_start() -> None:
     assert "--enable-lora" not in command_line(config(), ())
+    assert "--language-model-only" in command_line(config(language_model_only=True), ())
     two = config(enable_lora=True, lora_modules=("a=/a", "b=/b=c"), max_lora_rank=64)
     assert two.adapters == {"a": "/a", "b": "/b=c"}
     pairs = dict(pairwise(command_line(two, ())))

@@ -159,11 +159,14 @@ class ChoicesBuilder:
                 "accepted_prediction_tokens": used.accepted_drafts,
                 "rejected_prediction_tokens": used.rejected_drafts,
             }
+        of_prompt: dict[str, Any] = {"cached_tokens": used.cached_tokens}
+        if used.image_tokens:
+            of_prompt["multimodal_tokens"] = {"image": used.image_tokens}
         return {
             "prompt_tokens": used.prompt_tokens,
             "completion_tokens": used.completion_tokens,
             "total_tokens": used.prompt_tokens + used.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+            "prompt_tokens_details": of_prompt,
             **more,
             **used.weights,
         }
