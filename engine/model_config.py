@@ -101,7 +101,8 @@ class ClampedSwiGLU:
     """The activation of gpt-oss: (up + 1) · gate · sigmoid(alpha · gate), where gate is at most `limit`, and
     up at most `limit` in magnitude."""
 
-    alpha: float
+    alpha: float | None
+    """None: up · silu(gate), with the same bounds of up and of silu(gate) (Step-3.7)."""
     limit: float
 
 
@@ -139,6 +140,9 @@ class ExpertsConfig:
     """Numbers of a token that the experts compute on: a projection of the hidden state. 0: on that itself."""
     activation: ClampedSwiGLU | SquaredReLU | None = None
     """None: silu(gate) · up."""
+    limits: tuple[tuple[float, float], ...] = ()
+    """Of each layer with experts, `ClampedSwiGLU.limit` of its experts and of the shared one. 0: none. Empty:
+    no layer has one."""
     bias: bool = False
     """Whether the router and the experts have biases."""
     shared_gate: bool = False
@@ -320,6 +324,17 @@ class MiMoConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StepConfig:
+    """What Step-3.7 has beside a mixture of experts with windows, in the layers with a window."""
+
+    local_heads: int
+    """Query heads."""
+    local_rotary_dim: int
+    """As `ModelConfig.rotary_dim`."""
+    rope: LocalRope
+
+
+@dataclass(frozen=True, slots=True)
 class VisionConfig:
     """How a model takes images."""
 
@@ -406,6 +421,8 @@ class ModelConfig:
     """None: a model of another family."""
     mimo: MiMoConfig | None = None
     """None: a model of another family."""
+    step: StepConfig | None = None
+    """None: a model of another family."""
     vision: VisionConfig | None = None
     """None: the model takes no images."""
     without_mlp: tuple[int, ...] = ()
@@ -433,6 +450,10 @@ class ModelConfig:
             return self.head_dim  # which they refuse
         return latent.key_dim
 
+    def heads(self, *, windowed: bool) -> int:
+        """Query heads of the layers with a window, or of the others."""
+        return self.step.local_heads if self.step is not None and windowed else self.num_heads
+
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""
         if self.num_heads % self.num_kv_heads or self.head_dim % 2 or self.head_dim > MOST_HEAD_DIM:
@@ -445,13 +466,14 @@ class ModelConfig:
         """The shape that one of `ranks` ranks computes with: its heads of attention and of state layers.
         Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
         Raises `ValueError` if the heads do not divide so."""
-        state, gemma, mimo = self.state, self.gemma, self.mimo
+        state, gemma, mimo, step = self.state, self.gemma, self.mimo, self.step
 
         def divides(ranks: int) -> bool:
             heads = [(self.num_heads, self.num_kv_heads)]
             heads += [] if state is None else [(state.num_heads, state.groups)]
             heads += [] if gemma is None else [(self.num_heads, gemma.num_kv_heads)]
             heads += [] if mimo is None else [(self.num_heads, mimo.local_kv_heads)]
+            heads += [] if step is None else [(step.local_heads, self.num_kv_heads)]
             return all(
                 of_all % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
                 for of_all, shared in heads
@@ -471,6 +493,7 @@ class ModelConfig:
             state=state and state.of_rank(ranks),
             gemma=gemma and replace(gemma, num_kv_heads=max(1, gemma.num_kv_heads // ranks)),
             mimo=mimo and replace(mimo, local_kv_heads=max(1, mimo.local_kv_heads // ranks)),
+            step=step and replace(step, local_heads=step.local_heads // ranks),
         )
 
     def check_step(self, tokens: int, requests: int) -> None:
@@ -569,6 +592,9 @@ class ModelConfig:
             sizes = self.hidden_size * (self.head_dim + mimo.value_dim)
             attention = sizes * (self.num_heads + self.num_kv_heads)
             states = len(mimo.rope.layers) * sizes * (mimo.local_kv_heads - self.num_kv_heads)
+        if (step := self.step) is not None:
+            wider = len(step.rope.layers) * (step.local_heads - self.num_heads)
+            states = self.hidden_size * (2 * self.head_dim * wider + wider + self.num_layers * self.num_heads)
         if (gemma := self.gemma) is not None:
             wide = 2 * self.hidden_size * gemma.head_dim * (self.num_heads + gemma.num_kv_heads)
             states = len(gemma.wide_layers) * (wide - attention)

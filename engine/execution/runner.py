@@ -334,7 +334,7 @@ class ModelRunner:
         ]
         if not layers:
             return None
-        tokens = SHORT.tokens(self._config.num_heads // min(layers))
+        tokens = SHORT.tokens(self._config.heads(windowed=windowed) // min(layers))
         return TileShape(tokens, self._kernels.tile_programs(max(layers)))
 
     def _apart(self, rows: int) -> tuple[Apart, Attends] | None:
@@ -506,7 +506,7 @@ class ModelRunner:
     def _attends(self, attention: AttentionMetadata, layer_done: LayerDone, config: ModelConfig) -> Any:
         """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""
         kernels = self._kernels
-        heads, latents = config.num_heads, config.latent
+        latents = config.latent
         latent_tiling: Any = None
         if latents is not None:
             latent_tiling = self._tile_latent(attention, config)
@@ -523,7 +523,12 @@ class ModelRunner:
         )
         tilings = {
             of: kernels.tile(
-                (of_layers if of[3] else causal)[of[0] is not None], heads, of[1], self._dtype, of[0], of[2]
+                (of_layers if of[3] else causal)[of[0] is not None],
+                config.heads(windowed=of[0] is not None),
+                of[1],
+                self._dtype,
+                of[0],
+                of[2],
             )
             for of in {*layers}
         }

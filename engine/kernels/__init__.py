@@ -41,7 +41,7 @@ from baton.engine.kernels.attention.paged import (
     parts,
     tile_attention,
 )
-from baton.engine.kernels.moe.experts import Choice, Experts, Terms, mix, route
+from baton.engine.kernels.moe.experts import Choice, Experts, Terms, activated, mix, route
 from baton.engine.kernels.quantized.reference import (
     FLOATS,
     FP8,
@@ -67,7 +67,7 @@ from baton.engine.kernels.state.mamba2 import (
     ShortConvolution,
     StateLayer,
 )
-from baton.engine.model_config import LatentConfig, Span
+from baton.engine.model_config import ClampedSwiGLU, LatentConfig, Span
 
 
 class Kernels:
@@ -120,11 +120,22 @@ class Kernels:
         both = torch.cat((x, -x), dim=1)
         return F.layer_norm(both, (2 * size,), eps=eps)[:, :size] * weight
 
-    def silu_mul(self, gate_up: Tensor, grouped: bool | None = None, *, gelu: bool = False) -> Any:
-        """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020). `gelu`:
-        with gelu, approximated by tanh, in place of silu (GeGLU). `grouped`: as in `add_rms_norm`."""
+    def silu_mul(
+        self,
+        gate_up: Tensor,
+        grouped: bool | None = None,
+        clamped: ClampedSwiGLU | None = None,
+        *,
+        gelu: bool = False,
+    ) -> Any:
+        """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020).
+        `clamped`: this activation. `gelu`: with gelu, approximated by tanh, in place of silu (GeGLU).
+        `grouped`: as in `add_rms_norm`."""
         gate, up = gate_up.chunk(2, dim=-1)
-        y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
+        if clamped is not None:
+            y = activated(gate_up, clamped)
+        else:
+            y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
         return y if grouped is None else self.quantize(y, grouped=grouped)
 
     def mix_experts(

@@ -78,9 +78,11 @@ def _silu_mul(
 
 @triton.jit
 def swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """LIMIT None: plain."""
+    """LIMIT None: plain. ALPHA None: silu(gate) and up are bounded."""
     if LIMIT is None:
         y = gate * tl.sigmoid(gate) * up
+    elif ALPHA is None:
+        y = tl.minimum(gate * tl.sigmoid(gate), LIMIT) * tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     else:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)

@@ -13,7 +13,7 @@ from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import DTYPES, Stack, Weights
-from baton.engine.model_config import ExpertsConfig, ModelConfig, SquaredReLU
+from baton.engine.model_config import ClampedSwiGLU, ExpertsConfig, ModelConfig, SquaredReLU
 
 MOST_BESIDE = 256
 """Tokens of a step in which a GPU computes the shared expert on a second stream, while it reads the other
@@ -24,6 +24,9 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer 2020). With several ranks, a term of that.
 
     `gelu`: it has gelu, approximated by tanh, in place of silu (GeGLU)."""
+
+    clamped: ClampedSwiGLU | None = None
+    """In place of silu(gate) * up."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, name: str, intermediate_size: int, *, gelu: bool = False
@@ -40,9 +43,9 @@ class GatedMLP:
     def _inner(self, x: Any) -> Any:
         """What the down product takes: a tensor, or `Quantized`."""
         grouped = self.down.quantizes(len(x.values if isinstance(x, Quantized) else x))
-        if grouped is None and not self.gelu:
+        if grouped is None and not self.gelu and self.clamped is None:
             return self.input.silu_mul(x, self.kernels)
-        return self.kernels.silu_mul(self.input(x), grouped, gelu=self.gelu)
+        return self.kernels.silu_mul(self.input(x), grouped, self.clamped, gelu=self.gelu)
 
 
 class SquaredMLP(GatedMLP):
@@ -99,7 +102,12 @@ class MoE:
             experts_bias = None if bias is None else bias.unflatten(0, (own.length, -1))
             return weights.format.experts(weights, stacks), experts_bias
 
-        squared = isinstance(experts.activation, SquaredReLU)
+        self.index = experts.layers.index(layer)
+        """Among the layers with experts."""
+        squared, activation, of_shared = isinstance(experts.activation, SquaredReLU), experts.activation, None
+        if experts.limits:
+            bounds = [ClampedSwiGLU(None, limit) if limit else None for limit in experts.limits[self.index]]
+            activation, of_shared = bounds
         gate_up, gate_up_bias = load(("up",) if squared else ("gate", "up"), inner, of_experts)
         down, down_bias = load(("down",), of_experts, inner)
         if isinstance(gate_up, Fp8Experts) != isinstance(down, Fp8Experts):
@@ -111,7 +119,7 @@ class MoE:
             own.start,
             gate_up_bias,
             down_bias,
-            experts.activation,
+            activation,
         )
         self.latents: tuple[LinearMethod, LinearMethod] | None = None
         if experts.latent_size:
@@ -121,13 +129,12 @@ class MoE:
         if experts.shared_intermediate_size:
             size = experts.shared_intermediate_size
             self.shared = (SquaredMLP if squared else GatedMLP)(config, weights, f"{name}.{shared}", size)
+            self.shared.clamped = of_shared
             if experts.shared_gate:
                 gate = weights.take(f"{name}.{shared}_gate.weight", (1, config.hidden_size))
                 self.shared_gate = PlainLinear(gate, exact=weights.kernels.exact)
             if weights.device.type == "cuda":
                 self.side = _side_stream(weights.device)
-        self.index = experts.layers.index(layer)
-        """Among the layers with experts."""
         self.kernels = weights.kernels
         self.ranks = weights.ranks
 

@@ -99,6 +99,7 @@ def model_config_from_hf(
         quantization=settings.get("quantization_config"),
         gemma=family.gemma(settings) if family.gemma else None,
         mimo=family.mimo(settings) if family.mimo else None,
+        step=family.step(settings) if family.step else None,
         vision=_vision(settings, rope, family, processor) if images else None,
         without_mlp=tuple(settings.integers("layers_without_mlp")),
         squared_relu=family.squared_relu,

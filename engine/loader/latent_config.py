@@ -91,7 +91,7 @@ def latent_experts(settings: Settings, first_dense: int, *, v2: bool = False) ->
         chosen,
         size,
         scoring,
-        _layers(settings, first_dense),
+        layers_with_experts(settings, first_dense),
         shared_intermediate_size=size * integer("n_shared_experts", 1),
         groups=groups,
         groups_chosen=groups_chosen,
@@ -99,8 +99,8 @@ def latent_experts(settings: Settings, first_dense: int, *, v2: bool = False) ->
     )
 
 
-def _layers(settings: Settings, first_dense: int) -> tuple[int, ...]:
-    """Those with experts."""
+def layers_with_experts(settings: Settings, first_dense: int) -> tuple[int, ...]:
+    """Raises `ValueError` naming the key that is wrong."""
     count, kinds = settings.integer("num_hidden_layers"), settings.get("mlp_layer_types")
     if kinds is None:
         dense = settings.get("first_k_dense_replace")

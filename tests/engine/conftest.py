@@ -531,7 +531,37 @@ def tiny_gemma4(kind: str, changes: dict[str, Any]) -> Any:
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
+TINY_STEP: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 20,
+    "head_dim": 16,
+    "num_sliding_attention_heads": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 32,
+    "moe_router_scaling_factor": 1.8,
+    "swiglu_limits": [0, 0, 0.5, 0],
+    "swiglu_limits_shared": [0, 0, 0, 0.7],
+    "rope_theta": [5000.0, 100.0, 100.0, 5000.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+    "pad_token_id": 0,
+}
+
+
+def tiny_step(kind: str, changes: dict[str, Any]) -> Any:
+    """As `tiny_llama4`."""
+    import transformers
+
+    vision = {"width": 16, "layers": 1, "heads": 2, "image_size": 28}
+    config = transformers.Step3p7Config(text_config={**TINY, **TINY_STEP, **changes}, vision_config=vision)
+    return transformers.Step3p7ForConditionalGeneration(config)
+
+
 SEES = {
+    "Step3p7": tiny_step,
     "Qwen3VL": tiny_qwen3_vl,
     "Llama4": tiny_llama4,
     "Gemma3": tiny_gemma3,

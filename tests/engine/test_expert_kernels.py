@@ -26,6 +26,10 @@ def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
     return normal(tokens, 6, seed=3) + leaning
 
 
+CLAMPED = ClampedSwiGLU(1.702, 7.0)
+"""A quarter of the values are beyond the limit."""
+
+
 @pytest.mark.parametrize("leaning", [*LEANINGS.values(), SATURATED], ids=[*LEANINGS, "saturated"])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (5, 2), (300, 4)])
 @pytest.mark.parametrize(
@@ -206,14 +210,17 @@ def test_the_norm_behind_experts_adds_them_up(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chosen", [1, 3])
+@pytest.mark.parametrize(
+    ("chosen", "activation"),
+    [(1, CLAMPED), (3, CLAMPED), (3, ClampedSwiGLU(None, 7.0))],
+    ids=["1", "3", "3-bounded-silu"],
+)
 def test_experts_with_biases_and_a_clamped_activation(
-    triton_kernels: Kernels, dtype: torch.dtype, chosen: int
+    triton_kernels: Kernels, dtype: torch.dtype, chosen: int, activation: ClampedSwiGLU
 ) -> None:
     shapes = [(50, 72), (6, 2 * 24, 72), (6, 72, 24), (6, 2 * 24), (6, 72)]
     x, *experts = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
     logits, counts = expert_logits(50, LEANINGS["even"]), torch.zeros(6, dtype=torch.int32)
-    activation = ClampedSwiGLU(1.702, 7.0)  # a quarter of the values are beyond the limit
 
     def mixed(kernels: Kernels, *tensors: Tensor) -> Tensor:
         x, logits, counts, gate_up, down, gate_up_bias, down_bias = tensors

@@ -156,10 +156,12 @@ def test_what_does_not_fit_is_refused(
         "Gemma4Text",
         "MiMoV2Flash",
         "MiniMaxM2",
+        "Step3p7",
     ],
 )
 def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(kind: str, tiny_of: TinyOf) -> None:
     config = config_of(tiny_of(kind))
+    config |= config.pop("text_config", {})
     config |= {"rope_scaling": None, "sliding_window": None, "partial_rotary_factor": None}
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
@@ -220,6 +222,49 @@ def test_experts_of_llama4_must_be_in_one_tensor_of_three_dimensions(
     with edited_tensors(copy) as tensors:
         tensors[name] = change(tensors[name])
     assert_refused(copy, rf"model\.safetensors: tensor {name} is {shape}$")
+
+
+def test_published_checkpoints_of_step_have_other_words(tiny_of: TinyOf) -> None:
+    """And layers behind the others, which predict further tokens."""
+    config = config_of(tiny_of("Step3p7"))
+    text, expected = config["text_config"], model_config_from_hf(config, {}, "a")
+    words = (
+        "mlp_layer_types", "rope_parameters", "num_key_value_heads", "n_routed_experts", "share_expert_dim",
+        "num_experts_per_tok", "num_sliding_attention_heads", "per_layer_config",
+    )  # fmt: skip
+    published = {name: value for name, value in text.items() if name not in words} | {
+        "layer_types": [*text["layer_types"], "sliding_attention"],
+        "swiglu_limits": [*text["swiglu_limits"], 0.0],
+        "moe_layers_enum": "1,2,3",
+        "num_nextn_predict_layers": 1,
+        "rope_theta": [5000.0, 100.0, 100.0, 5000.0, 100.0],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+        "num_attention_groups": 2,
+        "moe_num_experts": 8,
+        "moe_top_k": 3,
+        "share_expert_dims": 32,
+        "attention_other_setting": {"num_attention_heads": 8},
+    }
+    assert model_config_from_hf({**config, "text_config": published}, {}, "a") == expected
+    assert expected.step is not None
+    assert (expected.step.local_heads, expected.step.local_rotary_dim, expected.rotary_dim) == (8, 16, 8)
+    assert expected.experts is not None
+    assert expected.experts.limits == ((0.0, 0.0), (0.5, 0.0), (0.0, 0.7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"swiglu_limits": [0, 0, 1]}, "swiglu_limits must bound layers with experts alone, not"),
+        ({"swiglu_limits_shared": [1, 0, 0, 0]}, "swiglu_limits_shared must bound layers with experts alone"),
+        ({"num_sliding_attention_heads": 7}, "num_sliding_attention_heads 7 do not share KV heads"),
+        ({"query_pre_attn_scalar": 8}, "query_pre_attn_scalar 8 of Step3p7ForConditionalGeneration"),
+    ],
+)
+def test_what_step_cannot_have(tiny_of: TinyOf, change: dict[str, Any], message: str) -> None:
+    config = config_of(tiny_of("Step3p7"))
+    with pytest.raises(ValueError, match=message):
+        model_config_from_hf({**config, "text_config": {**config["text_config"], **change}}, {}, "a")
 
 
 def test_published_checkpoints_of_mimo_have_other_words(tiny_of: TinyOf) -> None:

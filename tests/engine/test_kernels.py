@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from baton.engine.kernels import Kernels
 from baton.engine.loader.hf_config import read_config
+from baton.engine.model_config import ClampedSwiGLU
 from baton.engine.models.gemma4 import Gemma4
 from tests.device import DEVICE
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
@@ -50,6 +51,9 @@ def test_silu_mul_and_gelu_mul(triton_kernels: Kernels, dtype: torch.dtype, rows
     gate_up = (4 * normal(rows, 2 * size)).to(dtype)
     close(triton_kernels.silu_mul(gate_up.to(DEVICE)), Kernels().silu_mul(gate_up))
     close(triton_kernels.silu_mul(gate_up.to(DEVICE), gelu=True), Kernels().silu_mul(gate_up, gelu=True))
+    bounded = ClampedSwiGLU(None, 2.0)
+    found = triton_kernels.silu_mul(gate_up.to(DEVICE), clamped=bounded)
+    close(found, Kernels().silu_mul(gate_up, clamped=bounded))
 
 
 # Products

@@ -286,6 +286,7 @@ def test_a_model_is_checked_without_reading_a_weight(
         "KimiLinear",
         "MiMoV2Flash",
         "MiniMaxM2",
+        "Step3p7",
     ],
 )
 def test_a_whole_model_passes_its_check(kind: str, tiny_of: TinyOf, monkeypatch: pytest.MonkeyPatch) -> None:

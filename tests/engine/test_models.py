@@ -114,6 +114,7 @@ KINDS = [
         id="gemma4-keys-as-values",
     ),
     pytest.param("MiMoV2Flash", {}, id="mimo-v2-flash"),
+    pytest.param("Step3p7", {}, id="step-3.7"),
     pytest.param("MiniMaxM2", {}, id="minimax-m2"),
     pytest.param("NemotronH", {}, id="nemotron-h"),
     pytest.param(

@@ -60,6 +60,7 @@ FAMILIES = [
     pytest.param("KimiLinear", {}, (2,), id="kimi-linear"),
     pytest.param("Lfm2", {"conv_bias": True}, (2,), id="lfm2"),
     pytest.param("Lfm2Moe", {}, (2,), id="lfm2-moe"),
+    pytest.param("Step3p7", {}, (2,), id="step-3.7"),
     pytest.param("MiMoV2Flash", {"num_key_value_heads": 1}, (2,), id="mimo-v2-flash"),
     pytest.param("MiniMaxM2", {}, (4,), id="minimax-m2"),
     pytest.param("NemotronH", {"moe_latent_size": 32}, (4,), id="nemotron-h"),

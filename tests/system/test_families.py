@@ -32,6 +32,7 @@ FAMILIES = (
     "MiMoV2Flash",
     "MiniMaxM2",
     "NemotronH",
+    "Step3p7",
     "Gemma4Text",
 )
 LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear", "DeepseekV32", "GlmMoeDsa"

@@ -118,7 +118,7 @@ def mix(
         inputs *= weights.flatten()[order, None]
         weights = torch.ones_like(weights)
     products = partial(_products, exact=exact)
-    inner = _activated(products(inputs, gate_up, experts.gate_up_bias, counts), experts.activation)
+    inner = activated(products(inputs, gate_up, experts.gate_up_bias, counts), experts.activation)
     inner = inner if rounded is None else rounded(inner)
     sorted_out = products(inner, down, experts.down_bias, counts)
     out = x.new_zeros(routing.experts.numel(), x.shape[1]).index_copy_(0, order, sorted_out)
@@ -131,13 +131,16 @@ def mix(
     return total.to(x.dtype)
 
 
-def _activated(gate_up: Tensor, activation: ClampedSwiGLU | SquaredReLU | None) -> Tensor:
+def activated(gate_up: Tensor, activation: ClampedSwiGLU | SquaredReLU | None) -> Tensor:
     if isinstance(activation, SquaredReLU):
         return F.relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)
     if activation is None:
         return F.silu(gate).mul_(up)
-    gate, up = gate.clamp_max(activation.limit), up.clamp(-activation.limit, activation.limit)
+    up = up.clamp(-activation.limit, activation.limit)
+    if activation.alpha is None:
+        return F.silu(gate).clamp_max_(activation.limit).mul_(up)
+    gate = gate.clamp_max(activation.limit)
     return torch.sigmoid(activation.alpha * gate).mul_(gate).mul_(up + 1)
 
 

@@ -28,6 +28,7 @@ from baton.engine.loader.families import (
     qwen3_5,
     qwen3_vl,
     sparse_latents,
+    step3p7,
 )
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.rearrangements import (
@@ -105,6 +106,7 @@ FAMILIES: dict[str, Family] = {
     "MiMoV2FlashForCausalLM": mimo_v2_flash.FAMILY,
     "MiniMaxM2ForCausalLM": minimax_m2.FAMILY,
     "NemotronHForCausalLM": nemotron_h.FAMILY,
+    "Step3p7ForConditionalGeneration": step3p7.FAMILY,  # its text model
 }
 
 

@@ -13,6 +13,7 @@ from baton.engine.model_config import (
     LatentConfig,
     MiMoConfig,
     StateConfig,
+    StepConfig,
     VisionConfig,
 )
 from baton.engine.models.llama import Llama
@@ -45,6 +46,8 @@ class Family:
     gemma: Callable[[Settings], GemmaConfig] | None = None
     """As in `ModelConfig`. None: a model of another family."""
     mimo: Callable[[Settings], MiMoConfig] | None = None
+    """The same."""
+    step: Callable[[Settings], StepConfig] | None = None
     """The same."""
     vision: Callable[[Settings, Settings, ImageSettings], VisionConfig] | None = None
     """How the model takes images, from all settings, those of the rotation, and those of the processor. None:

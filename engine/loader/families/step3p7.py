@@ -1,0 +1,140 @@
+"""Checkpoints of Step-3.7, and their settings: of the text model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from baton.engine.loader.experts_config import experts_config
+from baton.engine.loader.families.family import Family
+from baton.engine.loader.latent_config import layers_with_experts
+from baton.engine.loader.rearranged import Piece, Rearranged, in_heads, rotated_first
+from baton.engine.loader.rope_config import local_rope, ropes, rotary_dim
+from baton.engine.loader.settings import Settings
+from baton.engine.model_config import ExpertsConfig, Scoring, StepConfig
+from baton.engine.models.step import Step, step_of
+
+WORDS = {
+    "num_key_value_heads": "num_attention_groups",
+    "n_routed_experts": "moe_num_experts",
+    "num_experts_per_tok": "moe_top_k",
+    "share_expert_dim": "share_expert_dims",
+}
+"""By the words of transformers, those of published checkpoints."""
+LISTS = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared")
+"""Of all layers. Published checkpoints have layers behind them there that predict further tokens."""
+
+
+class StepCheckpoint(Rearranged):
+    renamed: ClassVar[Mapping[str, str]] = {
+        ".moe.router_bias": ".mlp.gate.e_score_correction_bias",
+        ".moe.gate.": ".mlp.gate.",
+        ".moe.": ".mlp.experts.",
+        ".share_expert.": ".mlp.shared_expert.",
+    }
+    left_out = ("vision_model.", "vit_large_projector.")
+    adds_one = True
+
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        config, step, words = self.config, step_of(self.config), name.split(".")
+        layer = int(words[2]) if words[:2] == ["model", "layers"] else 0
+        if layer >= config.num_layers:
+            return
+        is_local, part = layer in step.rope.layers, words[-2] if len(words) > 1 else ""
+        if part.endswith("_proj") and words[-3] == "experts":
+            before = ".".join(words[:-2])
+            one = [f"{before}.{{}}.{part}.weight"]
+            yield from self._by_expert(stored, self._files.shape(stored), one, self._read_expert)
+            return
+        heads = {"q": step.local_heads if is_local else config.num_heads, "k": config.num_kv_heads}
+        if part in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            rotated = step.local_rotary_dim if is_local else config.rotary_dim
+            assert rotated is not None, "the loader sets it for this architecture"
+            rows = torch.arange(config.head_dim * (heads[part[0]] if part.endswith("proj") else 1))
+            yield from self._by_rows(stored, {name: in_heads(rows, rotated_first(config.head_dim, rotated))})
+        else:
+            shape = self._files.shape(stored)
+            yield name, Piece(stored, shape, lambda parts: self._files.read(stored, parts))
+
+
+def in_words_of_others(given: Settings) -> Mapping[str, Any]:
+    found: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, **given.values}
+    count = given.integer("num_hidden_layers")
+    found |= {ours: found[theirs] for ours, theirs in WORDS.items() if theirs in found}
+    found |= {name: found[name][:count] for name in LISTS if isinstance(found.get(name), list)}
+    other, kinds = found.get("attention_other_setting"), found.get("layer_types")
+    if isinstance(other, Mapping) and found.get("num_sliding_attention_heads") is None:
+        found["num_sliding_attention_heads"] = other.get("num_attention_heads")
+    if kinds is None:
+        kinds = found["layer_types"] = ["full_attention"] * count
+    sparse = found.get("moe_layers_enum")
+    if found.get("mlp_layer_types") is None and sparse is not None:
+        words = sparse.split(",") if isinstance(sparse, str) else given.integers("moe_layers_enum")
+        numbers = {int(word) for word in map(str, words) if word.strip().isdecimal()}
+        found["mlp_layer_types"] = ["sparse" if layer in numbers else "dense" for layer in range(count)]
+    thetas, parts = found.get("rope_theta"), found.get("partial_rotary_factors")
+    if isinstance(thetas, list) and isinstance(parts, list) and {*map(type, kinds)} == {str}:
+        rope = {
+            kind: {"rope_theta": theta, "partial_rotary_factor": part}
+            for kind, theta, part in zip(kinds, thetas, parts, strict=False)
+        }
+        if isinstance(scaling := found.get("rope_scaling"), Mapping) and "full_attention" in rope:
+            rope["full_attention"].update(scaling)
+        found |= {"rope_parameters": rope, "rope_theta": None}
+    return found
+
+
+def step_config(settings: Settings) -> StepConfig:
+    """Raises `ValueError` naming the key that is wrong or not supported."""
+    local, heads = ropes(settings)[1], settings.integer("num_attention_heads")
+    local_heads = settings.integer("num_sliding_attention_heads", heads)
+    if local_heads % settings.integer("num_key_value_heads"):
+        raise ValueError(
+            f"{settings.source}: num_sliding_attention_heads {local_heads} do not share KV heads"
+        )
+    rope = local_rope(settings, local, settings.values["layer_types"])
+    turned = rotary_dim(Settings({}, ""), Settings(local, settings.source), 1.0, settings.integer("head_dim"))
+    return StepConfig(local_heads, turned, rope)
+
+
+def experts(settings: Settings) -> ExpertsConfig:
+    """Raises as `step_config`."""
+    layers = layers_with_experts(settings, first_dense=3)
+    of_experts, of_shared = (_limits(settings, name, layers) for name in LISTS[2:])
+    return experts_config(
+        settings,
+        layers,
+        Scoring.NORMALIZED_SIGMOID,
+        count="n_routed_experts",
+        size="moe_intermediate_size",
+        shared_intermediate_size=settings.integer("share_expert_dim"),
+        scale=settings.number("moe_router_scaling_factor", 1.0),
+        limits=tuple(zip(of_experts, of_shared, strict=True)),
+    )
+
+
+def _limits(settings: Settings, name: str, layers: Sequence[int]) -> list[float]:
+    """Of the layers with experts. No other layer may have one."""
+    count = settings.integer("num_hidden_layers")
+    limits = [0] * count if settings.get(name) is None else settings.get(name)
+    numbers = isinstance(limits, list) and all(type(each) in (int, float, type(None)) for each in limits)
+    if not numbers or len(limits) != count or any(limits[i] for i in range(count) if i not in layers):
+        raise ValueError(f"{settings.source}: {name} must bound layers with experts alone, not {limits!r}")
+    return [float(limits[layer] or 0) for layer in layers]
+
+
+def not_supported(settings: Settings) -> Iterator[str]:
+    scale = {"query_pre_attn_scalar": (settings.get("head_dim"),)}
+    yield from settings.unlike({"attention_bias": (False,)} | scale)
+
+
+FAMILY = Family(
+    model=Step,
+    checkpoint=StepCheckpoint,
+    settings=in_words_of_others,
+    rotated=1.0,
+    experts=experts,
+    step=step_config,
+    further="",
+    not_supported=not_supported,
+)
