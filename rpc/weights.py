@@ -51,6 +51,12 @@ class NotReplaced(Exception):
         )
 
 
+def named(path: str, version: str) -> pb.StageWeights:
+    """The weights of a checkpoint, newer than all that were named before."""
+    now = time.time_ns()  # noqa: TID251 - coordinators on other hosts compare it
+    return pb.StageWeights(path=path, version=version, named_at=now)
+
+
 class Replacement:
     """Of the weights of the workers at these addresses, in an `async with`. Whatever ends it before `apply`
     leaves all workers as they were."""

@@ -578,12 +578,14 @@ class WeightsCommand(_message.Message):
     def __init__(self, stage: _Optional[_Union[StageWeights, _Mapping]] = ..., close: _Optional[bool] = ..., apply: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StageWeights(_message.Message):
-    __slots__ = ("path", "version")
+    __slots__ = ("path", "version", "named_at")
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAMED_AT_FIELD_NUMBER: _ClassVar[int]
     path: str
     version: str
-    def __init__(self, path: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    named_at: int
+    def __init__(self, path: _Optional[str] = ..., version: _Optional[str] = ..., named_at: _Optional[int] = ...) -> None: ...
 
 class WeightsReport(_message.Message):
     __slots__ = ("bytes", "seconds")

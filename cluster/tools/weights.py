@@ -9,9 +9,8 @@ from baton.cluster.tools.flip import refusal
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.secret import secret_for
 from baton.cluster.tools.status import name_of
-from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
-from baton.rpc.weights import NotReplaced, replace_weights
+from baton.rpc.weights import NotReplaced, named, replace_weights
 
 
 def run(
@@ -38,7 +37,7 @@ async def _replace(path: str, endpoint: EndpointOptions, secret: bytes, tls: Tls
     names = {worker["address"]: name_of(worker) for worker in workers}
     version = uuid.uuid4().hex
     try:
-        done = await replace_weights(list(names), pb.StageWeights(path=path, version=version), secret, tls)
+        done = await replace_weights(list(names), named(path, version), secret, tls)
     except NotReplaced as error:
         faults = list[str]()
         for address, fault in error.faults.items():

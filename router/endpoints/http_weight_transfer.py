@@ -21,8 +21,7 @@ from baton.router.api.bodies import DiskUpdate, FinishWeightsBody, InitTransferB
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_weights import failed, new_version, workers_for_weights
-from baton.rpc import worker_pb2 as pb
-from baton.rpc.weights import NotReplaced, Replacement
+from baton.rpc.weights import NotReplaced, Replacement, named
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class HttpWeightTransfer:
             replacement = Replacement(list(update.names), config.secret, config.cluster_tls)
             try:
                 await update.calls.enter_async_context(replacement)
-                weights = pb.StageWeights(path=path, version=new_version(None))
+                weights = named(path, new_version(None))
                 nbytes, _ = await replacement.stage(weights)
             except NotReplaced as error:
                 await self._end()

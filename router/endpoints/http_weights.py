@@ -8,8 +8,7 @@ from baton.router import errors
 from baton.router.api.bodies import UpdateWeightsBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
-from baton.rpc import worker_pb2 as pb
-from baton.rpc.weights import NotReplaced, replace_weights
+from baton.rpc.weights import NotReplaced, named, replace_weights
 
 PATHS = "/get_world_size", "/update_weights_from_disk"
 CONNECT_WITHIN = 5.0  # seconds
@@ -34,7 +33,7 @@ class HttpWeights:
     async def _update(self, request: web.Request) -> web.Response:
         body = parse(UpdateWeightsBody, await self._calls.body(request))
         names = await workers_for_weights(self._calls)
-        weights = pb.StageWeights(path=body.model_path, version=new_version(body.weight_version))
+        weights = named(body.model_path, new_version(body.weight_version))
         config = self._calls.config
         try:
             done = await replace_weights(list(names), weights, config.secret, config.cluster_tls)

@@ -83,12 +83,10 @@ def must_agree(described: pb.WorkerDescription) -> tuple[str, ...]:
 
 
 def lacks_weights(described: pb.WorkerDescription, accepted: pb.WorkerDescription) -> bool:
-    """Whether the worker has started with the weights of its model, while the accepted one has newer ones of
-    the same model."""
+    """Whether the accepted one has newer weights of the same model."""
     differing = {name for name, *_ in _differing(described, accepted)}
-    return (
-        VERSION in differing and not described.weights.version and differing <= {VERSION, "weights", "drafts"}
-    )
+    is_older = described.weights.named_at < accepted.weights.named_at
+    return is_older and VERSION in differing and differing <= {VERSION, "weights", "drafts"}
 
 
 def _differing(

@@ -7,7 +7,7 @@ that moves to the other pool keeps its prefix cache, its load and its open work 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS
@@ -129,10 +129,14 @@ class Roster:
     # ------------------------------------------------------------ reports
 
     def accept(self, worker: Worker) -> None:
-        """Raises RefusedWorker if the worker does not fit the accepted workers."""
-        others = (next(iter(same)) for same in self._accepted.values())
-        check_fit(worker.description, self._model, {str(other): other.description for other in others})
+        """Raises RefusedWorker if the worker does not fit the accepted workers. Those with older weights get
+        no work until they have the same."""
+        others = {next(iter(same)): list(same) for same in self._accepted.values()}
+        older = [each for each in others if lacks_weights(each.description, worker.description)]
+        same = {str(other): other.description for other in others if other not in older}
+        check_fit(worker.description, self._model, same)
         self.adapters.check(worker.description)
+        self._outdate([other for each in older for other in others[each]])
         self._accepted.setdefault(must_agree(worker.description), {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
@@ -143,13 +147,15 @@ class Roster:
         self.release(worker)
         worker.redescribed(description)
         newest = must_agree(worker.description)
-        others = [other for key, same in self._accepted.items() if key != newest for other in same]
-        for other in others:
-            other.outdated_since = time.monotonic()
-            self.release(other)
-            self.availability_changed(other)
+        self._outdate([other for key, same in self._accepted.items() if key != newest for other in same])
         self.accept(worker)
         self.availability_changed(worker)
+
+    def _outdate(self, workers: Iterable[Worker]) -> None:
+        for worker in workers:
+            worker.outdated_since = time.monotonic()
+            self.release(worker)
+            self.availability_changed(worker)
 
     def weights_for(self, refused: Worker) -> pb.StageWeights | None:
         """What a refused worker needs to be accepted, if that is only the weights of the accepted workers."""

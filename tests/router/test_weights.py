@@ -18,6 +18,7 @@ from baton.cluster.tools import weights
 from baton.router.admission.keys import ApiKey, api_keys
 from baton.router.endpoints import http_weight_transfer
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers import roster
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.weights import replace_weights
@@ -29,7 +30,8 @@ from .conftest import Cluster, make_cluster
 from .test_grpc import generate
 from .test_workers import rewrite
 
-NEWEST = pb.StageWeights(path="/step-200", version="v2")
+NEWEST = pb.StageWeights(path="/step-200", version="v2", named_at=2)
+OLDER = pb.StageWeights(path="/step-100", version="v1", named_at=1)
 
 
 class Trained(FakeWorker):
@@ -121,6 +123,37 @@ async def test_a_worker_that_starts_gets_the_weights_of_the_others(
             assert not cluster.pool.decodes
         await first.kill()
         await started.kill()
+
+
+@pytest.mark.parametrize("weights", [pb.StageWeights(), OLDER])
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_workers_with_older_weights_get_the_newest_whichever_came_first(
+    tokenizer: ModelTokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: pb.StageWeights,
+    is_first: bool,
+) -> None:
+    monkeypatch.setattr(roster, "CALL_TIMEOUT", 0.0)
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
+        newest = Trained(pb.POOL_PREFILL, cluster.lanes, cluster.output_ids)
+        older = Trained(pb.POOL_PREFILL, cluster.lanes, cluster.output_ids)
+        newest.weights, older.weights = NEWEST, weights
+        workers = [older, newest] if is_first else [newest, older]
+        for worker in workers:
+            await worker.start()
+        rewrite(tmp_path / "workers", [workers[0]])
+        await cluster.until(lambda: len(cluster.pool.prefills) == 1)
+        rewrite(tmp_path / "workers", list(workers))
+
+        def has_both() -> bool:
+            older.report()
+            return len(cluster.pool.ready(pb.POOL_PREFILL)) == 2
+
+        await cluster.until(has_both)
+        assert older.weights == newest.weights == NEWEST
+        for worker in workers:
+            await worker.kill()
 
 
 @contextlib.asynccontextmanager
@@ -233,7 +266,8 @@ async def test_a_trainer_replaces_the_weights_over_http(tokenizer: ModelTokenize
         assert (status, answer["success"]) == (200, True), answer
         assert answer["weight_version"].startswith("200-")
         for worker in workers:
-            assert worker.weights == pb.StageWeights(path="/step-200", version=answer["weight_version"])
+            assert (worker.weights.path, worker.weights.version) == ("/step-200", answer["weight_version"])
+            assert worker.weights.named_at
         assert await asked("GET", "/get_world_size", "trainer") == (200, {"world_size": 3})
 
 
@@ -276,8 +310,8 @@ async def test_a_trainer_moves_weights_by_the_calls_of_vllm(
         status, answer = await call(finish, weight_version="200")
         assert status == 200
         assert answer["weight_version"].startswith("200-")
-        wanted = pb.StageWeights(path=info["path"], version=answer["weight_version"])
-        assert [worker.weights for worker in workers] == [wanted] * 2
+        found = [(worker.weights.path, worker.weights.version) for worker in workers]
+        assert found == [(info["path"], answer["weight_version"])] * 2
         assert (await call(finish))[0] == 400
 
 

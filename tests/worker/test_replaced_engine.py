@@ -343,6 +343,34 @@ async def test_the_next_engine_has_the_newest_weights_and_the_kv_of_them(
     await assert_whole(worker)
 
 
+async def test_an_engine_that_dies_in_the_change_is_followed_by_one_with_all_old_or_all_new_weights(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    tokens = dict[str, tuple[int, float]]()
+    for seed in (9, 10):
+        path = saved(tmp_path / str(seed), seed)
+        async with replacement(worker) as new:
+            await new.stage(path, path.name)
+            await new.command(close=True)
+            await new.command(apply=True)
+        tokens[str(path)] = await first_token(worker)
+    async with replacement(worker) as cut, attached(worker) as stream:
+        await cut.stage(tmp_path / "9", "cut")
+        await cut.command(close=True)
+        engine = worker.child("engine")
+        engine.suspend()
+        await cut.call.write(pb.WeightsCommand(apply=True))
+        engine.kill()
+        with pytest.raises(grpc.aio.AioRpcError, match="engine"):
+            assert not isinstance(await within(cut.call.read()), pb.WeightsReport)
+        while (await status(stream)).health != pb.WorkerStatus.HEALTH_SERVING:
+            pass  # it starts
+    after = await described(worker)
+    assert after.weights.version == "10"
+    assert await first_token(worker) == pytest.approx(tokens[after.weights.path])
+    await assert_whole(worker)
+
+
 @pytest.mark.long
 async def test_a_group_of_ranks_is_replaced_as_a_whole(tmp_path: Path) -> None:
     """Whichever of them dies."""

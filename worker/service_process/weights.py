@@ -98,7 +98,7 @@ class WeightsReplacement:
             self._check_staged(engines)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
             if renamed := (await _next(commands, "apply")).version:
-                stage = pb.StageWeights(path=path, version=renamed)
+                stage = pb.StageWeights(path=path, version=renamed, named_at=stage.named_at)
                 _, version = _checked(stage)
             self._check_staged(engines)
             began = time.monotonic()
