@@ -34,11 +34,12 @@ from baton.engine.kernels.attention.online_softmax import (
     logarithm,
     normalized,
     of_pairs,
+    weigh,
     whole_tile,
 )
 from baton.engine.kernels.attention.pieces import BLOCK_N, Pieces, Sharing, combine, of_query, queries_from
 from baton.engine.kernels.attention.tiles import MOST_IN_LONG
-from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.launch import finishes_last, inputs_ready, launch_options
 from baton.engine.model_config import Span
 
 # Measured on an H200.
@@ -249,8 +250,7 @@ def _combine_last(
     COMBINED: tl.constexpr,
 ):
     """Counts a piece. The program that finishes last combines all of them."""
-    tl.debug_barrier()  # all threads have stored before the program counts as finished
-    if tl.atomic_add(count, 1, sem="acq_rel") == pieces - 1:
+    if finishes_last(count, 0, pieces):
         tl.store(count, 0)
         own = tl.arange(0, triton.next_power_of_2(GROUP))
         heads, used = kv_head * GROUP + own, own < GROUP
@@ -280,11 +280,9 @@ def attend(queries, tile, seen, m, total, acc, upper_acc, scale, FP8: tl.constex
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     new_m = tl.maximum(tl.maximum(m, tl.max(scores, axis=0)), LEAST)
-    weights = tl.exp2(scores - new_m[None, :])
-    shrink = tl.exp2(m - new_m)
-    total = total * shrink + tl.sum(weights * inverse[:, None] if FP8 else weights, axis=0)
+    weights, total, shrink = weigh(scores, new_m, m, total, inverse if FP8 else None, 0)
     weights = weights.to(v.dtype)
-    acc = tl.dot(tl.trans(v), weights, acc * shrink[None, :], input_precision="tf32x3")
+    acc = tl.dot(tl.trans(v), weights, acc * shrink, input_precision="tf32x3")
     if FP8:
-        upper_acc = tl.dot(tl.trans(upper), weights, upper_acc * shrink[None, :], input_precision="tf32x3")
+        upper_acc = tl.dot(tl.trans(upper), weights, upper_acc * shrink, input_precision="tf32x3")
     return new_m, total, acc, upper_acc

@@ -25,7 +25,7 @@ from baton.engine.kernels.attention.online_softmax import (
     whole_tile,
 )
 from baton.engine.kernels.attention.pieces import EXACT_FIELDS, Pieces
-from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.launch import finishes_last, inputs_ready, launch_options
 from baton.engine.model_config import Span
 
 # Measured on an H200.
@@ -165,10 +165,9 @@ def _decode(
         y = _normalized(tl.trans(acc), tl.max(total, axis=0))
         tl.store(to_row + in_row, y.to(out.dtype.element_ty), mask=used[:, None])
     else:
-        tl.debug_barrier()  # all threads have stored before the program counts as finished
-        count = finished + request * SHAPE.kv_heads + kv_head
-        if tl.atomic_add(count, 1, sem="acq_rel") == pieces - 1:
-            tl.store(count, 0)
+        place = request * SHAPE.kv_heads + kv_head
+        if finishes_last(finished, place, pieces):
+            tl.store(finished + place, 0)
             segments = tl.load(first + request + 1) - first_result
             y = _fold_results(results, first_result, segments, sinks + heads, HEAD_DIM, SINKS)
             tl.store(to_row + in_row, y.to(out.dtype.element_ty), mask=used[:, None])

@@ -35,7 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from baton.engine.kernels.attention import index_kernels, latent_wgmma, prefill_wgmma
 from baton.engine.kernels.attention.index_kernels import Choice, choice_of_chunk
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
-from baton.engine.kernels.attention.online_softmax import LOG2_E, SEGMENT, SEGMENTS, Expanded
+from baton.engine.kernels.attention.online_softmax import LOG2_E, SEGMENT, SEGMENTS, Expanded, weigh
 from baton.engine.kernels.attention.paged import KV, AttentionMetadata, IndexQueries, parts
 from baton.engine.kernels.attention.pieces import Pieces, combine, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
@@ -474,9 +474,8 @@ def _attend_tile(q_latent, q_shared, latent, shared, inside, m, total, acc, scal
     if inside is not None:
         scores = tl.where(inside[:, None], scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, axis=0))
-    weights, shrink = tl.exp2(scores - new_m[None, :]), tl.exp2(m - new_m)
-    total = total * shrink + tl.sum(weights, axis=0)
-    acc *= shrink[None, :]
+    weights, total, shrink = weigh(scores, new_m, m, total, None, 0)
+    acc *= shrink
     acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision="tf32x3")
     return new_m, total, acc
 

@@ -216,6 +216,16 @@ def logarithm(scale, FP8: tl.constexpr):
 
 
 @triton.jit
+def weigh(scores, new_m, m, total, inverse, AXIS: tl.constexpr):
+    """The weights of a tile of scores, the new total, and the factor on the sums so far. AXIS: of the scores,
+    the one that is not of queries. `inverse` [keys]: as `logarithm` returns it; None: without FP8."""
+    weights = tl.exp2(scores - tl.expand_dims(new_m, AXIS))
+    shrink = tl.exp2(m - new_m)
+    added = weights if inverse is None else weights * tl.expand_dims(inverse, 1 - AXIS)
+    return weights, total * shrink + tl.sum(added, axis=AXIS), tl.expand_dims(shrink, AXIS)
+
+
+@triton.jit
 def segment_of(context):
     """Positions of a segment, for queries that see so many positions."""
     size = context * 0 + SEGMENT

@@ -46,9 +46,11 @@ from baton.engine.kernels.attention.online_softmax import (
     of_pairs,
     segment_of,
     span_options,
+    weigh,
     whole_tile,
 )
 from baton.engine.kernels.attention.tiles import MOST_IN_LONG, SHORT, TILE_FIELDS, Shape
+from baton.engine.kernels.launch import finishes_last
 from baton.engine.model_config import Span
 
 # Measured on an H200.
@@ -215,16 +217,10 @@ def _prefill(
     table = block_tables + request * table_stride
     query_positions = tl.minimum(first + token, last)
     last_keys = tl.maximum(query_positions, seen - 1)
-    if EXACT:
-        total, result = _attend_exactly_to(
-            queries, m, total, cache, table, first, query_positions, last_keys, whole, stop, scale, SHAPE,
-            BLOCK_N, SPAN, CHUNKED,
-        )  # fmt: skip
-    else:
-        m, total, result = _attend_to(
-            queries, m, total, cache, table, first, query_positions, last_keys, begin, whole, end, stop,
-            scale, SHAPE, BLOCK_N, MASKED_N, SPAN, CHUNKED,
-        )  # fmt: skip
+    m, total, result = _attend_to(
+        queries, m, total, cache, table, first, query_positions, last_keys, begin, whole, end, stop, scale,
+        SHAPE, BLOCK_N, MASKED_N, SPAN, CHUNKED, EXACT,
+    )  # fmt: skip
     result /= total[:, None]
     is_last = True
     if pieces > 1:
@@ -255,87 +251,60 @@ def _attend_to(
     MASKED_N: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Adds the keys [begin, end), of which no mask hides one before `whole`. Returns m, total, and
-    the weighted sum of values."""
+    """Adds the keys [begin, end), of which no mask hides one before `whole`, to m and total of the sinks.
+    Returns m, total, and the weighted sum of values. EXACT: segment by segment."""
     first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
-    VALUE_DIM: tl.constexpr = SHAPE.value_dim
-    acc = tl.zeros([queries.shape[0], VALUE_DIM], tl.float32)
-    queries, scale = normalized(queries, scale, SHAPE.fp8)
+    segments = 1, 1
+    if EXACT:
+        own_m, own_total, own = no_sums(queries.shape[0], SHAPE.value_dim, 1)
+        sums = m, total[:, None] + tl.zeros_like(own_total), tl.zeros_like(own), own_m, own_total, own
+        # The segments of a tile's queries have two lengths at most. The shorter one divides the longer one.
+        segments = segment_of(query_positions + 1), segment_of(first + 1)
+    else:
+        VALUE_DIM: tl.constexpr = SHAPE.value_dim
+        sums = m, total, tl.zeros([queries.shape[0], VALUE_DIM], tl.float32)
+        queries, scale = normalized(queries, scale, SHAPE.fp8)
     if SPAN:
         skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
         begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
         for start in tl.range(skipped, begin, BLOCK_N):
             tile, _ = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
             seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
-            m, total, acc = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
+            sums = _add(queries, tile, seen, sums, scale, start + BLOCK_N, segments, SHAPE, EXACT)
     for start in tl.range(begin, whole, BLOCK_N):
         tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
-        m, total, acc = attend(queries, tile, None, m, total, acc, scale, SHAPE.fp8)
+        sums = _add(queries, tile, None, sums, scale, start + BLOCK_N, segments, SHAPE, EXACT)
     for start in tl.range(whole, end, MASKED_N):
         tile, inside = any_tile(cache, table, start, stop, SHAPE, MASKED_N)
         positions = start + tl.arange(0, MASKED_N)
         seen = (positions[None, :] <= last_keys[:, None]) & inside[None, :]
         if SPAN:
             seen &= positions[None, :] >= first_keys
-        m, total, acc = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
+        sums = _add(queries, tile, seen, sums, scale, start + MASKED_N, segments, SHAPE, EXACT)
+    if EXACT:
+        m, total, acc, own_m, own_total, own = sums
+        m, total, acc = fold(m, total, acc, own_m, own_total, own, 1)
+        total = tl.max(total, axis=1)
+    else:
+        m, total, acc = sums
     return m, total, acc
 
 
 @triton.jit
-def _attend_exactly_to(
-    queries,
-    m,
-    total,
-    cache,
-    table,
-    first,
-    query_positions,
-    last_keys,
-    whole,
-    stop,
-    scale,
-    SHAPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,
-    CHUNKED: tl.constexpr,
-):
-    """As `_attend_to`, segment by segment. m and total have the sinks alone. Returns total and the sum."""
-    own_m, own_total, own = no_sums(queries.shape[0], SHAPE.value_dim, 1)
-    total = total[:, None] + tl.zeros_like(own_total)
-    acc = tl.zeros_like(own)
-    first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
-    # The segments of a tile's queries have two lengths at most. The shorter one divides the longer one.
-    segment, shortest = segment_of(query_positions + 1), segment_of(first + 1)
-    begin = 0
-    if SPAN:
-        skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
-        begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
-        for start in tl.range(skipped, begin, BLOCK_N):
-            tile, _ = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
-            seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
-            own_m, own_total, own = attend_exactly(queries, tile, seen, own_m, own_total, own, scale, 1)
-            m, total, acc, own_m, own_total, own = _end_segments(
-                m, total, acc, own_m, own_total, own, start + BLOCK_N, segment, shortest
-            )
-    for start in tl.range(begin, whole, BLOCK_N):
-        tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
-        own_m, own_total, own = attend_exactly(queries, tile, None, own_m, own_total, own, scale, 1)
-        m, total, acc, own_m, own_total, own = _end_segments(
-            m, total, acc, own_m, own_total, own, start + BLOCK_N, segment, shortest
-        )
-    for start in tl.range(whole, stop, BLOCK_N):
-        tile, inside = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
-        positions = start + tl.arange(0, BLOCK_N)
-        seen = (positions[None, :] <= last_keys[:, None]) & inside[None, :]
-        if SPAN:
-            seen &= positions[None, :] >= first_keys
+def _add(queries, tile, seen, sums, scale, end, segments, SHAPE: tl.constexpr, EXACT: tl.constexpr):
+    """Adds a tile of keys before `end`. The sums: m, total and acc; EXACT: of the segments that have ended,
+    then of the one that has not."""
+    if EXACT:
+        m, total, acc, own_m, own_total, own = sums
         own_m, own_total, own = attend_exactly(queries, tile, seen, own_m, own_total, own, scale, 1)
-        m, total, acc, own_m, own_total, own = _end_segments(
-            m, total, acc, own_m, own_total, own, start + BLOCK_N, segment, shortest
-        )
-    m, total, acc = fold(m, total, acc, own_m, own_total, own, 1)
-    return tl.max(total, axis=1), acc
+        segment, shortest = segments
+        sums = _end_segments(m, total, acc, own_m, own_total, own, end, segment, shortest)
+    else:
+        m, total, acc = sums
+        sums = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
+    return sums
 
 
 @triton.jit
@@ -362,8 +331,7 @@ def _put_together(result, own_lse, partial, lse, finished, tile, pieces, kv_head
     rows = place * result.shape[0] + m
     tl.store(partial + rows[:, None] * result.shape[1] + dims[None, :], result)
     tl.store(lse + rows, own_lse)
-    tl.debug_barrier()  # all threads have stored before the program counts as finished
-    is_last = tl.atomic_add(finished + first, 1, sem="acq_rel") == pieces - 1
+    is_last = finishes_last(finished, first, pieces)
     if is_last:
         tl.store(finished + first, 0)
         largest = tl.full([result.shape[0]], LEAST, tl.float32)
@@ -400,8 +368,6 @@ def attend(queries, tile, seen, m, total, acc, scale, FP8: tl.constexpr):
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, axis=1) * scale)
-    weights = tl.exp2(scores * scale - new_m[:, None])
-    shrink = tl.exp2(m - new_m)
-    total = total * shrink + tl.sum(weights * inverse[None, :] if FP8 else weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
+    weights, total, shrink = weigh(scores * scale, new_m, m, total, inverse if FP8 else None, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink, input_precision="tf32x3")
     return new_m, total, acc
