@@ -283,6 +283,12 @@ def _attend_to(
         if SPAN:
             seen &= positions[None, :] >= first_keys
         sums = _add(queries, tile, seen, sums, scale, start + MASKED_N, segments, SHAPE, EXACT)
+    return _all_sums(sums, EXACT)
+
+
+@triton.jit
+def _all_sums(sums, EXACT: tl.constexpr):
+    """m, total and acc of all keys, of the sums of `_add`."""
     if EXACT:
         m, total, acc, own_m, own_total, own = sums
         m, total, acc = fold(m, total, acc, own_m, own_total, own, 1)
