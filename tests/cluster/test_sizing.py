@@ -174,6 +174,7 @@ def test_agents_run_in_a_closed_loop() -> None:
         ({"ttft": 0.012}, "one prefill of 2000 tokens takes 50.3 ms"),
         ({"ttit": 0.004}, "a step with a single request takes 4."),
         ({"input": 1_000_000, "ttft": 1e6, "ttit": 1.0}, "needs more KV memory than one worker has"),
+        ({"ttft": 0.04, "output": 1}, "one prefill of 2000 tokens takes 50.3 ms on an idle worker; a"),
         ({"ttft": 0.02}, "alone in the cluster has its first token after 38 ms"),
         ({"ttft": 0.02, "agents": 4}, "alone in the cluster has its first token after"),
     ],

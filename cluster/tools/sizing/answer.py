@@ -265,7 +265,12 @@ def _fewer(pools: Pools, pool: int, part: float = math.inf) -> Pools | None:
 def _one_token(
     of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, ttft: float, alone: float
 ) -> Answer:
-    """Prefill workers alone answer requests for one token."""
+    """Prefill workers alone answer requests for one token, and share no prompt. Raises ValueError."""
+    if ttft < alone:
+        raise ValueError(
+            f"--slo ttft={ttft * 1e3:.0f}: one prefill of {load.input} tokens takes {alone * 1e3:.1f} ms on "
+            "an idle worker; a larger --prefill-tensor-parallel-size may help"
+        )
 
     def simulated(workers: int) -> Latency:
         return prefill(of_prefill.steps, workers=workers, rate=load.rate, tokens=load.input)
