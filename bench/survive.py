@@ -8,6 +8,8 @@ have some more tokens.
     failed       answers that ended too soon, or with an error
     recomputed   prompt and output tokens of an answer that were computed again for a kill: of all, the most
     pause        the longest gap of all answers around a kill
+    pause.STAGE  what the worker does meanwhile: it ends processes, starts Python and torch (the engine
+                 process), loads weights, verifies KV, starts the transfer process, and submits the attempts
     step         a decode step of an engine whose KV outlives it, to one that writes no records of blocks
 
 `…_without` is the same for a worker that ends with its engine process.
@@ -16,6 +18,7 @@ have some more tokens.
 import argparse
 import asyncio
 import os
+import re
 import sys
 import tempfile
 import time
@@ -102,6 +105,8 @@ class Kills:
     """Tokens, by kill."""
     pauses: list[float]
     """Seconds of the longest one, by kill."""
+    stages: dict[str, list[float]]
+    """Seconds of each stage of the replacement, by kill."""
 
 
 @contextmanager
@@ -156,7 +161,17 @@ async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int) -> Ki
         streams,
         [max(of_kill) for of_kill in zip(*recomputed, strict=True)],
         [max(stream.gap_around(moment) or 0.0 for stream in streams) for moment in moments],
+        stages_in(cluster.of("decode")[0].log.read_text()),
     )
+
+
+def stages_in(log: str) -> dict[str, list[float]]:
+    """What a worker says of the stages of its replacements."""
+    stages: dict[str, list[float]] = {}
+    for split in re.findall(r"another engine process goes on after [\d.]+ s: (.*)", log):
+        for name, seconds in re.findall(r"([a-zA-Z ]+) ([\d.]+)", split):
+            stages.setdefault(name.strip(), []).append(float(seconds))
+    return stages
 
 
 def step_seconds(report: Report, steps: int) -> None:
@@ -217,6 +232,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     report.add(Row("survive.cpu.recomputed", most, "tokens a stream", goal=MOST_RECOMPUTED))
     report.add(Row("survive.cpu.recomputed_without", max(ends.recomputed), "tokens a stream"))
     report.add_median("survive.cpu.pause", stays.pauses, "s")
+    for name, seconds in stays.stages.items():
+        report.add_median(f"survive.cpu.pause.{name.replace(' ', '_')}", seconds, "s")
     report.add_median("survive.cpu.pause_without", ends.pauses, "s")
     step_seconds(report, SHORT_STEPS if args.short else STEPS)
 

@@ -176,6 +176,8 @@ class Engine:
         pool, states = _pools(started.pool, self.block_size, self._windows(config, started))
         self._kept = started.kept
         cache = self._prefix_cache(config, started, hooks, pool)
+        if self._kept is not None:
+            hooks.progress("verifying KV", 0.0)
         if cache is not None and (found := cache.take_over()):
             log.info("%d blocks of KV of the engine before are whole, and are used", found)
         self.window_blocks = None if pool.windows is None else pool.windows.of

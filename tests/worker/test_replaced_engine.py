@@ -10,6 +10,7 @@ import grpc.aio
 import psutil
 import pytest
 
+from baton.bench.survive import stages_in
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
@@ -253,6 +254,12 @@ async def test_a_planned_restart_ends_the_engine_between_two_steps(worker: Worke
         assert (await status(stream)).health == pb.WorkerStatus.HEALTH_SERVING
     new = worker.log.read_text().removeprefix(log)
     assert new.count("another engine process goes on\n") == 3, "two calls at once are one restart"
+    stages = stages_in(new)
+    assert {len(seconds) for seconds in stages.values()} == {3}
+    assert [*stages] == [
+        "ending processes", "starting the engine process", "loading weights", "verifying KV",
+        "starting the transfer process", "submitting attempts",
+    ]  # fmt: skip
     assert "ERROR" not in new
     await assert_whole(worker)
 

@@ -5,9 +5,10 @@ import logging.config
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import setproctitle
 from grpc_health.v1 import health_pb2
@@ -88,7 +89,6 @@ class Service:
         self._tree = WorkerTree(config, self._incarnation, self._kept_fds)
         self._engine: EngineReady | None = None
         self._kv_port = 0
-        self._replacements = 0
         self._crashed: list[bytes] = []
         """Attempts that were in the last step of an engine process that could not be replaced."""
         self._routers = Routers()
@@ -131,7 +131,7 @@ class Service:
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         # The ports come first, so that a wrong port fails before the model is loaded.
         port, metrics_port, host = await self._open_ports()
-        engine, kv_address = await self._start_tree()
+        engine, kv_address = await self._start_tree(self._ready.stage)
         self._engine, self._kv_port = engine, int(kv_address.rpartition(":")[2])
         metrics_address = f"{host}:{metrics_port}"
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
@@ -160,11 +160,12 @@ class Service:
         await self._drain_asked.wait()
         await self._drain()
 
-    async def _start_tree(self) -> tuple[EngineReady, str]:
-        """Starts the processes. Returns what the engine is, and the address of the KV lanes."""
-        self._ready.stage("starting the engine process", 0.0)
-        engine = await self._tree.start_engine(self._ready.stage)
-        self._ready.stage("starting the transfer process", 0.0)
+    async def _start_tree(self, stage: Callable[[str, float], None]) -> tuple[EngineReady, str]:
+        """Starts the processes. Returns what the engine is, and the address of the KV lanes. `stage` gets
+        each stage and the fraction of it that is done."""
+        stage("starting the engine process", 0.0)
+        engine = await self._tree.start_engine(stage)
+        stage("starting the transfer process", 0.0)
         kv_address = await self._tree.start_transfer(engine)
         self._tree.follow(self._backend.deliver)
         return engine, kv_address
@@ -270,7 +271,7 @@ class Service:
         lanes break, and fetch again."""
         planned = isinstance(error, EngineRestart)
         log.log(logging.INFO if planned else logging.ERROR, "%s: another engine process goes on", error)
-        began = time.monotonic()
+        stages = {"ending processes": time.monotonic()}
         self._crashed = [] if planned else self._tree.heartbeat.step
         self._backend.engine_lost(str(error), self._crashed, planned=planned)
         await self._tree.kill()
@@ -278,15 +279,22 @@ class Service:
         config = replace(self._config, kv_port=self._kv_port)
         if (weights := self._backend.weights) is not None:
             config = replace(config, engine=weights.of(config.engine))
-        self._replacements += 1
-        self._tree = WorkerTree(config, self._incarnation, self._kept_fds, self._replacements)
+        self._tree = WorkerTree(config, self._incarnation, self._kept_fds, self._backend.engines)
         self._reporting = self._tree.watch(self._backend.report())
-        await self._run_until_failure(self._go_on())
+        await self._run_until_failure(self._go_on(stages))
         self._crashed = []
-        log.info("another engine process goes on after %.1f s", time.monotonic() - began)
+        times = [*stages.values(), time.monotonic()]
+        split = [f"{name} {b - a:.2f}" for name, (a, b) in zip(stages, pairwise(times), strict=True)]
+        log.info("another engine process goes on after %.2f s: %s", times[-1] - times[0], ", ".join(split))
 
-    async def _go_on(self) -> None:
-        engine, _ = await self._start_tree()
+    async def _go_on(self, stages: dict[str, float]) -> None:
+        """Notes in `stages` when each stage begins: time.monotonic()."""
+
+        def stage(name: str, fraction: float) -> None:
+            stages.setdefault(name, time.monotonic())
+
+        engine, _ = await self._start_tree(stage)
+        stage("submitting attempts", 0.0)
         assert self._engine is not None, "it takes the place of another one"
         weights = self._backend.weights
         if engine != (self._engine if weights is None else weights.ready(self._engine)):
