@@ -107,7 +107,7 @@ def check_request(
 
 def _check_images(request: EngineRequest, settings: ImageSettings | None) -> None:
     if settings is None:
-        raise ValueError("images: this model takes none")
+        raise ValueError("images: this worker takes none, as with --engine vllm or --language-model-only")
     end = 0
     for i, image in enumerate(request.images):
         if len(image.name) != IMAGE_NAME_BYTES:

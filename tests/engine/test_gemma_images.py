@@ -15,7 +15,7 @@ import torch
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
-from baton.engine import EngineRequest, Image
+from baton.engine import Image
 from baton.engine.core.prompt_images import PromptImages
 from tests.device import DEVICE
 from tests.engine import checkpoints
@@ -56,9 +56,9 @@ def pictures_of(kind: str) -> list[np.ndarray]:
     return [pixels_of(i, *size) for i, size in enumerate(sizes)]
 
 
-def expected_of(reference: Any, request: EngineRequest, pictures: Sequence[np.ndarray]) -> list[int]:
+def expected_of(reference: Any, ids: list[int], pictures: Sequence[np.ndarray], count: int = 10) -> list[int]:
     """What transformers generates, with its own processor."""
-    tokens = torch.tensor([request.prompt_ids])
+    tokens = torch.tensor([ids])
     types = (tokens == IMAGE_TOKEN).int()
     images = [np.ascontiguousarray(picture.transpose(2, 0, 1)) for picture in pictures]
     given: dict[str, Any] = {}
@@ -75,11 +75,11 @@ def expected_of(reference: Any, request: EngineRequest, pictures: Sequence[np.nd
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             **given,
-            max_new_tokens=10,
+            max_new_tokens=count,
             eos_token_id=-1,
             do_sample=False,
         )
-    return output[0, len(request.prompt_ids) :].tolist()
+    return output[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +92,7 @@ def test_tokens_equal_transformers(seeing: Callable[[str], tuple[Path, Any]], ki
     text = request_of(9, [5, 6, 7, 8], max_tokens=10, ignore_eos=True)
     found = tokens_of(engine, [*requests, text])
     for request, tokens, count in zip(requests, found, (1, 3), strict=False):
-        assert tokens == expected_of(reference, request, pictures[:count])
+        assert tokens == expected_of(reference, request.prompt_ids, pictures[:count])
     assert found[2] == tokens_of(engine, [text])[0]
     engine.close()
 
@@ -130,7 +130,7 @@ def test_a_prefix_ends_behind_an_image_or_inside_it(
     engine = load(path, num_blocks=64, enable_prefix_caching=True, max_num_batched_tokens=24)
     first, other, _ = pictures_of(kind)
     request = request_with(1, engine, [first])
-    expected = expected_of(reference, request, [first])
+    expected = expected_of(reference, request.prompt_ids, [first])
     inside = request.images[0].start + 9
     cut = request_of(2, request.prompt_ids[: request.images[0].stop], max_tokens=1)
     cut.images = request.images
@@ -144,7 +144,7 @@ def test_a_prefix_ends_behind_an_image_or_inside_it(
     changed = request_with(4, engine, [other])
     [result] = run(engine, [changed]).values()
     assert result.outputs[0].cached_tokens <= request.images[0].start
-    assert result.tokens == expected_of(reference, changed, [other]) != expected
+    assert result.tokens == expected_of(reference, changed.prompt_ids, [other]) != expected
     engine.assert_whole()
     engine.close()
 
@@ -161,7 +161,7 @@ def test_tokens_do_not_depend_on_the_way_to_them(
     pictures = pictures_of("gemma3")
     requests = [request_with(i, engine, [picture], seed=i) for i, picture in enumerate(pictures[:2])]
     assert tokens_of(engine, requests) == [
-        expected_of(reference, request, [picture])
+        expected_of(reference, request.prompt_ids, [picture])
         for request, picture in zip(requests, pictures, strict=False)
     ]
     assert (engine.stats().preemptions > 0) == ("num_blocks" in config)
@@ -180,7 +180,7 @@ def test_a_decode_engine_needs_no_pixels(
     request = replace(whole, images=tuple(replace(image, pixels=b"") for image in whole.images))
     add = prefill.add
     monkeypatch.setattr(prefill, "add", lambda _, **how: add(whole, **how))
-    assert pair.run([request])[request.id] == expected_of(reference, whole, pictures)
+    assert pair.run([request])[request.id] == expected_of(reference, whole.prompt_ids, pictures)
     prefill.close(), decode.close()
 
 

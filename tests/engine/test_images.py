@@ -369,7 +369,7 @@ def test_images_that_do_not_fit_their_prompt_are_refused(seeing: tuple[Path, Any
         request.images = images
         with pytest.raises(ValueError, match=re.escape(message)):
             check_request(request, 199, 256, settings.settings)
-    with pytest.raises(ValueError, match="this model takes none"):
+    with pytest.raises(ValueError, match="this worker takes none"):
         check_request(request, 199, 256)
 
 

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
 from tests.engine.conftest import IMAGE_TOKEN, save_seeing_tokenizer, save_tiny
+from tests.engine.test_gemma_images import GEMMA3
+from tests.engine.test_gemma_images import expected_of as expected_of_gemma
 from tests.engine.test_images import expected_of
 
 from .recovery import FLAGS
@@ -40,18 +42,35 @@ def content_of(*parts: str | np.ndarray) -> list[dict[str, Any]]:
 TOKENS = 60
 
 
-@pytest.mark.parametrize("killed", ["", "prefill", "decode"])
-async def test_a_client_reads_the_tokens_of_transformers(killed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "killed"),
+    [
+        ("Qwen3VL", ""),
+        ("Qwen3VL", "prefill"),
+        ("Qwen3VL", "decode"),
+        ("Gemma3", "prefill"),
+        ("Gemma3", "decode"),
+    ],
+)
+async def test_a_client_reads_the_tokens_of_transformers(kind: str, killed: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    reference = save_tiny(model, "Qwen3VL")
-    save_seeing_tokenizer(model)
+    reference = save_tiny(model, kind)
+    gemma = kind == "Gemma3"
+    save_seeing_tokenizer(model, "<start_of_image>" if gemma else "<|image_pad|>")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     rng = np.random.default_rng(5)
     # 21 × 30 pixels become 24 × 32.
-    pictures = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in ((24, 40), (21, 30))]
+    sizes = [GEMMA3, GEMMA3] if gemma else [(24, 40), (21, 30)]
+    pictures = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    around = tokenizer.encode("\n\n", add_special_tokens=False).ids if gemma else []
     named = ["--model", str(model), "--served-model-name", "vl"]
+    room = ["--max-num-seqs", "16"]  # beside an image in a step
     with LocalCluster(
-        tmp_path, prefill=1, decode=1, worker_flags=[*FLAGS, *named], router_flags=["--no-overflow", *named]
+        tmp_path,
+        prefill=1,
+        decode=1,
+        worker_flags=[*FLAGS, *room, *named],
+        router_flags=["--no-overflow", *named],
     ) as cluster:
         async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
 
@@ -81,11 +100,17 @@ async def test_a_client_reads_the_tokens_of_transformers(killed: str, tmp_path: 
                         ids += tokenizer.encode(part, add_special_tokens=False).ids
                     else:
                         rows, columns = (round(side / 8) for side in part.shape[:2])
-                        ids += [IMAGE_TOKEN] * (rows * columns)
+                        of_image = [IMAGE_TOKEN] * (rows * columns)
+                        if gemma:
+                            of_image = [*around, IMAGE_TOKEN + 1, *of_image, IMAGE_TOKEN + 2, *around]
+                        ids += of_image
                 assert usage is not None
                 assert usage.prompt_tokens == len(ids)
                 shown = [part for part in parts if not isinstance(part, str)]
-                assert found == expected_of(reference, model, ids, shown, TOKENS)
+                if gemma:
+                    assert found == expected_of_gemma(reference, ids, shown, TOKENS)
+                else:
+                    assert found == expected_of(reference, model, ids, shown, TOKENS)
 
             await ask("Look:", pictures[0], "then", pictures[1], "which?", kill=killed)
             await ask("Look:", pictures[1], "then", pictures[1], "which?")

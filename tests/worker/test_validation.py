@@ -37,7 +37,7 @@ def test_images_are_taken_whole_or_refused() -> None:
     [image] = work(ID, asked, limits, pixels).request.images
     assert image == Image(bytes(32), 1, 1, 2, pixels)
     assert work(ID, asked, limits).request.images == (Image(bytes(32), 1, 1, 2),)
-    with pytest.raises(RefusedAttempt, match="this model takes none"):
+    with pytest.raises(RefusedAttempt, match="this worker takes none"):
         work(ID, asked, LIMITS)
     for field, value in (
         ("start", 2**32 - 1),
