@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from baton.router.discovery import Discovery
     from baton.rpc.worker_pb2 import WorkerDescription
     from baton.worker.config import WorkerConfig
+    from baton.worker.group import Group
 
 Config = TypeVar("Config")
 _ENGINE_MODULES = {"baton": "baton.cluster.engine_process", "vllm": "baton.vllm_worker.engine_process"}
@@ -36,7 +37,13 @@ def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
         found = model.resolve(given.model.model, given.engine.engine)
         model.reach_hub(found.location)
         model.check_context(found.location, given.model.revision, given.engine.max_model_len)
-        config = worker_config(role, given, found, load_secret(given.secret.cluster_secret_file))
+        secret = load_secret(given.secret.cluster_secret_file)
+        config = worker_config(role, given, found, secret)
+        if given.engine.data_parallel_size > 1 and config.group is None:
+            from baton.cluster.supervision.runner import BATON
+            from baton.cluster.supervision.worker_group import run as run_group
+
+            return run_group(role, given, secret, BATON)
         from baton.worker.service_process.service import run
 
         return run(config)
@@ -52,17 +59,21 @@ def worker_config(
     from baton.engine import EngineConfig, SpeculativeConfig
     from baton.kv_transfer.config import TransferDeadlines
     from baton.worker.config import WorkerConfig
+    from baton.worker.group import Group
 
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
     chosen = choose(given.engine, device, memory)
     host_bytes = host_cache(given.engine, device, present_gpus(), available_memory())
+    group = None if given.network.group is None else Group.parse(given.network.group)
+    experts_of_group = given.engine.tensor_parallel_size == 1 < given.engine.data_parallel_size
     engine = _configured(
         EngineConfig,
         given,
         model=found.location,
         device=device,
         max_num_seqs=chosen.max_num_seqs,
+        enable_expert_parallel=given.engine.enable_expert_parallel and not experts_of_group,
         max_num_batched_tokens=chosen.max_num_batched_tokens,
         enable_prefix_caching=given.engine.enable_prefix_caching is not False,
         host_cache_size=host_bytes,
@@ -77,7 +88,8 @@ def worker_config(
         role=role,
         engine_module=_ENGINE_MODULES[given.engine.engine],
         engine=engine,
-        engine_args=_engine_args(given.engine, engine),
+        engine_args=_engine_args(given.engine, engine, group),
+        group=group,
         secret=secret,
         tls=given.secret.tls(),
         served_model_name=(given.model.served_model_name or [found.name])[0],
@@ -94,7 +106,7 @@ def worker_config(
     )
 
 
-def _engine_args(given: EngineOptions, engine: EngineConfig) -> tuple[str, ...] | None:
+def _engine_args(given: EngineOptions, engine: EngineConfig, group: Group | None) -> tuple[str, ...] | None:
     """Returns vLLM's own arguments. None: the engine is Baton's. Raises ValueError for what vLLM cannot have,
     and if it is not installed."""
     if given.engine == "baton":
@@ -105,11 +117,16 @@ def _engine_args(given: EngineOptions, engine: EngineConfig) -> tuple[str, ...] 
                 "--enable-lora: needs --engine vllm; for Baton's own engine merge the adapter into the "
                 "weights of --model"
             )
+        if given.data_parallel_size > 1:
+            raise ValueError(
+                f"--data-parallel-size {given.data_parallel_size}: needs --engine vllm; for Baton's own "
+                "engine start more workers"
+            )
         return None
     from baton.vllm_worker import options, version
 
     version.check_version(untested=given.vllm_untested)
-    return options.engine_args(engine, given.vllm_args)
+    return options.engine_args(engine, given.vllm_args, group, experts=given.enable_expert_parallel)
 
 
 def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Config:

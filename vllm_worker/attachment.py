@@ -100,9 +100,12 @@ FromConnector = Started | Computed | Costs | kv.Injected | kv.FetchFailed | kv.C
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def events_address(connector: str) -> str:
-    """Where vLLM publishes what enters and leaves its prefix cache: beside the connector's socket."""
-    return f"ipc://{Path(connector).with_name('events')}"
+def events_address(connector: str, rank: int = 0) -> str:
+    """Where vLLM publishes what enters and leaves its prefix cache: beside the connector's socket.
+
+    vLLM gets the address of rank 0. To what it takes for a port it adds the rank of the engine in its group,
+    and it knows only addresses with "tcp" or "inproc" in them."""
+    return f"ipc://{Path(connector).with_name(f'tcp:{1 + rank}')}"
 
 
 class ConnectorLink:

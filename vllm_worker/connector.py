@@ -101,6 +101,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             )
         else:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
+        if current_platform.is_cpu() and vllm_config.parallel_config.data_parallel_size > 1:
+            from baton.vllm_worker.cpu_experts import add_collectives
+
+            add_collectives()
         self._groups = kv_cache_config.kv_cache_groups
         self._has_states = any(keeps_states(group.kv_cache_spec) for group in self._groups)
         # A client expects the first token from the decode server, which computes the last position again.

@@ -30,7 +30,7 @@ import zmq.asyncio
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.adapters import Adapters
-from baton.vllm_worker.attachment import ConnectorLink, Pool, events_address
+from baton.vllm_worker.attachment import ConnectorLink, Pool
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.roles import EngineGone, Roles
@@ -152,7 +152,7 @@ class EngineProcess:
             raise ValueError(text) from cause or error
         attach = await attaching
         if self._config.engine.enable_prefix_caching:
-            self._events = await _subscribed(events_address(self._connector.path))
+            self._events = await _subscribed(vllm.events)
         self._send(messages.Progress("warming up vLLM", 0.8))
         await vllm.warm_up()
         adapters = await vllm.load_adapters()

@@ -31,6 +31,7 @@ from baton.engine.loader.tokenizer_json import vocabulary
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Attach, events_address
 from baton.vllm_worker.connector import check_config
+from baton.vllm_worker.coordinator import tie_coordinators
 from baton.vllm_worker.grammars import Gate
 from baton.vllm_worker.options import command_line
 from baton.vllm_worker.roles import EngineGone
@@ -78,11 +79,17 @@ class VLLM:
         method = os.environ.get(_METHOD, "fork")
         vllm_config = _engine_args(config, connector).create_engine_config(UsageContext.ENGINE_CONTEXT)
         check_config(vllm_config)
-        if vllm_config.parallel_config.data_parallel_size > 1:
-            raise ValueError("--vllm-args: a worker has one replica of the model; start more workers")
+        replicas = vllm_config.parallel_config.data_parallel_size
+        if replicas > 1 and not vllm_config.model_config.is_moe:
+            raise ValueError(
+                f"--data-parallel-size {replicas}: this model has no experts that workers could share; leave "
+                "it out, and start more workers"
+            )
+        tie_coordinators()
         # On CPUs vLLM has just set "spawn", and each of its processes would import all again.
         os.environ[_METHOD] = method
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)
+        self.events = events_address(connector, vllm_config.parallel_config.data_parallel_rank)
         lora = vllm_config.lora_config
         most = 0 if lora is None else min(lora.max_cpu_loras or lora.max_loras, MOST_ADAPTERS)
         self.adapters = Adapters(self._add_adapter, self._remove_adapter, most)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from baton.engine import EngineConfig
+from baton.worker.group import Group
 
 _RENAMED = {"num_blocks": "num_gpu_blocks_override"}
 _SAME = (
@@ -14,7 +15,8 @@ _SAME = (
 )  # fmt: skip
 _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
-    "language_model_only", "served_model_name", "enable_lora", "lora_modules", "max_loras", "max_lora_rank",
+    "language_model_only", "data_parallel_size", "served_model_name", "enable_lora", "lora_modules", "max_loras",
+    "max_lora_rank",
 }  # fmt: skip
 _MEANINGLESS = (
     "elastic_memory", "host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant",
@@ -29,8 +31,15 @@ _GRAPHS = re.compile("-O|-cc|--compilation-config|--(max-)?cudagraph|--enforce-e
 _CONNECTOR = "kv_transfer_config"
 
 
-def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
-    """Splits `more`, the text of --vllm-args. Raises ValueError for what vLLM cannot have."""
+def engine_args(
+    engine: EngineConfig, more: str, group: Group | None = None, *, experts: bool = False
+) -> tuple[str, ...]:
+    """Returns `more`, the text of --vllm-args, as words, and the options of an engine in a group. `experts`:
+    each GPU has whole ones. Raises ValueError for what vLLM cannot have."""
+    if experts and engine.device == "cpu":  # vLLM's kernel would take another expert, or crash
+        raise ValueError(
+            "--enable-expert-parallel: vLLM for CPUs cannot compute with some of the experts; leave it out"
+        )
     for name in _MEANINGLESS:
         if getattr(engine, name):
             raise ValueError(f"{_flag(name)}: has no meaning with --engine vllm; leave it out")
@@ -50,14 +59,21 @@ def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
         args = shlex.split(more)
     except ValueError as error:
         raise ValueError(f"--vllm-args: {error}") from error
+    _check_args(args)
+    return (*args, *(() if group is None else _of_group(group, experts=experts)))
+
+
+def _check_args(args: Sequence[str]) -> None:
+    """Raises ValueError for words of --vllm-args that are for Baton to say."""
     baton_flags = {_flag(name) for name in _OWN.union(_SAME)} | {_flag(_RENAMED[name]) for name in _RENAMED}
     for arg in args:
         flag = re.sub(r"[=.].*", "", arg).replace("_", "-")
         if flag in baton_flags or flag.replace("--no-", "--", 1) in baton_flags:
             raise ValueError(f"--vllm-args: {arg} is an option of Baton, too; give it there")
+        if flag.startswith(("--data-parallel", "-dp")):
+            raise ValueError(f"--vllm-args: {arg}: give --data-parallel-size N to Baton, which does the rest")
         if flag == _flag(_CONNECTOR):
             raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
-    return tuple(args)
 
 
 def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
@@ -81,6 +97,19 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
     if engine.device == "cuda" and not any(map(_GRAPHS.match, more)):
         line += ["--compilation-config", json.dumps(_LARGE_GRAPHS)]
     return [*line, *more]
+
+
+def _of_group(group: Group, *, experts: bool) -> tuple[str, ...]:
+    """Returns the options of an engine in a group. Each has a server of its own (external load balancing).
+    That of rank 0 starts the process that coordinates their steps. `experts`: each engine has whole ones."""
+    return (
+        "--data-parallel-size", str(group.size),
+        "--data-parallel-rank", str(group.rank),
+        "--data-parallel-external-lb",
+        "--data-parallel-address", "127.0.0.1",
+        "--data-parallel-rpc-port", str(group.port),
+        *(["--enable-expert-parallel"] if experts else []),
+    )  # fmt: skip
 
 
 def _flag(name: str) -> str:

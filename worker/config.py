@@ -24,6 +24,7 @@ from baton.machine.system import family
 if TYPE_CHECKING:
     from baton.engine import EngineConfig
     from baton.rpc.tls import TlsFiles
+    from baton.worker.group import Group
 
 Role = Literal["prefill", "decode"]
 
@@ -49,6 +50,8 @@ class WorkerConfig:
     """Files for the gRPC port. Routers must show a certificate, too. None: they are made from the secret."""
     index: int = 0
     """The number of the worker within its role, in process titles, logs and `baton status`."""
+    group: Group | None = None
+    """The workers with which this one shares experts. None: it computes alone."""
     title: str = "baton"
     """The prefix of the titles of its processes."""
     served_model_name: str | None = None

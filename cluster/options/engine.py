@@ -105,6 +105,13 @@ class EngineOptions:
         "files also none and gguf.",
     )
     tensor_parallel_size: int = opt(1, "GPUs of one worker.", "N", check=between(1))
+    data_parallel_size: int = opt(
+        1,
+        "With --engine vllm, for a mixture of experts: workers in one group. They share the experts out, and "
+        "each has its own requests and KV.",
+        "N",
+        check=between(1, 64),
+    )
     enable_expert_parallel: bool = opt(
         False, "Of a mixture of experts, each GPU holds whole experts, not a part of every expert."
     )

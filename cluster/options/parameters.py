@@ -29,12 +29,9 @@ from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 ENV_PREFIX = "BATON_"
 
-_PARALLEL = "Scale with --prefill and --decode instead."
-
 REFUSED: dict[str, tuple[bool, str]] = {
     "trust_remote_code": (False, "Baton never runs code from a model repository; use a supported model."),
-    "pipeline_parallel_size": (True, _PARALLEL),
-    "data_parallel_size": (True, _PARALLEL),
+    "pipeline_parallel_size": (True, "Scale with --prefill and --decode instead."),
     "api_server_count": (True, "Set the number of router processes with --router-processes."),
     "kv_transfer_config": (True, "KV transfer is always on; see --kv-port and --kv-lanes."),
     "kv_events_config": (True, "Give each worker --kv-events-endpoint and --kv-events-topic."),

@@ -42,6 +42,9 @@ class WorkerOptions:
         "tcp://ADDRESS:PORT",
     )
     kv_events_topic: str = opt("", "Topic of these events.", "TEXT")
+    group: str | None = opt(
+        None, "The group of this worker, which started it, as a JSON object.", "JSON", hidden=True
+    )
 
 
 @dataclass(frozen=True)

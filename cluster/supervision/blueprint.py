@@ -41,6 +41,7 @@ class RoleSpec:
         secret_file: with Ray, the file of the cluster secret on each machine. None: it is in the environment.
         cluster: with Ray, names the secret.
         cpus, gpus: what the role uses on its machine.
+        workers: those of a group (`--data-parallel-size`), which this role starts; 1: it is one worker.
         labels: labels of the Ray nodes that may run the role; empty means every node.
         tls: the files with which its supervisor connects to the role.
     """
@@ -53,13 +54,19 @@ class RoleSpec:
     cluster: str = ""
     gpus: int = 0
     cpus: int = 1
+    workers: int = 1
     placement: Literal["spread", "pack", "pair"] = "spread"
     labels: Mapping[str, str] = field(default_factory=dict)
     tls: TlsFiles | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.role} {self.index}"
+        return f"{self.role} {self.index}" if self.workers == 1 else f"{self.role} group {self.index}"
+
+    @property
+    def indices(self) -> range:
+        """Of its workers: their numbers for people."""
+        return range(self.index * self.workers, (self.index + 1) * self.workers)
 
     @property
     def secret(self) -> bytes:
@@ -112,6 +119,7 @@ class Blueprint:
     def roles(self) -> list[RoleSpec]:
         """The workers, then the router. Raises ValueError for options that cannot be used."""
         shared, keys = self._secrets()
+        self._check_groups()
         tls, pairs = self.secret.tls(), self._pairs()
         specs: list[RoleSpec] = []
         nodes_of = (self.ray.prefill_nodes, self.ray.decode_nodes)
@@ -123,7 +131,8 @@ class Blueprint:
                 0,
                 self._args(worker),
                 **shared,
-                gpus=worker.engine.tensor_parallel_size if on_gpus else 0,
+                gpus=worker.engine.tensor_parallel_size * self.engine.data_parallel_size if on_gpus else 0,
+                workers=self.engine.data_parallel_size,
                 cpus=worker.engine.num_threads or 1,
                 placement="pack" if self.ray.placement == "pack" else "spread",
                 labels=_labels(f"--{pool}-nodes", nodes),
@@ -210,14 +219,17 @@ class Blueprint:
             "decode": self.pool.decode_tensor_parallel_size or size,
         }
         dtypes = {"prefill": self.pool.prefill_kv_cache_dtype, "decode": self.pool.decode_kv_cache_dtype}
-        alone = sizes[pool] == 1 < max(sizes.values())
+        replicas = self.engine.data_parallel_size
+        alone = sizes[pool] * replicas == 1 < max(sizes.values())
         device = self.engine.device or default_device()
-        threads = max(1, usable_cpus() // sum(size.most for size in self.pool.sizes))
+        threads = max(1, usable_cpus() // (sum(size.most for size in self.pool.sizes) * replicas))
         if device.startswith("cuda"):
             threads = sizes[pool]  # one for each rank
         engine = replace(self.engine, tensor_parallel_size=sizes[pool])
         if device.startswith("cuda") and self.ray.ray_address is None:
-            gpus = sum(size.most * sizes[pool] for pool, size in zip(POOLS, self.pool.sizes, strict=True))
+            gpus = replicas * sum(
+                size.most * sizes[pool] for pool, size in zip(POOLS, self.pool.sizes, strict=True)
+            )
             host_bytes = host_cache(engine, device, gpus, self._available)
             engine = replace(engine, host_cache_size=str(host_bytes))
         return replace(
@@ -233,7 +245,8 @@ class Blueprint:
         """Whether the user leaves it to this machine how many workers there are."""
         told = self.pool.prefill is not None or self.pool.decode is not None
         device = self.engine.device or default_device()
-        return not told and device == "cuda" and self.ray.ray_address is None
+        alone = self.ray.ray_address is None and self.engine.data_parallel_size == 1
+        return not told and device == "cuda" and alone
 
     def with_pools(self, chosen: GpuPools) -> Blueprint:
         """These options, as if the user had given what was chosen."""
@@ -278,6 +291,7 @@ class Blueprint:
         if needed > len(present):
             sizes = {
                 "--tensor-parallel-size": self.engine.tensor_parallel_size,
+                "--data-parallel-size": self.engine.data_parallel_size,
                 "--prefill-tensor-parallel-size": self.pool.prefill_tensor_parallel_size or 1,
                 "--decode-tensor-parallel-size": self.pool.decode_tensor_parallel_size or 1,
             }
@@ -290,6 +304,15 @@ class Blueprint:
                 "them on the CPU with --device cpu"
             )
         return present
+
+    def _check_groups(self) -> None:
+        """Raises ValueError if a pool of groups should follow its load."""
+        for name, size in zip(POOLS, self.pool.sizes, strict=True):
+            if self.engine.data_parallel_size > 1 and size.least < size.most:
+                raise ValueError(
+                    f"--data-parallel-size {self.engine.data_parallel_size}: needs pools of a fixed size, "
+                    f"not --{name} {size}; give one number of groups"
+                )
 
     def _pairs(self) -> int:
         """The number of pairs of a prefill and a decode worker that share one machine."""

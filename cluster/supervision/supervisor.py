@@ -69,20 +69,31 @@ class _Member:
 
     @property
     def entry(self) -> str:
-        """Its part of the report, in JSON. Made again after a change: the other roles may be a thousand."""
+        """Its part of the report, in JSON: one object for each worker. Made again after a change: the other
+        roles may be a thousand."""
         if self._entry_of != (self.state, self.leaving):
             self._entry_of = self.state, self.leaving
             entry = {
                 "role": self.spec.role,
-                "index": self.spec.index,
-                "address": (self.state.ready or {}).get("address" if self.spec.role != "store" else "store"),
                 "leaving": self.leaving,
                 "restarts": self.restarts + self.state.restarts,
                 "last_exit": self.last_exit,
                 **{field: getattr(self.state, field) for field in _SHOWN},
             }
-            self._entry = json.dumps(entry)
+            store = self.spec.role == "store"
+            addresses = [(self.state.ready or {}).get("store")] if store else self.addresses
+            ranks = zip(self.spec.indices, addresses, strict=True)
+            entries = [{"index": index, "address": address, **entry} for index, address in ranks]
+            self._entry = ", ".join(map(json.dumps, entries))
         return self._entry
+
+    @property
+    def addresses(self) -> list[str | None]:
+        """Of its workers, in the order of `spec.indices`. None: they are not ready."""
+        ready = self.state.ready
+        if ready is None:
+            return [None] * self.spec.workers
+        return [str(each) for each in ready.get("addresses", (ready.get("address"),))]
 
 
 class Supervisor:
@@ -150,9 +161,10 @@ class Supervisor:
         """
         staying = [member for member in self._workers() if not member.leaving]
         return {
-            member.spec.name: None if member.state.ready is None else str(member.state.ready["address"])
+            f"{member.spec.role} {index}": address
             for member in staying
             if not member.answered or member.state.ready is not None
+            for index, address in zip(member.spec.indices, member.addresses, strict=True)
         }
 
     def report(self) -> str:

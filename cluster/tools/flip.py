@@ -32,22 +32,36 @@ def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions, loc
 async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls: TlsFiles | None) -> str:
     workers = (await fetch(endpoint, "status"))["workers"]
     worker = chosen(flip.worker, workers)
-    name, before = name_of(worker), pool_of(worker)
-    if before == flip.pool:
-        return f"{name} is in the {flip.pool} pool already."
-    left = [w for w in workers if w is not worker and ready(w) and pool_of(w) == before]
+    group = group_of(worker, workers)
+    alone = len(group) == 1
+    name, before = " and ".join(map(name_of, group)), pool_of(worker)
+    if all(pool_of(each) == flip.pool for each in group):
+        return f"{name} {'is' if alone else 'are'} in the {flip.pool} pool already."
+    left = [w for w in workers if w not in group and ready(w) and pool_of(w) == before]
     if ready(worker) and not left and not flip.force:
+        last = "is the last ready worker" if alone else "are the last ready workers"
         raise ValueError(
-            f"{name} is the last ready worker of the {before} pool; without one, workers of the {flip.pool} "
-            "pool take over its work; to move it nevertheless, add --force"
+            f"{name} {last} of the {before} pool; without one, workers of the {flip.pool} pool take over its "
+            "work; to move it nevertheless, add --force"
         )
-    address = worker["address"]
-    try:
-        async with connect(address, secret, tls) as channel:
-            await set_pool(channel, flip.pool, PATIENCE)
-    except RpcError as error:
-        raise ValueError(f"{name} at {address}: {refusal(error, 'change the pool')}") from error
-    return f"{name}: {before} → {flip.pool}. What runs on it goes on to its end."
+    for each in group:
+        address = each["address"]
+        try:
+            async with connect(address, secret, tls) as channel:
+                await set_pool(channel, flip.pool, PATIENCE)
+        except RpcError as error:
+            text = f"{name_of(each)} at {address}: {refusal(error, 'change the pool')}"
+            raise ValueError(text) from error
+    where = "on it" if alone else "there"
+    return f"{name}: {before} → {flip.pool}. What runs {where} goes on to its end."
+
+
+def group_of(worker: dict[str, Any], workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The workers that compute each step together with this one, and itself. They move together."""
+    group = (worker.get("description") or {}).get("group")
+    if not group:
+        return [worker]
+    return [each for each in workers if (each.get("description") or {}).get("group") == group]
 
 
 def chosen(given: str, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:

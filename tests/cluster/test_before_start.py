@@ -97,6 +97,8 @@ EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size
         (("--device", "3"), "--device '3': choose cpu, cuda or cuda:N"),
         (("--kv-slots", "7"), "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
         (("--quantization", "bitnet"), "'bitnet' is not one of 'auto', 'fp8', 'int4', 'none', 'gguf'"),
+        (("--data-parallel-size", "2"), "--data-parallel-size 2: needs --engine vllm"),
+        (("--data-parallel-size", "2", "--decode", "1:2"), "needs pools of a fixed size, not --decode 1:2"),
         ((*EXPERTS, "3"), "--enable-expert-parallel: the model has no experts"),
         ((*EXPERTS, "1"), "--enable-expert-parallel: needs --tensor-parallel-size above 1"),
     ],

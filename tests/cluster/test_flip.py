@@ -24,11 +24,11 @@ from tests.fake_worker import SECRET, FakeWorker, Lanes
 NAMES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
 
-def shown(worker: FakeWorker) -> dict[str, Any]:
+def shown(worker: FakeWorker, group: str = "") -> dict[str, Any]:
     """The worker's entry in the router's `/status`."""
     return {
         "role": NAMES[worker.first_pool], "index": worker.index, "address": worker.address, "state": "ready",
-        "status": {"pool": f"pool_{NAMES[worker.status.pool]}"},
+        "status": {"pool": f"pool_{NAMES[worker.status.pool]}"}, "description": {"group": group},
     }  # fmt: skip
 
 
@@ -40,10 +40,11 @@ class Flipped:
             FakeWorker(pool, Lanes(), [1], index=index)
             for pool, index in ((pb.POOL_PREFILL, 0), (pb.POOL_DECODE, 0), (pb.POOL_DECODE, 1))
         ]
+        self.groups = [""] * 3
         self.url = ""
 
     async def status(self, _: web.Request) -> web.Response:
-        return web.json_response({"workers": [shown(worker) for worker in self.workers]})
+        return web.json_response({"workers": [*map(shown, self.workers, self.groups)]})
 
     def pools(self) -> list[str]:
         return [NAMES[worker.status.pool] for worker in self.workers]
@@ -86,6 +87,17 @@ async def test_a_worker_is_moved_by_name_and_back_by_address(cluster: Flipped) -
 async def test_a_worker_that_is_there_already_is_no_error(cluster: Flipped) -> None:
     same = await cluster.flip("decode 0", "decode")
     assert (same.exit_code, same.stdout) == (0, "decode 0 is in the decode pool already.\n")
+
+
+async def test_the_workers_of_a_group_move_together(cluster: Flipped) -> None:
+    cluster.groups = ["", "one", "one"]
+    refused = await cluster.flip("decode-1", "prefill")
+    assert "decode 0 and decode 1 are the last ready workers of the decode pool" in refused.stderr
+    moved = await cluster.flip("decode-1", "prefill", "--force")
+    assert moved.stdout.startswith("decode 0 and decode 1: decode → prefill.")
+    assert cluster.pools() == ["prefill"] * 3
+    again = await cluster.flip("decode-0", "prefill")
+    assert again.stdout == "decode 0 and decode 1 are in the prefill pool already.\n"
 
 
 async def test_the_last_worker_of_a_pool_is_moved_only_by_force(cluster: Flipped) -> None:

@@ -401,3 +401,30 @@ async def test_a_stop_ends_a_rolling_restart(running: Cluster) -> None:
     await eventually(lambda: any(phase == "starting" for _, phase in running.events))
     await running.supervisor.stop(signal.SIGKILL, 0)
     await within(restarting)
+
+
+async def test_all_workers_of_a_group_are_listed_and_reported() -> None:
+    addresses = ["127.0.0.1:7000", "127.0.0.1:7001"]
+    ready = {"address": addresses[0], "addresses": addresses}
+    told = list[Mapping[str, str | None]]()
+
+    class Ready(AnyRole):
+        async def start(self) -> RoleState:
+            return RoleState(token="1", phase="starting")
+
+        async def changed(self, token: str) -> RoleState:
+            if token == "2":
+                await asyncio.Event().wait()
+            return RoleState(token="2", phase="ready", ready=ready)
+
+        async def set_workers(self, addresses: Mapping[str, str | None], report: str) -> None:
+            told.append(addresses)
+
+    group = replace(spec("decode", 3), workers=2)
+    supervisor = Supervisor([group, replace(spec("router"), workers=2)], lambda _: Ready())
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: {"decode 6": addresses[0], "decode 7": addresses[1]} in told)
+    assert supervisor.worker_addresses() == tuple(addresses)
+    workers = [role for role in json.loads(supervisor.report())["roles"] if role["role"] == "decode"]
+    assert [(role["index"], role["address"]) for role in workers] == [(6, addresses[0]), (7, addresses[1])]
+    running.cancel()

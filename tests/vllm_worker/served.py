@@ -76,9 +76,9 @@ class Reference:
 
     def __init__(self, model: Path) -> None:
         from tokenizers import Tokenizer
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._model.generation_config.eos_token_id = None  # requests ignore it
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 

@@ -12,6 +12,7 @@ import pytest
 from baton.engine import EngineConfig
 from baton.vllm_worker.options import command_line, engine_args
 from baton.vllm_worker.version import check_version
+from baton.worker.group import Group
 
 
 def config(**fields: Any) -> EngineConfig:
@@ -113,3 +114,22 @@ def test_only_tested_versions(monkeypatch: pytest.MonkeyPatch, version: str, err
 def test_vllm_is_not_in_this_environment() -> None:
     with pytest.raises(ValueError, match=r"pip install -e '.\[vllm\]'"):
         check_version(untested=True)
+
+
+def test_an_engine_in_a_group_knows_its_rank_and_where_they_meet() -> None:
+    group = Group("0" * 16, 1, 4, 7777, 8, 9)
+    line = [*engine_args(config(device="cuda"), "--seed-x 3", group, experts=True)]
+    assert line[:2] == ["--seed-x", "3"]
+    pairs = dict(pairwise(line))
+    assert pairs["--data-parallel-size"] == "4"
+    assert pairs["--data-parallel-rank"] == "1"
+    assert (pairs["--data-parallel-address"], pairs["--data-parallel-rpc-port"]) == ("127.0.0.1", "7777")
+    assert {"--data-parallel-external-lb", "--enable-expert-parallel"} < {*line}
+    assert "--enable-expert-parallel" not in engine_args(config(device="cpu"), "", group)
+    with pytest.raises(ValueError, match="--enable-expert-parallel: vLLM for CPUs cannot"):
+        engine_args(config(device="cpu"), "", experts=True)
+    for given in ("--data-parallel-rank 1", "-dp 2", "-dpn=1", "--data_parallel_address x"):
+        with pytest.raises(ValueError, match="give --data-parallel-size N to Baton"):
+            engine_args(config(device="cpu"), given)
+    with pytest.raises(ValueError, match="--data-parallel-size is an option of Baton, too"):
+        engine_args(config(device="cpu"), "--data-parallel-size 2")

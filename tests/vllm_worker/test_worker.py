@@ -209,7 +209,7 @@ def _leave(cluster: VLLMCluster, prompt: list[int], after: int) -> None:
     ("more", "said"),
     [
         ("--enable-lora", "--vllm-args: --enable-lora is an option of Baton, too; give it there"),
-        ("--data-parallel-size 2", "--vllm-args: a worker has one replica of the model; start more workers"),
+        ("--pipeline-parallel-size 2", "supports tensor parallelism alone: start vLLM with one stage"),
     ],
 )
 def test_what_a_vllm_worker_lacks_is_refused(model: Path, tmp_path: Path, more: str, said: str) -> None:

@@ -199,11 +199,13 @@ class Service:
         while not await self._is_idle():
             if self._backend.pause == pb.PAUSE_STEPS:
                 log.info("paused: the requests are handed back")
-                return
+                break
             if time.monotonic() > end:
                 log.warning("still busy after %.0f s: the remaining requests are handed back", timeout)
-                return
+                break
             await asyncio.sleep(DRAIN_CHECK)
+        if self._config.group is not None:
+            await self._config.group.all_drained(end - time.monotonic())
 
     async def _is_idle(self) -> bool:
         try:
@@ -333,6 +335,8 @@ class Service:
             num_layers=engine.layout.num_layers,
             served_model_name=config.model_name,
             revision=config.engine.revision or "",
+            group="" if config.group is None else config.group.id,
+            data_parallel_size=1 if config.group is None else config.group.size,
             adapters=[pb.Adapter(**same_names(pb.Adapter, each)) for each in engine.first_adapters],
             **same_names(pb.WorkerDescription, engine),
         )

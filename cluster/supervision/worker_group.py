@@ -1,0 +1,219 @@
+"""`baton prefill` and `baton decode` with `--data-parallel-size N`: the process that starts the N workers of
+a group, and ends all of them when one ends.
+
+    baton prefill --data-parallel-size 2 ─┬─▶ baton prefill --index 0 --port P     --group …
+                                          └─▶ baton prefill --index 1 --port P + 1 --group …
+
+The engines of a group compute each step together, so without one of them the others hang. This process has
+no part in what they serve. It tells its supervisor their addresses, passes signals on, and waits.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import setproctitle
+
+from baton.cluster.gpus import default_device, visible_gpus
+from baton.cluster.options.parameters import role_environment, to_argv
+from baton.cluster.options.roles import WorkerRole
+from baton.cluster.supervision.calls import until_silent
+from baton.cluster.supervision.processes import StopSignals
+from baton.machine.python_path import python_path
+from baton.machine.system import describe_exit, free_port, process_end, report
+from baton.rpc.auth import SECRET_VARIABLE
+from baton.rpc.tls import TlsFiles
+from baton.worker.group import Group
+
+log = logging.getLogger(__name__)
+
+
+def run(role: str, given: WorkerRole, secret: bytes, program: Sequence[str]) -> int:
+    """Runs a group to its end: 0 after a signal that all of its workers obeyed. Raises ValueError for options
+    that it cannot have. `program`: the command `baton`."""
+    size = given.engine.data_parallel_size
+    if given.network.kv_events_endpoint is not None:
+        raise ValueError(
+            f"--kv-events-endpoint: with --data-parallel-size {size} several workers would have it; leave it "
+            "out"
+        )
+    commands = [_command(role, given, rank, program) for rank in range(size)]
+    environments = [variables | {SECRET_VARIABLE: secret.decode()} for variables in _gpus(given)]
+    setproctitle.setproctitle(f"{given.process.title}: {role} group {given.process.index}")
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+
+    async def run_group() -> int:
+        signals = StopSignals()
+        signals.install()
+        return await WorkerGroup(role, given, secret, signals).run(commands, environments)
+
+    return asyncio.run(run_group())
+
+
+def _command(role: str, given: WorkerRole, rank: int, program: Sequence[str]) -> list[str]:
+    """Of the worker with this rank, without its group. Its ports are those given, plus its rank."""
+    network = given.network
+    ports = {
+        name: port + rank for name in ("port", "kv_port", "metrics_port") if (port := getattr(network, name))
+    }
+    index = given.process.index * given.engine.data_parallel_size + rank
+    process = replace(given.process, index=index, ready_fd=None)
+    of_rank = replace(given, network=replace(network, **ports), process=process)
+    return [*program, role, *to_argv(*vars(of_rank).values())]
+
+
+def _gpus(given: WorkerRole) -> list[dict[str, str]]:
+    """The variables of each worker, which has GPUs of its own. Raises ValueError if there are too few."""
+    size, each = given.engine.data_parallel_size, given.engine.tensor_parallel_size
+    if not (given.engine.device or default_device()).startswith("cuda"):
+        return [{} for _ in range(size)]
+    present = visible_gpus()
+    if len(present) < size * each:
+        raise ValueError(
+            f"--data-parallel-size {size}: these workers need {size * each} GPUs, but there are "
+            f"{len(present)}; lower it, or run them on the CPU with --device cpu"
+        )
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(present[i * each : (i + 1) * each])} for i in range(size)]
+
+
+class _Rank:
+    """A worker of the group, which starts now. `told`: the reading end of its ready pipe, which this owns."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], told: int) -> None:
+        self.name = name
+        self.ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self.error = ""
+        self._popen = popen
+        self._told = told
+
+    async def follow(self, stages: int | None) -> int:
+        """Reads what the worker tells until it has ended. Its stages go to the descriptor `stages`. Returns
+        its exit code."""
+        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        pipe = os.fdopen(self._told, "rb", 0)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                if "ready" in message:
+                    self.ready.set_result(message["ready"])
+                elif "error" in message:
+                    self.error = message["error"]
+                else:
+                    report(stages, message)
+        finally:
+            transport.close()
+        await process_end(self._popen.pid)
+        self.kill()
+        return self._popen.returncode
+
+    def signal(self, signum: int) -> None:
+        if self._popen.returncode is None:
+            self._popen.send_signal(signum)
+
+    def kill(self) -> None:
+        """Kills all processes of the worker. Their group has its pid until it is reaped."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait()
+
+
+class WorkerGroup:
+    """Made inside the event loop. Its workers die with this process (`tie_to_parent`)."""
+
+    def __init__(self, role: str, given: WorkerRole, secret: bytes, signals: StopSignals) -> None:
+        self._role = role
+        self._given = given
+        self._secret = secret
+        self._signals = signals
+        self._stopping = False
+        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def run(self, commands: Sequence[list[str]], environments: Sequence[Mapping[str, str]]) -> int:
+        """One command and one environment for each worker. Returns the exit code."""
+        ranks = list[_Rank]()
+        drained, undrained = os.pipe()
+        try:
+            group = Group(secrets.token_hex(8), 0, len(commands), free_port(), undrained, drained)
+            for rank, (command, variables) in enumerate(zip(commands, environments, strict=True)):
+                of_rank = msgspec.json.encode(msgspec.structs.replace(group, rank=rank)).decode()
+                ranks.append(self._start([*command, "--group", of_rank], variables, rank, group))
+        finally:
+            os.close(drained)
+            os.close(undrained)
+        try:
+            return await self._until_end(ranks)
+        finally:
+            for each in ranks:
+                each.kill()
+
+    def _start(self, command: list[str], variables: Mapping[str, str], rank: int, group: Group) -> _Rank:
+        read_end, write_end = os.pipe()
+        popen = subprocess.Popen(
+            [*command, "--ready-fd", str(write_end)],
+            env=role_environment(os.environ, **{**python_path(), **variables}),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(write_end, group.undrained, group.drained),
+            start_new_session=True,
+        )
+        os.close(write_end)
+        name = f"{self._role} {self._given.process.index * group.size + rank}"
+        return _Rank(name, popen, read_end)
+
+    async def _until_end(self, ranks: Sequence[_Rank]) -> int:
+        """Until all workers have ended, or one has failed."""
+        ready_fd = self._given.process.ready_fd
+        watching = asyncio.create_task(self._watch_all(ranks, ready_fd))
+        serving = asyncio.create_task(self._serve(ranks, ready_fd))
+        stop = asyncio.create_task(self._signals.stop.wait())
+        hurry = asyncio.create_task(self._signals.hurry.wait())
+        try:
+            await asyncio.wait({watching, self._failed, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                self._stopping = True
+                for each in ranks:
+                    each.signal(self._signals.first)
+                await asyncio.wait({watching, self._failed, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                log.error("%s; the other workers of the group end with it", self._failed.result())
+                report(ready_fd, {"error": self._failed.result()})
+            return int(self._failed.done() or not watching.done())
+        finally:
+            tasks = watching, serving, stop, hurry
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_all(self, ranks: Sequence[_Rank], ready_fd: int | None) -> None:
+        await asyncio.gather(*(self._watch(each, ready_fd, first=each is ranks[0]) for each in ranks))
+
+    async def _watch(self, rank: _Rank, ready_fd: int | None, *, first: bool) -> None:
+        code = await rank.follow(ready_fd if first else None)
+        told = self._stopping and code in (0, -self._signals.first)  # it may have had no handler yet
+        if not told:
+            self._fail(f"{rank.name}: {rank.error or describe_exit(code)}")
+
+    async def _serve(self, ranks: Sequence[_Rank], ready_fd: int | None) -> None:
+        """Tells the addresses when all workers are ready, then asks all whether they live."""
+        ready = await asyncio.gather(*(each.ready for each in ranks))
+        addresses = [str(each["address"]) for each in ready]
+        report(ready_fd, {"ready": {**ready[0], "pid": os.getpid(), "addresses": addresses}})
+        tls = self._given.secret.tls()
+        await asyncio.gather(*(self._silent(*each, tls) for each in zip(ranks, ready, strict=True)))
+
+    async def _silent(self, rank: _Rank, ready: Mapping[str, Any], tls: TlsFiles | None) -> None:
+        self._fail(f"{rank.name} {await until_silent(ready, self._secret, tls)}")
+
+    def _fail(self, why: str) -> None:
+        if not self._failed.done():
+            self._failed.set_result(why)

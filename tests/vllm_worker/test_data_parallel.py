@@ -1,0 +1,115 @@
+"""Groups of vLLM workers that share experts: real engines, and tokens of transformers."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.system.machine import until
+from tests.within import WITHIN
+
+from .served import VOCABULARY, Reference, VLLMCluster, prompts_of, save_tokenizer
+
+TOKENS = 12
+
+
+def save_experts(directory: Path) -> Path:
+    """Writes a tiny random mixture of experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=3072, initializer_range=0.1,
+        bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    save_tokenizer(directory, VOCABULARY)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_experts(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMCluster]:
+    served = VLLMCluster(
+        model, tmp_path_factory.mktemp("served"), "--data-parallel-size", "2",
+        "--max-model-len", "512", "--block-size", "64", "--num-blocks", "60",
+        "--max-num-batched-tokens", "256", "--max-num-seqs", "8",
+    )  # fmt: skip
+    try:
+        served.until_ready()
+        yield served
+        served.stop()
+    finally:
+        served.kill()
+
+
+def workers_of(cluster: VLLMCluster) -> dict[str, dict[str, Any]]:
+    """Their reports, by their names."""
+    with urllib.request.urlopen(f"{cluster.url}/status", timeout=WITHIN) as response:
+        return {f"{worker['role']} {worker['index']}": worker for worker in json.load(response)["workers"]}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_each_engine_of_a_group_is_a_worker(cluster: VLLMCluster, reference: Reference) -> None:
+    """Prompts go from prefill workers to decode workers. Engines without requests take part in all steps."""
+    workers = workers_of(cluster)
+    assert workers.keys() == {"prefill 0", "prefill 1", "decode 0", "decode 1"}
+    groups = {name: worker["description"]["group"] for name, worker in workers.items()}
+    assert groups["prefill 0"] == groups["prefill 1"] != groups["decode 0"] == groups["decode 1"]
+    assert {worker["description"]["data_parallel_size"] for worker in workers.values()} == {2}
+    prompts = prompts_of([200, 90, 150, 30, 250, 64], 1)
+    expected = [reference.tokens(prompt, TOKENS) for prompt in prompts]
+
+    def ask(prompt: list[int]) -> list[int]:
+        return cluster.ask(prompt=prompt, max_tokens=TOKENS)["token_ids"]
+
+    assert [*map(ask, prompts[:2])] == expected[:2]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert [*pool.map(ask, prompts)] == expected
+    cluster.assert_whole()
+    after = workers_of(cluster)
+    assert all(after[name]["status"]["kv_transfers"] for name in workers), "each has sent or received KV"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_dead_engine_ends_its_group_and_streams_go_on(cluster: VLLMCluster, reference: Reference) -> None:
+    [prompt], tokens = prompts_of([60], 2), list[int]()
+    before = workers_of(cluster)
+    for some in cluster.stream(prompt=prompt, max_tokens=150):
+        if len(tokens) < 20 <= len(tokens) + len(some):
+            cluster.process_of("decode 1 engine::EngineCore_DP1").kill()
+        tokens += some
+    assert tokens == reference.tokens(prompt, 150)
+    cluster.until_restarted("decode group 0", 1)
+
+    def joined() -> dict[str, dict[str, Any]] | None:
+        found = workers_of(cluster)
+        return found if len(found) == len(before) else None
+
+    after = until(joined, WITHIN, "the routers have all workers again")
+    for name, worker in after.items():
+        assert (worker["incarnation"] == before[name]["incarnation"]) == name.startswith("prefill"), name
+    assert after["decode 0"]["description"]["group"] == after["decode 1"]["description"]["group"]
+    assert after["decode 0"]["description"]["group"] != before["decode 0"]["description"]["group"]
+    assert cluster.ask(prompt=prompt, max_tokens=TOKENS)["token_ids"] == tokens[:TOKENS]
+    cluster.assert_whole()
