@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from pathlib import Path
@@ -75,22 +76,24 @@ class EndpointSlice(msgspec.Struct, rename="camel"):
 
 
 def ready_addresses(slices: Iterable[EndpointSlice], port: str) -> frozenset[str]:
-    """The "HOST:PORT" of every ready endpoint, for the Service port of this name.
+    """The "HOST:PORT" of every ready endpoint, for the Service port of this name. The workers of a group have
+    ports of this name with a number, such as grpc-1.
 
     The endpoints of a Service are spread over several slices. While Kubernetes moves an endpoint, two slices
     contain it. A dual-stack Service has an endpoint for each address family: of these, "IPv4" sorts first.
     """
-    of_pod: dict[str, tuple[str, str]] = {}  # pod or address → family and address
+    of_pod: dict[str, tuple[str, str, list[int]]] = {}  # pod or host → family, host and ports
+    named = re.compile(rf"{re.escape(port)}(-\d+)?")
     for each in slices:
-        number = next((p.port for p in each.ports or () if p.name == port), None)
+        ports = [p.port for p in each.ports or () if p.port is not None and named.fullmatch(p.name or "")]
         for endpoint in each.endpoints or ():
-            if number is None or not endpoint.addresses or endpoint.conditions.ready is False:
+            if not endpoint.addresses or endpoint.conditions.ready is False:
                 continue
             host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
-            found = each.address_type, f"{f'[{host}]' if each.address_type == 'IPv6' else host}:{number}"
+            found = each.address_type, f"[{host}]" if each.address_type == "IPv6" else host, ports
             pod = (endpoint.target_ref or TargetRef()).uid or found[1]
             of_pod[pod] = min(found, of_pod.get(pod, found))
-    return frozenset(address for _, address in of_pod.values())
+    return frozenset(f"{host}:{number}" for _, host, ports in of_pod.values() for number in ports)
 
 
 class _List(msgspec.Struct):

@@ -50,6 +50,16 @@ def test_slices_add_up_and_an_endpoint_in_two_of_them_counts_once() -> None:
     assert addresses(one, two) == {"10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"}
 
 
+def test_all_workers_of_a_group_in_a_pod_count() -> None:
+    ports = [
+        {"name": "grpc", "port": 7100},
+        {"name": "grpc-1", "port": 7101},
+        {"name": "grpc-web", "port": 80},
+    ]
+    group = slice_of("a", at("10.0.0.1", pod="p"), ports=ports)
+    assert addresses(group) == {"10.0.0.1:7100", "10.0.0.1:7101"}
+
+
 def test_a_pod_of_a_dual_stack_service_counts_once_by_its_ipv4_address() -> None:
     six = slice_of("six", at("fd00::1", pod="p"), at("fd00::2", pod="q"), family="IPv6")
     four = slice_of("four", at("10.0.0.1", pod="p"))

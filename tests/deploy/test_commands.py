@@ -144,7 +144,12 @@ def test_ray_takes_every_flag(overlays: dict[str, list[Object]]) -> None:
 
 def test_ports_are_those_that_are_declared(overlays: dict[str, list[Object]]) -> None:
     for container in (c for pod in pods_of_roles(overlays) for c in pod.containers):
-        declared = {port["name"]: port["containerPort"] for port in container["ports"]}
+        of_groups = re.compile(r".*-\d+")  # of the other workers of a group, from the first one on
+        declared = {
+            port["name"]: port["containerPort"]
+            for port in container["ports"]
+            if not of_groups.fullmatch(port["name"])
+        }
         for words in command_lines(container):
             given = dict(re.findall(r"--(\S*)port=(\d+)", " ".join(words)))
             role = words[1]

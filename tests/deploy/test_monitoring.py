@@ -82,9 +82,10 @@ def test_what_is_scraped_is_a_port_of_the_services(overlay: list[Object]) -> Non
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         services = [s for s in of_kind(overlay, "Service") if wanted <= s["metadata"]["labels"].items()]
         assert services
-        for service in services:
-            ports = {port["name"] for port in service["spec"]["ports"]}
-            assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+        ports = [{port["name"] for port in service["spec"]["ports"]} for service in services]
+        scraped = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+        assert all(scraped & each for each in ports)
+        assert scraped == {name for each in ports for name in each if name.startswith("metrics")}
 
 
 @pytest.mark.parametrize("name", ["plain", "kuberay", "kv-network", "single-gpu"])

@@ -98,6 +98,14 @@ def test_these_flows_and_no_others(overlays: dict[str, list[Object]], name: str)
     assert allowed == (expected if name == "cpu-demo" else expected | SCRAPES)
 
 
+def test_all_workers_of_a_group_are_reached(overlays: dict[str, list[Object]]) -> None:
+    names = {role: f"Deployment baton-{role}" for role in (ROUTER, PREFILL, DECODE)}
+    network = Network(overlays["vllm-data-parallel"], names)
+    for source, base in ((ROUTER, 7100), (DECODE, 7200), (MONITORING, 7300)):
+        reached = [network.allows(source, PREFILL, port) for port in range(base, base + 3)]
+        assert reached == [True, True, False], f"two workers, from {base}"
+
+
 @pytest.mark.parametrize("name", ["store", "store-ha", "rbg"])
 def test_only_workers_and_stores_reach_a_store(overlays: dict[str, list[Object]], name: str) -> None:
     owner = "RoleBasedGroup baton " if name == "rbg" else "Deployment baton-"

@@ -261,6 +261,7 @@ def test_claims_and_settings_that_pods_name_exist(overlay: list[Object]) -> None
         ("single-gpu", "nvidia.com/gpu.shared"),
         ("tensor-parallel", "nvidia.com/gpu"),
         ("vllm-tensor-parallel", "nvidia.com/gpu"),
+        ("vllm-data-parallel", "nvidia.com/gpu"),
     ],
 )
 def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: str, resource: str) -> None:
@@ -273,16 +274,22 @@ def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: st
             assert devices == {resource}
 
 
-@pytest.mark.parametrize("name", ["tensor-parallel", "vllm-tensor-parallel"])
-def test_a_worker_has_a_gpu_for_each_rank(overlays: dict[str, list[Object]], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers_of_a_pod"),
+    [("tensor-parallel", 1), ("vllm-tensor-parallel", 1), ("vllm-data-parallel", 2)],
+)
+def test_a_worker_has_a_gpu_for_each_rank(
+    overlays: dict[str, list[Object]], name: str, workers_of_a_pod: int
+) -> None:
     objects = overlays[name]
     settings = settings_of(objects)["data"]
-    assert int(settings["BATON_TENSOR_PARALLEL_SIZE"]) > 1
+    ranks = int(settings["BATON_TENSOR_PARALLEL_SIZE"])
+    assert ranks > 1
     workers = ("Deployment baton-prefill", "Deployment baton-decode")
     pods = [pod for pod in pod_templates(objects) if pod.owner in workers]
     assert len(pods) == 2
     for pod in pods:
         [container] = pod.containers
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == settings["BATON_TENSOR_PARALLEL_SIZE"]
+        assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == workers_of_a_pod * ranks
         [shm] = [volume["emptyDir"] for volume in pod.spec["volumes"] if volume["name"] == "shm"]
         assert shm == {"medium": "Memory", "sizeLimit": "4Gi"}, "NCCL's, between GPUs without peer access"

@@ -30,6 +30,7 @@ EXPECTED = {
     "single-gpu": {"Deployment": 3, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
     "tensor-parallel": {"Deployment": 3, "HorizontalPodAutoscaler": 0, "ServiceMonitor": 1},
     "vllm-tensor-parallel": {"Deployment": 3, "HorizontalPodAutoscaler": 0, "ServiceMonitor": 1},
+    "vllm-data-parallel": {"Deployment": 3, "HorizontalPodAutoscaler": 0, "ServiceMonitor": 1},
     "vllm": {"Deployment": 3, "HorizontalPodAutoscaler": 2, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
     "cpu-demo": {"Deployment": 3, "PodDisruptionBudget": 3, "PersistentVolumeClaim": 0},
     "gateway": {

@@ -156,7 +156,35 @@ podAffinity:
         labelSelector: {{ include "baton.pods" (list . "prefill") }}
 {{- end }}
 
+{{/* Takes the values of a worker. A group has ports of their own for each of its workers: with numbers that no other port has. */}}
+{{- define "baton.worker.ports" -}}
+{{- $size := int .dataParallelSize -}}
+{{- $first := eq $size 1 | ternary (dict "grpc" 7001 "kv" 7002 "metrics" 7003) (dict "grpc" 7100 "kv" 7200 "metrics" 7300) -}}
+{{- $found := list -}}
+{{- range $name := list "grpc" "kv" "metrics" -}}
+{{- range $rank := until $size -}}
+{{- $named := eq $rank 0 | ternary $name (printf "%s-%d" $name $rank) -}}
+{{- $found = append $found (dict "name" $named "port" (add (get $first $name) $rank)) -}}
+{{- end -}}
+{{- end -}}
+{{- dict "first" $first "all" $found | toJson -}}
+{{- end }}
+
+{{/* Takes (list $ name): the ports of this name of all workers, for a policy. */}}
+{{- define "baton.worker.policy" -}}
+{{- $name := last . -}}
+{{- $found := dict -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $size := int (get (first $).Values $role).dataParallelSize -}}
+{{- $port := get (include "baton.worker.ports" (get (first $).Values $role) | fromJson).first $name | int -}}
+{{- $end := eq $size 1 | ternary "" (printf " endPort: %d," (sub (add $port $size) 1)) -}}
+{{- $_ := set $found (printf "- {port: %d,%s protocol: TCP}" $port $end) "" -}}
+{{- end -}}
+{{- keys $found | sortAlpha | join "\n" -}}
+{{- end }}
+
 {{- define "baton.worker.container" -}}
+{{- $ports := include "baton.worker.ports" .values | fromJson -}}
 name: worker
 image: {{ include "baton.image" . }}
 {{- with .values.command }}
@@ -165,10 +193,13 @@ command: {{- toYaml . | nindent 2 }}
 args:
   - {{ .component }}
   - --host=$(POD_IP)
-  - --port=7001
-  - --kv-port=7002
-  - --metrics-port=7003
+  - --port={{ $ports.first.grpc }}
+  - --kv-port={{ $ports.first.kv }}
+  - --metrics-port={{ $ports.first.metrics }}
   - --cluster-secret-file=/etc/baton/cluster/secret
+  {{- if gt (int .values.dataParallelSize) 1 }}
+  - --data-parallel-size={{ .values.dataParallelSize }}
+  {{- end }}
   {{- with .values.args }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -177,18 +208,18 @@ env:
     valueFrom:
       fieldRef: {fieldPath: status.podIP}
 ports:
-  - {name: grpc, containerPort: 7001}
-  - {name: kv, containerPort: 7002}
-  - {name: metrics, containerPort: 7003}
+  {{- range $ports.all }}
+  - {name: {{ .name }}, containerPort: {{ .port }}}
+  {{- end }}
 startupProbe:  # not on the gRPC port: a kubelet cannot prove the cluster secret
-  httpGet: {path: /health, port: 7003}
+  httpGet: {path: /health, port: {{ $ports.first.metrics }}}
   periodSeconds: 1
   failureThreshold: 1800  # time to load the weights
 readinessProbe:
-  httpGet: {path: /health, port: 7003}
+  httpGet: {path: /health, port: {{ $ports.first.metrics }}}
   periodSeconds: 1  # determines how soon routers see a change
 livenessProbe:  # not for a hung engine: that ends the worker (--engine-timeout)
-  httpGet: {path: /health, port: 7003}
+  httpGet: {path: /health, port: {{ $ports.first.metrics }}}
   periodSeconds: 10
   timeoutSeconds: 5
 lifecycle:
