@@ -15,8 +15,8 @@ _SAME = (
 )  # fmt: skip
 _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
-    "language_model_only", "data_parallel_size", "served_model_name", "enable_lora", "lora_modules", "max_loras",
-    "max_lora_rank",
+    "language_model_only", "data_parallel_size", "served_model_name", "enable_lora", "lora_modules",
+    "max_loras", "max_lora_rank",
 }  # fmt: skip
 _MEANINGLESS = (
     "elastic_memory", "host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant",
