@@ -21,7 +21,7 @@ class StepAttention(Qwen3Attention):
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         projected, heads = self.input(x), self.q_heads.length
-        qkv = projected[:, :-heads].unflatten(-1, (-1, self.head_dim))
+        qkv = projected[:, :-heads].contiguous().unflatten(-1, (-1, self.head_dim))
         out = attend(layer, qkv, rotary, self.head_norm, None, self.scale)
         return self.out((out * projected[:, -heads:, None].sigmoid()).flatten(1))
 

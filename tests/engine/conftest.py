@@ -478,6 +478,24 @@ TINY_NEMOTRON_H: dict[str, Any] = {
     "topk_group": 2,
     "rescale_prenorm_residual": False,
 }
+TINY_STEP: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 20,
+    "head_dim": 16,
+    "num_sliding_attention_heads": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 32,
+    "moe_router_scaling_factor": 1.8,
+    "swiglu_limits": [0, 0, 0.5, 0],
+    "swiglu_limits_shared": [0, 0, 0, 0.7],
+    "rope_theta": [5000.0, 100.0, 100.0, 5000.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+    "pad_token_id": 0,
+}
 TINY_OF_KIND = {
     "DeepseekV2": TINY_LATENT | {"q_lora_rank": None},
     "DeepseekV3": TINY_LATENT,
@@ -498,6 +516,7 @@ TINY_OF_KIND = {
     "MiMoV2Flash": TINY_MIMO,
     "MiniMaxM2": TINY_MINIMAX_M2,
     "NemotronH": TINY_NEMOTRON_H,
+    "Step3p7": TINY_STEP,
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,
     "Gemma4": TINY_GEMMA4,
@@ -531,32 +550,14 @@ def tiny_gemma4(kind: str, changes: dict[str, Any]) -> Any:
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
-TINY_STEP: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    "sliding_window": 20,
-    "head_dim": 16,
-    "num_sliding_attention_heads": 8,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "share_expert_dim": 32,
-    "moe_router_scaling_factor": 1.8,
-    "swiglu_limits": [0, 0, 0.5, 0],
-    "swiglu_limits_shared": [0, 0, 0, 0.7],
-    "rope_theta": [5000.0, 100.0, 100.0, 5000.0],
-    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
-    "pad_token_id": 0,
-}
-
-
 def tiny_step(kind: str, changes: dict[str, Any]) -> Any:
     """As `tiny_llama4`."""
     import transformers
 
     vision = {"width": 16, "layers": 1, "heads": 2, "image_size": 28}
-    config = transformers.Step3p7Config(text_config={**TINY, **TINY_STEP, **changes}, vision_config=vision)
+    config = transformers.Step3p7Config(
+        text_config={**TINY, **tiny_of_kind(kind), **changes}, vision_config=vision
+    )
     return transformers.Step3p7ForConditionalGeneration(config)
 
 

@@ -146,6 +146,14 @@ def test_wide_heads_in_float32_are_refused(tmp_path: Path) -> None:
     assert replace(config, head_dim=24).kernel_head_dim == 24, "a GPU refuses it"
 
 
+TWO_KINDS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "sliding_window": 4,
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -186,6 +194,22 @@ def test_wide_heads_in_float32_are_refused(tmp_path: Path) -> None:
         ),
         ("MiniMaxM2", {"num_hidden_layers": 1, "rotary_dim": 8}),
         ("KimiLinear", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
+        (
+            "MiMoV2Flash",
+            {**TWO_KINDS, "v_head_dim": 8, "rope_parameters": None, "partial_rotary_factor": 0.5},
+        ),
+        (
+            "Step3p7",
+            {
+                **TWO_KINDS,
+                "architectures": ["Step3p7ForConditionalGeneration"],
+                "num_sliding_attention_heads": 6,
+                "swiglu_limits": [0, 0.5],
+                "swiglu_limits_shared": [0, 0.5],
+                "rope_theta": [5000.0, 100.0],
+                "partial_rotary_factors": [0.5, 1.0],
+            },
+        ),
     ],
 )
 def test_an_engine_on_these_kernels(
