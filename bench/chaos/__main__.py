@@ -7,12 +7,18 @@ after another, greedy or seeded. Every answer must equal what the cluster answer
 only this request. Processes of every kind are killed (SIGKILL), engines are stopped (SIGSTOP), lanes are cut,
 workers are moved to the other pool and back. A client asks again if its router is killed. At the end every
 pool must be whole.
+
+With `--rate` requests begin at random times, and with `--seconds` faults come over so long. Then the longest
+pause says what users notice:
+
+    python -m baton.bench.chaos --rate 1 --seconds 60 --kills 3 --routers 0 --stalls 0 --breaks 0 --flips 0
 """
 
 import argparse
 import asyncio
 import random
 import tempfile
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -32,7 +38,11 @@ ON_CPU = (
     "--max-num-batched-tokens", "64", "--engine-timeout", "2", "--peer-timeout", "3",
 )  # fmt: skip
 # A step of workers that share a GPU may take long, so deadlines are the usual ones.
-ON_CUDA = "--num-blocks", "96", "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"
+ON_CUDA = "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"
+BLOCKS, BLOCKS_AT_RATE = 96, 480
+"""On GPUs. With the first workers preempt requests, which makes pauses without a fault."""
+LONGEST_PAUSE = 0.5
+"""Seconds of any stream at a rate on GPUs, where another worker takes over."""
 COUNTS = {
     "kills": (12, 3, 2, "kills of each role"),
     "stalls": (2, 0, 0, "stopped engines of each role"),
@@ -49,6 +59,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         told = f"{what} (default: {usual}; {short} with --short, on GPUs {on_gpus})"
         p.add_argument(f"--{name}", type=int, metavar="N", help=told)
     p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8; 48 on GPUs)")
+    p.add_argument("--rate", type=float, default=0.0, metavar="R", help="requests/s, in place of clients")
+    p.add_argument("--seconds", type=float, default=0.0, metavar="S", help="spread faults over this time")
     p.add_argument("--tokens", type=int, default=0, metavar="N", help="go on until clients have N tokens")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
     p.add_argument("--model-shape", choices=SHAPES, metavar="NAME", help=f"random weights (on GPUs: {DENSE})")
@@ -69,7 +81,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
-    rng = random.Random(args.seed)
+    rng, on_gpus = random.Random(args.seed), args.device == "cuda"
     asked = cases_for(args)
     right = await expected(cluster.url, asked, at_once=1)
     load = Load(cluster.url, asked, rng)
@@ -78,13 +90,15 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     drawn["router"] = draw("router", args.routers, 0, 0, 0, rng)
     # So that all tracks end at about the same time.
     longer = quiet[0], quiet[1] * args.kills / max(1, args.routers)
-    tracks = (
-        torment(cluster, role, faults, longer if role == "router" else quiet, rng)
-        for role, faults in drawn.items()
-    )
-    async with load.of(args.clients):
+    pauses = {role: longer if role == "router" else quiet for role in drawn}
+    if args.seconds:
+        pauses = {role: (0.0, 2 * args.seconds / (len(faults) + 1)) for role, faults in drawn.items()}
+    tracks = (torment(cluster, role, faults, pauses[role], rng) for role, faults in drawn.items())
+    began = time.monotonic()
+    async with load.at(args.rate) if args.rate else load.of(args.clients):
         happened = [one for track in await asyncio.gather(*tracks) for one in track]
         routers = [one for one in happened if one.role == "router"]
+        await asyncio.sleep(began + args.seconds - time.monotonic())
         while (verdict := judge(load.streams, right, routers)).tokens < args.tokens and not verdict.failed:  # noqa: ASYNC110
             await asyncio.sleep(1)
     verdict = judge(load.streams, right, routers)
@@ -96,12 +110,15 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     preempted = sum(worker.metric("vllm:num_preemptions_total") for worker in cluster.workers)
     report.add(Row("chaos.preempted", preempted, "times, in the last lives"))
     report.add(Row("chaos.overflowed", metric(cluster.url, "baton:overflow_total"), "requests, likewise"))
-    _add_faults(report, happened, load.streams)
+    _add_faults(report, happened, load.streams, LONGEST_PAUSE if args.rate and on_gpus else None)
     return report
 
 
-def _add_faults(report: Report, happened: list[Happened], streams: list[Stream]) -> None:
-    """Rows with the number of faults, the time that a worker was away, and the pauses that clients saw."""
+def _add_faults(
+    report: Report, happened: list[Happened], streams: list[Stream], longest: float | None
+) -> None:
+    """Rows with the number of faults, the time that a worker was away, and the pauses that clients saw.
+    `longest`: the goal of these. None: there is none."""
     counts = Counter(f"{one.role}.{one.fault}" for one in happened)
     for name, count in sorted(counts.items()):
         report.add(Row(f"chaos.{name}", count, "times"))
@@ -113,7 +130,7 @@ def _add_faults(report: Report, happened: list[Happened], streams: list[Stream])
         gaps = (stream.gap_around(one.at) for stream in streams)
         seen[f"{one.role}.{one.fault}"] += [gap for gap in gaps if gap is not None]
     _add_seconds(report, "pause", everywhere := [gap for gaps in seen.values() for gap in gaps])
-    report.add(Row("chaos.pause.max", max(everywhere, default=0.0), "s"))
+    report.add(Row("chaos.pause.max", max(everywhere, default=0.0), "s", goal=longest))
     for name, gaps in sorted(seen.items()):
         _add_seconds(report, f"pause.{name}", gaps)
     report.detail = {"pauses": {name: sorted(round(gap, 3) for gap in gaps) for name, gaps in seen.items()}}
@@ -139,12 +156,13 @@ def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
     on_gpus, shape, gpus = args.device == "cuda", args.model_shape, len(visible_gpus())
     model = ["--model", str(write_shape(shape, directory, tokenizer=True))] if shape else []
     flags = [*(ON_CUDA if on_gpus else ON_CPU), *model, "--dtype", args.dtype]
+    flags += ["--num-blocks", str(BLOCKS_AT_RATE if args.rate else BLOCKS)] if on_gpus else []
     flags += ["--load-format", "dummy", "--max-model-len", "2048"] if shape else []
     # The embedded model is a GGUF file, which workers would else serve packed.
     flags += ["--quantization", args.quantization or ("auto" if shape else "none")]
     flags += ["--batch-invariant"] if args.batch_invariant else []
     flags += ["--speculative-config", args.speculative_config] if args.speculative_config else []
-    devices = [f"cuda:{i % gpus}" for _ in WORKERS for i in range(2)] if on_gpus else []
+    devices = [f"cuda:{i % gpus}" for i in range(2 * len(WORKERS))] if on_gpus else []
     return LocalCluster(args.logs or directory, worker_flags=flags, router_flags=model, devices=devices)
 
 

@@ -176,7 +176,7 @@ RECONNECT_S = 0.2
 
 @dataclass(slots=True)
 class Load:
-    """Clients that send one request after another and keep every answer.
+    """Clients that send requests and keep every answer: each one after another, or all at a rate.
 
     A client that loses the connection to the router sends its request again.
     """
@@ -200,15 +200,37 @@ class Load:
                 stop.set()
                 await sending
 
+    @contextlib.asynccontextmanager
+    async def at(self, rate: float) -> AsyncIterator[None]:
+        """A context in which so many requests a second begin at random times (Poisson), however long answers
+        take. At its end each answer is read to the end."""
+        stop = asyncio.Event()
+
+        async def begin(http: aiohttp.ClientSession, answers: asyncio.TaskGroup) -> None:
+            while not stop.is_set():
+                answers.create_task(self._ask(http))
+                await asyncio.sleep(self.rng.expovariate(rate))
+
+        async with new_session() as http, asyncio.TaskGroup() as answers:
+            beginning = answers.create_task(begin(http, answers))
+            try:
+                yield
+            finally:
+                stop.set()
+                await beginning
+
     async def _client(self, http: aiohttp.ClientSession, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            case = self.rng.choice(self.cases)
-            while (stream := await read(http, self.url, case)).cut:
-                if stream.status:  # else no router listened, and the request never began
-                    self.streams.append(stream)
-                await asyncio.sleep(RECONNECT_S)
-            self.streams.append(stream)
+            await self._ask(http)
             await asyncio.sleep(self.pause)
+
+    async def _ask(self, http: aiohttp.ClientSession) -> None:
+        case = self.rng.choice(self.cases)
+        while (stream := await read(http, self.url, case)).cut:
+            if stream.status:  # else no router listened, and the request never began
+                self.streams.append(stream)
+            await asyncio.sleep(RECONNECT_S)
+        self.streams.append(stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from tokenizers import Tokenizer
 
 from baton.bench import contract
 from baton.bench.chaos import __main__ as chaos
+from baton.bench.harness import streams
 from baton.bench.harness.streams import Case
 from baton.bench.shapes import write_shape
 from tests.bench.test_smoke import check_flags
@@ -51,6 +54,35 @@ def test_workers_on_a_gpu_serve_a_shape(
 def test_workers_of_a_role_have_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = started(tmp_path, monkeypatch, 2, "--model-shape", "one-small-layer")
     assert given["devices"] == ["cuda:0", "cuda:1"] * 2
+
+
+async def test_requests_at_a_rate_begin_however_long_answers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, begun, may_end = Case("", 1, 0.0, 1), asyncio.Event(), asyncio.Event()
+    reading = 0
+
+    async def read(*_: object) -> streams.Stream:
+        nonlocal reading
+        reading += 1
+        if reading == 5:
+            begun.set()
+        await may_end.wait()
+        return streams.Stream(case)
+
+    monkeypatch.setattr(streams, "read", read)
+    load = streams.Load("", [case], random.Random(1))
+    async with load.at(1000.0):
+        await begun.wait()
+        assert not load.streams
+        may_end.set()
+    assert len(load.streams) == reading, "all answers are read to the end"
+
+
+def test_at_a_rate_no_worker_preempts_and_each_has_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = started(tmp_path, monkeypatch, 4, "--rate", "16", "--seconds", "120")
+    assert check_flags("decode", *given["worker_flags"])["num_blocks"] == chaos.BLOCKS_AT_RATE
+    assert len(set(given["devices"])) == 4
 
 
 def ids_of(asked: list[Case], shape: str, tmp_path: Path) -> list[list[int]]:
