@@ -5,8 +5,13 @@ questions, in tokens:
 
     accuracy   share of multiple-choice questions whose right choice has the largest sum of log probabilities,
                as lm-eval's `acc`. They are those of a prompt
+    generated  share of questions whose right choice a greedy answer begins with, as in lm-eval
     prompt     how far the log probability of a token of a choice is from that of transformers
     answer     the same of tokens that the decode worker gives, greedily: transformers reads the same tokens
+    kl         Kullback-Leibler divergence, before each token of these answers, from the distribution of
+               transformers: of the 20 most probable tokens and the rest, so it is a lower bound
+
+`….max` is the largest of all tokens.
 
     float32    the dtype of transformers
     killed     the same, while the engine of the decode worker is killed in the middle of the answers
@@ -44,6 +49,9 @@ FORMS: dict[str, tuple[str, ...]] = {
     "int4": ("--dtype", "bfloat16", "--quantization", "int4"),
 }
 ANSWERS, ANSWER_TOKENS = 8, 24
+GENERATED_TOKENS = 6
+"""Of an answer to a question: a choice has at most three."""
+ALTERNATIVES = 20
 AT_ONCE = 16
 
 
@@ -51,6 +59,8 @@ class Question(NamedTuple):
     query: list[int]
     choices: list[list[int]]
     gold: int
+    answer: str
+    """The right choice."""
 
 
 def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
@@ -61,8 +71,7 @@ def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
             asked = json.loads(line)
             query, choices, gold = asked["query"], asked["choices"], int(asked["gold"])
             whole = [tokenizer(query + choice)["input_ids"] for choice in choices]
-            found.append(Question(tokenizer(query)["input_ids"], whole, gold))
-            choices[gold]
+            found.append(Question(tokenizer(query)["input_ids"], whole, gold, choices[gold]))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f'--tasks {path}: line {number} is not {{"query", "choices", "gold"}}: {error}'
@@ -83,19 +92,35 @@ class Reference:
     @torch.inference_mode()
     def logprobs(self, ids: Sequence[int], first: int) -> list[float]:
         """Of the tokens from position `first` on."""
-        every = self._model(torch.tensor([ids])).logits[0, first - 1 : -1].log_softmax(-1)
-        return every.gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
+        return self.distributions(ids, first).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
+
+    @torch.inference_mode()
+    def distributions(self, ids: Sequence[int], first: int) -> torch.Tensor:
+        """(tokens, vocabulary): log probabilities before each token from position `first` on."""
+        return self._model(torch.tensor([ids])).logits[0, first - 1 : -1].log_softmax(-1)
+
+    @torch.inference_mode()
+    def answer(self, ids: Sequence[int], tokens: int) -> str:
+        """A greedy one."""
+        asked = torch.tensor([ids])
+        found = self._model.generate(
+            asked, attention_mask=torch.ones_like(asked), max_new_tokens=tokens, do_sample=False
+        )
+        return self.tokenizer.decode(found[0, len(ids) :])
 
 
-async def prompt_logprobs(http: aiohttp.ClientSession, url: str, ids: list[int], first: int) -> list[float]:
-    """As `Reference.logprobs`, by the API. Raises RuntimeError if the server refuses."""
-    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+async def prompt_logprobs(
+    http: aiohttp.ClientSession, url: str, ids: list[int], first: int, alternatives: int = 0
+) -> list[dict[int, float]]:
+    """Log probabilities of each token from position `first` on, and of so many alternatives, by token. Raises
+    RuntimeError if the server refuses."""
+    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": alternatives}
     async with http.post(f"{url}/v1/completions", json=body) as response:
         answer = await response.json()
     if response.status != 200:
         raise RuntimeError(f"the server refused a question: {answer}")
     found = answer["choices"][0]["prompt_logprobs"]
-    return [found[i][str(ids[i])]["logprob"] for i in range(first, len(ids))]
+    return [{int(token): each["logprob"] for token, each in one.items()} for one in found[first:]]
 
 
 async def scored(url: str, asked: Sequence[Question]) -> list[list[list[float]]]:
@@ -104,13 +129,36 @@ async def scored(url: str, asked: Sequence[Question]) -> list[list[list[float]]]
 
     async def one(http: aiohttp.ClientSession, question: Question, choice: list[int]) -> list[float]:
         async with gate:
-            return await prompt_logprobs(http, url, choice, len(question.query))
+            first = len(question.query)
+            found = await prompt_logprobs(http, url, choice, first)
+            return [each[token] for each, token in zip(found, choice[first:], strict=True)]
 
     async with new_session() as http:
         return [
             await asyncio.gather(*(one(http, question, choice) for choice in question.choices))
             for question in asked
         ]
+
+
+async def divergences(
+    url: str, answers: Sequence[tuple[list[int], int]], reference: Reference
+) -> list[float]:
+    """In nats, before each token of these answers: (prompt and answer, where it begins)."""
+    found = list[float]()
+    async with new_session() as http:
+        for ids, first in answers:
+            served = await prompt_logprobs(http, url, ids, first, ALTERNATIVES)
+            found += map(divergence, reference.distributions(ids, first), served)
+    return found
+
+
+def divergence(expected: torch.Tensor, served: dict[int, float]) -> float:
+    """A lower bound of the Kullback-Leibler divergence of what is served from what is expected: all tokens
+    that are not in `served` count as one. `expected`: log probabilities of all tokens."""
+    p = expected[list(served)].double().exp()
+    q = torch.tensor(list(served.values()), dtype=torch.float64).exp()
+    p, q = (torch.cat((each, (1 - each.sum()).clamp(min=1e-12)[None])) for each in (p, q))
+    return float((p * (p / q).log()).sum())
 
 
 def right(scores: Sequence[Sequence[Sequence[float]]], asked: Sequence[Question]) -> list[bool]:
@@ -120,13 +168,13 @@ def right(scores: Sequence[Sequence[Sequence[float]]], asked: Sequence[Question]
     ]
 
 
-async def answered(cluster: LocalCluster, prompts: Sequence[list[int]], *, kill: bool) -> list[Stream]:
+async def answered(
+    cluster: LocalCluster, prompts: Sequence[list[int]], tokens: int = ANSWER_TOKENS, *, kill: bool = False
+) -> list[Stream]:
     """Greedy answers that run side by side. `kill`: the engine of the decode worker dies when each has four
     tokens. Raises RuntimeError if one fails."""
     cases = [
-        Case(
-            "", ANSWER_TOKENS, temperature=0.0, seed=1, options=json.dumps({"prompt": prompt, "logprobs": 0})
-        )
+        Case("", tokens, temperature=0.0, seed=1, options=json.dumps({"prompt": prompt, "logprobs": 0}))
         for prompt in prompts
     ]
     streams = [Stream(case) for case in cases]
@@ -159,16 +207,28 @@ def measure(form: str, path: Path, asked: Sequence[Question], reference: Referen
         prompts = [question.choices[question.gold] for question in asked[:ANSWERS]]
         streams = asyncio.run(answered(cluster, prompts, kill=form == "killed"))
         found = asyncio.run(scored(cluster.url, asked))
+        generated = asyncio.run(answered(cluster, [each.query for each in asked], GENERATED_TOKENS))
+        whole = [
+            ([*prompt, *each.token_ids], len(prompt)) for prompt, each in zip(prompts, streams, strict=True)
+        ]
+        apart = asyncio.run(divergences(cluster.url, whole, reference))
     name = f"quality.{form}"
     share = sum(right(found, asked)) / len(asked)
     report.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))
+    theirs = [reference.answer(each.query, GENERATED_TOKENS) for each in asked]
+    hits, best = (
+        sum(text.strip().startswith(each.answer.strip()) for text, each in zip(texts, asked, strict=True))
+        for texts in ([stream.text for stream in generated], theirs)
+    )
+    ratio = hits / best if best else None
+    report.add(Row(f"{name}.generated", hits / len(asked), "share", ratio=ratio, ratio_to="transformers"))
     pairs = zip(flat(found), flat(expected), strict=True)
     _add(report, f"{name}.prompt", [abs(ours - theirs) for ours, theirs in pairs])
     off = list[float]()
-    for prompt, stream in zip(prompts, streams, strict=True):
-        theirs = reference.logprobs([*prompt, *stream.token_ids], len(prompt))
-        off += [abs(a - b) for a, b in zip(stream.logprobs, theirs, strict=True)]
+    for (ids, first), stream in zip(whole, streams, strict=True):
+        off += [abs(a - b) for a, b in zip(stream.logprobs, reference.logprobs(ids, first), strict=True)]
     _add(report, f"{name}.answer", off)
+    _add(report, f"{name}.kl", apart)
 
 
 def flat(scores: Sequence[Sequence[Sequence[float]]]) -> list[float]:
@@ -177,6 +237,7 @@ def flat(scores: Sequence[Sequence[Sequence[float]]]) -> list[float]:
 
 def _add(report: Report, name: str, off: Sequence[float]) -> None:
     report.add(Row(name, float(np.mean(off)), "nats a token, mean", p99=float(np.percentile(off, 99))))
+    report.add(Row(f"{name}.max", float(np.max(off)), "nats"))
 
 
 def main() -> int:
