@@ -41,6 +41,7 @@ ON_CPU = (
 ON_CUDA = "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"
 BLOCKS, BLOCKS_AT_RATE = 96, 480
 """On GPUs. With the first workers preempt requests, which makes pauses without a fault."""
+MAX_WAIT = "600"
 LONGEST_PAUSE = 0.5
 """Seconds of any stream at a rate on GPUs, where another worker takes over."""
 COUNTS = {
@@ -163,7 +164,9 @@ def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
     flags += ["--batch-invariant"] if args.batch_invariant else []
     flags += ["--speculative-config", args.speculative_config] if args.speculative_config else []
     devices = [f"cuda:{i % gpus}" for i in range(2 * len(WORKERS))] if on_gpus else []
-    return LocalCluster(args.logs or directory, worker_flags=flags, router_flags=model, devices=devices)
+    # A rate may be too high while a worker is away. Then requests wait; a refusal would count as a failure.
+    router = [*model, "--max-wait", MAX_WAIT] if args.rate else model
+    return LocalCluster(args.logs or directory, worker_flags=flags, router_flags=router, devices=devices)
 
 
 def main(argv: list[str] | None = None) -> Report:

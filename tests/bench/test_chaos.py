@@ -82,6 +82,7 @@ def test_at_a_rate_no_worker_preempts_and_each_has_a_gpu(
 ) -> None:
     given = started(tmp_path, monkeypatch, 4, "--rate", "16", "--seconds", "120")
     assert check_flags("decode", *given["worker_flags"])["num_blocks"] == chaos.BLOCKS_AT_RATE
+    assert check_flags("router", *given["router_flags"])["max_wait"] == 600
     assert len(set(given["devices"])) == 4
 
 
