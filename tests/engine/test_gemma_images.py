@@ -15,7 +15,7 @@ import torch
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
-from baton.engine import Image
+from baton.engine import Engine, Image
 from baton.engine.core.prompt_images import PromptImages
 from tests.device import DEVICE
 from tests.engine import checkpoints
@@ -182,6 +182,17 @@ def test_a_decode_engine_needs_no_pixels(
     monkeypatch.setattr(prefill, "add", lambda _, **how: add(whole, **how))
     assert pair.run([request])[request.id] == expected_of(reference, whole.prompt_ids, pictures)
     prefill.close(), decode.close()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_ranks_see_whole_images(
+    seeing: Callable[[str], tuple[Path, Any]], ranks: Callable[..., Engine], kind: str
+) -> None:
+    path, reference = seeing(kind)
+    engine = ranks(path, 2, max_num_batched_tokens=24, max_num_seqs=4)
+    pictures = pictures_of(kind)[:1]
+    request = request_with(1, engine, pictures)
+    assert tokens_of(engine, [request])[0] == expected_of(reference, request.prompt_ids, pictures)
 
 
 def test_a_step_must_have_room_for_an_image(seeing: Callable[[str], tuple[Path, Any]]) -> None:
