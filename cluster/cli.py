@@ -167,6 +167,14 @@ def decode(worker: roles.WorkerRole) -> int:
     return run_worker("decode", worker)
 
 
+@command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton encode --host 10.0.0.7 --port 7001 --kv-port 7002")
+def encode(worker: roles.WorkerRole) -> int:
+    """Run an encoder: it makes embeddings of images for workers with --encoder-pool."""
+    from baton.cluster.roles import run_worker
+
+    return run_worker("encode", worker)
+
+
 @command(
     ROLES,
     "baton store serve --host 10.0.0.7 --size 64GiB",

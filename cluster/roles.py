@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config")
 _ENGINE_MODULES = {"baton": "baton.cluster.engine_process", "vllm": "baton.vllm_worker.engine_process"}
+_ENCODER_MODULE = "baton.cluster.encoder_process"
+Role = Literal["prefill", "decode", "encode"]
 
 
-def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
+def run_worker(role: Role, given: WorkerRole) -> int:
     with supervised(given.process.ready_fd):
         from baton.rpc.auth import load_secret
 
@@ -49,9 +51,7 @@ def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
         return run(config)
 
 
-def worker_config(
-    role: Literal["prefill", "decode"], given: WorkerRole, found: model.ResolvedModel, secret: bytes
-) -> WorkerConfig:
+def worker_config(role: Role, given: WorkerRole, found: model.ResolvedModel, secret: bytes) -> WorkerConfig:
     """The configuration of a worker on this machine. Raises ValueError for options that it cannot have."""
     from baton.cluster.gpus import default_device, gpu_gib, present_gpus
     from baton.cluster.options.optimize import choose, host_cache
@@ -63,6 +63,9 @@ def worker_config(
 
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
+    encodes = role == "encode"
+    if encodes and given.engine.engine != "baton":
+        raise ValueError("--engine vllm: only Baton's own encoder serves a pool; leave it out")
     chosen = choose(given.engine, device, memory)
     host_bytes = host_cache(given.engine, device, present_gpus(), available_memory())
     group = None if given.network.group is None else Group.parse(given.network.group)
@@ -75,9 +78,10 @@ def worker_config(
         max_num_seqs=chosen.max_num_seqs,
         enable_expert_parallel=given.engine.enable_expert_parallel and not experts_of_group,
         max_num_batched_tokens=chosen.max_num_batched_tokens,
-        enable_prefix_caching=given.engine.enable_prefix_caching is not False,
-        host_cache_size=host_bytes,
-        disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
+        enable_prefix_caching=given.engine.enable_prefix_caching is not False and not encodes,
+        encoder_pool=given.engine.encoder_pool and not encodes,
+        host_cache_size=0 if encodes else host_bytes,
+        disk_cache_size=0 if encodes else size_in_bytes(given.engine.disk_cache_size),
         ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
         ttit_target_steps=chosen.target_steps,
         speculative_config=(drafts := given.engine.speculative_config) and SpeculativeConfig.of(drafts),
@@ -86,14 +90,19 @@ def worker_config(
         WorkerConfig,
         given,
         role=role,
-        engine_module=_ENGINE_MODULES[given.engine.engine],
+        engine_module=_ENCODER_MODULE if encodes else _ENGINE_MODULES[given.engine.engine],
         engine=engine,
         engine_args=_engine_args(given.engine, engine, group),
         group=group,
         secret=secret,
         tls=given.secret.tls(),
         served_model_name=(given.model.served_model_name or [found.name])[0],
-        settings=f"{chosen.summary}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",
+        settings=None if encodes else f"{chosen.summary}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",
+        # Embeddings lie in memory of the host, whose arena peers of this host read.
+        kv_connector="auto"
+        if encodes and given.transfer.kv_connector == "nixl"
+        else given.transfer.kv_connector,
+        kv_store=None if encodes else given.transfer.kv_store,
         kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
         deadlines=TransferDeadlines(
             fetch_wait=given.deadlines.hold_timeout,
@@ -123,6 +132,8 @@ def _engine_args(given: EngineOptions, engine: EngineConfig, group: Group | None
                 "engine start more workers"
             )
         return None
+    if engine.encoder_pool:
+        raise ValueError("--encoder-pool: only for Baton's engine; leave it out with --engine vllm")
     from baton.vllm_worker import options, version
 
     version.check_version(untested=given.vllm_untested)

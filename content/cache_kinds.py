@@ -62,6 +62,8 @@ ATTENTION = CacheKind("attention", Unit.TOKEN, converts=True)
 LATENT = CacheKind("latent", Unit.TOKEN, copied=True, converts=True)
 INDEX = CacheKind("index", Unit.TOKEN, copied=True)
 STATE = CacheKind("state", Unit.REQUEST)
+EMBEDDING = CacheKind("embedding", Unit.TOKEN, copied=True)
+"""Embeddings of images. No layer of a model keeps them: encoders send them to workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,10 @@
 4. `Turns` divides the device between the layers of the tower and the steps of the engine, where requests
    decode: a step and the layers beside it fit the target of a gap.
 
-Prefill workers have an encoder inside their engine. It computes while the engine computes steps, and a prompt
-starts with the text before its first image. transformers is imported when a model that sees images is loaded:
-the extra `images` installs it.
+By default prefill workers have an encoder inside their engine. It computes while the engine computes steps,
+and a prompt starts with the text before its first image. Or encoders are workers of their own
+(`cluster/encoder_process.py`): a router sends them the pixels, and workers fetch the embeddings by name
+(`worker/engine_process/embeddings.py`). `Embeddings` is what both have in common.
+
+transformers is imported when a model that sees images is loaded: the extra `images` installs it.
 """

@@ -1,80 +1,37 @@
 """Encodes images in a thread of its own, and keeps their embeddings by name."""
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from baton.encode_worker.embeddings import CACHE_BYTES, Embeddings
 from baton.encode_worker.turns import Turns
 
 Encode = Callable[[bytes, int, int], np.ndarray]
 """(pixels, rows, columns) → embeddings, as `Tower.encode`."""
-CACHE_BYTES = 1 << 30
 
 
-class Encoder:
+class Encoder(Embeddings):
     """One thread that encodes one image after the other, in the order in which they are asked for.
 
     Attributes:
         encoded: images that were encoded since the start.
         tokens: of these images.
         seconds: in which they were encoded, without those in which they waited for their turns.
-        hits: images that were kept, or being encoded, when they were asked for.
-        kept_bytes: of embeddings.
         turns: when the layers of the encoder may begin.
     """
 
     def __init__(self, encode: Encode, turns: Turns, cache_bytes: int = CACHE_BYTES) -> None:
-        """`cache_bytes`: of embeddings that are kept. The least recently used ones go first."""
+        super().__init__(cache_bytes)
         self.turns = turns
         self.encoded = 0
-        self.hits = 0
         self.tokens = 0
         self.seconds = 0.0
         self._encode = encode
-        self._most_bytes = cache_bytes
-        self.kept_bytes = 0
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._under_way: dict[bytes, Future[np.ndarray]] = {}
         self._tokens_waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-
-    def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
-        """The embeddings of an image, [tokens, bytes] uint8, which nothing changes. They are ready at once if
-        they are kept. `pixels` may be empty if the image is not to be encoded here: if it is not kept, the
-        result is a `ValueError` then."""
-        with self._lock:
-            if (found := self._kept.get(name)) is not None:
-                self._kept.move_to_end(name)
-                self.hits += 1
-                ready: Future[np.ndarray] = Future()
-                ready.set_result(found)
-                return ready
-            if (asked := self._under_way.get(name)) is not None:
-                self.hits += 1
-                return asked
-            future = self._thread.submit(self._run, name, pixels, rows, columns)
-            self._under_way[name] = future
-            self._tokens_waiting += rows * columns
-        future.add_done_callback(lambda _: self._over(name, rows * columns))
-        return future
-
-    def wait(self, seconds: float) -> bool:
-        """Waits until an image is encoded, at most `seconds`. False: none is being encoded."""
-        with self._lock:
-            under_way = list(self._under_way.values())
-        if under_way:
-            wait(under_way, seconds, FIRST_COMPLETED)
-        return bool(under_way)
-
-    @property
-    def waiting(self) -> int:
-        """Images that are asked for now, and not encoded."""
-        return len(self._under_way)
 
     @property
     def queue_seconds(self) -> float:
@@ -102,6 +59,10 @@ class Encoder:
         self.turns.grant(math.inf)
         self._thread.shutdown(cancel_futures=True)
 
+    def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+        self._tokens_waiting += rows * columns
+        return self._thread.submit(self._run, name, pixels, rows, columns)
+
     def _run(self, name: bytes, pixels: bytes, rows: int, columns: int) -> np.ndarray:
         if not pixels:
             raise ValueError("the pixels of an image are missing, and its embeddings are not kept")
@@ -111,14 +72,10 @@ class Encoder:
             self.encoded += 1
             self.tokens += rows * columns
             self.seconds += self.turns.seconds - before
-            self._kept[name] = encoded
-            self.kept_bytes += encoded.nbytes
-            while self.kept_bytes > self._most_bytes:
-                _, dropped = self._kept.popitem(last=False)
-                self.kept_bytes -= dropped.nbytes
+        self._keep(name, encoded)
         return encoded
 
     def _over(self, name: bytes, tokens: int) -> None:
+        super()._over(name, tokens)
         with self._lock:
-            self._under_way.pop(name, None)
             self._tokens_waiting -= tokens

@@ -15,6 +15,9 @@ from baton.content.images import CHANNELS, ImageSettings
 from baton.encode_worker.turns import Turns
 from baton.encode_worker.vision_models import package_of, vision_model
 
+SAMPLED = 256
+"""Values of a tensor that its fingerprint has."""
+
 
 class Tower:
     """One tower on one device. Not thread-safe."""
@@ -100,6 +103,19 @@ class Tower:
         if len(packed) != rows * columns:
             raise ValueError(f"the vision tower made {len(packed)} tokens, not {rows * columns}")
         return packed.cpu().view(torch.uint8).numpy()
+
+
+def tower_fingerprint(
+    settings: ImageSettings, config: str, tensors: Mapping[str, Tensor], dummy: str = ""
+) -> str:
+    """Towers with equal ones make equal embeddings of equal pixels, but for rounding. Looks at some values of
+    each tensor. `dummy`: what dummy weights are drawn from, if there are no tensors."""
+    digest = hashlib.sha256(f"{settings} {config} {dummy}".encode())
+    for name in sorted(tensors):
+        values = tensors[name].flatten()
+        some = values[:: max(1, len(values) // SAMPLED)][:SAMPLED].float().cpu()
+        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + some.numpy().tobytes())
+    return f"images={digest.hexdigest()[:32]}"
 
 
 def _computed(module: Any, name: str, buffer: Tensor, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from baton.encode_worker.embeddings import Embeddings
 from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EncoderStats, EngineStats
@@ -206,7 +207,10 @@ class Engine:
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
         self._meters = Meters(limit, _large(started.steps))
         self.encoder = started.encoder
-        """Of images. None: the model sees none, or transformers is not installed."""
+        """Of images. None: the model sees none, transformers is not installed, or other workers encode."""
+        self.embedding_format = started.embeddings
+        """Of images that other workers encode. None: they encode none."""
+        self._images: Embeddings | None = started.encoder
         self._runner = runner
         self.loop = StepLoop(
             runner,
@@ -381,13 +385,17 @@ class Engine:
         return live
 
     def _embeddings(self, image: Image) -> "Future[np.ndarray]":
-        if self.encoder is None:
+        if self._images is None:
             failed: Future[np.ndarray] = Future()
             failed.set_exception(
                 ValueError("this worker has no encoder: install Baton with the extra `images`")
             )
             return failed
-        return self.encoder.embeddings(image.name, image.pixels, image.rows, image.columns)
+        return self._images.embeddings(image.name, image.pixels, image.rows, image.columns)
+
+    def fetch_images(self, images: Embeddings) -> None:
+        """Takes embeddings from there: other workers encode."""
+        self._images = self.loop.images = images
 
     # Weights
 
@@ -395,6 +403,10 @@ class Engine:
         """All ranks read and check the weights of a checkpoint of the same model. Returns what does so on
         this rank and waits for the others, beside steps, in any thread. It raises `ValueError` naming what
         does not fit; nothing has changed then."""
+        if self.embedding_format is not None:
+            raise ValueError(
+                "--encoder-pool: weights of encoders cannot be replaced; start all workers again"
+            )
         if "weights" in self.memory.released:
             raise ValueError("the memory of the weights is released: call /resume_memory_occupation first")
         followers = self._runner.followers
@@ -478,21 +490,6 @@ class Engine:
         """As in `Meters`."""
         return self._meters.prompt_seconds(tokens, uncached, self._scheduler.batch(position))
 
-    @property
-    def _encoder_stats(self) -> EncoderStats | None:
-        if (encoder := self.encoder) is None:
-            return None
-        return EncoderStats(
-            encoder.encoded,
-            encoder.tokens,
-            encoder.seconds,
-            encoder.hits,
-            encoder.waiting,
-            encoder.kept_bytes,
-            encoder.turns.token_seconds,
-            encoder.queue_seconds,
-        )
-
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self.lives, self._scheduler, self._meters
         limit, cache = meters.chunk_limit, lives.cache
@@ -530,5 +527,5 @@ class Engine:
             gap_cost=batch.gap_cost,
             queue_seconds=meters.queue_seconds(waiting, batch),
             memory=None if (budget := lives.budget) is None else budget.stats,
-            encoder=self._encoder_stats,
+            encoder=None if self.encoder is None else EncoderStats.of(self.encoder),
         )

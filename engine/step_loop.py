@@ -11,6 +11,7 @@ import math
 import time
 from array import array
 
+from baton.encode_worker.embeddings import Embeddings
 from baton.encode_worker.encoder import Encoder
 from baton.engine.api.request import Hooks, StepResult
 from baton.engine.core.adjustments import build_adjustments
@@ -41,6 +42,7 @@ class StepLoop:
             shows no sign of life until its end.
         joins_at: when the next reservation should have its KV (time.monotonic()). Set by the caller.
         frozen: no step is launched. Those under way land, and requests stay as they are.
+        images: makes embeddings of images. None: nothing does.
         landings_fd: an eventfd, readable when a launched step is over. The caller reads it.
     """
 
@@ -72,6 +74,7 @@ class StepLoop:
         self._meters = meters
         self._overlap = overlap
         self._encoder = encoder
+        self.images: Embeddings | None = encoder
         self._pace = Pace()
         self._landed_at = 0.0  # when the last step was over, as the host saw it
         self._landings = Landings()
@@ -130,7 +133,7 @@ class StepLoop:
         schedule = self._schedule(began, result)
         self._use_spare_time(schedule)
         if not schedule.chunks:
-            if not self.under_way and not (self._encoder is not None and self._encoder.wait(GRAMMAR_WAIT)):
+            if not self.under_way and not (self.images is not None and self.images.wait(GRAMMAR_WAIT)):
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
         self._computing(schedule)

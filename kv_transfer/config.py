@@ -13,6 +13,8 @@ EXPORTED_SLOT_BYTES = 16 << 20
 """The least size of a slot that peers read on a GPU. A link between GPUs carries that many bytes in 45 µs.
 A slice takes each of four processes about as long."""
 PAGE = 4096
+MOST_PINS = 2
+"""Transfers by content at the same time. More would delay the prefills of a worker."""
 
 
 class TransferDeadlines(msgspec.Struct, frozen=True):
@@ -56,6 +58,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     # accepted connections that have not yet proved the secret; as many more from known addresses
     max_handshakes: int = 64
     max_waiting: int = 4096  # FETCHes for prefill ids not yet seen
+    max_pins: int = MOST_PINS
     movers: int = msgspec.field(default_factory=_movers)  # 0: the transfer process does it
     encrypt: bool = False  # lanes; each peer must do the same
     reader: str = ""  # of `memory_reader.READERS`: reads memory of peers where a test read succeeds. "": none

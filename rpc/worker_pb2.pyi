@@ -12,6 +12,7 @@ class Pool(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOL_UNSPECIFIED: _ClassVar[Pool]
     POOL_PREFILL: _ClassVar[Pool]
     POOL_DECODE: _ClassVar[Pool]
+    POOL_ENCODE: _ClassVar[Pool]
 
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,6 +49,7 @@ class Pause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 POOL_UNSPECIFIED: Pool
 POOL_PREFILL: Pool
 POOL_DECODE: Pool
+POOL_ENCODE: Pool
 TIER_DEVICE: Tier
 TIER_HOST: Tier
 TIER_DISK: Tier
@@ -71,7 +73,7 @@ PAUSE_NEW: Pause
 PAUSE_STEPS: Pause
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel", "only_copies", "pixels")
+    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel", "only_copies", "pixels", "encode", "image_ready")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +81,8 @@ class RouterMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ONLY_COPIES_FIELD_NUMBER: _ClassVar[int]
     PIXELS_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_READY_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     prefill: SubmitPrefill
     decode: SubmitDecode
@@ -86,7 +90,9 @@ class RouterMessage(_message.Message):
     cancel: Cancel
     only_copies: OnlyCopies
     pixels: Pixels
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., only_copies: _Optional[_Union[OnlyCopies, _Mapping]] = ..., pixels: _Optional[_Union[Pixels, _Mapping]] = ...) -> None: ...
+    encode: SubmitEncode
+    image_ready: ImageReady
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., only_copies: _Optional[_Union[OnlyCopies, _Mapping]] = ..., pixels: _Optional[_Union[Pixels, _Mapping]] = ..., encode: _Optional[_Union[SubmitEncode, _Mapping]] = ..., image_ready: _Optional[_Union[ImageReady, _Mapping]] = ...) -> None: ...
 
 class Pixels(_message.Message):
     __slots__ = ("data",)
@@ -155,6 +161,28 @@ class Image(_message.Message):
     rows: int
     columns: int
     def __init__(self, name: _Optional[bytes] = ..., start: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
+
+class SubmitEncode(_message.Message):
+    __slots__ = ("encode_id", "image", "traceparent", "name")
+    ENCODE_ID_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    encode_id: bytes
+    image: Image
+    traceparent: str
+    name: str
+    def __init__(self, encode_id: _Optional[bytes] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class ImageReady(_message.Message):
+    __slots__ = ("name", "kv_address", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    kv_address: str
+    incarnation: int
+    def __init__(self, name: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "regex", "grammar")
@@ -322,7 +350,7 @@ class OnlyCopies(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[int]] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "description", "cache", "adapters")
+    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "description", "cache", "adapters", "encoded", "image_wanted")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +360,8 @@ class WorkerMessage(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_WANTED_FIELD_NUMBER: _ClassVar[int]
     step: StepOutput
     reserved: Reserved
     failed: AttemptFailed
@@ -341,7 +371,9 @@ class WorkerMessage(_message.Message):
     description: WorkerDescription
     cache: CacheEvents
     adapters: AdapterSet
-    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., adapters: _Optional[_Union[AdapterSet, _Mapping]] = ...) -> None: ...
+    encoded: Encoded
+    image_wanted: ImageWanted
+    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., adapters: _Optional[_Union[AdapterSet, _Mapping]] = ..., encoded: _Optional[_Union[Encoded, _Mapping]] = ..., image_wanted: _Optional[_Union[ImageWanted, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("tokens",)
@@ -401,6 +433,20 @@ class Reserved(_message.Message):
     decode_id: bytes
     def __init__(self, decode_id: _Optional[bytes] = ...) -> None: ...
 
+class Encoded(_message.Message):
+    __slots__ = ("encode_id",)
+    ENCODE_ID_FIELD_NUMBER: _ClassVar[int]
+    encode_id: bytes
+    def __init__(self, encode_id: _Optional[bytes] = ...) -> None: ...
+
+class ImageWanted(_message.Message):
+    __slots__ = ("name", "lost")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    lost: bool
+    def __init__(self, name: _Optional[bytes] = ..., lost: _Optional[bool] = ...) -> None: ...
+
 class PrefillStarted(_message.Message):
     __slots__ = ("prefill_id",)
     PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -444,7 +490,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "offload_blocks", "tensor_parallel_size", "attention_doubles_at", "num_layers", "numerics", "status", "weights", "adapters", "adapters_revision", "max_adapters", "group", "data_parallel_size")
+    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "offload_blocks", "tensor_parallel_size", "attention_doubles_at", "num_layers", "numerics", "status", "weights", "adapters", "adapters_revision", "max_adapters", "group", "data_parallel_size", "image_fingerprint")
     FIRST_POOL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -479,6 +525,7 @@ class WorkerDescription(_message.Message):
     MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     first_pool: Pool
     index: int
     incarnation: int
@@ -513,7 +560,8 @@ class WorkerDescription(_message.Message):
     max_adapters: int
     group: str
     data_parallel_size: int
-    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., attention_doubles_at: _Optional[int] = ..., num_layers: _Optional[int] = ..., numerics: _Optional[str] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., weights: _Optional[_Union[StageWeights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapters_revision: _Optional[int] = ..., max_adapters: _Optional[int] = ..., group: _Optional[str] = ..., data_parallel_size: _Optional[int] = ...) -> None: ...
+    image_fingerprint: str
+    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., attention_doubles_at: _Optional[int] = ..., num_layers: _Optional[int] = ..., numerics: _Optional[str] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., weights: _Optional[_Union[StageWeights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapters_revision: _Optional[int] = ..., max_adapters: _Optional[int] = ..., group: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., image_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "path", "fingerprint")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from baton.rpc.tls import TlsFiles
     from baton.worker.group import Group
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - compared, not listened on
 # A socket path (sun_path) has 108 bytes with its terminating zero. `worker.ipc` appends this suffix to

@@ -127,6 +127,24 @@ class OnlyCopies(_Message):
     """None: no chunk of the cache counts as one that others have."""
 
 
+class ImageReady(_Message):
+    """An encoder has the embeddings of an image."""
+
+    name: bytes
+    source: ContentSource
+
+
+class Encode(_Message):
+    """Make the embeddings of an image, and keep them until workers have fetched them. Encoded answers."""
+
+    stream: int
+    origin: Origin
+    name: bytes  # of the image
+    rows: int  # of tokens, as the next
+    columns: int
+    pixels: bytes  # empty: the embeddings should be kept
+
+
 class AskStatus(_Message):
     question: int  # the EngineStatus that answers repeats it
 
@@ -201,6 +219,8 @@ ToEngine = (
     | Retarget
     | Cancel
     | OnlyCopies
+    | ImageReady
+    | Encode
     | AskStatus
     | StageWeights
     | LoadAdapter
@@ -257,6 +277,9 @@ class EngineReady(_Message):
     images: ImageSettings | None = None  # None: the model takes none
     max_adapters: int = 0
     first_adapters: list[Adapter] = []  # that are loaded at the start
+    # Of embeddings that the engine fetches from encoders, as the first two above. None: it fetches none.
+    image_layout: KVLayout | None = None
+    image_fingerprint: str = ""
 
 
 class Tokens(_Message):
@@ -276,6 +299,23 @@ class PrefillStarted(_Message):
 
     stream: int
     prefill_id: bytes
+
+
+class ImageWanted(_Message):
+    """The engine needs the embeddings of an image, and no router has named an encoder that has them."""
+
+    name: bytes
+    lost: bool  # they did not come from the encoder that a router has named
+
+
+class Encoded(_Message):
+    """Workers can fetch the embeddings of an image."""
+
+    stream: int
+    origin: Origin
+    began_at: float  # time.monotonic(), as the next
+    ended_at: float
+    tokens: int
 
 
 class PromptScored(_Message):
@@ -454,6 +494,8 @@ FromEngine = (
     | Tokens
     | Reserved
     | PrefillStarted
+    | ImageWanted
+    | Encoded
     | PromptScored
     | AttemptFailed
     | EngineStatus

@@ -155,6 +155,7 @@ class LocalCluster:
         *,
         prefill: int = 2,
         decode: int = 2,
+        encode: int = 0,
         router: bool = True,
         worker_flags: Sequence[str] = (),
         prefill_flags: Sequence[str] = (),
@@ -166,6 +167,7 @@ class LocalCluster:
         """Makes no process yet.
 
         Args:
+            encode: encoders. With some, all workers have --encoder-pool.
             router: False: the workers alone.
             devices: of the prefill workers, then of the decode workers; empty: what `--device` says.
             secret: of the cluster; empty: a new one.
@@ -173,8 +175,13 @@ class LocalCluster:
         self.directory = directory
         self.url = ""
         self.workers: list[Worker] = []
-        self._counts = {"prefill": prefill, "decode": decode}
-        self._flags = {"prefill": [*worker_flags, *prefill_flags], "decode": [*worker_flags, *decode_flags]}
+        self._counts = {"encode": encode, "prefill": prefill, "decode": decode}
+        pooled = ["--encoder-pool"] if encode else []
+        self._flags = {
+            "encode": [*worker_flags],
+            "prefill": [*worker_flags, *pooled, *prefill_flags],
+            "decode": [*worker_flags, *pooled, *decode_flags],
+        }
         self._has_router, self._router_flags = router, tuple(router_flags)
         self._devices = devices
         self._routers: list[Worker] = []  # one, or none

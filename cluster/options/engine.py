@@ -131,6 +131,11 @@ class EngineOptions:
     max_lora_rank: int | None = opt(
         None, "Largest rank of an adapter.", "N", shown="vLLM's default, 16", check=between(1)
     )
+    encoder_pool: bool = opt(
+        False,
+        "Images are encoded by encoders (`baton encode`), and this worker fetches their embeddings. Without, "
+        "each worker encodes the images of its prompts.",
+    )
     batch_invariant: bool = opt(
         False,
         "A request gets the same bits whatever shares its batch, however its prompt is cut, and after a "

@@ -175,6 +175,8 @@ class EngineConfig:
     """Most adapters in one step. None: one, or as many as `lora_modules`."""
     max_lora_rank: int | None = None
     """None: vLLM's default."""
+    encoder_pool: bool = False
+    """Whether images are encoded by other workers. This engine then loads no encoder."""
     batch_invariant: bool = False
     """Whether a request gets the same bits whatever shares its steps and however its prompt is cut, also in
     bfloat16 and FP8. Workers of the same numerics then continue each other's requests exactly."""

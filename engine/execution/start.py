@@ -20,9 +20,10 @@ from torch import Tensor
 
 from baton.content import content_root
 from baton.content.cache_kinds import CacheArray
-from baton.content.images import ImageSettings
+from baton.content.images import MOST_PIXELS, ImageSettings
+from baton.encode_worker.embeddings import EmbeddingFormat
 from baton.encode_worker.encoder import Encoder
-from baton.encode_worker.tower import Tower
+from baton.encode_worker.tower import Tower, tower_fingerprint
 from baton.encode_worker.turns import Turns
 from baton.engine.api.config import EngineConfig, MemoryPart
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
@@ -33,6 +34,7 @@ from baton.engine.execution.memory_sizing import (
     CacheLimits,
     MemoryUse,
     PoolSize,
+    choose_dtype,
     choose_limits,
     layer_caches,
     memory_for,
@@ -44,10 +46,12 @@ from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_time
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
+from baton.engine.layers.weights import Weights
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.loader.live_weights import LoadedModel, versioned
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
+from baton.engine.models.vision import TOWER
 from baton.machine import usable_cpus
 from baton.machine.device_memory import open_device_memory
 from baton.machine.step_model import StepModel
@@ -83,7 +87,10 @@ class Started:
     loaded: LoadedModel
     """The model, whose weights can be replaced."""
     encoder: Encoder | None
-    """Of images. None: the model takes none, transformers is not installed, or this is not rank 0."""
+    """Of images. None: the model takes none, transformers is not installed, other workers encode, or this is
+    not rank 0."""
+    embeddings: EmbeddingFormat | None
+    """Of images that other workers encode. None: they encode none."""
     steps: StepModel | None
     """What steps cost, as far as it was measured. None: not at all."""
     kept: KeptCache | None
@@ -123,6 +130,12 @@ def start_rank(
             exact=config.batch_invariant,
         )
     fingerprint = versioned(fingerprint, config.weights_version)
+    embeddings = None
+    if config.encoder_pool:
+        if checkpoint.config.vision is None:
+            raise ValueError("--encoder-pool: this model takes no images; leave the flag out")
+        tower = getattr(model, "tower", {})
+        embeddings = embedding_format(config, checkpoint.config, tower, limits.dtype, device)
     encoder, tower = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
     of_weights = _memory_saver(config, device)
     if of_weights is not None:
@@ -210,6 +223,7 @@ def start_rank(
             tower=tower,
         ),
         encoder,
+        embeddings,
         steps,
         kept,
         _releasable(config, of_weights, elastic or saver),
@@ -222,6 +236,56 @@ def _set_threads(config: EngineConfig, ranks: Ranks) -> None:
     torch.set_num_threads(max(1, threads // ranks.size))
 
 
+def start_encoder(
+    config: EngineConfig, progress: Callable[[str, float], None]
+) -> tuple[Encoder, EmbeddingFormat, ModelConfig]:
+    """Loads only the encoder of images. Raises `ValueError` for mistakes that the user can mend."""
+    device, ranks = torch.device(config.device), Ranks()
+    _set_threads(config, ranks)
+    checkpoint = open_checkpoint(config, device)
+    model = checkpoint.config
+    if model.vision is None:
+        raise ValueError(f"--model {config.model}: it takes no images, so it needs no encoder")
+    weight_format = choose_format(config, model, device)
+    dtype = choose_dtype(config, model, weight_format, device)
+    with memory_for("the weights of the encoder", "choose a smaller --model"):
+        weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks).below(TOWER)
+    if find_spec("transformers") is None:
+        raise ValueError("an encoder needs transformers: install Baton with the extra `images`")
+    if not weights and config.load_format != "dummy":
+        raise ValueError(f"--model {config.model}: its files have no weights of an encoder of images")
+    made = embedding_format(config, model, weights, dtype, device)
+    turns = Turns()
+    with memory_for("the encoder of images", "choose a smaller --model"):
+        tower = Tower(
+            model.vision.settings, model.vision.tower, weights, device, dtype, turns, seed=config.seed
+        )
+    encoder = Encoder(tower.encode, turns)
+    if device.type == "cuda":
+        with memory_for("the largest image", "choose a smaller --model"):
+            _rehearse(encoder, model.vision.settings, device)
+    return encoder, made, model
+
+
+def embedding_format(
+    config: EngineConfig,
+    model: ModelConfig,
+    tower: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> EmbeddingFormat:
+    """`tower`: the weights of the encoder. Empty: dummy weights."""
+    vision = model.vision
+    assert vision is not None, "the caller has looked"
+    dummy = "" if tower else f"{config.seed} {device.type}"
+    return EmbeddingFormat(
+        tower_fingerprint(vision.settings, vision.tower, tower, dummy),
+        str(dtype).removeprefix("torch."),
+        (1 + vision.deepstack) * model.hidden_size * dtype.itemsize,
+        MOST_PIXELS // vision.settings.side**2,
+    )
+
+
 def _encoder(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -231,12 +295,12 @@ def _encoder(
     ranks: Ranks,
 ) -> tuple[Encoder | None, Mapping[str, Tensor]]:
     """Takes the weights of the encoder from the model, and returns them, too. None: it takes no images, its
-    files have no encoder, transformers is not installed, or another rank encodes."""
+    files have no encoder, transformers is not installed, or another rank or another worker encodes."""
     vision = model_config.vision
     if vision is None:
         return None, {}
     weights, model.tower = model.tower, {}
-    if ranks.rank:
+    if ranks.rank or config.encoder_pool:
         return None, {}
     if not weights and config.load_format != "dummy":
         log.warning("the model takes no images: its files have no weights of an encoder")

@@ -38,7 +38,7 @@ class PrefillSide:
         self, config: TransferConfig, arena: Arena, channel: Channel, counters: TransferCounters,
         reader: MemoryReader | None = None, trace: TraceWriter = NO_TRACE,
     ) -> None:  # fmt: skip
-        self.table = HeldPrefills(config.deadlines, config.max_waiting)
+        self.table = HeldPrefills(config.deadlines, config.max_waiting, config.max_pins)
         self.slots_out = 0  # handed over by the engine and not given back yet
         self._config = config
         self._arena = arena

@@ -19,13 +19,11 @@ from typing import Literal
 import msgspec
 
 from baton.content import CHUNK_TOKENS
-from baton.kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.config import MOST_PINS, TransferDeadlines
 from baton.kv_transfer.protocol.local_messages import FetchWaits, PinOut, ReleasedOut, StopOut
 from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, Have, Reason
 from baton.kv_transfer.protocol.shared import Expired, Send, Tombstones
 
-MOST_PINS = 2
-"""Transfers by content at the same time. More would delay the prefills of this worker."""
 _PIN = b"pin:"
 """Begins the id of a pin. The id of its transfer follows."""
 
@@ -77,7 +75,7 @@ class _Waiting:
 class HeldPrefills:
     """All prefills of one worker, and the FETCHes that wait for more of them."""
 
-    def __init__(self, deadlines: TransferDeadlines, max_waiting: int) -> None:
+    def __init__(self, deadlines: TransferDeadlines, max_waiting: int, max_pins: int = MOST_PINS) -> None:
         self.held: dict[bytes, Held] = {}  # by prefill id
         self.open: dict[bytes, Held] = {}  # by the id of the open transfer
         self.waiting: dict[bytes, _Waiting] = {}  # by prefill id
@@ -85,6 +83,7 @@ class HeldPrefills:
         self._tombstones: Tombstones[Reason] = Tombstones(deadlines.tombstone)
         self._deadlines = deadlines
         self._max_waiting = max_waiting
+        self._max_pins = max_pins
         self._draining = False
         self._newest_sent: tuple[Held, float] | None = None  # the newest `all_sent`, and when
 
@@ -171,7 +170,7 @@ class HeldPrefills:
         pin_id = _PIN + transfer_id
         if self._is_used(transfer_id) or pin_id in self._asked or self._tombstones.get(pin_id):
             reason = "integrity"
-        elif self._draining or self._pins >= MOST_PINS:
+        elif self._draining or self._pins >= self._max_pins:
             reason = "busy"
         else:
             fetch = Fetch(pin_id, 0, ())

@@ -328,14 +328,21 @@ class AttemptPair:
     def _submit(self, attempt: Attempt, message: pb.RouterMessage, *, computes_prompt: bool = True) -> None:
         """`computes_prompt`: the worker needs the pixels of images."""
         asked = message.prefill.request if message.HasField("prefill") else message.decode.request
+        worker = attempt.worker
+        encodes = computes_prompt and not worker.description.image_fingerprint
         for image in self.job.images:
             asked.images.add(name=image.name, start=image.start, rows=image.rows, columns=image.columns)
-            if computes_prompt:
-                attempt.worker.send_pixels(image.pixels)
-        numerics = attempt.worker.description.numerics
+            if encodes:
+                worker.send_pixels(image.pixels)
+        numerics = worker.description.numerics
         self.numerics = self.numerics or numerics
         self.numerics_changed |= numerics != self.numerics
-        attempt.worker.submit(attempt, message, self.span)
+        worker.submit(attempt, message, self.span)
+        if computes_prompt and not encodes:
+            attempt.images = self.job.images
+            for image in self.job.images:
+                if image.start + image.rows * image.columns > attempt.plan.cached:
+                    self.pool.encoders.want(attempt, image)
 
     def _promise(self, prefill: PrefillAttempt, positions: int) -> None:
         """Keeps so many positions for its decode. 0: its decode is submitted, or it needs none."""

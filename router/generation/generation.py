@@ -24,7 +24,7 @@ from baton.router.metrics import Metrics
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import Lack, plan
 from baton.router.workers.pool import WorkerPool
-from baton.router.workers.worker import Attempt, AttemptEvent, Worker
+from baton.router.workers.worker import Attempt, AttemptEvent, NotEncoded, Worker
 from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -180,6 +180,8 @@ class Generation:
                     self.advance()
             case pb.AttemptFailed():
                 self._on_failed(attempt, event)
+            case NotEncoded(error):
+                self.fail(error)
             case None:
                 self._failed(attempt, "lost", counts=False, message=f"{attempt.worker} was lost")
 

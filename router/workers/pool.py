@@ -47,7 +47,7 @@ class WorkerPool(Roster):
     """
 
     def __init__(self, config: RouterConfig, model: RouterModel) -> None:
-        super().__init__(model)
+        super().__init__(model, config.worker_wait)
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self.answers = AnswerLengths()
         self._window = policy.PrefillWindow()

@@ -5,6 +5,7 @@ that moves to the other pool keeps its prefix cache, its load and its open work 
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from baton.router.workers.checks import (
     lacks_weights,
     must_agree,
 )
+from baton.router.workers.encoders import Encoders
 from baton.router.workers.worker import CALL_TIMEOUT, POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 
@@ -66,11 +68,14 @@ class Roster:
         decodes: the decode loads of workers of the decode pool that get new work.
         prefills: likewise, of the prefill pool.
         adapters: that clients can name as models.
+        encoders: of images. They are in no other table.
         had_decode: the decode pool had a worker once.
         pool_changes: how often an attached worker moved to another pool.
     """
 
-    def __init__(self, model: RouterModel) -> None:
+    def __init__(self, model: RouterModel, worker_wait: float = math.inf) -> None:
+        """`worker_wait`: seconds that an image waits for an encoder."""
+        self.encoders = Encoders(worker_wait)
         self.changed = asyncio.Event()
         self._turns = asyncio.Lock()
         self.on_capacity: Callable[[], None] = lambda: None
@@ -131,6 +136,10 @@ class Roster:
     def accept(self, worker: Worker) -> None:
         """Raises RefusedWorker if the worker does not fit the accepted workers. Those with older weights get
         no work until they have the same."""
+        if worker.encodes:
+            if not worker.description.kv_address:
+                raise RefusedWorker("its description has no KV address, from which workers fetch")
+            return
         others = {next(iter(same)): list(same) for same in self._accepted.values()}
         older = [each for each in others if lacks_weights(each.description, worker.description)]
         same = {str(other): other.description for other in others if other not in older}
@@ -188,6 +197,10 @@ class Roster:
     def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
         """An attached worker sent a report. Raises RefusedWorker if the worker goes on with weights of which
         the others have newer ones."""
+        if worker.encodes:
+            if worker.report(status):
+                self.availability_changed(worker)
+            return
         serves, since = status.health == pb.WorkerStatus.HEALTH_SERVING, worker.outdated_since
         if serves and since is not None and time.monotonic() - since > CALL_TIMEOUT:
             raise RefusedWorker("the other workers have newer weights", NEW_WEIGHTS)
@@ -206,6 +219,8 @@ class Roster:
 
     def cache_changed(self, worker: Worker, events: pb.CacheEvents) -> None:
         """Raises RefusedWorker if more chunks are cached than its blocks hold, on its host included."""
+        if worker.encodes:
+            raise RefusedWorker("it is an encoder, and reports chunks of a cache")
         described, index = worker.description, self.loads.index
         index.apply(worker.row, events)
         blocks = described.num_blocks + described.offload_blocks
@@ -218,6 +233,10 @@ class Roster:
     def availability_changed(self, worker: Worker) -> None:
         """A worker came, went, drains, pauses, goes on, or moved to another pool. Requests then see only what
         is there now."""
+        if worker.encodes:
+            self.encoders.availability_changed(worker)
+            self.changed.set()
+            return
         if worker.retired:
             self.release(worker)
         if worker.attached and worker.row not in self.by_row:
@@ -300,7 +319,12 @@ class Roster:
         if before := self._limits.pop(worker, None):
             self._workers_with -= Counter([before])
         described = worker.description
-        if described.num_blocks and worker.state is not WorkerState.REFUSED and not worker.retired:
+        if (
+            described.num_blocks
+            and not worker.encodes
+            and worker.state is not WorkerState.REFUSED
+            and not worker.retired
+        ):
             positions = min(described.max_model_len, described.num_blocks * described.block_size)
             prefills = worker.ready_in(pb.POOL_PREFILL)
             now = self._limits[worker] = _Limits(positions, described.content_root, prefills)

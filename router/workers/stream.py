@@ -243,6 +243,10 @@ class WorkerStream:
                 self._tell(message.prefill_started.prefill_id, message.prefill_started)
             case "failed":
                 self._receive_failure(message.failed)
+            case "encoded":
+                self._roster.encoders.encoded(self.worker, message.encoded.encode_id)
+            case "image_wanted":
+                self._roster.encoders.wanted(self.worker, message.image_wanted)
             case "cache":
                 self._roster.cache_changed(self.worker, message.cache)
             case "description":
@@ -282,8 +286,11 @@ class WorkerStream:
         self._receive_failure(pb.AttemptFailed(attempt_id=attempt_id, message=f"{self.worker}: {defect}"))
 
     def _receive_failure(self, failure: pb.AttemptFailed) -> None:
-        worker, attempt = self.worker, self.worker.fail(failure)
-        if attempt is None:
+        worker = self.worker
+        if worker.encodes:
+            self._roster.encoders.failed(worker, failure)
+            return
+        if (attempt := worker.fail(failure)) is None:
             return
         if failure.code == pb.FAILURE_CODE_DRAINING and worker.state is WorkerState.READY:
             worker.state = WorkerState.DRAINING

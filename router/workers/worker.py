@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import grpc.aio
 
@@ -26,6 +26,7 @@ from baton.content.images import PIXELS_PART
 from baton.machine.logs import of_request
 from baton.machine.step_model import StepModel
 from baton.machine.tracing import Span
+from baton.router.errors import ApiError
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.plan import Plan
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
@@ -33,6 +34,9 @@ from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.checks import clear_invalid_rates, step_model
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import WorkerStub
+
+if TYPE_CHECKING:
+    from baton.router.api.jobs import PlacedImage
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +113,15 @@ class SendQueue:
             yield message
 
 
-AttemptEvent = pb.TokenEvent | pb.PromptLogprobs | pb.Reserved | pb.PrefillStarted | pb.AttemptFailed
+class NotEncoded(NamedTuple):
+    """An image of the attempt cannot be encoded, and the client is told why."""
+
+    error: ApiError
+
+
+AttemptEvent = (
+    pb.TokenEvent | pb.PromptLogprobs | pb.Reserved | pb.PrefillStarted | pb.AttemptFailed | NotEncoded
+)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -136,6 +148,17 @@ class Attempt:
     """The prompt that the worker still computes. None after the first token, and if it fetches the KV."""
     scores: list[pb.PromptLogprobs] = field(default_factory=list)
     """The log probabilities of the prompt that came."""
+    images: "Sequence[PlacedImage]" = ()
+    """Those of the prompt, if the worker computes it and encoders make their embeddings."""
+    lost_images: int = 0
+    """Times that embeddings did not come from the encoder that had them."""
+    on_end: list[Callable[["Attempt"], None]] = field(default_factory=list)
+    """Called when it has ended here."""
+
+    def ended(self, failure: str = "") -> None:
+        self.span.end(failure)
+        for call in self.on_end:
+            call(self)
 
 
 @dataclass(eq=False, repr=False)
@@ -185,8 +208,13 @@ class Worker:
     _invalid_rates: bool = False  # in `status`
 
     def __str__(self) -> str:
-        first = POOL_NAMES.get(self.description.first_pool)
+        first = "encode" if self.encodes else POOL_NAMES.get(self.description.first_pool)
         return f"{f'{first} {self.description.index}' if first else 'worker'} at {self.address}"
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it is an encoder of images, which takes no requests."""
+        return self.description.first_pool == pb.POOL_ENCODE
 
     @property
     def ready(self) -> bool:
@@ -324,7 +352,7 @@ class Worker:
         attempt = self.attempts.pop(attempt_id, None)
         if attempt is None:
             return False
-        attempt.span.end(failure)
+        attempt.ended(failure)
         self.prefilled(attempt, computed=False)
         if attempt.tokens:
             self.load.ended(attempt.tokens, full=full)
@@ -353,7 +381,7 @@ class Worker:
         """Forgets all attempts when the stream ends. Returns what was open."""
         lost, self.attempts, self.decode_load = list(self.attempts.values()), {}, None
         for attempt in lost:
-            attempt.span.end("the worker was lost")
+            attempt.ended("the worker was lost")
         return lost
 
     def prefilled(self, attempt: Attempt, *, computed: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from pathlib import Path
@@ -43,16 +44,22 @@ TOKENS = 60
 
 
 @pytest.mark.parametrize(
-    ("kind", "killed"),
+    ("kind", "killed", "encoders"),
     [
-        ("Qwen3VL", ""),
-        ("Qwen3VL", "prefill"),
-        ("Qwen3VL", "decode"),
-        ("Gemma3", "prefill"),
-        ("Gemma3", "decode"),
+        ("Qwen3VL", "", 0),
+        ("Qwen3VL", "prefill", 0),
+        ("Qwen3VL", "decode", 0),
+        ("Gemma3", "prefill", 0),
+        ("Gemma3", "decode", 0),
+        ("Qwen3VL", "", 1),
+        ("Qwen3VL", "prefill", 1),
+        ("Qwen3VL", "decode", 1),
+        ("Gemma3", "decode", 1),
     ],
 )
-async def test_a_client_reads_the_tokens_of_transformers(kind: str, killed: str, tmp_path: Path) -> None:
+async def test_a_client_reads_the_tokens_of_transformers(
+    kind: str, killed: str, encoders: int, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     reference = save_tiny(model, kind)
     gemma = kind == "Gemma3"
@@ -69,6 +76,7 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, killed: str,
         tmp_path,
         prefill=1,
         decode=1,
+        encode=encoders,
         worker_flags=[*FLAGS, *room, *named],
         router_flags=["--no-overflow", *named],
     ) as cluster:
@@ -118,4 +126,45 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, killed: str,
             wrong[0]["content"][0]["image_url"]["url"] = "data:image/png;base64,AAAA"
             with pytest.raises(openai.BadRequestError, match="image 0 cannot be decoded: it is none of PNG"):
                 await client.chat.completions.create(model="vl", messages=wrong)
+            for encoder in cluster.of("encode"):
+                # Each picture once, though requests repeat them and workers were killed.
+                assert encoder.metric("baton:images_encoded_total") == len(pictures)
+        assert leaks_when_idle(cluster.url) == {}
+
+
+async def test_an_encoder_is_killed_while_a_request_waits_for_its_image(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    reference = save_tiny(model, "Qwen3VL")
+    save_seeing_tokenizer(model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    picture = np.random.default_rng(6).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    ids = [*tokenizer.encode("Look:", add_special_tokens=False).ids, *[IMAGE_TOKEN] * 15]
+    named = ["--model", str(model), "--served-model-name", "vl"]
+    with LocalCluster(
+        tmp_path, prefill=1, decode=1, encode=1, worker_flags=[*FLAGS, *named], router_flags=named
+    ) as cluster:
+        [encoder] = cluster.of("encode")
+        encoder.hang("engine")
+        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
+            messages: Any = [{"role": "user", "content": content_of("Look:", picture)}]
+            asked = asyncio.create_task(
+                client.chat.completions.create(
+                    model="vl",
+                    messages=messages,
+                    max_tokens=TOKENS,
+                    temperature=0.0,
+                    extra_body={"ignore_eos": True, "return_token_ids": True},
+                )
+            )
+            text: Any = [{"role": "user", "content": "Look"}]
+            # Requests without images need no encoder.
+            await client.chat.completions.create(model="vl", messages=text, max_tokens=3)
+            assert not asked.done()
+            encoder.kill("engine")
+            answer = await asked
+            [choice] = answer.choices
+            assert (choice.model_extra or {})["token_ids"] == expected_of(
+                reference, model, ids, [picture], TOKENS
+            )
+            assert len(encoder.lives) == 2
         assert leaks_when_idle(cluster.url) == {}

@@ -11,6 +11,7 @@ from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
+from baton.worker.engine_process.embeddings import FetchedEmbeddings
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.kv_events import KVEvents
 from baton.worker.engine_process.paged_kv import paged_kv
@@ -34,6 +35,7 @@ class Context:
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
     kv_events: KVEvents | None = None
     store: StoreSource | None = None
+    images: FetchedEmbeddings | None = None
 
     def resources(self, engine: Engine, layers_ready: Callable[[], int]) -> Resources:
         """What the attempts of this engine share. Opens its sender and its receiver. `layers_ready`: as in
@@ -80,4 +82,10 @@ class Context:
             remnant_kept=partial(self._kept, states=False),
         )
         config = self.config
-        return build_engine(config.engine, files=config.files, hooks=hooks, kept_fds=config.kept_fds)
+        engine = build_engine(config.engine, files=config.files, hooks=hooks, kept_fds=config.kept_fds)
+        if (made := engine.embedding_format) is not None:
+            assert config.image_arenas is not None, "the service makes them for such an engine"
+            transport = Transport.inherited(config.image_arenas, self.trace)
+            self.images = FetchedEmbeddings(transport, made, self.link)
+            engine.fetch_images(self.images)
+        return engine

@@ -11,6 +11,7 @@ from baton.kv_transfer.channel import ChannelClosed
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.context import Context
+from baton.worker.engine_process.embeddings import embedding_layout
 from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.kv_events import KVEvents
 from baton.worker.engine_process.loop import loop
@@ -67,7 +68,7 @@ def run(config: EngineProcessConfig, build: Callable[[Context], Roles]) -> int:
 
 def _ready(engine: Engine) -> messages.EngineReady:
     """Describes the engine for the service process. Raises ValueError if the tokenizer cannot be read."""
-    model = engine.model_config
+    model, made = engine.model_config, engine.embedding_format
     return messages.EngineReady(
         model_fingerprint=engine.model_fingerprint,
         content_root=engine.content_root,
@@ -81,4 +82,6 @@ def _ready(engine: Engine) -> messages.EngineReady:
         attention_doubles_at=model.attention_doubles_at,
         numerics=engine.numerics,
         images=None if model.vision is None else model.vision.settings,
+        image_layout=None if made is None else embedding_layout(made),
+        image_fingerprint="" if made is None else made.fingerprint,
     )

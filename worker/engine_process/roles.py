@@ -53,7 +53,9 @@ class Roles:
         self._sender, self._receiver = shared.sender, shared.receiver
         self._roles = roles
         self._weights = WeightsChange(self.engine, context.link)
+        self._images = context.images
         self.fds = [self._sender.fileno(), self._receiver.fileno(), self._weights.fileno()]
+        self.fds += [] if self._images is None else [self._images.fileno()]
         """`move_kv` is due when one of them is readable."""
         self.polls = True
 
@@ -75,7 +77,8 @@ class Roles:
 
     @property
     def _moves_nothing(self) -> bool:
-        return all(part.idle for part in (self._sender, self._receiver, *self._roles))
+        images = () if self._images is None else (self._images,)
+        return all(part.idle for part in (self._sender, self._receiver, *images, *self._roles))
 
     @property
     def _store_idle(self) -> bool:
@@ -102,6 +105,9 @@ class Roles:
             case messages.OnlyCopies(chunks):
                 names = None if chunks is None else self._context.cached_chunks.names(chunks)
                 self.engine.only_here(names)
+            case messages.ImageReady(name, source):
+                assert self._images is not None, "the service refuses them where the engine encodes"
+                self._images.ready(name, source)
             case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
                 self._weights.handle(message)
             case messages.HandBack(reason, but_decodes):
@@ -136,6 +142,8 @@ class Roles:
 
     def move_kv(self, spare: float) -> None:
         self._weights.report()
+        if self._images is not None:
+            self._images.report()
         for role in self._roles:
             role.move_kv(spare)
         self._make_room()
@@ -163,5 +171,7 @@ class Roles:
     def shutdown(self) -> None:
         """Closes the KV sender and receiver, and the rest. The transfer process has closed its lanes."""
         self._weights.close()
+        if self._images is not None:
+            self._images.close()
         self._sender.shutdown()
         self._receiver.shutdown()

@@ -73,11 +73,14 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     """Whether the service publishes `CacheEvents`."""
     rank_arenas: Sequence[Arenas] = ()
     """Of the other ranks, if this process passes them on."""
+    image_arenas: Arenas | None = None
+    """Of embeddings that the engine fetches from encoders. None: it fetches none."""
 
     @property
     def fds(self) -> Sequence[int]:
         of_ranks = chain.from_iterable(arenas.fds for arenas in self.rank_arenas)
-        return *super().fds, *of_ranks, self.heartbeat_fd
+        images = () if self.image_arenas is None else self.image_arenas.fds
+        return *super().fds, *of_ranks, self.heartbeat_fd, *images
 
 
 C = TypeVar("C", bound=RankProcessConfig)

@@ -39,7 +39,11 @@ log = logging.getLogger(__name__)
 STILL_CHECK = 0.002
 """Seconds between two questions whether a step is over."""
 
-POOLS: dict[Role, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
+POOLS: dict[Role, pb.Pool] = {
+    "prefill": pb.POOL_PREFILL,
+    "decode": pb.POOL_DECODE,
+    "encode": pb.POOL_ENCODE,
+}
 NAMES = {pool: name for name, pool in POOLS.items()}
 
 
@@ -377,6 +381,13 @@ class Backend:
                 messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()
             ):
                 self._routers.deliver(message.stream, streams.progress(message))
+            case messages.Encoded(stream, origin):
+                self._report(message)
+                encoded = pb.Encoded(encode_id=origin.attempt_id)
+                self._routers.deliver(stream, pb.WorkerMessage(encoded=encoded))
+            case messages.ImageWanted(name, lost):
+                wanted = pb.ImageWanted(name=name, lost=lost)
+                self._routers.broadcast(pb.WorkerMessage(image_wanted=wanted))
             case messages.AttemptFailed(stream, origin, code, text, prefill_id):
                 self._journal.failed(message)
                 failed = streams.failed(origin.attempt_id, code, text, prefill_id)
@@ -392,6 +403,22 @@ class Backend:
                 answer = self._answers.get(question)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+            case (
+                messages.KVInjected()
+                | messages.Prefilled()
+                | messages.Decoded()
+                | messages.Cancelled()
+                | messages.SecondToken()
+            ):
+                self._report(message)
+            case messages.CacheChanged() | messages.CacheEvents():
+                self._cache_changed(message)
+            case _:
+                raise AssertionError(f"unexpected message of the engine: {message}")
+
+    def _report(self, message: messages.Report | messages.Encoded) -> None:
+        """For metrics, logs and traces."""
+        match message:
             case messages.KVInjected(_, stats):
                 self._handovers += 1
                 self._handovers_hidden += stats.hidden_share
@@ -407,10 +434,9 @@ class Backend:
                 self._journal.cancelled(origin)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
-            case messages.CacheChanged() | messages.CacheEvents():
-                self._cache_changed(message)
-            case _:
-                raise AssertionError(f"unexpected message of the engine: {message}")
+            case messages.Encoded():
+                self._metrics.encoded(message)
+                self._journal.encoded(message)
 
     def _cache_changed(self, message: messages.CacheChanged | messages.CacheEvents) -> None:
         if self.replacing:

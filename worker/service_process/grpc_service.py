@@ -40,8 +40,15 @@ class AttachService:
     """Serves routers. `routers` has their streams."""
 
     def __init__(
-        self, backend: Backend, routers: Routers, limits: Limits, description: pb.WorkerDescription
+        self,
+        backend: Backend,
+        routers: Routers,
+        limits: Limits,
+        description: pb.WorkerDescription,
+        *,
+        encodes: bool = False,
     ) -> None:
+        """`encodes`: it is an encoder, which takes images and no requests."""
         self._backend = backend
         self._routers = routers
         self._limits = limits
@@ -51,16 +58,27 @@ class AttachService:
         self._memory = WorkerMemory(backend, self._pause, self._weights)
         self._adapters = WorkerAdapters(backend, routers, description)
         self._cancels: set[asyncio.Task[None]] = set()
+        self._encodes = encodes
         self._kinds: dict[str, tuple[str, Callable[[RouterStream, bytes, Any], ToEngine]]] = {
-            "prefill": ("prefill_id", self._prefill),
-            "decode": ("decode_id", self._decode),
-            "retarget": ("decode_id", self._retarget),
             "cancel": (
                 "attempt_id",
                 lambda stream, attempt_id, _: messages.Cancel(stream.number, attempt_id),
             ),
-            "only_copies": ("", lambda _stream, _id, told: messages.OnlyCopies(validation.chunks(told))),
         }
+        if encodes:
+            self._kinds["encode"] = "encode_id", self._encode
+        else:
+            self._kinds |= {
+                "prefill": ("prefill_id", self._prefill),
+                "decode": ("decode_id", self._decode),
+                "retarget": ("decode_id", self._retarget),
+                "only_copies": ("", lambda _stream, _id, told: messages.OnlyCopies(validation.chunks(told))),
+            }
+        if description.image_fingerprint:
+            self._kinds["image_ready"] = (
+                "",
+                lambda _stream, _id, told: validation.image_ready(told, self._limits),
+            )
         """By kind of a message, its field with the id of an attempt, and what converts it."""
 
     # ------------------------------------------------------------ the calls
@@ -124,6 +142,9 @@ class AttachService:
         return pb.Phases(phases=self._backend.phases(request.name))
 
     async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
+        if self._encodes:
+            text = "it is an encoder, which stays in its pool"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         if request.pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
             text = f"pool is {request.pool}: it must be POOL_PREFILL or POOL_DECODE"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
@@ -210,6 +231,12 @@ class AttachService:
         work = validation.work(decode_id, submit.request, self._limits, pixels)
         source = validation.source(submit.source) if submit.HasField("source") else None
         return messages.Decode(stream.number, work, source, validation.content_source(submit))
+
+    def _encode(self, stream: RouterStream, encode_id: bytes, submit: pb.SubmitEncode) -> messages.Encode:
+        pixels = stream.take_pixels()
+        if self._backend.draining:
+            raise RefusedAttempt(Code.DRAINING, "the worker is shutting down")
+        return validation.encode(stream.number, encode_id, submit, self._limits, pixels)
 
     def _retarget(self, stream: RouterStream, decode_id: bytes, retarget: pb.Retarget) -> messages.Retarget:
         source = validation.source(retarget.source)

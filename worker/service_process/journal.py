@@ -74,6 +74,10 @@ class Journal:
         }
         self._record("prefill", origin, done.began_at, done.token_at, computed)
 
+    def encoded(self, done: messages.Encoded) -> None:
+        _log_attempt(done.origin, "encoded %d tokens in %.4f s", done.tokens, done.ended_at - done.began_at)
+        self._record("encode", done.origin, done.began_at, done.ended_at, {"baton.image_tokens": done.tokens})
+
     def injected(self, done: messages.KVInjected) -> None:
         origin, stats = done.origin, done.stats
         _log_attempt(

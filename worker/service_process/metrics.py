@@ -20,7 +20,7 @@ from baton.kv_transfer import InjectStats, TransferStats
 from baton.kv_transfer.memory_reader import READERS, reader_of
 from baton.machine.connections import Connections
 from baton.machine.system import family
-from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled, StoreStats
+from baton.worker.messages import Decoded, Encoded, EngineReady, EngineStatus, Prefilled, StoreStats
 
 disable_created_metrics()  # each counter and histogram would get one more series
 
@@ -53,7 +53,8 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("vllm:request_prefill_time_seconds", "Time from the start of the prefill to the first token.", _SECONDS),
     (
         "baton:request_encode_seconds",
-        "Time from the first question for an image of the prompt until its images were encoded.",
+        "Time from the first question for an image of the prompt until its images were encoded. On an "
+        "encoder: time from the acceptance of an image until it was encoded.",
         _SECONDS,
     ),
     (
@@ -152,6 +153,9 @@ class Metrics(Collector):
         self._observe("vllm:request_prefill_time_seconds", message.token_at - message.began_at)
         if message.images_asked_at:
             self._observe("baton:request_encode_seconds", message.images_encoded_at - message.images_asked_at)
+
+    def encoded(self, message: Encoded) -> None:
+        self._observe("baton:request_encode_seconds", message.ended_at - message.began_at)
 
     def decoded(self, message: Decoded) -> None:
         self._observe("vllm:request_decode_time_seconds", message.ended_at - message.joined_at)

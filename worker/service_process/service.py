@@ -140,6 +140,7 @@ class Service:
             self._routers,
             Limits(engine.vocab_size, engine.max_model_len, engine.images),
             self._description(engine, kv_address, metrics_address),
+            encodes=config.role == "encode",
         )
         add_service(self._server, WORKER, service)
         self._reporting = self._tree.watch(self._backend.report())

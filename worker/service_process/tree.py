@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import msgspec
 
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer.config import MOST_PINS
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
@@ -63,6 +65,31 @@ STOP_TIMEOUT = 5.0
 """Seconds that a process has to stop before it is killed."""
 
 
+ENCODER_PINS = 64
+"""Images that an encoder sends at the same time, or that wait for memory there."""
+
+
+class ImageTransfer:
+    """The transfer process of a worker that fetches embeddings of images: they have another layout than KV.
+
+    Attributes:
+        arenas: as the engine process gets them.
+        process: None until it is started.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.ends = Ends.create(config.kv_slots, config.kv_slot_bytes, 1)
+        self.arenas = self.ends.of_rank(0, exports=config.kv_connector == "auto", adopts=False)
+        end, self.service_end = channel_pair()
+        self.link = TransferLink(end)
+        self.process: ChildProcess | None = None
+
+    def close(self) -> None:
+        self.link.close()
+        self.service_end.close()
+        self.ends.close()
+
+
 class WorkerTree:
     """Starts, watches and stops the child processes.
 
@@ -103,6 +130,7 @@ class WorkerTree:
         self._ends = Ends.create(config.kv_slots, config.kv_slot_bytes, config.engine.tensor_parallel_size)
         service_end, self._transfer_service_end = channel_pair()
         self.transfer_link = TransferLink(service_end)
+        self._images = ImageTransfer(config) if config.engine.encoder_pool else None
 
     # ------------------------------------------------------------ start
 
@@ -121,6 +149,7 @@ class WorkerTree:
             trace_path=config.trace_path("engine", self._replacements),
             engine_args=config.engine_args or (),
             kv_events=config.kv_events_endpoint is not None,
+            image_arenas=None if self._images is None else self._images.arenas,
             rank_arenas=[
                 self._arenas(rank) for rank in range(config.ranks, config.engine.tensor_parallel_size)
             ],
@@ -133,6 +162,8 @@ class WorkerTree:
         popen = spawn(config.engine_module, msgspec.json.encode(start), pass_fds=start.fds)
         self._engine = ChildProcess(start.name, popen)
         self._ends.close_inherited()
+        if self._images is not None:
+            self._images.ends.close_inherited()
         if self._store_ends is not None:
             self._store_ends.engine.close()
             self.watch(self._keep_store(self._store_ends))
@@ -175,25 +206,54 @@ class WorkerTree:
     async def start_transfer(self, engine: EngineReady) -> str:
         """Starts the transfer process. Returns the address of the KV lanes."""
         config = self._config
-        name = f"{config.name} transfer"
         try:
             start = self._transfer_config(engine)
+            images = None if engine.image_layout is None else self._image_config(start, engine)
         except ValueError as error:
             raise StartError(f"--kv-slot-bytes: {error}") from error
+        self._transfer, port = await self._start_transfer(
+            "transfer", start, self._ends, self._transfer_service_end, self.transfer_link
+        )
+        if images is not None:
+            assert self._images is not None, "the engine fetches images as it was told"
+            parts = self._images.ends, self._images.service_end, self._images.link
+            self._images.process, _ = await self._start_transfer("image transfer", images, *parts)
+        return f"{url_host(config.reachable_kv_host())}:{port}"
+
+    async def _start_transfer(
+        self, kind: str, start: TransferConfig, ends: Ends, service: socket.socket, link: TransferLink
+    ) -> tuple[ChildProcess, int]:
+        """Returns the process, and the port of its lanes."""
+        config = self._config
+        name = f"{config.name} {kind}"
         popen = spawn_transfer(
             start,
-            sending=self._ends.transfer[0],
-            receiving=self._ends.transfer[1],
+            sending=ends.transfer[0],
+            receiving=ends.transfer[1],
             heartbeat=self.heartbeat,
-            service=self._transfer_service_end,
+            service=service,
             secret=config.secret,
         )
-        self._transfer = ChildProcess(name, popen)
-        self.watch(self._watch_exit(self._transfer))
-        port = await self.transfer_link.ready()
+        process = ChildProcess(name, popen)
+        self.watch(self._watch_exit(process))
+        port = await link.ready()
         silence = max(MIN_TRANSFER_SILENCE, config.deadlines.engine_dead)
-        self.watch(Watchdog(name, lambda: self.transfer_link.reports, silence).watch())
-        return f"{url_host(config.reachable_kv_host())}:{port}"
+        self.watch(Watchdog(name, lambda: link.reports, silence).watch())
+        return process, port
+
+    def _image_config(self, of_kv: TransferConfig, engine: EngineReady) -> TransferConfig:
+        """Of embeddings, which come from encoders: no peer needs to know the port."""
+        return msgspec.structs.replace(
+            of_kv,
+            name=f"{self._config.name} images",
+            model_fingerprint=engine.image_fingerprint,
+            layout=engine.image_layout,
+            port=0,
+            reader="",
+            reader_device=None,
+            trace_path=self._config.trace_path("image-transfer"),
+            logging=self._config.logging(self._incarnation, "image transfer"),
+        )
 
     def _transfer_config(self, engine: EngineReady) -> TransferConfig:
         config = self._config
@@ -208,6 +268,7 @@ class WorkerTree:
             host=config.kv_listen_host(),
             port=config.kv_port,
             lanes=config.kv_lanes,
+            max_pins=ENCODER_PINS if config.role == "encode" else MOST_PINS,
             bind=config.kv_bind,
             encrypt=config.kv_encrypt,
             reader=config.kv_connector if config.reader else "",
@@ -253,6 +314,8 @@ class WorkerTree:
         received = self.watch(self.engine_link.receive_all(deliver))
         received.add_done_callback(lambda _: self._engine_stopped.set())
         self.watch(self.transfer_link.receive())
+        if self._images is not None:
+            self.watch(self._images.link.receive())
 
     # ------------------------------------------------------------ watch
 
@@ -280,8 +343,10 @@ class WorkerTree:
             return  # the receiver of messages will raise StartError for its StartFailed
         if self._ranks and not self._started:
             await asyncio.sleep(CAUSE_SOON)  # if another rank could not start, its reason is reported first
+        images = None if self._images is None else self._images.process
         causes = {
             (self._transfer, EXIT_ENGINE_GONE): self._engine,
+            (images, EXIT_ENGINE_GONE): self._engine,
             (self._engine, EXIT_TRANSFER_GONE): self._transfer,
         }
         if cause := causes.get((child, code)):
@@ -290,7 +355,7 @@ class WorkerTree:
                 async with asyncio.timeout(CAUSE_SOON):
                     await cause.wait()
                 await asyncio.sleep(0)
-        error = TreeError if child is self._transfer else EngineError
+        error = TreeError if child in (self._transfer, images) else EngineError
         raise error(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
 
     # ------------------------------------------------------------ end
@@ -317,6 +382,10 @@ class WorkerTree:
             await self.transfer_link.drain(0.0)
             self.transfer_link.close()
             await self._transfer.end(STOP_TIMEOUT)
+        if self._images is not None and self._images.process is not None:
+            await self._images.link.drain(0.0)
+            self._images.link.close()
+            await self._images.process.end(STOP_TIMEOUT)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT):
                 await self.engine_link.send(messages.Exit())
@@ -327,7 +396,9 @@ class WorkerTree:
         """Kills the processes that still run, and waits for their exit."""
         self._stopping = True
         # The transfer process first: it would log that the engine process is gone.
-        children = [each for each in (self._transfer, self._engine, *self._ranks, self._store) if each]
+        images = None if self._images is None else self._images.process
+        ended = (self._transfer, images, self._engine, *self._ranks, self._store)
+        children = [each for each in ended if each]
         for child in children:
             child.kill()
         for child in children:
@@ -344,6 +415,8 @@ class WorkerTree:
         self.transfer_link.close()
         self._transfer_service_end.close()
         self._ends.close()
+        if self._images is not None:
+            self._images.close()
         if self._store_ends is not None:
             self._store_ends.close()
         self.heartbeat.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from baton.content import CHUNK_TOKENS, Tier, with_adapter
+from baton.content import CHUNK_TOKENS, IMAGE_NAME_BYTES, Tier, with_adapter
 from baton.content.images import CHANNELS, MOST_PIXELS, PIXELS_PART, ImageSettings
 from baton.engine import EngineRequest, Image, Reasoning, SamplingParams, StructuredOutput, check_request
 from baton.machine.tracing import valid_traceparent
@@ -239,6 +239,41 @@ def content_source(submit: pb.SubmitPrefill | pb.SubmitDecode) -> messages.Conte
     return messages.ContentSource(
         _address(submit.content.kv_address), submit.content.incarnation, _tier(submit.content.tier)
     )
+
+
+def image_ready(told: pb.ImageReady, limits: Limits) -> messages.ImageReady:
+    """Raises StreamError for a name or an address that is none."""
+    if limits.images is None or len(told.name) != IMAGE_NAME_BYTES:
+        raise StreamError(f"image_ready has a name of {len(told.name)} bytes, or the model takes no images")
+    try:
+        source = messages.ContentSource(_address(told.kv_address), told.incarnation)
+    except RefusedAttempt as error:
+        raise StreamError(str(error)) from error
+    return messages.ImageReady(told.name, source)
+
+
+def encode(
+    stream: int, encode_id: bytes, submit: pb.SubmitEncode, limits: Limits, pixels: bytes | bytearray
+) -> messages.Encode:
+    """Checks an image for an encoder. Raises RefusedAttempt(INVALID)."""
+    image, settings = submit.image, limits.images
+    assert settings is not None, "it is an encoder"
+    if len(image.name) != IMAGE_NAME_BYTES:
+        raise _invalid(f"image: its name must have {IMAGE_NAME_BYTES} bytes, not {len(image.name)}")
+    size = settings.pixel_bytes(image.rows, image.columns)
+    if not 0 < size <= CHANNELS * MOST_PIXELS:
+        raise _invalid(
+            f"image: {image.rows} × {image.columns} tokens are none, or more than {MOST_PIXELS} pixels"
+        )
+    if len(pixels) not in (0, size):
+        raise _invalid(f"image: {len(pixels)} bytes of pixels came, not {size}")
+    origin = messages.Origin(
+        encode_id,
+        name=submit.name if _NAME.fullmatch(submit.name) else encode_id.hex(),
+        traceparent=valid_traceparent(submit.traceparent),
+        accepted_at=time.monotonic(),
+    )
+    return messages.Encode(stream, origin, image.name, image.rows, image.columns, bytes(pixels))
 
 
 def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:

@@ -1,0 +1,94 @@
+"""Embeddings of images by name: those that are kept, and those that are under way."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import MutableMapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import NamedTuple
+
+import numpy as np
+
+CACHE_BYTES = 1 << 30
+
+
+class EmbeddingFormat(NamedTuple):
+    """What the two ends of a transfer of embeddings must agree on."""
+
+    fingerprint: str
+    """Of the encoder: equal if its configuration and its weights are."""
+    dtype: str
+    """Its name in torch."""
+    token_bytes: int
+    most_tokens: int
+    """Of an image."""
+
+
+class Embeddings:
+    """Embeddings of an image are [tokens, bytes] uint8, which nothing changes. `Encoder` computes them. A
+    worker without an encoder fetches them from one. Thread-safe.
+
+    Attributes:
+        hits: images that were kept, or under way, when they were asked for.
+        kept_bytes: of embeddings.
+    """
+
+    def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
+        """`cache_bytes`: of embeddings that are kept. The least recently used ones go first."""
+        self.hits = 0
+        self.kept_bytes = 0
+        self._most_bytes = cache_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._under_way: MutableMapping[bytes, Future[np.ndarray]] = {}
+
+    def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+        """The embeddings of an image, which are ready at once if they are kept. `pixels` may be empty if the
+        image is not to be encoded here: if it is not kept, an encoder fails with a `ValueError` then."""
+        with self._lock:
+            if (found := self._kept.get(name)) is not None:
+                self._kept.move_to_end(name)
+                self.hits += 1
+                ready: Future[np.ndarray] = Future()
+                ready.set_result(found)
+                return ready
+            if (asked := self._under_way.get(name)) is not None:
+                self.hits += 1
+                return asked
+            future = self._start(name, pixels, rows, columns)
+            self._under_way[name] = future
+        future.add_done_callback(lambda _: self._over(name, rows * columns))
+        return future
+
+    def kept(self, name: bytes) -> np.ndarray | None:
+        """Those that are kept. None: they are not."""
+        with self._lock:
+            return self._kept.get(name)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until embeddings that are under way may be there, at most `seconds`. False: none are."""
+        with self._lock:
+            under_way = list(self._under_way.values())
+        if under_way:
+            wait(under_way, seconds, FIRST_COMPLETED)
+        return bool(under_way)
+
+    @property
+    def waiting(self) -> int:
+        """Images that are asked for now, and not there."""
+        return len(self._under_way)
+
+    def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+        """Begins to make embeddings, while the lock is held."""
+        raise NotImplementedError
+
+    def _keep(self, name: bytes, embeddings: np.ndarray) -> None:
+        with self._lock:
+            self._kept[name] = embeddings
+            self.kept_bytes += embeddings.nbytes
+            while self.kept_bytes > self._most_bytes:
+                _, dropped = self._kept.popitem(last=False)
+                self.kept_bytes -= dropped.nbytes
+
+    def _over(self, name: bytes, tokens: int) -> None:
+        with self._lock:
+            self._under_way.pop(name, None)

@@ -1,0 +1,231 @@
+"""The encoders that a router knows, and the images that it wants from them.
+
+    a prompt is submitted ─▶ an encoder has the image ───────────────────────────▶ its worker is told
+                             └─ else: pixels to the encoder with the least wait ─ Encoded ─▶ ┘
+
+The prompt is submitted at once: its worker computes the text before the image meanwhile. An image that
+several prompts want at the same time is encoded once. If its encoder is lost, another one gets it. A worker
+that misses embeddings asks for them (ImageWanted): those that the router believed to be in its prefix cache,
+and those that did not come from the encoder.
+"""
+
+import asyncio
+import logging
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.machine.logs import of_request
+from baton.router.api.jobs import PlacedImage
+from baton.router.errors import ApiError, Failed, NoWorker
+from baton.router.workers.worker import Attempt, NotEncoded, Worker
+from baton.rpc import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MOST_FAILURES = 3
+"""Of an image, and of fetches of the images of an attempt, before the request fails."""
+MOST_KEPT = 4096
+"""Images that a router remembers of each encoder."""
+
+
+@dataclass(slots=True, eq=False)
+class ImageEncode:
+    """An image that is being encoded, or waits for an encoder."""
+
+    image: PlacedImage
+    fingerprint: str
+    """Of the encoders that may have it."""
+    attempts: dict[Attempt, None] = field(default_factory=dict)
+    """Those that wait for it."""
+    worker: Worker | None = None
+    """None: there is no encoder."""
+    id: bytes = b""
+    failures: int = 0
+    avoid: set[str] = field(default_factory=set)
+    """Addresses of encoders that failed."""
+    timer: asyncio.TimerHandle | None = None
+    """While there is no encoder."""
+
+    @property
+    def tokens(self) -> int:
+        return self.image.rows * self.image.columns
+
+
+class Encoders:
+    """Streams call it with what encoders and workers report."""
+
+    def __init__(self, worker_wait: float) -> None:
+        """`worker_wait`: seconds that an image waits for an encoder."""
+        self.ready: dict[Worker, None] = {}
+        """Those that take images."""
+        self._worker_wait = worker_wait
+        self._kept: dict[Worker, OrderedDict[bytes, None]] = {}
+        self._under_way: dict[tuple[str, bytes], ImageEncode] = {}  # by fingerprint and name
+        self._by_id: dict[bytes, ImageEncode] = {}
+
+    # ------------------------------------------------------------ prompts
+
+    def want(self, attempt: Attempt, image: PlacedImage) -> None:
+        """The worker of an open attempt needs the embeddings of an image. Tells it which encoder has them,
+        now or when they are made."""
+        target = attempt.worker
+        key = target.description.image_fingerprint, image.name
+        for worker in self._fitting(key[0]):
+            if image.name in self._kept[worker]:
+                self._kept[worker].move_to_end(image.name)
+                _tell(target, image.name, worker)
+                return
+        encode = self._under_way.get(key)
+        if encode is not None and attempt in encode.attempts:
+            return
+        attempt.on_end.append(lambda ended: self._left(key, ended))
+        if encode is not None:
+            encode.attempts[attempt] = None
+            return
+        encode = self._under_way[key] = ImageEncode(image, key[0], {attempt: None})
+        self._place(encode)
+
+    def wanted(self, worker: Worker, message: pb.ImageWanted) -> None:
+        """A worker misses embeddings that prompts there need."""
+        waiting = [
+            (attempt, image)
+            for attempt in worker.attempts.values()
+            for image in attempt.images
+            if image.name == message.name
+        ]
+        if message.lost and waiting:
+            for kept in self._kept.values():
+                kept.pop(message.name, None)
+        for attempt, image in waiting:
+            attempt.lost_images += message.lost
+            if attempt.lost_images > MOST_FAILURES:
+                text = f"request {attempt.name}: {worker} could not fetch an image from the encoders"
+                attempt.on_event(attempt, NotEncoded(Failed(f"{text}, {attempt.lost_images} times")))
+            else:
+                self.want(attempt, image)
+
+    def _left(self, key: tuple[str, bytes], attempt: Attempt) -> None:
+        """An attempt has ended. An image that no other one wants is not encoded."""
+        encode = self._under_way.get(key)
+        if encode is None or encode.attempts.pop(attempt, attempt) is attempt or encode.attempts:
+            return
+        if encode.worker is not None:
+            encode.worker.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=encode.id)))
+        self._end(encode)
+
+    # ------------------------------------------------------------ encoders
+
+    def availability_changed(self, worker: Worker) -> None:
+        """An encoder came, went, or drains."""
+        if worker.ready and worker.attached:
+            self.ready[worker] = None
+            self._kept.setdefault(worker, OrderedDict())
+        else:
+            self.ready.pop(worker, None)
+        if not worker.attached:
+            self._kept.pop(worker, None)
+        for encode in list(self._under_way.values()):
+            if encode.worker is worker and not worker.attached:
+                log.info("%s was lost with an image, which goes to another encoder", worker)
+                self._place(encode)
+            elif encode.worker is None and worker in self.ready:
+                self._place(encode)
+
+    def encoded(self, worker: Worker, encode_id: bytes) -> None:
+        """An encoder has made embeddings."""
+        encode = self._by_id.get(encode_id)
+        if encode is None or encode.worker is not worker:
+            return
+        kept, name = self._kept[worker], encode.image.name
+        kept[name] = None
+        kept.move_to_end(name)
+        if len(kept) > MOST_KEPT:
+            kept.popitem(last=False)
+        worker.attempt_succeeded()
+        self._end(encode)
+        for target in dict.fromkeys(attempt.worker for attempt in encode.attempts):
+            _tell(target, name, worker)
+
+    def failed(self, worker: Worker, failure: pb.AttemptFailed) -> None:
+        """An encoder cannot encode an image, or drains."""
+        encode = self._by_id.get(failure.attempt_id)
+        if encode is None or encode.worker is not worker:
+            return
+        encode.avoid.add(worker.address)
+        if failure.code != pb.FAILURE_CODE_DRAINING:
+            encode.failures += 1
+            log.warning("%s cannot encode an image: %s", worker, failure.message)
+        if encode.failures < MOST_FAILURES:
+            self._place(encode)
+        else:
+            text = f"an image cannot be encoded, after {encode.failures} tries: {failure.message}"
+            self._fail(encode, lambda attempt: Failed(f"request {attempt.name}: {text}"))
+
+    def _fitting(self, fingerprint: str) -> list[Worker]:
+        return [worker for worker in self.ready if worker.description.model_fingerprint == fingerprint]
+
+    def _place(self, encode: ImageEncode) -> None:
+        """Sends the image to the encoder that should have it first."""
+        self._by_id.pop(encode.id, None)
+        encode.worker = None
+        fitting = self._fitting(encode.fingerprint)
+        fitting = [worker for worker in fitting if worker.address not in encode.avoid] or fitting
+        if not fitting:
+            if encode.timer is None:
+                loop = asyncio.get_running_loop()
+                encode.timer = loop.call_later(self._worker_wait, self._waited_too_long, encode)
+            return
+        if encode.timer is not None:
+            encode.timer.cancel()
+            encode.timer = None
+        sent = dict.fromkeys(fitting, 0)
+        for other in self._by_id.values():
+            if other.worker in sent:
+                sent[other.worker] += other.tokens
+        worker = min(fitting, key=lambda each: (*_wait(each, sent[each]), random.random()))
+        encode.worker, encode.id = worker, os.urandom(16)
+        self._by_id[encode.id] = encode
+        attempt = next(iter(encode.attempts))
+        image = encode.image
+        worker.send_pixels(image.pixels)
+        submit = pb.SubmitEncode(
+            encode_id=encode.id,
+            image=pb.Image(name=image.name, rows=image.rows, columns=image.columns),
+            traceparent=attempt.span.traceparent,
+            name=attempt.name,
+        )
+        worker.send(pb.RouterMessage(encode=submit))
+        if log.isEnabledFor(logging.DEBUG):
+            about = of_request(attempt.name, encode.id)
+            log.debug("request %s: image at %s", attempt.name, worker, extra=about)
+
+    def _waited_too_long(self, encode: ImageEncode) -> None:
+        text = "its image needs an encoder, and none is ready"
+        self._fail(encode, lambda attempt: NoWorker(f"request {attempt.name}: {text}", retry_after=1))
+
+    def _fail(self, encode: ImageEncode, error: Callable[[Attempt], ApiError]) -> None:
+        self._end(encode)
+        for attempt in list(encode.attempts):
+            attempt.on_event(attempt, NotEncoded(error(attempt)))
+
+    def _end(self, encode: ImageEncode) -> None:
+        del self._under_way[encode.fingerprint, encode.image.name]
+        self._by_id.pop(encode.id, None)
+        if encode.timer is not None:
+            encode.timer.cancel()
+
+
+def _wait(worker: Worker, sent: int) -> tuple[float, int]:
+    """Seconds until the encoder has encoded all images before the next one, and their tokens from this
+    router: while no seconds are known, these decide."""
+    status = worker.status
+    return max(status.encode_queue_seconds, sent * status.encode_token_seconds), sent
+
+
+def _tell(target: Worker, name: bytes, encoder: Worker) -> None:
+    described = encoder.description
+    ready = pb.ImageReady(name=name, kv_address=described.kv_address, incarnation=described.incarnation)
+    target.send(pb.RouterMessage(image_ready=ready))

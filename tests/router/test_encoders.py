@@ -1,0 +1,231 @@
+"""Images of prompts at the encoders: which one gets an image, and what follows when encoders fail."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from baton.machine.tracing import Tracer
+from baton.router.api.jobs import PlacedImage
+from baton.router.errors import Failed, NoWorker
+from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.plan import Plan
+from baton.router.workers.checks import RouterModel
+from baton.router.workers.roster import Roster
+from baton.router.workers.worker import Attempt, NotEncoded, SendQueue, Worker, WorkerState
+from baton.rpc import worker_pb2 as pb
+from tests.loop_clock import Clock
+
+WAIT = 60.0
+
+
+def image(number: int, tokens: int = 4) -> PlacedImage:
+    return PlacedImage(bytes([number]) * 32, 0, 1, tokens, bytes([number]) * 12)
+
+
+class Fleet:
+    """Two encoders, and a worker that fetches from them."""
+
+    def __init__(self) -> None:
+        self.roster = Roster(RouterModel("m", 9, ""), WAIT)
+        self.encoders = [self.attach(f"e{i}:1", pb.POOL_ENCODE) for i in range(2)]
+        self.worker = self.attach("w:1", pb.POOL_PREFILL, image_fingerprint="images=1")
+        self.told: dict[str, list[Any]] = {}
+
+    def attach(self, address: str, pool: pb.Pool, **fields: Any) -> Worker:
+        worker = Worker(address, self.roster.loads, lambda: None, self.roster.breaker_changed)
+        fingerprint = "images=1" if pool == pb.POOL_ENCODE else "model=1"
+        worker.described(
+            pb.WorkerDescription(
+                first_pool=pool, incarnation=hash(address) % 99, model_fingerprint=fingerprint,
+                kv_address=f"kv-{address}", block_size=64, num_blocks=9, max_model_len=4096, max_num_seqs=4,
+                max_num_batched_tokens=64, vocab_size=9, **fields,
+            )
+        )  # fmt: skip
+        self.open(worker)
+        return worker
+
+    def open(self, worker: Worker) -> None:
+        self.roster.accept(worker)
+        worker.decode_load = DecodeLoad(worker.address, 64, 9, 4)
+        worker.report(pb.WorkerStatus(health="HEALTH_SERVING", pool=worker.description.first_pool))
+        worker.send_queue = SendQueue(lambda: None)
+        self.roster.availability_changed(worker)
+
+    def lose(self, worker: Worker) -> None:
+        worker.send_queue, worker.state = None, WorkerState.CONNECTING
+        self.roster.availability_changed(worker)
+
+    def attempt(self, name: str, *images: PlacedImage) -> Attempt:
+        """A prompt with images, which is submitted to the worker."""
+        told = self.told[name] = list[Any]()
+        attempt = Attempt(
+            worker=self.worker, name=name, on_event=lambda _, event: told.append(event), plan=Plan("handover")
+        )
+        submit = pb.RouterMessage(prefill=pb.SubmitPrefill(prefill_id=attempt.id))
+        self.worker.submit(attempt, submit, Tracer(None, "test", {}).begin("request", "", {}))
+        attempt.images = images
+        for each in images:
+            self.roster.encoders.want(attempt, each)
+        return attempt
+
+    def sent(self, worker: Worker) -> list[pb.RouterMessage]:
+        """What the worker was sent since the last call, without the submits of prompts."""
+        found = list[pb.RouterMessage]()
+        queue = cast("SendQueue", worker.send_queue)._queue
+        while not queue.empty():
+            message, _ = cast("tuple[pb.RouterMessage, int]", queue.get_nowait())
+            if not message.HasField("prefill"):
+                found.append(message)
+        return found
+
+    def encode(self, worker: Worker) -> pb.SubmitEncode:
+        """The one image that an encoder was sent, with its pixels."""
+        pixels, submit = self.sent(worker)
+        assert pixels.pixels.data == submit.encode.image.name[:12]
+        return submit.encode
+
+    def one_with_image(self) -> tuple[Worker, pb.SubmitEncode]:
+        [worker] = [each for each in self.encoders if each.attached and not self.idle(each)]
+        return worker, self.encode(worker)
+
+    def idle(self, worker: Worker) -> bool:
+        return cast("SendQueue", worker.send_queue)._queue.empty()
+
+    def fail(self, worker: Worker, encode_id: bytes, code: pb.FailureCode) -> None:
+        self.roster.encoders.failed(worker, pb.AttemptFailed(attempt_id=encode_id, code=code, message="why"))
+
+    def ready(self) -> list[tuple[bytes, str]]:
+        """The images that the worker can fetch, and where."""
+        return [(m.image_ready.name, m.image_ready.kv_address) for m in self.sent(self.worker)]
+
+
+async def test_an_image_is_encoded_once_and_its_worker_is_told() -> None:
+    fleet, picture = Fleet(), image(1)
+    fleet.attempt("a", picture, picture)
+    fleet.attempt("b", picture)
+    encoder, submit = fleet.one_with_image()
+    assert (submit.image.rows, submit.image.columns, submit.name) == (1, 4, "a")
+    assert fleet.ready() == []
+    fleet.roster.encoders.encoded(encoder, submit.encode_id)
+    kept_at = encoder.description.kv_address
+    assert fleet.ready() == [(picture.name, kept_at)]
+    fleet.attempt("c", picture)  # a repeated image
+    assert fleet.ready() == [(picture.name, kept_at)]
+    assert fleet.sent(encoder) == []
+    assert fleet.roster.prefills  # which encoders are not part of
+    assert not fleet.roster.decodes
+
+
+async def test_the_encoder_with_the_least_wait_gets_an_image() -> None:
+    fleet = Fleet()
+    first, second = fleet.encoders
+    for worker, seconds in ((first, 0.5), (second, 0.2)):
+        status = pb.WorkerStatus(
+            health="HEALTH_SERVING",
+            pool=pb.POOL_ENCODE,
+            encode_token_seconds=0.01,
+            encode_queue_seconds=seconds,
+        )
+        fleet.roster.reported(worker, status)
+    fleet.attempt("a", image(1, tokens=40))  # 0.4 s
+    assert fleet.encode(second).image.columns == 40
+    fleet.attempt("b", image(2, tokens=20))
+    assert fleet.encode(second).image.columns == 20
+    fleet.attempt("c", image(3))
+    assert fleet.encode(first).image.columns == 4
+
+
+async def test_an_encoder_of_another_model_gets_none() -> None:
+    fleet = Fleet()
+    for encoder in fleet.encoders:
+        encoder.description.model_fingerprint = "images=2"
+    fleet.attempt("a", image(1))
+    assert all(fleet.idle(encoder) for encoder in fleet.encoders)
+
+
+async def test_another_encoder_takes_the_images_of_one_that_is_lost_or_drains() -> None:
+    fleet = Fleet()
+    fleet.attempt("a", image(1))
+    encoder, _ = fleet.one_with_image()
+    fleet.lose(encoder)
+    other, again = fleet.one_with_image()
+    assert other is not encoder
+    fleet.open(encoder)
+    fleet.fail(other, again.encode_id, pb.FAILURE_CODE_DRAINING)
+    _, third = fleet.one_with_image()
+    fleet.roster.encoders.encoded(other, again.encode_id)  # late
+    assert fleet.ready() == []
+    fleet.roster.encoders.encoded(encoder, third.encode_id)
+    assert fleet.ready() == [(image(1).name, encoder.description.kv_address)]
+    fleet.lose(encoder)  # with all that it kept
+    fleet.attempt("b", image(1))
+    fleet.encode(other)
+
+
+async def test_an_image_that_no_encoder_can_encode_fails_its_requests() -> None:
+    fleet = Fleet()
+    fleet.attempt("a", image(1))
+    seen = set[str]()
+    for _ in range(3):
+        assert fleet.told["a"] == []
+        encoder, submit = fleet.one_with_image()
+        seen.add(encoder.address)
+        fleet.fail(encoder, submit.encode_id, pb.FAILURE_CODE_ENGINE)
+    assert len(seen) == 2
+    [failed] = fleet.told["a"]
+    assert isinstance(failed, NotEncoded)
+    assert isinstance(failed.error, Failed)
+    assert "cannot be encoded, after 3 tries: why" in failed.error.message
+
+
+async def test_an_image_waits_for_an_encoder_and_then_its_request_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet, clock = Fleet(), Clock(monkeypatch)
+    for encoder in fleet.encoders:
+        fleet.lose(encoder)
+    fleet.attempt("a", image(1))
+    fleet.attempt("b", image(2))
+    fleet.open(fleet.encoders[0])
+    assert len(fleet.sent(fleet.encoders[0])) == 4
+    fleet.lose(fleet.encoders[0])
+    assert fleet.told == {"a": [], "b": []}
+    await clock.forward(WAIT + 1)
+    for name in "ab":
+        [failed] = fleet.told[name]
+        assert isinstance(failed.error, NoWorker)
+        assert "needs an encoder, and none is ready" in failed.error.message
+
+
+async def test_an_image_that_no_prompt_wants_any_more_is_cancelled() -> None:
+    fleet = Fleet()
+    attempts = [fleet.attempt(name, image(1)) for name in "ab"]
+    encoder, submit = fleet.one_with_image()
+    fleet.worker.forget(attempts[0].id)
+    assert fleet.idle(encoder)
+    fleet.worker.lose_all()
+    [cancel] = fleet.sent(encoder)
+    assert cancel.cancel.attempt_id == submit.encode_id
+
+
+async def test_a_worker_asks_for_what_it_lacks() -> None:
+    fleet, picture = Fleet(), image(1)
+    wanted = fleet.roster.encoders.wanted
+    wanted(fleet.worker, pb.ImageWanted(name=picture.name))  # of another router's request
+    fleet.attempt("a", picture)
+    encoder, submit = fleet.one_with_image()
+    wanted(fleet.worker, pb.ImageWanted(name=picture.name))  # it is on its way
+    assert fleet.sent(encoder) == []
+    fleet.roster.encoders.encoded(encoder, submit.encode_id)
+    wanted(fleet.worker, pb.ImageWanted(name=picture.name))
+    assert len(fleet.ready()) == 2
+    for _ in range(3):
+        wanted(fleet.worker, pb.ImageWanted(name=picture.name, lost=True))
+        encoder, submit = fleet.one_with_image()
+        fleet.roster.encoders.encoded(encoder, submit.encode_id)
+    assert fleet.told["a"] == []
+    wanted(fleet.worker, pb.ImageWanted(name=picture.name, lost=True))
+    [failed] = fleet.told["a"]
+    assert "could not fetch an image from the encoders, 4 times" in failed.error.message

@@ -1,0 +1,278 @@
+"""Embeddings of images between workers, over the transfers of KV: their names, their layout, and the end that
+fetches.
+
+An image travels as chunks of 64 tokens of one layer, whose names follow from the name of the image
+(`chunk_names`). So a fetch is one of `Receiver.fetch_content`: verified, bounded by
+credits, within deadlines.
+Both ends have memory for some images in paged form, and copy from there and to there.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from baton.content import CHUNK_TOKENS, NAME_BYTES
+from baton.content.cache_kinds import EMBEDDING, ITEM_BYTES, CacheArray
+from baton.encode_worker.embeddings import EmbeddingFormat, Embeddings
+from baton.kv_transfer import FetchFailed, Injected, KVLayout, PagedKV, Transport
+from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.wait import wait
+from baton.worker.ipc import ServiceLink
+from baton.worker.messages import ContentSource, ImageWanted
+
+log = logging.getLogger(__name__)
+
+PAGED_BYTES = 256 << 20
+"""Of embeddings on their way, at each end. At least the largest image fits."""
+BUSY_AGAIN = 0.02
+"""Seconds after which an encoder that sends as many images as it may is asked again."""
+MOST_SOURCES = 4096
+"""Images of which a worker remembers the encoder."""
+
+
+def embedding_layout(made: EmbeddingFormat) -> KVLayout:
+    numbers = made.token_bytes // ITEM_BYTES[made.dtype]
+    return KVLayout.of([[CacheArray(EMBEDDING, "image", 1, 1, numbers, made.dtype)]])
+
+
+def chunk_names(name: bytes, tokens: int) -> list[bytes]:
+    """The names of the chunks of an image. The last chunk is filled up with any numbers."""
+    chunks = -(-tokens // CHUNK_TOKENS)
+    return [
+        blake2b(number.to_bytes(4, "little"), key=name, digest_size=NAME_BYTES).digest()
+        for number in range(chunks)
+    ]
+
+
+class PagedEmbeddings:
+    """Memory for embeddings on their way, in blocks of a chunk. The system gives it when it is written first.
+
+    Attributes:
+        paged: as `Sender` and `Receiver` take it.
+        free: numbers of blocks.
+    """
+
+    def __init__(self, made: EmbeddingFormat) -> None:
+        layout = embedding_layout(made)
+        most = -(-made.most_tokens // CHUNK_TOKENS)
+        blocks = max(most, PAGED_BYTES // (CHUNK_TOKENS * made.token_bytes))
+        shape = 1, blocks, CHUNK_TOKENS, 1, layout.arrays[0].head_dim
+        memory = torch.empty(shape, dtype=getattr(torch, made.dtype))
+        self.paged = PagedKV([[[memory]]], CHUNK_TOKENS, layout, "cpu")
+        self.free = list(range(blocks))
+        self._bytes = memory.view(torch.uint8).numpy().reshape(blocks, CHUNK_TOKENS, made.token_bytes)
+
+    def take(self, tokens: int) -> list[int] | None:
+        """Blocks for so many tokens. None: there are not enough now."""
+        count = -(-tokens // CHUNK_TOKENS)
+        if count > len(self.free):
+            return None
+        taken = self.free[:count]
+        del self.free[:count]
+        return taken
+
+    def write(self, blocks: Sequence[int], embeddings: np.ndarray) -> None:
+        for number, block in enumerate(blocks):
+            part = embeddings[number * CHUNK_TOKENS : (number + 1) * CHUNK_TOKENS]
+            self._bytes[block, : len(part)] = part
+
+    def read(self, blocks: Sequence[int], tokens: int) -> np.ndarray:
+        """A copy: [tokens, bytes] uint8."""
+        return self._bytes[list(blocks)].reshape(len(blocks) * CHUNK_TOKENS, -1)[:tokens]
+
+
+class _Asked(NamedTuple):
+    """The engine wants the embeddings of an image."""
+
+    name: bytes
+    tokens: int
+    future: "Future[np.ndarray]"
+
+
+class _Ready(NamedTuple):
+    """An encoder has them."""
+
+    name: bytes
+    source: ContentSource
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    name: bytes
+    tokens: int
+    future: "Future[np.ndarray]"
+    source: ContentSource
+    blocks: list[int]
+
+
+class FetchedEmbeddings(Embeddings):
+    """Fetches embeddings from the encoders that routers name, in a thread of its own. So no step waits for a
+    copy. The loop's thread calls `ready`, `report` and what `Embeddings` has.
+
+        asked by the engine ─ a router has named an encoder ─▶ memory ─▶ fetched ─▶ kept
+             └─ none was named, or the fetch failed ─▶ `ImageWanted`: a router names one
+
+    What an image waits for ends alone: memory is given back by fetches, which have deadlines, and a router
+    that finds no encoder ends its request. An image that no request waits for any more is forgotten.
+    """
+
+    def __init__(self, transport: Transport, made: EmbeddingFormat, link: ServiceLink) -> None:
+        super().__init__()
+        self._under_way = weakref.WeakValueDictionary()
+        self._memory = PagedEmbeddings(made)
+        self._transport = transport  # the other end, which sends nothing, must stay open
+        self._receiver = transport.receiver(self._memory.paged)
+        self._link = link
+        self._commands = deque[_Asked | _Ready]()
+        self._wanted = deque[ImageWanted]()
+        self._wake, self._changed = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
+        self._stopping = False
+        self._sources = OrderedDict[bytes, ContentSource]()
+        self._asked: dict[bytes, tuple[int, weakref.ref[Future[np.ndarray]]]] = {}
+        self._fetches: dict[bytes, _Fetch] = {}  # by image
+        self._busy_until = 0.0  # time.monotonic(): no encoder is asked
+        self._thread = threading.Thread(target=self._run, name="embeddings", daemon=True)
+        self._thread.start()
+
+    # The loop's thread
+
+    def fileno(self) -> int:
+        """Readable when `report` has something, or embeddings have come."""
+        return self._changed
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is fetched."""
+        return not self._fetches and not self._commands
+
+    def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+        future = super().embeddings(name, pixels, rows, columns)
+        if not future.done():  # also if it was asked for before: routers may have forgotten it
+            self._command(_Asked(name, rows * columns, future))
+        return future
+
+    def ready(self, name: bytes, source: ContentSource) -> None:
+        """An encoder has the embeddings of an image."""
+        self._command(_Ready(name, source))
+
+    def report(self) -> None:
+        """Tells the service which images it needs encoders for."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._changed)
+        while self._wanted:
+            self._link.send(self._wanted.popleft())
+
+    def wait(self, seconds: float) -> bool:
+        """As in `Embeddings`. Ends early if there is something to `report`, or a message of the service."""
+        if not self._under_way:
+            return False
+        if not self._link.has_messages:
+            wait([self._changed, self._link.fileno()], seconds)
+        return True
+
+    def close(self) -> None:
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._receiver.shutdown()
+        os.close(self._wake)
+        os.close(self._changed)
+
+    def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+        return Future()
+
+    def _command(self, command: _Asked | _Ready) -> None:
+        self._commands.append(command)
+        os.eventfd_write(self._wake, 1)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                within = self._receiver.poll_within
+                if (busy := self._busy_until - time.monotonic()) > 0:
+                    within = busy if within is None else min(within, busy)
+                if self._wake in wait([self._wake, self._receiver.fileno()], within):
+                    os.eventfd_read(self._wake)
+                self._turn()
+        except ChannelClosed:
+            log.error("the transfer process of images has ended")  # its worker ends, too
+
+    def _turn(self) -> None:
+        while self._commands:
+            match self._commands.popleft():
+                case _Asked(name, tokens, future):
+                    self._asked[name] = tokens, weakref.ref(future)
+                    if name not in self._fetches and name not in self._sources:
+                        self._want(name, lost=False)
+                case _Ready(name, source):
+                    self._sources[name] = source
+                    self._sources.move_to_end(name)
+                    if len(self._sources) > MOST_SOURCES:
+                        self._sources.popitem(last=False)
+        for event in self._receiver.poll():
+            fetch = event.owner
+            assert isinstance(fetch, _Fetch)
+            self._ended(fetch, event)
+        self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        """Begins fetches, in the order in which images were asked for, as far as there is memory."""
+        if time.monotonic() < self._busy_until:
+            return
+        for name, (tokens, asked) in list(self._asked.items()):
+            future = asked()
+            if future is None or future.done():
+                del self._asked[name]
+                continue
+            if name in self._fetches or (source := self._sources.get(name)) is None:
+                continue
+            blocks = self._memory.take(tokens)
+            if blocks is None:
+                return
+            fetch = self._fetches[name] = _Fetch(name, tokens, future, source, blocks)
+            self._receiver.fetch_content(
+                os.urandom(16),
+                chunks=chunk_names(name, tokens),
+                first_chunk=0,
+                kv_address=source.kv_address,
+                incarnation=source.incarnation,
+                block_ids=blocks,
+                owner=fetch,
+            )
+
+    def _ended(self, fetch: _Fetch, event: object) -> None:
+        del self._fetches[fetch.name]
+        complete = isinstance(event, Injected) and event.stats.tokens == len(fetch.blocks) * CHUNK_TOKENS
+        if complete:
+            found = self._memory.read(fetch.blocks, fetch.tokens)
+            self._keep(fetch.name, found)
+            self._asked.pop(fetch.name, None)
+            fetch.future.set_result(found)
+            os.eventfd_write(self._changed, 1)
+        elif isinstance(event, FetchFailed) and event.reason == "busy":
+            self._busy_until = time.monotonic() + BUSY_AGAIN
+        else:
+            why = event.reason if isinstance(event, FetchFailed) else "a part is missing"
+            log.warning("an image did not come from the encoder at %s: %s", fetch.source.kv_address, why)
+            if self._sources.get(fetch.name) == fetch.source:
+                del self._sources[fetch.name]
+                self._want(fetch.name, lost=True)
+        self._memory.free += fetch.blocks
+
+    def _want(self, name: bytes, *, lost: bool) -> None:
+        self._wanted.append(ImageWanted(name, lost))
+        os.eventfd_write(self._changed, 1)
