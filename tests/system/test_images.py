@@ -138,7 +138,8 @@ async def test_an_encoder_is_killed_while_a_request_waits_for_its_image(tmp_path
     save_seeing_tokenizer(model)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     picture = np.random.default_rng(6).integers(0, 256, (24, 40, 3), dtype=np.uint8)
-    ids = [*tokenizer.encode("Look:", add_special_tokens=False).ids, *[IMAGE_TOKEN] * 15]
+    before, after = (tokenizer.encode(part, add_special_tokens=False).ids for part in ("Look:", "which?"))
+    ids = [*before, *[IMAGE_TOKEN] * 15, *after]
     named = ["--model", str(model), "--served-model-name", "vl"]
     with LocalCluster(
         tmp_path, prefill=1, decode=1, encode=1, worker_flags=[*FLAGS, *named], router_flags=named
@@ -146,7 +147,7 @@ async def test_an_encoder_is_killed_while_a_request_waits_for_its_image(tmp_path
         [encoder] = cluster.of("encode")
         encoder.hang("engine")
         async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
-            messages: Any = [{"role": "user", "content": content_of("Look:", picture)}]
+            messages: Any = [{"role": "user", "content": content_of("Look:", picture, "which?")}]
             asked = asyncio.create_task(
                 client.chat.completions.create(
                     model="vl",

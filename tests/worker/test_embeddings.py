@@ -76,7 +76,7 @@ class Pair:
         for each in (self.told, self.served.fileno(), self.fetched.fileno()):
             poller.register(each, zmq.POLLIN)
         while not self.told.poll(0):
-            assert poller.poll(1000 * WITHIN), "neither end has anything to do"
+            assert poller.poll(int(1000 * WITHIN)), "neither end has anything to do"
             self.go_on()
         message = decode_from_engine(self.told.recv())
         assert isinstance(message, ImageWanted)
