@@ -97,6 +97,8 @@ def _check_roles(blueprint: Blueprint, found: model.ResolvedModel, secret: bytes
 
     for pool in POOLS:
         worker_config(pool, blueprint.worker(pool), found, secret)
+    if blueprint.pool.encode:
+        worker_config("encode", blueprint.encoder(), found, secret)
     config = router_config(blueprint.router(), found, secret)
     if Path(found.location).exists():  # else it is on the hub
         sampling_defaults(config.generation_config, Path(found.location))

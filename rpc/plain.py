@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from baton.rpc import worker_pb2 as pb
 
-_ROLES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
+_ROLES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode", pb.POOL_ENCODE: "encode"}
 
 
 def described_as(described: pb.WorkerDescription, status: pb.WorkerStatus | None = None) -> dict[str, Any]:

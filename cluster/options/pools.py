@@ -65,6 +65,13 @@ class PoolOptions:
     decode: PoolSize | None = opt(
         None, "Decode workers; 1:4 follows the load.", parser=PoolSize.parse, **_SIZE
     )
+    encode: int = opt(
+        0,
+        "Encoders of images, as workers of their own, with a GPU each. 0: each worker encodes the images of "
+        "its prompts.",
+        "N",
+        check=between(0),
+    )
     prefill_tensor_parallel_size: int | None = opt(
         None, "GPUs of one prefill worker.", "N", shown="as --tensor-parallel-size", check=between(1)
     )

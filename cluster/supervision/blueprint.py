@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
-RoleName = Literal["prefill", "decode", "router", "store"]
+RoleName = Literal["prefill", "decode", "encode", "router", "store"]
+WORKERS: tuple[RoleName, ...] = (*POOLS, "encode")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,19 @@ class Blueprint:
             workers = [replace(first, index=index) for index in range(size.least)]
             specs += (replace(each, placement="pair") for each in workers[:pairs])
             specs += workers[pairs:]
+        if self.pool.encode:
+            worker = self.encoder()
+            first = RoleSpec(
+                "encode",
+                0,
+                self._args(worker),
+                **shared,
+                gpus=int(str(worker.engine.device).startswith("cuda")),
+                cpus=worker.engine.num_threads or 1,
+                placement="pack" if self.ray.placement == "pack" else "spread",
+                tls=tls,
+            )
+            specs += (replace(first, index=index) for index in range(self.pool.encode))
         self.front.tls()
         self.front.keys()
         self.front.key_of_admin()
@@ -175,6 +189,21 @@ class Blueprint:
             "files": replace(self.files, run_dir=None),  # the runner of a worker names its own
         }
         return options.WorkerRole(**self._shared(options.WorkerRole) | own)
+
+    def encoder(self) -> options.WorkerRole:
+        """The options of encoders, as `worker`. They need nothing of what only a language model has."""
+        of_pool = self.worker("prefill")
+        engine = replace(
+            of_pool.engine,
+            encoder_pool=False,
+            tensor_parallel_size=1,
+            data_parallel_size=1,
+            enable_expert_parallel=False,
+            host_cache_size="0",
+            speculative_config=None,
+            replace_engine=False,
+        )
+        return replace(of_pool, engine=engine)
 
     def router(self) -> options.RouterRole:
         """The options of the routers, less those that each has for itself, and without API keys."""
@@ -222,7 +251,8 @@ class Blueprint:
         replicas = self.engine.data_parallel_size
         alone = sizes[pool] * replicas == 1 < max(sizes.values())
         device = self.engine.device or default_device()
-        threads = max(1, usable_cpus() // (sum(size.most for size in self.pool.sizes) * replicas))
+        workers = self.pool.encode + sum(size.most for size in self.pool.sizes) * replicas
+        threads = max(1, usable_cpus() // workers)
         if device.startswith("cuda"):
             threads = sizes[pool]  # one for each rank
         engine = replace(self.engine, tensor_parallel_size=sizes[pool])
@@ -235,6 +265,7 @@ class Blueprint:
         return replace(
             engine,
             device=device,
+            encoder_pool=self.engine.encoder_pool or self.pool.encode > 0,
             num_threads=self.engine.num_threads or threads,
             kv_cache_dtype=dtypes[pool] or self.engine.kv_cache_dtype,
             enable_expert_parallel=self.engine.enable_expert_parallel and not alone,
@@ -243,7 +274,7 @@ class Blueprint:
     @property
     def chooses_pools(self) -> bool:
         """Whether the user leaves it to this machine how many workers there are."""
-        told = self.pool.prefill is not None or self.pool.decode is not None
+        told = self.pool.prefill is not None or self.pool.decode is not None or self.pool.encode > 0
         device = self.engine.device or default_device()
         alone = self.ray.ray_address is None and self.engine.data_parallel_size == 1
         return not told and device == "cuda" and alone
@@ -285,8 +316,8 @@ class Blueprint:
         pools = [(prefill, each.get("prefill", 0)), (decode, each.get("decode", 0))]
         if all(size.least < size.most for size, _ in pools):
             # Such pools flip workers. So a worker of either size may be started in the place of the other.
-            pools = [(size, max(each.values())) for size, _ in pools]
-        needed = sum(size.most * gpus for size, gpus in pools)
+            pools = [(size, max(gpus for _, gpus in pools)) for size, _ in pools]
+        needed = sum(size.most * gpus for size, gpus in pools) + self.pool.encode * each.get("encode", 0)
         present = visible_gpus()
         if needed > len(present):
             sizes = {
@@ -296,7 +327,8 @@ class Blueprint:
                 "--decode-tensor-parallel-size": self.pool.decode_tensor_parallel_size or 1,
             }
             large = {flag: size for flag, size in sizes.items() if size > 1}
-            flags = "".join(f" {flag} {size}" for flag, size in large.items())
+            flags = f" --encode {self.pool.encode}" if self.pool.encode else ""
+            flags += "".join(f" {flag} {size}" for flag, size in large.items())
             remedy = "".join(f", lower {flag}" for flag in large)
             raise ValueError(
                 f"--prefill {prefill} --decode {decode}{flags}: these workers need "

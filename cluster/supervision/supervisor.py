@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from baton.cluster.supervision.blueprint import POOLS, Pool, RoleName, RoleSpec
+from baton.cluster.supervision.blueprint import WORKERS, Pool, RoleName, RoleSpec
 from baton.cluster.supervision.calls import ask_pools
 from baton.cluster.supervision.role_process import RoleState
 
@@ -140,7 +140,7 @@ class Supervisor:
                 member.pool = pools.get(str(member.state.ready["address"]), member.pool)
 
     def _workers(self) -> list[_Member]:
-        return [m for m in self._members if m.spec.role in POOLS]
+        return [m for m in self._members if m.spec.role in WORKERS]
 
     async def tokens_held(self) -> int | None:
         """Prompt tokens that all routers hold back; None if a router does not answer."""
@@ -217,7 +217,7 @@ class Supervisor:
         which workers write until they end."""
         self._stopping = True
         self._changed.set()
-        for roles in (("router",), POOLS, ("store",)):
+        for roles in (("router",), WORKERS, ("store",)):
             members = [m for m in self._members if m.spec.role in roles]
             await self._each(lambda m: self._end(m, signum, grace), members)
 

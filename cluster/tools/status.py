@@ -43,7 +43,7 @@ def ready(worker: dict[str, Any]) -> bool:
     return worker.get("state") == "ready"
 
 
-ORDER = {"prefill": 0, "decode": 1}
+ORDER = {"prefill": 0, "decode": 1, "encode": 2}
 
 
 TEXTS = frozenset(("worker", "pool", "state", "device", "address", "node", "incarnation", "last exit"))
@@ -158,7 +158,11 @@ def merged(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _order(worker: dict[str, Any]) -> tuple[int, int, str]:
-    return ORDER.get(worker.get("role", ""), 2), worker.get("index") or 0, worker.get("address") or ""
+    return (
+        ORDER.get(worker.get("role", ""), len(ORDER)),
+        worker.get("index") or 0,
+        worker.get("address") or "",
+    )
 
 
 def name_of(worker: dict[str, Any]) -> str:

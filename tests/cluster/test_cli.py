@@ -404,6 +404,35 @@ def test_ctrl_c_before_the_command_runs_shows_no_traceback(
     assert handlers == [signal.SIG_DFL, signal.default_int_handler], "while it imports"
 
 
+def test_encoders_are_workers_and_the_others_then_have_none(
+    served: list[Blueprint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(
+        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
+    )
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    result = run_baton(
+        "serve", "--encode", "2", "--device", "cpu", "--kv-store", "mooncake://127.0.0.1:1",
+        "--replace-engine", "--speculative-config", '{"num_speculative_tokens": 3}',
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    roles = served[0].roles()
+    assert [role.name for role in roles] == ["prefill 0", "decode 0", "encode 0", "encode 1", "router 0"]
+    for role in roles[:-1]:
+        result = run_baton(role.role, *role.args)
+        assert result.exit_code == 0, result.output
+    assert [config.role for config in started] == ["prefill", "decode", "encode", "encode"]
+    assert [config.engine.encoder_pool for config in started] == [True, True, False, False]
+    for encoder in started[2:]:
+        assert encoder.engine_module == "baton.cluster.encoder_process"
+        assert encoder.kv_store is None
+        assert not encoder.replace_engine
+        assert not encoder.engine.enable_prefix_caching
+    run_baton("serve", "--device", "cpu")
+    assert "--encoder-pool" not in served[1].roles()[0].args
+
+
 def test_roles_accept_the_arguments_that_serve_passes(
     served: list[Blueprint], workers: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
