@@ -83,16 +83,8 @@ class EncoderLoop:
                     self._link.send(self._status(question))
                 case messages.HandBack(reason):
                     self._fail_all(Code.DRAINING, reason)
-                case messages.Pause(question):  # routers send no new requests; what was sent is encoded
-                    self._link.send(messages.Paused(question, computing=False, error=""))
-                case messages.StageWeights(question):
-                    self._link.send(messages.WeightsStaged(question, 0, NO_WEIGHTS))
-                case messages.LoadAdapter(question):
-                    self._link.send(messages.AdapterLoaded(question, b"", "an encoder takes no adapters"))
-                case messages.DropWeights() | messages.OnlyCopies():
-                    pass
                 case _:
-                    raise AssertionError(f"not for an encoder: {message}")
+                    self._answer(message)
         with suppress(BlockingIOError):
             os.eventfd_read(self._done)
         while self._ended:
@@ -104,6 +96,23 @@ class EncoderLoop:
         self._encoder.close()
         self._served.close()
         os.close(self._done)
+
+    def _answer(self, message: messages.ToEngine) -> None:
+        """What an encoder cannot do, or needs not do."""
+        match message:
+            case messages.Pause(question):  # routers send no new requests; what was sent is encoded
+                self._link.send(messages.Paused(question, computing=False, error=""))
+            case messages.StageWeights(question):
+                self._link.send(messages.WeightsStaged(question, 0, NO_WEIGHTS))
+            case messages.LoadAdapter(question):
+                self._link.send(messages.AdapterLoaded(question, b"", "an encoder takes no adapters"))
+            case messages.SetMemory(question):
+                why = "the memory of an encoder cannot be released"
+                self._link.send(messages.MemorySet(question, [], lost_weights=False, busy=False, error=why))
+            case messages.DropWeights():
+                pass
+            case _:
+                raise AssertionError(f"not for an encoder: {message}")
 
     def _encode(self, asked: messages.Encode) -> None:
         future = self._encoder.embeddings(asked.name, asked.pixels, asked.rows, asked.columns)
@@ -154,7 +163,8 @@ class EncoderLoop:
         self._open.clear()
 
     def _status(self, question: int) -> messages.EngineStatus:
-        from baton.engine.api.stats import EncoderStats, EngineStats
+        from baton.engine.api.stats import EngineStats
+        from baton.engine.execution.start import encoder_stats
 
         served = self._served
         stats = EngineStats(
@@ -172,7 +182,7 @@ class EncoderLoop:
             prefix_cache_queries=0,
             prefix_cache_hits=0,
             prefill_position=0.0,
-            encoder=EncoderStats.of(self._encoder),
+            encoder=encoder_stats(self._encoder),
         )
         idle = not self._open and served.idle
         return messages.EngineStatus(question, stats, messages.RequestCounts(), idle, [])

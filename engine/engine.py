@@ -14,7 +14,7 @@ import numpy as np
 from baton.encode_worker.embeddings import Embeddings
 from baton.engine.api.config import EngineConfig, TierCells
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
-from baton.engine.api.stats import EncoderStats, EngineStats
+from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
@@ -36,7 +36,7 @@ from baton.engine.execution.kept_cache import kept_cache
 from baton.engine.execution.memory_sizing import COPY_TOKENS, PoolSize, tier_places
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
-from baton.engine.execution.start import Started, start_rank
+from baton.engine.execution.start import Started, encoder_stats, start_rank
 from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
 from baton.engine.loader.live_weights import NewWeights, versioned
@@ -527,5 +527,5 @@ class Engine:
             gap_cost=batch.gap_cost,
             queue_seconds=meters.queue_seconds(waiting, batch),
             memory=None if (budget := lives.budget) is None else budget.stats,
-            encoder=None if self.encoder is None else EncoderStats.of(self.encoder),
+            encoder=None if self.encoder is None else encoder_stats(self.encoder),
         )

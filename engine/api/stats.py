@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple
 
 from baton.content import Tier
 from baton.machine.step_model import StepModel
-
-if TYPE_CHECKING:
-    from baton.encode_worker.encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +103,6 @@ class EncoderStats:
     """For each token of an image. 0: not known."""
     queue_seconds: float
     """In which the waiting images are encoded, if nothing decodes here."""
-
-    @classmethod
-    def of(cls, encoder: "Encoder") -> Self:
-        return cls(
-            encoder.encoded,
-            encoder.tokens,
-            encoder.seconds,
-            encoder.hits,
-            encoder.waiting,
-            encoder.kept_bytes,
-            encoder.turns.token_seconds,
-            encoder.queue_seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from baton.encode_worker.encoder import Encoder
 from baton.encode_worker.tower import Tower, tower_fingerprint
 from baton.encode_worker.turns import Turns
 from baton.engine.api.config import EngineConfig, MemoryPart
+from baton.engine.api.stats import EncoderStats
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.kept_cache import KeptCache
@@ -130,13 +131,7 @@ def start_rank(
             exact=config.batch_invariant,
         )
     fingerprint = versioned(fingerprint, config.weights_version)
-    embeddings = None
-    if config.encoder_pool:
-        if checkpoint.config.vision is None:
-            raise ValueError("--encoder-pool: this model takes no images; leave the flag out")
-        tower = getattr(model, "tower", {})
-        embeddings = embedding_format(config, checkpoint.config, tower, limits.dtype, device)
-    encoder, tower = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
+    encoder, tower, embeddings = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
     of_weights = _memory_saver(config, device)
     if of_weights is not None:
         with memory_for("the weights", "choose a smaller --model"):
@@ -267,6 +262,19 @@ def start_encoder(
     return encoder, made, model
 
 
+def encoder_stats(encoder: Encoder) -> EncoderStats:
+    return EncoderStats(
+        encoder.encoded,
+        encoder.tokens,
+        encoder.seconds,
+        encoder.hits,
+        encoder.waiting,
+        encoder.kept_bytes,
+        encoder.turns.token_seconds,
+        encoder.queue_seconds,
+    )
+
+
 def embedding_format(
     config: EngineConfig,
     model: ModelConfig,
@@ -293,25 +301,30 @@ def _encoder(
     dtype: torch.dtype,
     device: torch.device,
     ranks: Ranks,
-) -> tuple[Encoder | None, Mapping[str, Tensor]]:
+) -> tuple[Encoder | None, Mapping[str, Tensor], EmbeddingFormat | None]:
     """Takes the weights of the encoder from the model, and returns them, too. None: it takes no images, its
-    files have no encoder, transformers is not installed, or another rank or another worker encodes."""
+    files have no encoder, transformers is not installed, or another rank or another worker encodes. In the
+    last case there is the format of embeddings from there."""
     vision = model_config.vision
     if vision is None:
-        return None, {}
+        if config.encoder_pool:
+            raise ValueError("--encoder-pool: this model takes no images; leave the flag out")
+        return None, {}, None
     weights, model.tower = model.tower, {}
-    if ranks.rank or config.encoder_pool:
-        return None, {}
+    if config.encoder_pool:
+        return None, {}, embedding_format(config, model_config, weights, dtype, device)
+    if ranks.rank:
+        return None, {}, None
     if not weights and config.load_format != "dummy":
         log.warning("the model takes no images: its files have no weights of an encoder")
-        return None, {}
+        return None, {}, None
     if find_spec("transformers") is None:
         log.warning("the model takes no images: transformers is missing, install the extra `images`")
-        return None, {}
+        return None, {}, None
     with memory_for("the encoder of images", "choose a smaller --model"):
         turns = Turns()
         tower = Tower(vision.settings, vision.tower, weights, device, dtype, turns, seed=config.seed)
-    return Encoder(tower.encode, turns), weights
+    return Encoder(tower.encode, turns), weights, None
 
 
 def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -> int:

@@ -251,7 +251,7 @@ class WorkerTree:
             port=0,
             reader="",
             reader_device=None,
-            trace_path=self._config.trace_path("image-transfer"),
+            trace_path=self._config.trace_path("image-transfer", self._replacements),
             logging=self._config.logging(self._incarnation, "image transfer"),
         )
 
