@@ -85,7 +85,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Raises ValueError for what is not supported."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = settings.of_rank(vllm_config.parallel_config.data_parallel_index)
         check_config(vllm_config)
         if vllm_config.lora_config is not None and not self._settings.attach:
             raise ValueError(

@@ -4,7 +4,8 @@ import contextlib
 import os
 import subprocess
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from baton.kv_transfer import (
     ArenaEnd,
@@ -30,7 +31,7 @@ class Settings:
     host: str = "127.0.0.1"
     """Address of this machine at which decode servers fetch KV."""
     port: int = 0
-    """0: one is chosen."""
+    """0: one is chosen. Of several engines (data parallel) each adds its rank."""
     lanes: int = 4
     slots: int = 64
     slot_bytes: int = 2 << 20
@@ -45,6 +46,10 @@ class Settings:
     """With `attach`: as in the configuration of Baton's engine."""
     untested: bool = False
     """Start also with a version of vLLM that Baton was not tested with."""
+
+    def of_rank(self, rank: int) -> Self:
+        """Those of an engine of a server with several (`--data-parallel-size`)."""
+        return replace(self, port=self.port + rank if self.port else 0)
 
 
 class TransferProcess:

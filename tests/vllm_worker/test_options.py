@@ -11,6 +11,7 @@ import pytest
 
 from baton.engine import EngineConfig
 from baton.vllm_worker.options import command_line, engine_args
+from baton.vllm_worker.transfer_process import Settings
 from baton.vllm_worker.version import check_version
 from baton.worker.group import Group
 
@@ -133,3 +134,8 @@ def test_an_engine_in_a_group_knows_its_rank_and_where_they_meet() -> None:
             engine_args(config(device="cpu"), given)
     with pytest.raises(ValueError, match="--data-parallel-size is an option of Baton, too"):
         engine_args(config(device="cpu"), "--data-parallel-size 2")
+
+
+def test_each_engine_of_a_server_has_a_port_of_its_own() -> None:
+    assert [Settings(port=7002).of_rank(rank).port for rank in range(3)] == [7002, 7003, 7004]
+    assert Settings().of_rank(2).port == 0, "one is chosen"
