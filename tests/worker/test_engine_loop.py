@@ -61,7 +61,7 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
         receiver=stand_in(Receiver, fileno=lambda: 7, poll_within=poll_within),
     )
     role = stand_in(DecodeRole, move_kv=lambda _: None)
-    roles = Roles(stand_in(Context, attempts=table, link=None), shared, [role])
+    roles = Roles(stand_in(Context, attempts=table, link=None, images=None), shared, [role])
     attempt = EngineAttempt(stream=1, origin=Origin(b"a", "", "", 0.0), tokens=1, shared=shared)
 
     def moves() -> bool:
