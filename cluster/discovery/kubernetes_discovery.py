@@ -91,7 +91,7 @@ def ready_addresses(slices: Iterable[EndpointSlice], port: str) -> frozenset[str
                 continue
             host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
             found = each.address_type, f"[{host}]" if each.address_type == "IPv6" else host, ports
-            pod = (endpoint.target_ref or TargetRef()).uid or found[1]
+            pod = (endpoint.target_ref or TargetRef()).uid or f"{host} {ports}"
             of_pod[pod] = min(found, of_pod.get(pod, found))
     return frozenset(f"{host}:{number}" for _, host, ports in of_pod.values() for number in ports)
 

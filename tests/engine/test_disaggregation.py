@@ -197,6 +197,8 @@ def test_a_join_can_end_the_request(tiny_engine: MakeEngine) -> None:
 class KnownLimit:
     """A chunk limit of 16 tokens if a request joins, else 40. Notes the prompt tokens of each step."""
 
+    gap_target = 0.0
+
     def __init__(self) -> None:
         self.taken: list[int] = []
 
