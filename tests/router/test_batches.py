@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,21 @@ def jsonl(*lines: dict[str, Any]) -> bytes:
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-def client_of(cluster: Cluster, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0, timeout=WITHIN)
+ClientOf = Callable[..., openai.AsyncOpenAI]
+
+
+@pytest.fixture
+async def client_of() -> AsyncIterator[ClientOf]:
+    """Clients that nothing closes would end in the loop of some later test, with errors in its log."""
+    async with AsyncExitStack() as stack:
+
+        def made(cluster: Cluster, key: str = "none") -> openai.AsyncOpenAI:
+            url = cluster.url + "/v1"
+            client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=WITHIN)
+            stack.push_async_callback(client.close)
+            return client
+
+        yield made
 
 
 async def ended(client: openai.AsyncOpenAI, id: str) -> Any:
@@ -57,7 +71,7 @@ async def cluster(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
         yield cluster
 
 
-async def test_a_batch_and_its_files(cluster: Cluster) -> None:
+async def test_a_batch_and_its_files(cluster: Cluster, client_of: ClientOf) -> None:
     client = client_of(cluster, "first")
     lines = [LINE | {"custom_id": f"r{n}"} for n in range(5)]
     lines.append(LINE | {"custom_id": "bad", "body": BODY | {"max_tokens": -1}})
@@ -85,7 +99,7 @@ async def test_a_batch_and_its_files(cluster: Cluster) -> None:
         await client.files.content(batch.output_file_id)
 
 
-async def test_files_belong_to_the_key_that_made_them(cluster: Cluster) -> None:
+async def test_files_belong_to_the_key_that_made_them(cluster: Cluster, client_of: ClientOf) -> None:
     mine, other = client_of(cluster, "first"), client_of(cluster, "second")
     batch = await ended(mine, (await batch_of(mine, LINE | {"custom_id": "a"})).id)
     assert not [each async for each in other.files.list()]
@@ -143,14 +157,16 @@ async def test_what_asks_for_a_batch_is_checked(cluster: Cluster, changed: dict[
     assert told in answer["error"]["message"]
 
 
-async def test_a_batch_of_wrong_lines_fails_and_says_why(cluster: Cluster) -> None:
+async def test_a_batch_of_wrong_lines_fails_and_says_why(cluster: Cluster, client_of: ClientOf) -> None:
     client = client_of(cluster, "first")
     batch = await ended(client, (await batch_of(client, LINE)).id)
     assert batch.status == "failed"
     assert "custom_id: must be there" in batch.errors.data[0].message
 
 
-async def test_a_router_that_starts_again_goes_on(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+async def test_a_router_that_starts_again_goes_on(
+    tokenizer: ModelTokenizer, tmp_path: Path, client_of: ClientOf
+) -> None:
     """Without workers nothing is answered. The next router sends what has no result, and nothing else."""
     kept = {"batch_dir": str(tmp_path / "kept"), "overflow": False}  # else a decode worker may take a prompt
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **kept) as cluster:
@@ -168,7 +184,9 @@ async def test_a_router_that_starts_again_goes_on(tokenizer: ModelTokenizer, tmp
     assert {json.loads(line)["custom_id"] for line in output} == {"r0", "r1", "r2"}
 
 
-async def test_a_batch_is_cancelled_and_its_results_stay(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+async def test_a_batch_is_cancelled_and_its_results_stay(
+    tokenizer: ModelTokenizer, tmp_path: Path, client_of: ClientOf
+) -> None:
     kept = {"batch_dir": str(tmp_path / "kept")}
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **kept) as cluster:
         client = client_of(cluster)
@@ -229,7 +247,9 @@ async def test_uploads_are_checked(cluster: Cluster, monkeypatch: pytest.MonkeyP
     assert [path.name for path in (tmp_path / "kept").rglob("*.*")] == [], "nothing of them is kept"
 
 
-async def test_a_router_that_keeps_none_says_so(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+async def test_a_router_that_keeps_none_says_so(
+    tokenizer: ModelTokenizer, tmp_path: Path, client_of: ClientOf
+) -> None:
     async with make_cluster(tokenizer, tmp_path) as cluster:
         with pytest.raises(openai.NotFoundError, match="start it with --batch-dir DIR"):
             await batch_of(client_of(cluster), LINE)

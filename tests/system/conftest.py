@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,10 @@ def client(server: Serve) -> openai.OpenAI:
 
 
 @pytest.fixture
-async def aclient(server: Serve) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120)
+async def aclient(server: Serve) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = server.url + "/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
@@ -115,5 +117,7 @@ def broken(
 
 
 @pytest.fixture
-async def client_of_broken(broken: Broken) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=broken.cluster.url + "/v1", api_key="none", max_retries=0, timeout=120)
+async def client_of_broken(broken: Broken) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = broken.cluster.url + "/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client

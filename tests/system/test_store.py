@@ -37,44 +37,46 @@ async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
     served = Serve(machine, "--kv-store", "local?size=256MiB", "--num-threads", "1")
     try:
         await asyncio.to_thread(served.until_ready)
-        client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=120)
-        [model] = [each.id for each in (await client.models.list()).data]
-        prompts = [prompt_of(400, number) for number in range(3)]
-        expected = [(await turn(client, model, prompt))[0] for prompt in prompts]
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=120) as client:
+            [model] = [each.id for each in (await client.models.list()).data]
+            prompts = [prompt_of(400, number) for number in range(3)]
+            expected = [(await turn(client, model, prompt))[0] for prompt in prompts]
 
-        async def restart(count: int) -> None:
-            os.kill(served.process.pid, signal.SIGUSR1)
-            while served.output().count("All workers have restarted.") < count:
-                assert served.process.poll() is None, served.output()
-                await asyncio.sleep(0.2)
-            # Workers serve while they connect to the store.
-            await asyncio.to_thread(until, lambda: all(": open" in each for each in stores()), "its workers")
+            async def restart(count: int) -> None:
+                os.kill(served.process.pid, signal.SIGUSR1)
+                while served.output().count("All workers have restarted.") < count:
+                    assert served.process.poll() is None, served.output()
+                    await asyncio.sleep(0.2)
+                # Workers serve while they connect to the store.
+                await asyncio.to_thread(
+                    until, lambda: all(": open" in each for each in stores()), "its workers"
+                )
 
-        def stores() -> list[str]:
-            return [status.store(worker) for worker in served.get("/status")["workers"]]
+            def stores() -> list[str]:
+                return [status.store(worker) for worker in served.get("/status")["workers"]]
 
-        await restart(1)
-        found = [await turn(client, model, prompt) for prompt in prompts]
-        assert [text for text, _ in found] == expected
-        assert sum(cached for _, cached in found) >= 0.9 * 3 * 384, found
-        await asyncio.to_thread(served.assert_whole)
-        found_stores = await asyncio.to_thread(stores)
-        assert all(re.search(": open, [1-9].* tokens/s", each) for each in found_stores), found_stores
-        store = served.role("store 0")
-        assert store is not None
-        [master] = [each for each in store.children() if each.name() == "mooncake_master"]
-        master.kill()
-        assert [(await turn(client, model, prompt))[0] for prompt in prompts] == expected
-        await asyncio.to_thread(until, lambda: served.output().count("store 0: ready") >= 1, "a store")
-        await restart(2)
-        assert [(await turn(client, model, prompt))[0] for prompt in prompts] == expected
-        await asyncio.to_thread(served.assert_whole)
-        store = served.role("store 0")
-        assert store is not None
-        processes = [store, *store.children()]
-        assert len(processes) == 3
-        await asyncio.to_thread(served.stop, signal.SIGTERM)
-        assert not [each for each in processes if each.is_running()], "of the store"
+            await restart(1)
+            found = [await turn(client, model, prompt) for prompt in prompts]
+            assert [text for text, _ in found] == expected
+            assert sum(cached for _, cached in found) >= 0.9 * 3 * 384, found
+            await asyncio.to_thread(served.assert_whole)
+            found_stores = await asyncio.to_thread(stores)
+            assert all(re.search(": open, [1-9].* tokens/s", each) for each in found_stores), found_stores
+            store = served.role("store 0")
+            assert store is not None
+            [master] = [each for each in store.children() if each.name() == "mooncake_master"]
+            master.kill()
+            assert [(await turn(client, model, prompt))[0] for prompt in prompts] == expected
+            await asyncio.to_thread(until, lambda: served.output().count("store 0: ready") >= 1, "a store")
+            await restart(2)
+            assert [(await turn(client, model, prompt))[0] for prompt in prompts] == expected
+            await asyncio.to_thread(served.assert_whole)
+            store = served.role("store 0")
+            assert store is not None
+            processes = [store, *store.children()]
+            assert len(processes) == 3
+            await asyncio.to_thread(served.stop, signal.SIGTERM)
+            assert not [each for each in processes if each.is_running()], "of the store"
     finally:
         served.kill()
         machine.remove()
