@@ -240,6 +240,7 @@ def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
     )
 
 
+@pytest.mark.long
 def test_runs_kv(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr(kv, "SIZES", (1,))
@@ -349,6 +350,7 @@ def test_runs_router(
 # ---------------------------------------------------------------- clusters
 
 
+@pytest.mark.long
 def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = import_module("baton.bench.overlap.__main__")
     monkeypatch.setattr(contract, "gpus", list)
@@ -365,6 +367,7 @@ def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: p
     assert rows[f"{of}.long.n16.whole"] > rows[f"{of}.long.n16.ttft"]
 
 
+@pytest.mark.long
 def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr("baton.bench.reuse.__main__.SHORT_ON_CPU", Turns(150, 20))
@@ -374,6 +377,7 @@ def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     assert rows["reuse.cpu.bytes_over_missing"] == 1
 
 
+@pytest.mark.long
 def test_runs_split(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy would not split: a step of the tiny model takes as long with one token as with many."""
 

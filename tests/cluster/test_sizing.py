@@ -143,7 +143,7 @@ def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
 @pytest.mark.parametrize(
     ("changes", "less", "more"),
     [
-        ("rate", 2, 20),
+        pytest.param("rate", 2, 20, marks=pytest.mark.long),
         pytest.param("ttft", 2.0, 0.12, marks=pytest.mark.long),
         ("ttit", 0.05, 0.006),
         pytest.param("output", 20, 60, marks=pytest.mark.long),

@@ -607,11 +607,11 @@ def test_an_engine_with_int4_weights(model_path: Path) -> None:
     ("kind", "kv"),
     [
         ("DeepseekV3", "auto"),
-        ("Glm4MoeLite", "fp8"),
-        ("GlmMoeDsa", "auto"),
+        pytest.param("Glm4MoeLite", "fp8", marks=pytest.mark.long),
+        pytest.param("GlmMoeDsa", "auto", marks=pytest.mark.long),
         ("Bamba", "fp8"),
         pytest.param("GraniteMoeHybrid", "auto", marks=pytest.mark.long),  # as Bamba, with experts
-        ("Qwen3Next", "auto"),
+        pytest.param("Qwen3Next", "auto", marks=pytest.mark.long),
         ("KimiLinear", "fp8"),
         ("Lfm2", "auto"),
     ],

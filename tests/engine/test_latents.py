@@ -165,7 +165,7 @@ def test_quality_of_latents_in_fp8(tmp_path: Path) -> None:
     assert (best - chosen) / 256 <= 0.02, "in nats, a perplexity of 1.02 times the least"
 
 
-@pytest.mark.parametrize("kind", ["DeepseekV3", "GlmMoeDsa"])
+@pytest.mark.parametrize("kind", [pytest.param("DeepseekV3", marks=pytest.mark.long), "GlmMoeDsa"])
 def test_tokens_are_the_same_with_a_tier_and_preemptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -228,7 +228,11 @@ def test_chunks_are_expanded_from_the_length_that_pays(nope: int, rank: int, val
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("DeepseekV3", {}), ("GlmMoeDsa", {"indexer_types": ["full", "shared"]})]
+    ("kind", "changes"),
+    [
+        pytest.param("DeepseekV3", {}, marks=pytest.mark.long),
+        ("GlmMoeDsa", {"indexer_types": ["full", "shared"]}),
+    ],
 )
 @torch.inference_mode()
 def test_chunks_that_attend_between_graphs(

@@ -84,6 +84,7 @@ def output_in_fp8(self: Int4OnLoad, weights: Weights, stack: Stack, embedding: T
     return self.output.linear(weights, stack)
 
 
+@pytest.mark.long
 def test_packed_weights(engine_of: Callable[..., Engine], short_reference: Tensor) -> None:
     """The default on a CPU. The end of the text is decoded, which has kernels of its own."""
     found = quality(logits(engine_of(dtype="auto", device="cpu"), decoded=24, stop=SHORT), short_reference)

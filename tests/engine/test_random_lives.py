@@ -294,7 +294,11 @@ def expected_of(tiny_engine: MakeEngine) -> Callable[[Path], dict[bytes, Result]
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({"num_blocks": 14, "max_num_seqs": 5, "max_num_batched_tokens": 24}, id="small pool"),
+        pytest.param(
+            {"num_blocks": 14, "max_num_seqs": 5, "max_num_batched_tokens": 24},
+            id="small pool",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {
                 "num_blocks": 14,

@@ -63,7 +63,7 @@ FAMILIES = [
     pytest.param("Step3p7", {}, (2,), id="step-3.7"),
     pytest.param("MiMoV2Flash", {"num_key_value_heads": 1}, (2,), id="mimo-v2-flash"),
     pytest.param("MiniMaxM2", {}, (4,), id="minimax-m2"),
-    pytest.param("NemotronH", {"moe_latent_size": 32}, (4,), id="nemotron-h"),
+    pytest.param("NemotronH", {"moe_latent_size": 32}, (4,), id="nemotron-h", marks=pytest.mark.long),
     pytest.param("Gemma4Text", {}, (2,), id="gemma4"),
     pytest.param("DeepseekV2", {}, (2,), id="deepseek-v2-lite"),
     pytest.param("DeepseekV3", {"kv_lora_rank": 16}, (2, 4), id="deepseek-v3"),

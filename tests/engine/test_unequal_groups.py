@@ -378,7 +378,7 @@ def test_the_tokens_are_those_of_one_rank(
 @ON_CPU
 @pytest.mark.parametrize(
     ("prefill_dtype", "decode_dtype", "prefill_ranks", "decode_ranks"),
-    [("fp8", "fp8", 2, 3), ("auto", "fp8", 1, 2), ("fp8", "auto", 3, 1)],
+    [("fp8", "fp8", 2, 3), ("auto", "fp8", 1, 2), pytest.param("fp8", "auto", 3, 1, marks=pytest.mark.long)],
 )
 def test_kv_in_fp8(
     models: Callable[[int], tuple[Path, list[list[int]]]],
@@ -436,12 +436,14 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("kind", "prefill_ranks", "decode_ranks"),
     [
-        ("Bamba", 1, 1), ("Bamba", 4, 1), ("Qwen3Next", 2, 4), ("Qwen3_5Moe", 1, 2), ("KimiLinear", 2, 1),
-        ("Lfm2", 1, 2), ("NemotronH", 2, 1),
-        # Their families and their numbers of ranks are among those above.
+        ("Bamba", 1, 1), ("Bamba", 4, 1), ("Qwen3_5Moe", 1, 2), ("KimiLinear", 2, 1), ("Lfm2", 1, 2),
+        # Their kinds of caches and their numbers of ranks are among those above, or in `SHORT`.
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in (("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("KimiLinear", 1, 1))
+            for case in (
+                ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("KimiLinear", 1, 1), ("Qwen3Next", 2, 4),
+                ("NemotronH", 2, 1),
+            )
         ),
     ],
 )  # fmt: skip

@@ -105,10 +105,10 @@ def needed(layout: KVLayout, start: int, stop: int) -> int:
 @pytest.mark.parametrize(
     ("kind", "prefill_ranks", "decode_ranks", "sizes"),
     [
-        ("Gemma3Text", 1, 1, (16, 16)),
+        pytest.param("Gemma3Text", 1, 1, (16, 16), marks=pytest.mark.long),
         pytest.param("Gemma3Text", 1, 2, (64, 4), marks=ON_CPU),
         pytest.param("Gemma4Text", 2, 1, (64, 16), marks=ON_CPU),
-        pytest.param("GptOss", 2, 1, (16, 64), marks=ON_CPU),
+        pytest.param("GptOss", 2, 1, (16, 64), marks=[ON_CPU, pytest.mark.long]),
         ("Llama4Text", 1, 1, (16, 128)),
         ("Mistral", 1, 1, (128, 16)),
         pytest.param("Ledger", 2, 1, (16, 16), marks=ON_CPU),

@@ -160,6 +160,7 @@ def test_prefill_workers_decode_while_decode_workers_have_no_room():
     assert goodput("policy") > 0.9
 
 
+@pytest.mark.long
 def test_routers_that_hear_of_each_other_in_reports_do_about_as_well_as_one():
     """When reports came once a second, and lacked the prompts under way, the median was 1.6 times that of one
     router. A p99 of 300 requests is 1.5 to 1.7 times that of one router, as the arrivals are. Whole prompts:

@@ -300,9 +300,8 @@ async def test_known_streams_go_on(attacked: Attacked, seconds: float) -> None:
     assert not seconds or max(pauses) < STALLED
 
 
-@pytest.mark.parametrize(
-    "seconds", [0, pytest.param(600, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0, pytest.param(600, marks=pytest.mark.timeout(1800))])
 async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_schema(
     attacked: Attacked, seconds: float
 ) -> None:

@@ -98,6 +98,7 @@ def test_every_example_is_run() -> None:
     assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in text] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantization", ["auto", "none"], ids=["packed where the CPU can", "bfloat16"])
 def test_the_first_answers_are_far_from_a_tie(
     tokenizer: ModelTokenizer, model_directory: Path, quantization: str

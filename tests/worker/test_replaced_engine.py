@@ -151,6 +151,7 @@ async def test_a_killed_engine_costs_what_it_had_not_published(worker: WorkerPro
     await assert_whole(worker)
 
 
+@pytest.mark.long
 async def test_an_engine_that_hangs_is_replaced_and_counts_go_on(worker: WorkerProcess) -> None:
     """Metrics, events and traces of the worker know both engine processes."""
     directory = worker.run_dir.parent
@@ -264,6 +265,7 @@ async def test_a_planned_restart_ends_the_engine_between_two_steps(worker: Worke
     await assert_whole(worker)
 
 
+@pytest.mark.long
 async def test_a_pause_holds_for_the_next_engine(worker: WorkerProcess) -> None:
     params = sampling(max_tokens=300, ignore_eos=True)
     async with attached(worker) as stream:
