@@ -99,7 +99,7 @@ lint: venv
 	$(BIN)/lint-imports
 
 test: venv venv-vllm $(NODE_MODULES) prometheus
-	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 4 $(ARGS)
+	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 5 $(ARGS)
 
 # SHARD=1/6: the first of six parts, of at most 25 minutes each on two cores.
 test-long: venv venv-vllm $(NODE_MODULES)

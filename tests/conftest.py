@@ -1,6 +1,6 @@
 """Fixtures for all packages, and which tests run at the same time.
 
-`make test` has four processes. One runs the tests of clusters (`tests/system`), one after the other: this
+`make test` has five processes. One runs the tests of clusters (`tests/system`), one after the other: this
 takes longest, so it starts first. The others run the rest meanwhile, and at the end all share it. A process
 waits for a third of its time, so with fewer of them two cores would be idle for a part of the time.
 """
