@@ -64,13 +64,14 @@ ON_GPU = (
     "store",
     "vllm",
 )
-ON_CPU = ("quality", "router", "routing_sim", "survive")
+ON_CPU = ("quality", "router", "routing_sim", "survive", "weights")
 ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
     "store": "test_the_short_form_runs_with_real_processes",
     "quality": "test_the_short_form_runs_with_real_processes",
     "survive": "test_the_short_form_runs_with_real_processes",
+    "weights": "test_the_short_form_runs_with_real_processes",
     "vllm": "tests/vllm_worker/test_bench.py",
 }
 
@@ -547,6 +548,7 @@ def test_runs_flip(
         "split",
         "store",
         "survive",
+        "weights",
     ],
 )
 def test_the_short_form_runs_with_real_processes(
