@@ -11,9 +11,7 @@ Life:
 
 import asyncio
 import contextlib
-import json
 import os
-import signal
 import subprocess
 import time
 from collections import deque
@@ -22,12 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from baton.cluster.supervision import ready_pipe
 from baton.cluster.supervision.role_log import keep_bounded, open_log
 from baton.machine.system import describe_exit, process_end
 
 Phase = Literal["starting", "ready", "waiting", "stopped"]
-
-_MAX_LINE = 1 << 16  # bytes of one line of the ready pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,25 +191,11 @@ class RoleProcess:
         Raises OSError or ValueError if the child cannot be started or watched. Then it does not run.
         """
         started = time.monotonic()
-        read_end, write_end = os.pipe()
-        pipe = os.fdopen(read_end, "rb", 0)
-        try:
-            with open_log(self._log) as log:
-                # The fork blocks the loop for milliseconds. It must be here: the child dies with its thread.
-                self._popen = subprocess.Popen(  # noqa: ASYNC220
-                    [*self._command, "--ready-fd", str(write_end)],
-                    env={**self._environment, **self._secrets()},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(write_end,),
-                    start_new_session=True,
-                )
-        except (OSError, ValueError):
-            pipe.close()
-            raise
-        finally:
-            os.close(write_end)
+        with open_log(self._log) as log:
+            # The fork blocks the loop for milliseconds. It must be here: the child dies with its thread.
+            self._popen, pipe = ready_pipe.start(
+                self._command, {**self._environment, **self._secrets()}, output=log
+            )
         popen = self._popen
         self._set(
             phase="starting", stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
@@ -243,30 +226,16 @@ class RoleProcess:
         return why
 
     async def _follow(self, pipe: BinaryIO, started: float) -> str:
-        """Reads the ready pipe to its end. Returns the error that the role reported, or ""."""
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=_MAX_LINE)
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        error = ""
-        try:
-            while line := await reader.readline():
-                message = json.loads(line)
-                if "ready" in message:
-                    took = time.monotonic() - started
-                    self._set(
-                        phase="ready", stage="ready", fraction=1.0, ready=message["ready"],
-                        seconds_to_ready=took,
-                    )  # fmt: skip
-                elif "stage" in message:
-                    self._set(stage=str(message["stage"]), fraction=float(message["fraction"]))
-                elif "error" in message:
-                    error = str(message["error"])
-        except (ValueError, KeyError, TypeError) as broken:
-            error = f"wrote an invalid line to its ready pipe: {broken}"
-            self._kill_tree()
-        finally:
-            transport.close()
-        return error
+        """As `ready_pipe.follow`."""
+
+        def ready(line: Mapping[str, Any]) -> None:
+            took = time.monotonic() - started
+            self._set(phase="ready", stage="ready", fraction=1.0, ready=line, seconds_to_ready=took)
+
+        def stage(name: str, fraction: float) -> None:
+            self._set(stage=name, fraction=fraction)
+
+        return await ready_pipe.follow(pipe, ready, stage, self._kill_tree)
 
     def _set(self, **changes: Any) -> None:
         self._changes += 1
@@ -285,5 +254,4 @@ class RoleProcess:
 
     def _kill_tree(self) -> None:
         if self._popen is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
+            ready_pipe.kill_tree(self._popen)

@@ -9,16 +9,14 @@ no part in what they serve. It tells its supervisor their addresses, passes sign
 """
 
 import asyncio
-import contextlib
-import json
 import logging
 import os
 import secrets
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, BinaryIO
 
 import msgspec
 import setproctitle
@@ -26,6 +24,7 @@ import setproctitle
 from baton.cluster.gpus import default_device, visible_gpus
 from baton.cluster.options.parameters import role_environment, to_argv
 from baton.cluster.options.roles import WorkerRole
+from baton.cluster.supervision import ready_pipe
 from baton.cluster.supervision.calls import until_silent
 from baton.cluster.supervision.processes import StopSignals
 from baton.machine.python_path import python_path
@@ -86,32 +85,24 @@ def _gpus(given: WorkerRole) -> list[dict[str, str]]:
 
 
 class _Rank:
-    """A worker of the group, which starts now. `told`: the reading end of its ready pipe, which this owns."""
+    """A worker of the group, which starts now. `pipe`: its ready pipe, which this owns."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], told: int) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], pipe: BinaryIO) -> None:
         self.name = name
         self.ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self.error = ""
         self._popen = popen
-        self._told = told
+        self._pipe = pipe
 
     async def follow(self, stages: int | None) -> int:
         """Reads what the worker tells until it has ended. Its stages go to the descriptor `stages`. Returns
         its exit code."""
-        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-        pipe = os.fdopen(self._told, "rb", 0)
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        try:
-            while line := await reader.readline():
-                message = json.loads(line)
-                if "ready" in message:
-                    self.ready.set_result(message["ready"])
-                elif "error" in message:
-                    self.error = message["error"]
-                else:
-                    report(stages, message)
-        finally:
-            transport.close()
+
+        def stage(name: str, fraction: float) -> None:
+            report(stages, {"stage": name, "fraction": fraction})
+
+        kill = partial(ready_pipe.kill_tree, self._popen)
+        self.error = await ready_pipe.follow(self._pipe, self.ready.set_result, stage, kill)
         await process_end(self._popen.pid)
         self.kill()
         return self._popen.returncode
@@ -121,10 +112,9 @@ class _Rank:
             self._popen.send_signal(signum)
 
     def kill(self) -> None:
-        """Kills all processes of the worker. Their group has its pid until it is reaped."""
+        """Kills all processes of the worker, and reaps it."""
         if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
+            ready_pipe.kill_tree(self._popen)
             self._popen.wait()
 
 
@@ -158,17 +148,13 @@ class WorkerGroup:
                 each.kill()
 
     def _start(self, command: list[str], variables: Mapping[str, str], rank: int, group: Group) -> _Rank:
-        read_end, write_end = os.pipe()
-        popen = subprocess.Popen(
-            [*command, "--ready-fd", str(write_end)],
-            env=role_environment(os.environ, **{**python_path(), **variables}),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(write_end, group.undrained, group.drained),
-            start_new_session=True,
+        popen, pipe = ready_pipe.start(
+            command,
+            role_environment(os.environ, **{**python_path(), **variables}),
+            pass_fds=(group.undrained, group.drained),
         )
-        os.close(write_end)
         name = f"{self._role} {self._given.process.index * group.size + rank}"
-        return _Rank(name, popen, read_end)
+        return _Rank(name, popen, pipe)
 
     async def _until_end(self, ranks: Sequence[_Rank]) -> int:
         """Until all workers have ended, or one has failed."""
