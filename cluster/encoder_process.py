@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import wait
 from baton.worker import messages
@@ -220,7 +221,7 @@ def run(config: EngineProcessConfig) -> int:
             layout=layout,
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
-            block_size=64,
+            block_size=CHUNK_TOKENS,
             num_blocks=served.blocks,
             offload_blocks=0,
             vocabulary_fingerprint="",

@@ -125,35 +125,13 @@ class Blueprint:
         specs: list[RoleSpec] = []
         nodes_of = (self.ray.prefill_nodes, self.ray.decode_nodes)
         for pool, size, nodes in zip(POOLS, self.pool.sizes, nodes_of, strict=True):
-            worker = self.worker(pool)
-            on_gpus = str(worker.engine.device).startswith("cuda")
-            first = RoleSpec(
-                pool,
-                0,
-                self._args(worker),
-                **shared,
-                gpus=worker.engine.tensor_parallel_size * self.engine.data_parallel_size if on_gpus else 0,
-                workers=self.engine.data_parallel_size,
-                cpus=worker.engine.num_threads or 1,
-                placement="pack" if self.ray.placement == "pack" else "spread",
-                labels=_labels(f"--{pool}-nodes", nodes),
-                tls=tls,
-            )
+            labels = _labels(f"--{pool}-nodes", nodes)
+            first = self._spec(pool, self.worker(pool), **shared, labels=labels, tls=tls)
             workers = [replace(first, index=index) for index in range(size.least)]
             specs += (replace(each, placement="pair") for each in workers[:pairs])
             specs += workers[pairs:]
         if self.pool.encode:
-            worker = self.encoder()
-            first = RoleSpec(
-                "encode",
-                0,
-                self._args(worker),
-                **shared,
-                gpus=int(str(worker.engine.device).startswith("cuda")),
-                cpus=worker.engine.num_threads or 1,
-                placement="pack" if self.ray.placement == "pack" else "spread",
-                tls=tls,
-            )
+            first = self._spec("encode", self.encoder(), **shared, tls=tls)
             specs += (replace(first, index=index) for index in range(self.pool.encode))
         self.front.tls()
         self.front.keys()
@@ -189,6 +167,21 @@ class Blueprint:
             "files": replace(self.files, run_dir=None),  # the runner of a worker names its own
         }
         return options.WorkerRole(**self._shared(options.WorkerRole) | own)
+
+    def _spec(self, role: RoleName, worker: options.WorkerRole, **more: Any) -> RoleSpec:
+        """Of the first worker, or group of workers, with this role."""
+        engine = worker.engine
+        on_gpus = str(engine.device).startswith("cuda")
+        return RoleSpec(
+            role,
+            0,
+            self._args(worker),
+            gpus=engine.tensor_parallel_size * engine.data_parallel_size if on_gpus else 0,
+            workers=engine.data_parallel_size,
+            cpus=engine.num_threads or 1,
+            placement="pack" if self.ray.placement == "pack" else "spread",
+            **more,
+        )
 
     def encoder(self) -> options.WorkerRole:
         """The options of encoders, as `worker`. They need nothing of what only a language model has."""
