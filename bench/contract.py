@@ -178,6 +178,16 @@ def parser(description: str, devices: Sequence[str] = DEVICES) -> argparse.Argum
     return p
 
 
+def with_counts(p: argparse.ArgumentParser, **counts: tuple[int, int]) -> argparse.Namespace:
+    """Parses the command line. Each count is an argument, too: how much is done usually, and with --short."""
+    for name, (usual, short) in counts.items():
+        p.add_argument(f"--{name}", type=int, metavar="N", help=f"default: {usual}; {short} with --short")
+    args = p.parse_args()
+    for name, (usual, short) in counts.items():
+        setattr(args, name, getattr(args, name) or (short if args.short else usual))
+    return args
+
+
 def _device(devices: Sequence[str], given: str) -> str:
     if given not in devices:
         raise argparse.ArgumentTypeError(f"{given!r}: this bench measures on {' or '.join(devices)} only")

@@ -34,7 +34,7 @@ import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.engine.drive import drain, fill
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
-from baton.bench.harness.streams import Case, Stream, cases, expected, judge, new_session, read
+from baton.bench.harness.streams import Case, Stream, cases, expected, judge, new_session, read, until
 from baton.cluster.model import embedded_path
 from baton.engine import CachedBlock, EngineConfig, build_engine
 from baton.engine.core.kept_blocks import KeptBlocks
@@ -48,7 +48,6 @@ BETWEEN = 10
 REPEAT = 5  # of the texts of prompts: they have up to some 200 tokens
 ANSWER = 96
 """Tokens of an answer. They end at any time, before a kill and after it."""
-LOOK_S = 0.005
 STEPS, SHORT_STEPS = 256, 64
 BATCH, CONTEXT = 4, 128
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
@@ -131,12 +130,8 @@ async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int) -> Ki
     moments: list[float] = []
 
     async def all_have_more(tokens: int) -> None:
-        counts = [client.tokens + tokens for client in clients]
-        while any(client.tokens < count for client, count in zip(clients, counts, strict=True)):
-            for task in running:
-                if task.done():
-                    task.result()
-            await asyncio.sleep(LOOK_S)
+        counts = [(client, client.tokens + tokens) for client in clients]
+        await until(lambda: all(client.tokens >= count for client, count in counts), running)
 
     async with new_session() as http:
         running = [
@@ -240,13 +235,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
-    p.add_argument("--kills", type=int, metavar="N", help=f"default: {KILLS}; {SHORT_KILLS} with --short")
-    p.add_argument(
-        "--streams", type=int, metavar="N", help=f"default: {STREAMS}; {SHORT_STREAMS} with --short"
-    )
-    args = p.parse_args()
-    args.kills = args.kills or (SHORT_KILLS if args.short else KILLS)
-    args.streams = args.streams or (SHORT_STREAMS if args.short else STREAMS)
+    args = contract.with_counts(p, kills=(KILLS, SHORT_KILLS), streams=(STREAMS, SHORT_STREAMS))
     report = Report.of("survive", args)
     measure(args, report)
     return report.finish()

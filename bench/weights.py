@@ -26,7 +26,17 @@ from pathlib import Path
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
-from baton.bench.harness.streams import Case, Stream, Verdict, cases, expected, judge, new_session, read
+from baton.bench.harness.streams import (
+    Case,
+    Stream,
+    Verdict,
+    cases,
+    expected,
+    judge,
+    new_session,
+    read,
+    until,
+)
 from baton.cluster.model import embedded_path
 from baton.content.gguf import GGUFHeader
 from baton.rpc.pause import Workers
@@ -39,7 +49,6 @@ ANSWER, LONG_ANSWER = 64, 256
 """Tokens of an answer after a change, and of one that runs while weights change."""
 BEGUN = 4
 """Tokens that each stream has when weights change."""
-LOOK_S = 0.005
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
 SWAPPED = "blk.0.ffn_up.weight", "blk.1.ffn_up.weight"
 
@@ -108,12 +117,12 @@ class Changes:
             streams = [Stream(replace(case, max_tokens=LONG_ANSWER)) for case in asked]
             async with new_session() as http:
                 reading = [asyncio.create_task(read(http, cluster.url, s.case, into=s)) for s in streams]
-                while any(len(stream.token_ids) < BEGUN for stream in streams):
+
+                def begun(streams: Sequence[Stream] = streams) -> bool:
                     assert not any(stream.error or stream.cut for stream in streams), "before the change"
-                    for task in reading:
-                        if task.done():
-                            task.result()
-                    await asyncio.sleep(LOOK_S)
+                    return all(len(stream.token_ids) >= BEGUN for stream in streams)
+
+                await until(begun, reading)
                 done, moment = await change(cluster, path, f"bench-{number}", keeps_kv=keeps_kv)
                 self.replaced.append(done)
                 await asyncio.gather(*reading)
@@ -153,14 +162,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
-    for name, usual, short in (
-        ("--changes", CHANGES, SHORT_CHANGES),
-        ("--streams", STREAMS, SHORT_STREAMS),
-    ):
-        p.add_argument(name, type=int, metavar="N", help=f"default: {usual}; {short} with --short")
-    args = p.parse_args()
-    args.changes = args.changes or (SHORT_CHANGES if args.short else CHANGES)
-    args.streams = args.streams or (SHORT_STREAMS if args.short else STREAMS)
+    counts = {"changes": (CHANGES, SHORT_CHANGES), "streams": (STREAMS, SHORT_STREAMS)}
+    args = contract.with_counts(p, **counts)
     report = Report.of("weights", args)
     measure(args, report)
     return report.finish()

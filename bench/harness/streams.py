@@ -6,7 +6,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +169,18 @@ async def expected(url: str, asked: Sequence[Case], at_once: int = 4) -> dict[Ca
     async with new_session() as http:
         answers = await asyncio.gather(*(one(http, case) for case in asked))
     return dict(zip(asked, answers, strict=True))
+
+
+LOOK_S = 0.005
+
+
+async def until(holds: Callable[[], bool], running: Sequence[asyncio.Task[Any]]) -> None:
+    """Looks at streams that tasks read until this holds. Raises what a task has raised."""
+    while not holds():
+        for task in running:
+            if task.done():
+                task.result()
+        await asyncio.sleep(LOOK_S)
 
 
 RECONNECT_S = 0.2
