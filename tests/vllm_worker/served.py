@@ -239,6 +239,18 @@ class VLLMCluster(Front):
 
 
 @contextlib.contextmanager
+def serving(model: Path, directory: Path, *flags: str) -> Iterator[VLLMCluster]:
+    """A cluster that is ready. Asserts how it ends."""
+    served = VLLMCluster(model, directory, *flags)
+    try:
+        served.until_ready()
+        yield served
+        served.stop()
+    finally:
+        served.kill()
+
+
+@contextlib.contextmanager
 def joined(cluster: VLLMCluster, *flags: str) -> Iterator[tuple[Front, Front]]:
     """Starts Baton's engine beside the vLLM workers of a cluster. Yields a router of a pair in which it
     prefills, and one of a pair in which it decodes."""

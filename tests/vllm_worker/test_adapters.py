@@ -15,7 +15,7 @@ import torch
 
 from tests.system.machine import until
 
-from .served import Reference, VLLMCluster, prompts_of, save_model
+from .served import Reference, VLLMCluster, prompts_of, save_model, serving
 
 SHAPES = {
     "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128),
@@ -69,18 +69,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMCluster]:
-    served = VLLMCluster(
+    with serving(
         directory / "model", tmp_path_factory.mktemp("served"),
         "--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256",
         "--enable-lora", "--lora-modules", f"one={directory / 'one'}", "--max-loras", "2",
         "--admin-key-file", str(directory / "key"),
-    )  # fmt: skip
-    try:
-        served.until_ready()
+    ) as served:  # fmt: skip
         yield served
-        served.stop()
-    finally:
-        served.kill()
 
 
 def changed(cluster: VLLMCluster, call: str, **body: Any) -> tuple[int, str]:

@@ -15,7 +15,7 @@ import torch
 from tests.system.machine import until
 from tests.within import WITHIN
 
-from .served import VOCABULARY, Reference, VLLMCluster, prompts_of, save_tokenizer
+from .served import VOCABULARY, Reference, VLLMCluster, prompts_of, save_tokenizer, serving
 
 TOKENS = 12
 
@@ -48,17 +48,12 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMCluster]:
-    served = VLLMCluster(
+    with serving(
         model, tmp_path_factory.mktemp("served"), "--data-parallel-size", "2",
         "--max-model-len", "512", "--block-size", "64", "--num-blocks", "60",
         "--max-num-batched-tokens", "256", "--max-num-seqs", "8",
-    )  # fmt: skip
-    try:
-        served.until_ready()
+    ) as served:  # fmt: skip
         yield served
-        served.stop()
-    finally:
-        served.kill()
 
 
 def workers_of(cluster: VLLMCluster) -> dict[str, dict[str, Any]]:

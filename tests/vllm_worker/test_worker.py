@@ -13,7 +13,7 @@ import pytest
 
 from tests.system.machine import tree
 
-from .served import Front, Reference, VLLMCluster, joined, prompts_of, save_model
+from .served import Front, Reference, VLLMCluster, joined, prompts_of, save_model, serving
 
 TOKENS = 12
 FLAGS = ("--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256")
@@ -31,13 +31,8 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMCluster]:
-    served = VLLMCluster(model, tmp_path_factory.mktemp("served"), *FLAGS)
-    try:
-        served.until_ready()
+    with serving(model, tmp_path_factory.mktemp("served"), *FLAGS) as served:
         yield served
-        served.stop()
-    finally:
-        served.kill()
 
 
 def streamed(cluster: Front, **fields: Any) -> list[int]:
