@@ -22,7 +22,8 @@ from baton.router.workers.checks import RefusedWorker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.adapters import NotChanged, change_adapters
 from baton.worker import messages
-from baton.worker.service_process.adapters import RefusedAdapters, WorkerAdapters
+from baton.worker.service_process.adapters import WorkerAdapters
+from baton.worker.service_process.grpc_service import done
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import WITHIN
 
@@ -73,10 +74,7 @@ class Adapting(FakeWorker):
         return described
 
     async def SetAdapters(self, request: pb.AdapterSet, context: grpc.aio.ServicerContext) -> pb.AdapterSet:
-        try:
-            return await self.adapters.set(request)
-        except RefusedAdapters as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return await done(self.adapters.set(request), context)
 
 
 @contextlib.asynccontextmanager

@@ -13,17 +13,13 @@ from pathlib import PurePosixPath
 
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.backend import Backend, Refused
 from baton.worker.service_process.streams import Routers
 
 log = logging.getLogger(__name__)
 
 MAX_PATH, FINGERPRINT_BYTES = 4096, 16
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class RefusedAdapters(Exception):
-    """The message is for the user."""
 
 
 class WorkerAdapters:
@@ -39,12 +35,8 @@ class WorkerAdapters:
         return any(each.fingerprint == fingerprint for each in self._description.adapters)
 
     async def set(self, asked: pb.AdapterSet) -> pb.AdapterSet:
-        """Returns when the engine has exactly these. Raises RefusedAdapters."""
+        """Returns when the engine has exactly these. Raises Refused."""
         self._check(asked)
-        # The caller may go, and routers must not be told less than the engine has.
-        return await asyncio.shield(asyncio.create_task(self._set(asked)))
-
-    async def _set(self, asked: pb.AdapterSet) -> pb.AdapterSet:
         async with self._one_at_a_time:
             before = {each.name: each for each in self._description.adapters}
             revision = self._description.adapters_revision
@@ -52,7 +44,7 @@ class WorkerAdapters:
             if asked.revision == revision and len(kept) == len(asked.adapters) == len(before):
                 return self._now  # another caller asked for the same
             if asked.replaces != revision or asked.revision <= revision:
-                raise RefusedAdapters("its adapters were changed by another call: try again")
+                raise Refused("its adapters were changed by another call: try again")
             names = {each.name for each in kept}
             gone = [each for name, each in before.items() if name not in names]
             if gone:  # without them it has none of the known sets
@@ -66,19 +58,19 @@ class WorkerAdapters:
             return self._now
 
     async def _loaded(self, added: list[pb.Adapter]) -> list[pb.Adapter]:
-        """All of them, or none: raises RefusedAdapters."""
+        """All of them, or none: raises Refused."""
         loaded = list[pb.Adapter]()
         try:
             for each in added:
                 answer = await self._backend.load_adapter(each.name, each.path)
                 if answer.error:
-                    raise RefusedAdapters(f"adapter {each.name}: {answer.error}")
+                    raise Refused(f"adapter {each.name}: {answer.error}")
                 loaded.append(pb.Adapter(name=each.name, path=each.path, fingerprint=answer.fingerprint))
                 if each.fingerprint not in (b"", answer.fingerprint):
                     text = f"the files at {each.path} are not those of the other workers"
-                    raise RefusedAdapters(f"adapter {each.name}: {text}")
+                    raise Refused(f"adapter {each.name}: {text}")
                 log.info("adapter %s of %s is loaded", each.name, each.path)
-        except RefusedAdapters:
+        except Refused:
             for each in loaded:
                 await self._backend.send(messages.UnloadAdapter(each.fingerprint))
             raise
@@ -102,29 +94,25 @@ class WorkerAdapters:
 
     def _check(self, asked: pb.AdapterSet) -> None:
         if self._backend.draining:
-            raise RefusedAdapters("the worker is shutting down")
+            raise Refused("the worker is shutting down")
         most, names = self._description.max_adapters, set[str]()
         if asked.adapters and not most:
-            raise RefusedAdapters("it loads no adapters: start it with --engine vllm --enable-lora")
+            raise Refused("it loads no adapters: start it with --engine vllm --enable-lora")
         if len(asked.adapters) > most:
             text = f"{len(asked.adapters)} adapters are more than {most}"
-            raise RefusedAdapters(f"{text}: unload one, or start the workers with a larger --max-loras")
+            raise Refused(f"{text}: unload one, or start the workers with a larger --max-loras")
         for each in asked.adapters:
             if not _NAME.fullmatch(each.name):
-                raise RefusedAdapters(
-                    "an adapter's name must be 1 to 128 printable characters without spaces"
-                )
+                raise Refused("an adapter's name must be 1 to 128 printable characters without spaces")
             if each.name in names or each.name == self._description.served_model_name:
-                raise RefusedAdapters(f"adapter {each.name}: another model has this name")
+                raise Refused(f"adapter {each.name}: another model has this name")
             names.add(each.name)
             if not 0 < len(each.path) <= MAX_PATH or "\0" in each.path:
-                raise RefusedAdapters(f"adapter {each.name}: its path must have 1 to {MAX_PATH} characters")
+                raise Refused(f"adapter {each.name}: its path must have 1 to {MAX_PATH} characters")
             if not PurePosixPath(each.path).is_absolute():
-                raise RefusedAdapters(f"adapter {each.name}: its path must be absolute, not {each.path}")
+                raise Refused(f"adapter {each.name}: its path must be absolute, not {each.path}")
             if len(each.fingerprint) not in (0, FINGERPRINT_BYTES):
-                raise RefusedAdapters(
-                    f"adapter {each.name}: its fingerprint must have {FINGERPRINT_BYTES} bytes"
-                )
+                raise Refused(f"adapter {each.name}: its fingerprint must have {FINGERPRINT_BYTES} bytes")
 
 
 def _same(loaded: pb.Adapter, asked: pb.Adapter) -> bool:

@@ -59,8 +59,8 @@ def reported_step_model(stats: EngineStats) -> pb.StepModel | None:
     return pb.StepModel(decode_factor=decode, prompt_factor=prompt, **same_names(pb.StepModel, table))
 
 
-class RefusedRestart(Exception):
-    """Why the engine process is not restarted, for the user."""
+class Refused(Exception):
+    """Why the worker does not do what a coordinator asks. The message is for the user."""
 
 
 class ReplacedWeights(NamedTuple):
@@ -154,15 +154,11 @@ class Backend:
 
     async def restart_engine(self) -> None:
         """Another engine process takes the place of this one, between two steps. Returns when it has all
-        attempts. Raises RefusedRestart."""
+        attempts. Raises Refused."""
         if self._open is None:
-            raise RefusedRestart("it was started without --replace-engine: restart the whole worker")
+            raise Refused("it was started without --replace-engine: restart the whole worker")
         if self.draining:
-            raise RefusedRestart("it is shutting down")
-        # The caller may go, and a frozen engine must not stay.
-        await asyncio.shield(asyncio.create_task(self._restart_engine()))
-
-    async def _restart_engine(self) -> None:
+            raise Refused("it is shutting down")
         with suppress(TreeError):  # it ends by itself meanwhile, and is replaced, too
             while True:
                 paused = await self._answer(lambda question: messages.Pause(question, True, ""))

@@ -13,8 +13,8 @@ In each case the engine cancels all attempts of the stream.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -23,17 +23,19 @@ from baton.worker import messages
 from baton.worker.messages import Code, ToEngine
 from baton.worker.processes import TreeError
 from baton.worker.service_process import streams, validation
-from baton.worker.service_process.adapters import RefusedAdapters, WorkerAdapters
-from baton.worker.service_process.backend import Backend, RefusedRestart
-from baton.worker.service_process.memory import RefusedMemory, WorkerMemory
-from baton.worker.service_process.pause import RefusedPause, WorkerPause
+from baton.worker.service_process.adapters import WorkerAdapters
+from baton.worker.service_process.backend import Backend, Refused
+from baton.worker.service_process.memory import WorkerMemory
+from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers, RouterStream
 from baton.worker.service_process.validation import Limits, RefusedAttempt, StreamError
-from baton.worker.service_process.weights import RefusedWeights, WeightsReplacement
+from baton.worker.service_process.weights import WeightsReplacement
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT = 5.0  # seconds
+
+T = TypeVar("T")
 
 
 class AttachService:
@@ -151,33 +153,21 @@ class AttachService:
         return await self._backend.set_pool(request.pool)
 
     async def SetPause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
-        try:
-            return await self._pause.set(request)
-        except RefusedPause as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return await done(self._pause.set(request), context)
 
     async def SetMemory(
         self, request: pb.MemoryRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerStatus:
-        try:
-            return await self._memory.set(request)
-        except RefusedMemory as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return await done(self._memory.set(request), context)
 
     async def SetAdapters(self, request: pb.AdapterSet, context: grpc.aio.ServicerContext) -> pb.AdapterSet:
-        try:
-            return await self._adapters.set(request)
-        except RefusedAdapters as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return await done(self._adapters.set(request), context)
 
     async def RestartEngine(
         self, request: pb.RestartEngineRequest, context: grpc.aio.ServicerContext
     ) -> pb.RestartedEngine:
         began = time.monotonic()
-        try:
-            await self._backend.restart_engine()
-        except RefusedRestart as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        await done(self._backend.restart_engine(), context)
         return pb.RestartedEngine(seconds=time.monotonic() - began)
 
     async def ReplaceWeights(
@@ -186,7 +176,7 @@ class AttachService:
         try:
             async for report in self._weights.run(aiter(request_iterator)):
                 yield report
-        except (RefusedWeights, TreeError) as error:
+        except (Refused, TreeError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     def _with_weights(
@@ -259,6 +249,15 @@ class AttachService:
         task = asyncio.create_task(self._backend.send(messages.Cancel(stream.number)))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
+
+
+async def done(change: Coroutine[Any, Any, T], context: grpc.aio.ServicerContext) -> T:
+    """Does what a coordinator asks, also if the coordinator goes meanwhile: the engine must not stay behind
+    what routers were told. An error of the change ends the call, with the reason for the user."""
+    try:
+        return await asyncio.shield(asyncio.create_task(change))
+    except (Refused, TreeError) as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
 
 async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str, pb.RouterHello]:

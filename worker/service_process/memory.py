@@ -13,7 +13,7 @@ from typing import get_args
 from baton.engine.api.config import MemoryPart
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.backend import Backend, Refused
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.weights import WeightsReplacement
 
@@ -22,10 +22,6 @@ log = logging.getLogger(__name__)
 PARTS = get_args(MemoryPart)
 FREE_WITHIN, FREE_CHECK = 1.0, 0.01
 """Seconds in which copies to other tiers end, and transfers of attempts that were aborted."""
-
-
-class RefusedMemory(Exception):
-    """The message is for the user."""
 
 
 class WorkerMemory:
@@ -43,13 +39,9 @@ class WorkerMemory:
         return self._releasing or self._backend.lacks_memory
 
     async def set(self, request: pb.MemoryRequest) -> pb.WorkerStatus:
-        """Returns when it is done. Raises RefusedMemory."""
+        """Returns when it is done. Raises Refused."""
         if not request.parts or set(request.parts) - set(PARTS):
-            raise RefusedMemory(f"parts must be of {', '.join(PARTS)}, not {', '.join(request.parts)[:80]!r}")
-        # The caller may go, and the engine must not stay behind what routers were told.
-        return await asyncio.shield(asyncio.create_task(self._set(request)))
-
-    async def _set(self, request: pb.MemoryRequest) -> pb.WorkerStatus:
+            raise Refused(f"parts must be of {', '.join(PARTS)}, not {', '.join(request.parts)[:80]!r}")
         try:
             async with self._pause.unchanged():
                 if request.release:
@@ -59,7 +51,7 @@ class WorkerMemory:
                     done = await self._backend.set_memory(request.parts, release=False)
                     log.info("memory that is released: %s", ", ".join(done.released) or "none")
                     if done.error:
-                        raise RefusedMemory(done.error)
+                        raise Refused(done.error)
         finally:
             self._releasing = False
             await self._pause.settle()
@@ -68,15 +60,15 @@ class WorkerMemory:
     async def _release(self, parts: list[str]) -> None:
         backend = self._backend
         if "weights" in parts and self._weights.under_way:
-            raise RefusedMemory("the weights are being replaced: finish that, or end it, and call again")
+            raise Refused("the weights are being replaced: finish that, or end it, and call again")
         if backend.pause != pb.PAUSE_STEPS and not (await backend.engine_status()).idle:
-            raise RefusedMemory("requests run: call /pause?mode=abort or /pause?mode=wait first")
+            raise Refused("requests run: call /pause?mode=abort or /pause?mode=wait first")
         await self._pause.freeze()
         done = await self._free(parts)
         if done.busy:
-            raise RefusedMemory("requests have KV: call /pause?mode=abort or /pause?mode=wait first")
+            raise Refused("requests have KV: call /pause?mode=abort or /pause?mode=wait first")
         if done.error:
-            raise RefusedMemory(done.error)
+            raise Refused(done.error)
         log.info("memory that is released: %s", ", ".join(done.released))
 
     async def _free(self, parts: list[str]) -> messages.MemorySet:

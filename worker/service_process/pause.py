@@ -13,17 +13,13 @@ import logging
 from collections.abc import AsyncIterator
 
 from baton.rpc import worker_pb2 as pb
-from baton.worker.service_process.backend import STILL_CHECK, Backend
+from baton.worker.service_process.backend import STILL_CHECK, Backend, Refused
 
 log = logging.getLogger(__name__)
 
 LONGEST = 7 * 24 * 3600.0
 """Seconds of a pause."""
 _ABORTED = "its request was aborted: the cluster is paused with mode=abort"
-
-
-class RefusedPause(Exception):
-    """The message is for the user."""
 
 
 class WorkerPause:
@@ -40,18 +36,14 @@ class WorkerPause:
         """Waits until the pause is over."""
 
     async def set(self, request: pb.PauseRequest) -> pb.WorkerStatus:
-        """Returns when the engine does what was asked for. Raises RefusedPause."""
+        """Returns when the engine does what was asked for. Raises Refused."""
         if request.pause not in pb.Pause.values():
-            raise RefusedPause(f"pause is {request.pause}: it must be one of {', '.join(pb.Pause.keys())}")
+            raise Refused(f"pause is {request.pause}: it must be one of {', '.join(pb.Pause.keys())}")
         if request.pause and not 0 < request.seconds <= LONGEST:
-            raise RefusedPause(f"seconds is {request.seconds:g}: it must be above 0, at most {LONGEST:g}")
-        # The caller may go, and the engine must not stay behind what routers were told.
-        return await asyncio.shield(asyncio.create_task(self._set(request)))
-
-    async def _set(self, request: pb.PauseRequest) -> pb.WorkerStatus:
+            raise Refused(f"seconds is {request.seconds:g}: it must be above 0, at most {LONGEST:g}")
         async with self._one_at_a_time:
             if not request.pause and self._backend.lacks_memory:
-                raise RefusedPause(_lacks(self._backend))
+                raise Refused(_lacks(self._backend))
             if self._ending is not None:
                 self._ending.cancel()
                 self._ending = None
@@ -101,7 +93,7 @@ class WorkerPause:
             paused = await backend.freeze(frozen=frozen, abort=_ABORTED if abort else "")
             if paused.error:
                 backend.tell_pause(before)
-                raise RefusedPause(paused.error)
+                raise Refused(paused.error)
             if not (frozen and paused.computing):
                 return await backend.status()
             abort = False

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,24 +68,45 @@ ENCODER_PINS = 64
 """Images that an encoder sends at the same time, or that wait for memory there."""
 
 
-class ImageTransfer:
-    """The transfer process of a worker that fetches embeddings of images: they have another layout than KV.
+class Transfer:
+    """A transfer process: that of KV, or the one of embeddings of images, which have another layout.
 
     Attributes:
-        arenas: as the engine process gets them.
+        ends: the arenas that it shares with the engine.
         process: None until it is started.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self.ends = Ends.create(config.kv_slots, config.kv_slot_bytes, 1)
-        self.arenas = self.ends.of_rank(0, exports=config.kv_connector == "auto", adopts=False)
-        end, self.service_end = channel_pair()
+    def __init__(self, config: WorkerConfig, kind: str, ranks: int) -> None:
+        """`ranks`: of the engine that have arenas."""
+        self.name = f"{config.name} {kind}"
+        self.ends = Ends.create(config.kv_slots, config.kv_slot_bytes, ranks)
+        end, self._service_end = channel_pair()
         self.link = TransferLink(end)
         self.process: ChildProcess | None = None
 
+    def spawn(self, start: TransferConfig, heartbeat: Heartbeat, secret: bytes) -> ChildProcess:
+        sending, receiving = self.ends.transfer
+        popen = spawn_transfer(
+            start,
+            sending=sending,
+            receiving=receiving,
+            heartbeat=heartbeat,
+            service=self._service_end,
+            secret=secret,
+        )
+        self.process = ChildProcess(self.name, popen)
+        return self.process
+
+    async def stop(self) -> None:
+        """Closes its lanes, and waits for its exit."""
+        if self.process is not None:
+            await self.link.drain(0.0)
+            self.link.close()
+            await self.process.end(STOP_TIMEOUT)
+
     def close(self) -> None:
         self.link.close()
-        self.service_end.close()
+        self._service_end.close()
         self.ends.close()
 
 
@@ -118,7 +138,6 @@ class WorkerTree:
         self._started = False
         self._engine: ChildProcess | None = None
         self._ranks: list[ChildProcess] = []  # from rank 1 on
-        self._transfer: ChildProcess | None = None
         self._store: ChildProcess | None = None
         self._store_ends = StoreEnds.create() if config.kv_store else None
         if config.trace_dir is not None:
@@ -127,10 +146,10 @@ class WorkerTree:
         self.heartbeat = Heartbeat.create()
         ranks = config.ranks
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
-        self._ends = Ends.create(config.kv_slots, config.kv_slot_bytes, config.engine.tensor_parallel_size)
-        service_end, self._transfer_service_end = channel_pair()
-        self.transfer_link = TransferLink(service_end)
-        self._images = ImageTransfer(config) if config.engine.encoder_pool else None
+        self._transfer = Transfer(config, "transfer", config.engine.tensor_parallel_size)
+        self._images = Transfer(config, "image transfer", 1) if config.engine.encoder_pool else None
+        self._transfers = [self._transfer, *([] if self._images is None else [self._images])]
+        self.transfer_link = self._transfer.link
 
     # ------------------------------------------------------------ start
 
@@ -149,7 +168,7 @@ class WorkerTree:
             trace_path=config.trace_path("engine", self._replacements),
             engine_args=config.engine_args or (),
             kv_events=config.kv_events_endpoint is not None,
-            image_arenas=None if self._images is None else self._images.arenas,
+            image_arenas=None if self._images is None else self._image_arenas(self._images),
             rank_arenas=[
                 self._arenas(rank) for rank in range(config.ranks, config.engine.tensor_parallel_size)
             ],
@@ -161,9 +180,8 @@ class WorkerTree:
             self.watch(self._watch_exit(self._ranks[-1]))
         popen = spawn(config.engine_module, msgspec.json.encode(start), pass_fds=start.fds)
         self._engine = ChildProcess(start.name, popen)
-        self._ends.close_inherited()
-        if self._images is not None:
-            self._images.ends.close_inherited()
+        for transfer in self._transfers:
+            transfer.ends.close_inherited()
         if self._store_ends is not None:
             self._store_ends.engine.close()
             self.watch(self._keep_store(self._store_ends))
@@ -201,7 +219,10 @@ class WorkerTree:
         }
 
     def _arenas(self, rank: int) -> Arenas:
-        return self._ends.of_rank(rank, exports=self._exported, adopts=self._adopted)
+        return self._transfer.ends.of_rank(rank, exports=self._exported, adopts=self._adopted)
+
+    def _image_arenas(self, images: Transfer) -> Arenas:
+        return images.ends.of_rank(0, exports=self._config.kv_connector == "auto", adopts=False)
 
     async def start_transfer(self, engine: EngineReady) -> str:
         """Starts the transfer process. Returns the address of the KV lanes."""
@@ -211,35 +232,20 @@ class WorkerTree:
             images = None if engine.image_layout is None else self._image_config(start, engine)
         except ValueError as error:
             raise StartError(f"--kv-slot-bytes: {error}") from error
-        self._transfer, port = await self._start_transfer(
-            "transfer", start, self._ends, self._transfer_service_end, self.transfer_link
-        )
+        port = await self._start_transfer(self._transfer, start)
         if images is not None:
             assert self._images is not None, "the engine fetches images as it was told"
-            parts = self._images.ends, self._images.service_end, self._images.link
-            self._images.process, _ = await self._start_transfer("image transfer", images, *parts)
+            await self._start_transfer(self._images, images)
         return f"{url_host(config.reachable_kv_host())}:{port}"
 
-    async def _start_transfer(
-        self, kind: str, start: TransferConfig, ends: Ends, service: socket.socket, link: TransferLink
-    ) -> tuple[ChildProcess, int]:
-        """Returns the process, and the port of its lanes."""
-        config = self._config
-        name = f"{config.name} {kind}"
-        popen = spawn_transfer(
-            start,
-            sending=ends.transfer[0],
-            receiving=ends.transfer[1],
-            heartbeat=self.heartbeat,
-            service=service,
-            secret=config.secret,
-        )
-        process = ChildProcess(name, popen)
+    async def _start_transfer(self, transfer: Transfer, start: TransferConfig) -> int:
+        """Returns the port of its lanes."""
+        process, link = transfer.spawn(start, self.heartbeat, self._config.secret), transfer.link
         self.watch(self._watch_exit(process))
         port = await link.ready()
-        silence = max(MIN_TRANSFER_SILENCE, config.deadlines.engine_dead)
-        self.watch(Watchdog(name, lambda: link.reports, silence).watch())
-        return process, port
+        silence = max(MIN_TRANSFER_SILENCE, self._config.deadlines.engine_dead)
+        self.watch(Watchdog(process.name, lambda: link.reports, silence).watch())
+        return port
 
     def _image_config(self, of_kv: TransferConfig, engine: EngineReady) -> TransferConfig:
         """Of embeddings, which come from encoders: no peer needs to know the port."""
@@ -313,9 +319,8 @@ class WorkerTree:
         """
         received = self.watch(self.engine_link.receive_all(deliver))
         received.add_done_callback(lambda _: self._engine_stopped.set())
-        self.watch(self.transfer_link.receive())
-        if self._images is not None:
-            self.watch(self._images.link.receive())
+        for transfer in self._transfers:
+            self.watch(transfer.link.receive())
 
     # ------------------------------------------------------------ watch
 
@@ -343,19 +348,16 @@ class WorkerTree:
             return  # the receiver of messages will raise StartError for its StartFailed
         if self._ranks and not self._started:
             await asyncio.sleep(CAUSE_SOON)  # if another rank could not start, its reason is reported first
-        images = None if self._images is None else self._images.process
-        causes = {
-            (self._transfer, EXIT_ENGINE_GONE): self._engine,
-            (images, EXIT_ENGINE_GONE): self._engine,
-            (self._engine, EXIT_TRANSFER_GONE): self._transfer,
-        }
+        transfers = [transfer.process for transfer in self._transfers]
+        causes = {(transfer, EXIT_ENGINE_GONE): self._engine for transfer in transfers}
+        causes[self._engine, EXIT_TRANSFER_GONE] = self._transfer.process
         if cause := causes.get((child, code)):
             # If the end of the other process is seen in time, its own watcher reports it first.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CAUSE_SOON):
                     await cause.wait()
                 await asyncio.sleep(0)
-        error = TreeError if child in (self._transfer, images) else EngineError
+        error = TreeError if child in transfers else EngineError
         raise error(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
 
     # ------------------------------------------------------------ end
@@ -378,14 +380,8 @@ class WorkerTree:
             async with asyncio.timeout(STOP_TIMEOUT):
                 await self.engine_link.send(messages.Stop())
                 await self._engine_stopped.wait()
-        if self._transfer is not None:
-            await self.transfer_link.drain(0.0)
-            self.transfer_link.close()
-            await self._transfer.end(STOP_TIMEOUT)
-        if self._images is not None and self._images.process is not None:
-            await self._images.link.drain(0.0)
-            self._images.link.close()
-            await self._images.process.end(STOP_TIMEOUT)
+        for transfer in self._transfers:
+            await transfer.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT):
                 await self.engine_link.send(messages.Exit())
@@ -395,9 +391,9 @@ class WorkerTree:
     async def kill(self) -> None:
         """Kills the processes that still run, and waits for their exit."""
         self._stopping = True
-        # The transfer process first: it would log that the engine process is gone.
-        images = None if self._images is None else self._images.process
-        ended = (self._transfer, images, self._engine, *self._ranks, self._store)
+        # The transfer processes first: they would log that the engine process is gone.
+        transfers = [transfer.process for transfer in self._transfers]
+        ended = (*transfers, self._engine, *self._ranks, self._store)
         children = [each for each in ended if each]
         for child in children:
             child.kill()
@@ -412,11 +408,8 @@ class WorkerTree:
         if self.failure.done():
             self.failure.exception()  # else asyncio logs it as never retrieved
         self.engine_link.close()
-        self.transfer_link.close()
-        self._transfer_service_end.close()
-        self._ends.close()
-        if self._images is not None:
-            self._images.close()
+        for transfer in self._transfers:
+            transfer.close()
         if self._store_ends is not None:
             self._store_ends.close()
         self.heartbeat.close()

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.messages import WeightsReplaced
-from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.backend import Backend, Refused
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers
 
@@ -31,10 +31,6 @@ log = logging.getLogger(__name__)
 MAX_PATH, MAX_VERSION = 4096, 128
 CLOSE_WITHIN, IDLE_CHECK, FREE_WITHIN = 30.0, 0.002, 1.0  # seconds
 REASON = "the weights of the model are replaced"
-
-
-class RefusedWeights(Exception):
-    """The caller's command is wrong, or the weights do not fit. The message is for the user."""
 
 
 class WeightsReplacement:
@@ -70,16 +66,16 @@ class WeightsReplacement:
         await self._is_open.wait()
 
     async def run(self, commands: AsyncIterator[pb.WeightsCommand]) -> AsyncIterator[pb.WeightsReport]:
-        """Raises RefusedWeights."""
+        """Raises Refused."""
         stage = (await _next(commands, "stage")).stage
         path, version = _checked(stage)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FREE_WITHIN):  # the end of another call may come later than this one
                 await self._free.wait()
         if not self._free.is_set():
-            raise RefusedWeights("another replacement of the weights is under way")
+            raise Refused("another replacement of the weights is under way")
         if self._backend.draining:
-            raise RefusedWeights("the worker is shutting down")
+            raise Refused("the worker is shutting down")
         self._free.clear()
         applying: asyncio.Task[None] | None = None
         unpaused = contextlib.AsyncExitStack()
@@ -87,7 +83,7 @@ class WeightsReplacement:
             began, engines = time.monotonic(), self._backend.engines
             staged = await self._backend.stage_weights(path)
             if staged.error:
-                raise RefusedWeights(staged.error)
+                raise Refused(staged.error)
             log.info("weights of %s are staged, version %s", path, version)
             yield pb.WeightsReport(bytes=staged.nbytes, seconds=time.monotonic() - began)
             await _next(commands, "close")
@@ -128,7 +124,7 @@ class WeightsReplacement:
 
     def _check_staged(self, engines: int) -> None:
         if self._backend.engines != engines:
-            raise RefusedWeights("its engine process was replaced meanwhile: its weights stay")
+            raise Refused("its engine process was replaced meanwhile: its weights stay")
 
     async def _close(self, *, keeps_kv: bool) -> None:
         self._is_open.clear()
@@ -141,7 +137,7 @@ class WeightsReplacement:
             if engine.idle or (keeps_kv and engine.only_decodes):
                 break
             if time.monotonic() > end:
-                raise RefusedWeights(f"its engine is still busy after {CLOSE_WITHIN:g} s")
+                raise Refused(f"its engine is still busy after {CLOSE_WITHIN:g} s")
             await asyncio.sleep(IDLE_CHECK)
         if not keeps_kv:
             self._routers.finish()
@@ -155,15 +151,15 @@ class WeightsReplacement:
 async def _next(commands: AsyncIterator[pb.WeightsCommand], kind: str) -> pb.WeightsCommand:
     command = await anext(commands, None)
     if command is None:
-        raise RefusedWeights(f"the call ended before {kind}: the weights stay")
+        raise Refused(f"the call ended before {kind}: the weights stay")
     if command.WhichOneof("kind") != kind:
-        raise RefusedWeights(f"expected {kind}, not {command.WhichOneof('kind')}")
+        raise Refused(f"expected {kind}, not {command.WhichOneof('kind')}")
     return command
 
 
 def _checked(stage: pb.StageWeights) -> tuple[str, str]:
     if not 0 < len(stage.path) <= MAX_PATH or "\0" in stage.path:
-        raise RefusedWeights(f"path has {len(stage.path)} characters: it must have 1 to {MAX_PATH}")
+        raise Refused(f"path has {len(stage.path)} characters: it must have 1 to {MAX_PATH}")
     if not 0 < len(stage.version) <= MAX_VERSION or not stage.version.isprintable() or ";" in stage.version:
-        raise RefusedWeights(f'version must be 1 to {MAX_VERSION} printable characters without ";"')
+        raise Refused(f'version must be 1 to {MAX_VERSION} printable characters without ";"')
     return stage.path, stage.version
