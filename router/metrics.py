@@ -3,6 +3,7 @@
 import math
 import time
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -80,6 +81,34 @@ class TokenCounter(Collector):
         found = CounterMetricFamily(self._name, self._text, labels=list(self._labels))
         found.add_metric(list(self._labels.values()), self.count)
         yield found
+
+
+class _Workers(Collector):
+    """Workers by pool, counted for each scrape. A pool of encoders is there once the router has had one: the
+    alert for a pool without workers must not fire where none is wanted."""
+
+    def __init__(self, known: WorkerPool, labels: dict[str, str]) -> None:
+        self._known, self._labels = known, labels
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        known, now = self._known, time.monotonic()
+        states = Counts((each.pool, each.state) for each in known.listed.values())
+        open_breakers = Counts(each.pool for each in known.listed.values() if each.breaker.open_for(now) > 0)
+        labels = [*self._labels, "pool"]
+        workers = GaugeMetricFamily(
+            "baton:workers", "Workers on this router's list.", labels=[*labels, "state"]
+        )
+        left_out = GaugeMetricFamily(
+            "baton:workers_left_out", "Workers whose circuit breaker is open.", labels=labels
+        )
+        encoders = {pb.POOL_ENCODE: "encode"} if known.encoders.had_encoder else {}
+        for pool, name in (known.pools | encoders).items():
+            values = [*self._labels.values(), name]
+            left_out.add_metric(values, open_breakers[pool])
+            for state in WorkerState:
+                workers.add_metric([*values, str(state)], states[pool, state])
+        yield workers
+        yield left_out
 
 
 class Metrics:
@@ -181,24 +210,7 @@ class Metrics:
             "baton:paused",
             "1: new requests wait, since the cluster is paused. 2: no step is computed, either.",
         ).set_function(lambda: known.pause)
-        workers = self._family(Gauge, "baton:workers", "Workers on this router's list.", "pool", "state")
-        left_out = self._family(
-            Gauge, "baton:workers_left_out", "Workers whose circuit breaker is open.", "pool"
-        )
-        for label, name in known.pools.items():
-            left_out.labels(**self._labels, pool=name).set_function(
-                lambda label=label: sum(
-                    c.breaker.open_for(time.monotonic()) > 0 and c.pool == label
-                    for c in known.listed.values()
-                )
-            )
-            for state in WorkerState:
-                labelled = workers.labels(**self._labels, pool=name, state=str(state))
-                labelled.set_function(
-                    lambda label=label, state=state: sum(
-                        c.state is state and c.pool == label for c in known.listed.values()
-                    )
-                )
+        self.registry.register(_Workers(known, self._labels))
 
     def certificate_ends(self, at: float) -> None:
         """`at`: the Unix time until which the certificate for clients is valid."""

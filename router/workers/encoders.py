@@ -61,6 +61,8 @@ class Encoders:
         """`worker_wait`: seconds that an image waits for an encoder."""
         self.ready: dict[Worker, None] = {}
         """Those that take images."""
+        self.had_encoder = False
+        """This router was connected to an encoder once."""
         self._worker_wait = worker_wait
         self._kept: dict[Worker, OrderedDict[bytes, None]] = {}
         self._under_way: dict[tuple[str, bytes], ImageEncode] = {}  # by fingerprint and name
@@ -122,6 +124,7 @@ class Encoders:
         """An encoder came, went, or drains."""
         if worker.ready and worker.attached:
             self.ready[worker] = None
+            self.had_encoder = True
             self._kept.setdefault(worker, OrderedDict())
         else:
             self.ready.pop(worker, None)

@@ -41,6 +41,7 @@ FILES = sorted((HELM / "values").iterdir())
         ({"decode": {"image": {"name": "baton"}}}, "'name' was unexpected"),
         ({"store": {"etcd": {"address": "http://etcd:2379"}}}, "does not match"),
         ({"ray": {"head": {"args": []}}}, "'args' was unexpected"),
+        ({"encode": {"dataParallelSize": 2}}, "False schema does not allow 2"),
     ],
 )
 def test_values_are_validated(wrong: dict[str, Any], message: str) -> None:
@@ -218,6 +219,38 @@ def test_a_ray_cluster_has_the_workers_of_both_pools() -> None:
     assert [group[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [5, 5, 5]
     [worker] = group["template"]["spec"]["containers"]
     assert worker["image"] == "baton:other"
+
+
+@pytest.mark.parametrize("workload", ["Deployment", "RoleBasedGroup", "RayCluster"])
+def test_encoders_are_workers_of_each_workload(workload: str) -> None:
+    values = {
+        "workload": workload,
+        "encode": {"replicas": 3},
+        "autoscaling": {"enabled": False},
+        "monitoring": {"alerts": False},
+    }
+    objects = rendered(values)
+    assert objects["ConfigMap", "baton-settings"]["data"]["BATON_ENCODER_POOL"] == "true"
+    if workload == "RayCluster":
+        front = objects["Deployment", "baton-front"]["spec"]["template"]["spec"]["containers"][0]
+        assert "--prefill=1 --decode=1 --encode=3 " in front["args"][0]
+        [group] = objects["RayCluster", "baton"]["spec"]["workerGroupSpecs"]
+        assert [group[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [5, 5, 5]
+        return
+    assert ("Service", "baton-encode") in objects
+    assert ("PodDisruptionBudget", "baton-encode") in objects
+    if workload == "Deployment":
+        encoders = objects["Deployment", "baton-encode"]["spec"]
+        router = objects["Deployment", "baton-router"]["spec"]["template"]
+        pod = encoders["template"]
+    else:
+        roles = {each["name"]: each for each in objects["RoleBasedGroup", "baton"]["spec"]["roles"]}
+        encoders, router = roles["encode"], roles["router"]["standalonePattern"]["template"]
+        assert roles["router"]["dependencies"] == ["prefill", "decode", "encode"]
+        pod = encoders["standalonePattern"]["template"]
+    assert encoders["replicas"] == 3
+    assert pod["spec"]["containers"][0]["args"][0] == "encode"
+    assert "--kubernetes-service=baton-encode" in router["spec"]["containers"][0]["args"]
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,10 @@ def rules(objects: list[Object]) -> dict[str, str]:
     return {r["record"]: r["expr"] for group in groups(objects, "baton-autoscaling") for r in group["rules"]}
 
 
-def test_rules_read_what_services_are_scraped_for(overlays: dict[str, list[Object]]) -> None:
-    services = {service["metadata"]["name"] for service in of_kind(overlays["plain"], "Service")}
-    for name, expression in rules(overlays["plain"]).items():
+@pytest.mark.parametrize("overlay", ["plain", "encoders"], indirect=True)
+def test_rules_read_what_services_are_scraped_for(overlay: list[Object]) -> None:
+    services = {service["metadata"]["name"] for service in of_kind(overlay, "Service")}
+    for name, expression in rules(overlay).items():
         read = re.findall(r'([a-z_]+:[a-z_]+){job="([a-z-]+)"}', expression)
         assert read, name
         assert len(read) == len(re.findall(r"[a-z_]+:[a-z_]+", expression)), f"{name}: each of one job"
@@ -61,14 +62,15 @@ def test_rules_read_what_services_are_scraped_for(overlays: dict[str, list[Objec
                 assert series in exported(job.removeprefix("baton-")), name
 
 
-def test_autoscalers_read_what_rules_record_and_the_adapter_offers(overlays: dict[str, list[Object]]) -> None:
+@pytest.mark.parametrize("overlay", ["plain", "encoders"], indirect=True)
+def test_autoscalers_read_what_rules_record_and_the_adapter_offers(overlay: list[Object]) -> None:
     values = yaml.safe_load(ADAPTER.read_text())
     [rule] = values["rules"]["custom"]
     pattern = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])
     assert pattern
-    recorded = rules(overlays["plain"])
+    recorded = rules(overlay)
     read = set()
-    for scaler in of_kind(overlays["plain"], "HorizontalPodAutoscaler"):
+    for scaler in of_kind(overlay, "HorizontalPodAutoscaler"):
         for metric in scaler["spec"]["metrics"]:
             name = metric["pods"]["metric"]["name"]
             read.add(name)

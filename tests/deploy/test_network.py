@@ -98,6 +98,14 @@ def test_these_flows_and_no_others(overlays: dict[str, list[Object]], name: str)
     assert allowed == (expected if name == "cpu-demo" else expected | SCRAPES)
 
 
+def test_encoders_are_reached_as_other_workers(overlays: dict[str, list[Object]]) -> None:
+    names = {role: f"Deployment baton-{role}" for role in (ROUTER, PREFILL, "encode")}
+    network = Network(overlays["encoders"], names)
+    for source, port in ((ROUTER, 7001), (PREFILL, 7002), (MONITORING, 7003)):
+        assert network.allows(source, "encode", port)
+    assert not any(network.allows(CLIENT, "encode", port) for port in PORTS)
+
+
 def test_all_workers_of_a_group_are_reached(overlays: dict[str, list[Object]]) -> None:
     names = {role: f"Deployment baton-{role}" for role in (ROUTER, PREFILL, DECODE)}
     network = Network(overlays["vllm-data-parallel"], names)

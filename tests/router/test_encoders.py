@@ -7,11 +7,15 @@ from typing import Any, cast
 import pytest
 
 from baton.machine.tracing import Tracer
+from baton.router.admission.queue import Admission
 from baton.router.api.jobs import PlacedImage
+from baton.router.config import RouterConfig
 from baton.router.errors import Failed, NoWorker
+from baton.router.metrics import Metrics
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.plan import Plan
 from baton.router.workers.checks import RouterModel
+from baton.router.workers.pool import WorkerPool
 from baton.router.workers.roster import Roster
 from baton.router.workers.worker import Attempt, NotEncoded, SendQueue, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
@@ -27,14 +31,15 @@ def image(number: int, tokens: int = 4) -> PlacedImage:
 class Fleet:
     """Two encoders, and a worker that fetches from them."""
 
-    def __init__(self) -> None:
-        self.roster = Roster(RouterModel("m", 9, ""), WAIT)
+    def __init__(self, roster: Roster | None = None) -> None:
+        self.roster = roster or Roster(RouterModel("m", 9, ""), WAIT)
         self.encoders = [self.attach(f"e{i}:1", pb.POOL_ENCODE) for i in range(2)]
         self.worker = self.attach("w:1", pb.POOL_PREFILL, image_fingerprint="images=1")
         self.told: dict[str, list[Any]] = {}
 
     def attach(self, address: str, pool: pb.Pool, **fields: Any) -> Worker:
         worker = Worker(address, self.roster.loads, lambda: None, self.roster.breaker_changed)
+        self.roster.listed[address] = worker
         fingerprint = "images=1" if pool == pb.POOL_ENCODE else "model=1"
         worker.described(
             pb.WorkerDescription(
@@ -116,6 +121,22 @@ async def test_an_image_is_encoded_once_and_its_worker_is_told() -> None:
     assert fleet.sent(encoder) == []
     assert fleet.roster.prefills  # which encoders are not part of
     assert not fleet.roster.decodes
+
+
+async def test_metrics_have_a_pool_of_encoders_once_there_was_one() -> None:
+    """Before, a pool without workers would be an alert."""
+    pool = WorkerPool(RouterConfig(model="m", secret=b"s", port=0), RouterModel("m", 9, ""))
+    metrics = Metrics("m")
+    metrics.follow(pool, Admission(9, pool.prefill_window))
+    assert 'pool="encode"' not in metrics.exposition().decode()
+    fleet = Fleet(pool)
+    text = metrics.exposition().decode()
+    for state, count in (("ready", 2.0), ("connecting", 0.0)):
+        labels = f'model_name="m",pool="encode",role="router",state="{state}"'
+        assert f"baton:workers{{{labels}}} {count}" in text
+    for encoder in fleet.encoders:
+        fleet.lose(encoder)
+    assert 'pool="encode",role="router",state="ready"} 0.0' in metrics.exposition().decode()
 
 
 async def test_the_encoder_with_the_least_wait_gets_an_image() -> None:

@@ -44,7 +44,8 @@ export function quantile(before, after, q) {
 
 const added = (before, after) => before === undefined || after < before ? null : after - before;
 const sum = values => values.filter(each => each !== null && each !== undefined).reduce((a, b) => a + b, 0);
-const nameOf = worker => ["prefill", "decode"].includes(worker.role) ? `${worker.role} ${worker.index}` : worker.address;
+const ROLES = ["prefill", "decode", "encode"];
+const nameOf = worker => ROLES.includes(worker.role) ? `${worker.role} ${worker.index}` : worker.address;
 const poolOf = worker => (worker.status.pool ?? "").replace("pool_", "") || worker.role;
 
 const scrapes = []; // of the last 15 minutes; the newest is the last
@@ -132,7 +133,7 @@ function supervised(worker, roles) {
 /** Workers of the supervisor that the router does not know: they start, or have ended. */
 function absent(status) {
   const known = new Set(status.workers.map(each => each.address));
-  return (status.cluster?.roles ?? []).filter(role => ["prefill", "decode"].includes(role.role) && !known.has(role.address));
+  return (status.cluster?.roles ?? []).filter(role => ROLES.includes(role.role) && !known.has(role.address));
 }
 
 function drawWorkers(now, before) {

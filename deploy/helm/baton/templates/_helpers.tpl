@@ -68,10 +68,21 @@ mooncake://{{ include "baton.fullname" . }}-store-master:50051
 {{- end -}}
 {{- end }}
 
+{{/* The roles of workers that the release has, with blanks between them. */}}
+{{- define "baton.workers" -}}
+prefill decode{{ if gt (int .Values.encode.replicas) 0 }} encode{{ end }}
+{{- end }}
+
+{{/* Selects the pods of all workers. */}}
+{{- define "baton.worker.pods" -}}
+{{- include "baton.pods" (concat (list .) (include "baton.workers" . | splitList " ")) -}}
+{{- end }}
+
 {{/* Flags of every role. */}}
 {{- define "baton.settings" -}}
 {{- $store := .Values.store.enabled | ternary (dict "BATON_KV_STORE" (include "baton.store" .)) dict -}}
-{{- merge dict .Values.settings $store | toYaml -}}
+{{- $encoders := gt (int .Values.encode.replicas) 0 | ternary (dict "BATON_ENCODER_POOL" "true") dict -}}
+{{- merge dict .Values.settings $store $encoders | toYaml -}}
 {{- end }}
 
 {{/* Takes the dict of "baton.pod". The image of the cluster, unless the component has its own. */}}

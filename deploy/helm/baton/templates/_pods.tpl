@@ -106,8 +106,9 @@ args:
   - --grpc-port=8001
   - --admin-host=0.0.0.0
   - --admin-port=8002
-  - --kubernetes-service={{ include "baton.fullname" .root }}-prefill
-  - --kubernetes-service={{ include "baton.fullname" .root }}-decode
+  {{- range include "baton.workers" .root | splitList " " }}
+  - --kubernetes-service={{ include "baton.fullname" $.root }}-{{ . }}
+  {{- end }}
   - --cluster-secret-file=/etc/baton/cluster/secret
   - --api-key-file=/etc/baton/api-keys/keys.toml
   {{- with .values.args }}
@@ -158,7 +159,7 @@ podAffinity:
 
 {{/* Takes the values of a worker. A group has ports of their own for each of its workers: with numbers that no other port has. */}}
 {{- define "baton.worker.ports" -}}
-{{- $size := int .dataParallelSize -}}
+{{- $size := default 1 .dataParallelSize | int -}}
 {{- $first := eq $size 1 | ternary (dict "grpc" 7001 "kv" 7002 "metrics" 7003) (dict "grpc" 7100 "kv" 7200 "metrics" 7300) -}}
 {{- $found := list -}}
 {{- range $name := list "grpc" "kv" "metrics" -}}
@@ -174,8 +175,8 @@ podAffinity:
 {{- define "baton.worker.policy" -}}
 {{- $name := last . -}}
 {{- $found := dict -}}
-{{- range $role := list "prefill" "decode" -}}
-{{- $size := int (get (first $).Values $role).dataParallelSize -}}
+{{- range $role := include "baton.workers" (first $) | splitList " " -}}
+{{- $size := default 1 (get (first $).Values $role).dataParallelSize | int -}}
 {{- $port := get (include "baton.worker.ports" (get (first $).Values $role) | fromJson).first $name | int -}}
 {{- $end := eq $size 1 | ternary "" (printf " endPort: %d," (sub (add $port $size) 1)) -}}
 {{- $_ := set $found (printf "- {port: %d,%s protocol: TCP}" $port $end) "" -}}
@@ -197,7 +198,7 @@ args:
   - --kv-port={{ $ports.first.kv }}
   - --metrics-port={{ $ports.first.metrics }}
   - --cluster-secret-file=/etc/baton/cluster/secret
-  {{- if gt (int .values.dataParallelSize) 1 }}
+  {{- if gt (default 1 .values.dataParallelSize | int) 1 }}
   - --data-parallel-size={{ .values.dataParallelSize }}
   {{- end }}
   {{- with .values.args }}
