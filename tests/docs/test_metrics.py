@@ -17,6 +17,7 @@ from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
 from baton.router.policy.placement import PrefillWindow
+from baton.router.workers.encoders import Encoders
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
@@ -39,7 +40,8 @@ def documented(letter: str) -> set[str]:
 
 def test_router() -> None:
     metrics = RouterMetrics("model")
-    pool = stand_in(WorkerPool, listed={}, pools={pb.POOL_DECODE: "decode"}, pause=pb.PAUSE_NONE)
+    pools = {pb.POOL_DECODE: "decode"}
+    pool = stand_in(WorkerPool, listed={}, pools=pools, pause=pb.PAUSE_NONE, encoders=Encoders(1.0))
     metrics.follow(pool, Admission(1, lambda: PrefillWindow(0.0)))
     metrics.certificate_ends(0.0)
     assert names(metrics.registry.collect()) == documented("R")
