@@ -4,9 +4,10 @@
     with weights.paused():
         weights.update(model.state_dict(), version="step-200")
 
-The tensors are written as safetensors to memory of this host, which workers read: so they run here, too.
-Names and shapes are those of the checkpoint `like`, which workers serve. Workers that start later read the
-newest weights, so these stay until the next ones, or until `close`.
+The tensors are written as safetensors to memory of this host, or stay in that of a GPU. Workers read them: so
+they run here, too. Names and shapes are those of the checkpoint `like`, which workers serve. Workers that
+start later read the newest weights, so those in memory of the host stay until the next ones, or until
+`close`.
 """
 
 import contextlib
@@ -23,9 +24,14 @@ from typing import IO, Any, Literal, Self
 
 import torch
 
-Memory = Literal["shm", "memfd"]
-"""Where weights are: in files of /dev/shm, which containers often have little of, or in anonymous memory that
-ends with this process. Workers open that through /proc, so they run as the same user."""
+from baton.machine import cuda_driver
+from baton.machine.cuda_driver import CudaError
+
+Memory = Literal["shm", "memfd", "cuda"]
+"""Where weights are. `shm`: in files of /dev/shm, which containers often have little of. `memfd`: in
+anonymous memory that ends with this process. Workers open that through /proc, so they run as the same user.
+`cuda`: where the trainer has them, on its GPUs. Workers copy them from there by CUDA IPC, so nothing is
+written, and the trainer changes nothing before `update` returns."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a directory with a random name is made there
 _INDEX = ".safetensors.index.json"
 _DTYPES = {
@@ -68,8 +74,9 @@ class Checkpoint:
                 f"like: {like} has no config.json: give the directory of the model that workers serve"
             )
         self.directory = directory
-        self._memory = memory
+        self.memory: Memory = memory
         self._files = list[int]()
+        self._tensors = list[torch.Tensor]()  # whose memory workers have handles of
         directory.mkdir(parents=True, exist_ok=True)
         for file in like.glob("*.json"):
             if not file.name.endswith(_INDEX):
@@ -77,11 +84,17 @@ class Checkpoint:
                     (directory / file.name).symlink_to(file.resolve())
 
     def write(self, state: Mapping[str, torch.Tensor], shard: int = 0, shards: int = 1) -> None:
-        """Writes all tensors, or those of one shard: no two shards have the same name."""
+        """Writes all tensors, or those of one shard: no two shards have the same name. Raises `ValueError` if
+        a tensor is of another type than checkpoints have, or has no memory that workers can open."""
         assert 0 <= shard < shards, f"shard {shard} of {shards}"
         tensors = full_tensors(state)
         path = self.directory / f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        if self._memory == "shm":
+        if self.memory == "cuda":
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            self._tensors += whole.values()
+            path.with_suffix(".cuda.json").write_text(_handles(whole))
+            return
+        if self.memory == "shm":
             with path.open("wb", buffering=0) as file:
                 _write(file, tensors)
             return
@@ -97,7 +110,38 @@ class Checkpoint:
         for fd in self._files:
             os.close(fd)
         self._files.clear()
+        self._tensors.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _handles(tensors: Mapping[str, torch.Tensor]) -> str:
+    """What `engine.loader.device_file` reads. The values are in memory when this returns."""
+    memory, found = dict[int, str](), dict[str, Any]()  # handles by address
+    for name, tensor in tensors.items():
+        _check_dtype(name, tensor)
+        base = tensor.data_ptr()
+        if tensor.numel():
+            try:
+                with torch.cuda.device(tensor.device):
+                    base, _ = cuda_driver.allocation(base)
+                    memory[base] = memory.get(base) or cuda_driver.export_handle(base).hex()
+            except (CudaError, OSError, ValueError) as error:
+                raise ValueError(
+                    f"{name} is on {tensor.device}, in memory that no other process can open ({error}): use "
+                    "memory='shm', or GPU memory of torch's allocator without expandable_segments"
+                ) from None
+        found[name] = {
+            "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
+            "memory": list(memory).index(base) if tensor.numel() else 0, "offset": tensor.data_ptr() - base,
+        }  # fmt: skip
+    for device in {tensor.device for tensor in tensors.values()}:
+        torch.cuda.synchronize(device)
+    return json.dumps({"memory": [*memory.values()], "tensors": found})
+
+
+def _check_dtype(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have")
 
 
 def _write(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -105,8 +149,7 @@ def _write(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
     renames a file beside its own, which a memfd has not."""
     header, end = dict[str, Any](), 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have")
+        _check_dtype(name, tensor)
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]
@@ -140,7 +183,8 @@ class Weights:
         timeout: float = 600.0,
     ) -> None:
         """`url`: of a router, or of its admin port. `directory`: where checkpoints are made; None: a new one
-        in /dev/shm, or with `memfd` in the directory for temporary files. `timeout`: seconds for a call."""
+        in /dev/shm, or with `memfd` and `cuda` in the directory for temporary files. `timeout`: seconds for a
+        call."""
         self._url, self._key, self._like = url.rstrip("/"), admin_key, Path(like)
         self._memory, self._timeout = memory, timeout
         place = directory or (SHARED_MEMORY if memory == "shm" else None)
@@ -183,9 +227,11 @@ class Weights:
         self._call("/start_weight_update")
         self._call("/update_weights", {"update_info": {"path": str(checkpoint.directory)}})
         done = self._call("/finish_weight_update", {"weight_version": version})
-        before, self._newest = self._newest, checkpoint
+        before, self._newest = self._newest, None if checkpoint.memory == "cuda" else checkpoint
         if before is not None:
             before.remove()
+        if self._newest is None:
+            checkpoint.remove()  # the trainer goes on with its tensors
         return done["weight_version"]
 
     @contextlib.contextmanager

@@ -61,7 +61,7 @@ class PlainCopy:
             if self._device == "cpu":
                 here.numpy()[:count] = np.frombuffer(there, np.uint8, count)
             else:
-                from baton.kv_transfer.cuda_memory import copy
+                from baton.machine.cuda_driver import copy
 
                 copy(here.data_ptr(), there, count, torch.cuda.current_stream().cuda_stream)
         if self._device != "cpu":

@@ -43,7 +43,7 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
     shape = read_config(path, images=not config.language_model_only)
     if config.load_format == "auto":
-        return in_one_form(HFCheckpoint(path, shape))
+        return in_one_form(HFCheckpoint(path, shape, device))
     return DummyCheckpoint(shape, str(path), config.seed, device)
 
 

@@ -1,4 +1,7 @@
-"""Checkpoints in Hugging Face format: config.json, generation_config.json, *.safetensors or dummy weights."""
+"""Checkpoints in Hugging Face format: config.json, generation_config.json, *.safetensors or dummy weights.
+
+A trainer may give tensors in its GPU memory in place of those in a file (`engine.loader.device_file`).
+"""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint
+from baton.engine.loader import device_file
 from baton.engine.loader.hf_config import read_config
 from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import read_json
@@ -26,21 +30,26 @@ OTHER_FORMATS = ["*/*", "consolidated*"]
 class HFCheckpoint(Files):
     """A checkpoint in a directory. Its files are mapped, so `read` returns tensors in the page cache."""
 
-    def __init__(self, directory: Path, config: ModelConfig | None = None) -> None:
-        """`config` None: that of the directory."""
+    def __init__(
+        self, directory: Path, config: ModelConfig | None = None, device: torch.device | None = None
+    ) -> None:
+        """`config` None: that of the directory. `device`: of the model; None: none is loaded."""
         self.config = config or read_config(directory)
         self.source = str(directory)
         index = directory / INDEX
         shard_of = _read_index(index) if index.is_file() else {}
         paths = [directory / name for name in sorted({*shard_of.values()})]
         paths = paths or sorted(
-            path for path in directory.glob("*.safetensors") if not fnmatch(path.name, OTHER_FORMATS[1])
+            path
+            for kind in (".safetensors", device_file.SUFFIX)
+            for path in directory.glob(f"*{kind}")
+            if not fnmatch(path.name, OTHER_FORMATS[1])
         )
         if not paths:
             raise ValueError(
                 f"{directory}: no *.safetensors in there (other weight formats are not supported)"
             )
-        self._handles = {path: _open(path) for path in paths}
+        self._handles = {path: _open(path, device) for path in paths}
         self._file_of: dict[str, Path] = {}
         for path, handle in self._handles.items():
             for name in handle.keys():  # noqa: SIM118, not a dictionary
@@ -131,7 +140,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return shard_of
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, device: torch.device | None) -> Any:
+    if path.name.endswith(device_file.SUFFIX):
+        return device_file.DeviceFile(path, device_file.check_device(path, device))
     if not path.is_file():
         raise ValueError(f"{path}: missing, though {INDEX} names it; the download is incomplete")
     try:

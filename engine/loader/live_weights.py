@@ -8,7 +8,7 @@ error leaves the model as it was. The device has room for a layer, the embedding
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class LoadedModel:
         if not Path(path).exists():
             raise ValueError(f"{path}: no such file or directory on the host of this worker")
         config = replace(self.config, model=path, revision=None, load_format="auto")
-        with torch.cuda.stream(torch.cuda.Stream()) if self._on_gpu else contextlib.nullcontext():
+        with self._on_a_stream_of_its_own():
             checkpoint = open_checkpoint(config, self.device)
             self._check_same(checkpoint.config, path)
             weight_format = choose_format(config, checkpoint.config, self.device)
@@ -98,6 +98,15 @@ class LoadedModel:
             found.extend(self._on_host(self.drafter, drafter, "draft head"))
             found.extend(self._on_host(self.tower, getattr(model, "tower", {}), "encoder"))
         return NewWeights(fingerprint, found)
+
+    @contextlib.contextmanager
+    def _on_a_stream_of_its_own(self) -> Iterator[None]:
+        """This thread may have another current device than that of the model."""
+        if not self._on_gpu:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):
+            yield
 
     @property
     def _on_gpu(self) -> bool:

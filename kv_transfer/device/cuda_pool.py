@@ -8,7 +8,7 @@ from operator import itemgetter
 import torch
 
 from baton.kv_transfer.arena import Arena
-from baton.kv_transfer.cuda_memory import CudaError, ExportedMemory, PeerDeviceMemory, Slots, copy
+from baton.kv_transfer.cuda_memory import ExportedMemory, PeerDeviceMemory, Slots
 from baton.kv_transfer.device.pool import Event, Outcome, Rest, Staged
 from baton.kv_transfer.device.slice_kernels import RequestTable, SliceKernels
 from baton.kv_transfer.device.tables import Tables, pin, unpin
@@ -23,6 +23,7 @@ from baton.kv_transfer.staging import (
     landing_bytes,
 )
 from baton.kv_transfer.transport import PagedKV
+from baton.machine.cuda_driver import CudaError, copy
 
 _SLICES = 8  # that one kernel gathers at most
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton.kv_transfer.cuda_memory import copy
 from baton.kv_transfer.device.pool import Event
+from baton.machine.cuda_driver import copy
 
 _LEAST = 512  # words of a table
 _FEW = 16  # tables that are made ahead: pinning more waits for the device

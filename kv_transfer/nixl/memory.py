@@ -32,11 +32,11 @@ import xxhash
 
 from baton.kv_transfer.arena import MARK, TOKEN, Arena
 from baton.kv_transfer.config import PAGE, TransferConfig
-from baton.kv_transfer.cuda_memory import CudaError
 from baton.kv_transfer.memory_reader import MemoryReader, SliceToRead
 from baton.kv_transfer.nixl.slots import NixlSlots, make_slots
 from baton.kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
 from baton.machine import usable_cpus
+from baton.machine.cuda_driver import CudaError
 
 log = logging.getLogger("baton.kv")
 

@@ -19,8 +19,8 @@ from typing import Any, TypeGuard
 import pytest
 import torch
 
-from baton.kv_transfer import cuda_memory
 from baton.kv_transfer.device import copy_kernels
+from baton.machine import cuda_driver
 
 Work = Callable[[], object]
 LOOKS = 50
@@ -203,7 +203,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
     for state in (_streams, _current, _late, _kept):
         state.clear()
     _current.append(Stream())
-    patch.setattr(cuda_memory, "_call", Memory().call)
+    patch.setattr(cuda_driver, "call", Memory().call)
     registered = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     stand_ins: dict[str, Callable[..., Any]] = {
         "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph_pool_handle": lambda: None,

@@ -13,11 +13,11 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.config import EXPORTED_SLOT_BYTES, TransferConfig
-from baton.kv_transfer.cuda_memory import CudaError
 from baton.kv_transfer.memory_reader import SliceToRead
 from baton.kv_transfer.nixl import slots as nixl_slots
 from baton.kv_transfer.nixl.memory import NixlMemory, listen_on
 from baton.kv_transfer.protocol.encryption import Seal
+from baton.machine.cuda_driver import CudaError
 from tests.stand_in import stand_in
 
 from .conftest import until

@@ -28,6 +28,7 @@ from baton.kv_transfer.peer_memory import (
     join,
 )
 from baton.kv_transfer.protocol.messages import Export
+from baton.machine import cuda_driver
 from tests.layouts import kv_layout, paged
 
 LAYOUT = kv_layout(1, 1, 8, "float32")
@@ -107,7 +108,7 @@ def test_device_memory_that_is_smaller_than_its_owner_says(
         elif name == "cuMemGetAddressRange_v2":  # the memory begins a page before the first slot
             args[0]._obj.value, args[1]._obj.value = 0x7000_0000, 0x1000 + exported_bytes(4, 4096) - missing
 
-    monkeypatch.setattr(cuda_memory, "_call", driver)
+    monkeypatch.setattr(cuda_driver, "call", driver)
     export = Export("cuda_ipc", host(), (bytes(64),), 4, 4096, bytes(16))
     if missing:
         with pytest.raises(Unreachable, match=f"has {exported_bytes(4, 4096) - 1} bytes, and its owner says"):

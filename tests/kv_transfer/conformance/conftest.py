@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kv_transfer import cuda_memory, staging
+from baton.kv_transfer import staging
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.device.pool import Staged
+from baton.machine import cuda_driver
 from tests.bad_network import BadNetwork
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Decode, Pair, Prefill
@@ -51,7 +52,7 @@ def _bent_in_memory(pair: Pair) -> Iterator[str]:
             done.append(batch[0])
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
-                cuda_memory._call("cuMemsetD8_v2", self._exported.slot(batch[0].slot), 0xA5, 4)
+                cuda_driver.call("cuMemsetD8_v2", self._exported.slot(batch[0].slot), 0xA5, 4)
             else:
                 pair.prefill.sending.arena.slot(batch[0].slot)[7] ^= 1
         return event
