@@ -105,8 +105,9 @@ def _close(opened: Sequence[int], stream: Any) -> None:
 
 
 def _checked(path: Path, name: str, value: Any, spans: Sequence[tuple[int, int]]) -> _Place:
-    fields = value if isinstance(value, dict) else {}
-    shape, memory, offset = (fields.get(key) for key in ("shape", "memory", "offset"))
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    shape = fields.get("shape")
+    memory, offset = (fields.get(key, -1) for key in ("memory", "offset"))
     dtype = DTYPES.get(str(fields.get("dtype")))
     sizes = shape if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS else [-1]
     numbers = [*sizes, memory, offset]
