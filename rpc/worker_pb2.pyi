@@ -350,7 +350,7 @@ class OnlyCopies(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[int]] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "description", "cache", "adapters", "encoded", "image_wanted")
+    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "description", "cache", "encoded", "image_wanted")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -359,7 +359,6 @@ class WorkerMessage(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
-    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ENCODED_FIELD_NUMBER: _ClassVar[int]
     IMAGE_WANTED_FIELD_NUMBER: _ClassVar[int]
     step: StepOutput
@@ -370,10 +369,9 @@ class WorkerMessage(_message.Message):
     prompt_logprobs: PromptLogprobs
     description: WorkerDescription
     cache: CacheEvents
-    adapters: AdapterSet
     encoded: Encoded
     image_wanted: ImageWanted
-    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., adapters: _Optional[_Union[AdapterSet, _Mapping]] = ..., encoded: _Optional[_Union[Encoded, _Mapping]] = ..., image_wanted: _Optional[_Union[ImageWanted, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., encoded: _Optional[_Union[Encoded, _Mapping]] = ..., image_wanted: _Optional[_Union[ImageWanted, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("tokens",)

@@ -150,15 +150,18 @@ class Roster:
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
     def redescribed(self, worker: Worker, description: pb.WorkerDescription) -> None:
-        """An attached worker has got other weights, while its attempts stay. All workers get them, after each
-        has stopped to take work. So those with other ones get no work until they say the same. Raises
-        RefusedWorker."""
-        self.release(worker)
-        worker.redescribed(description)
-        newest = must_agree(worker.description)
-        self._outdate([other for key, same in self._accepted.items() if key != newest for other in same])
-        self.accept(worker)
-        self.availability_changed(worker)
+        """An attached worker has got other adapters or weights, while its attempts stay. All workers get the
+        weights, after each has stopped to take work. So those with other ones get no work until they say the
+        same. Raises RefusedWorker."""
+        if worker.encodes:
+            raise RefusedWorker("it is an encoder, and has described itself before")
+        if worker.redescribed(description):
+            self.release(worker)
+            newest = must_agree(worker.description)
+            self._outdate([other for key, same in self._accepted.items() if key != newest for other in same])
+            self.accept(worker)
+            self.availability_changed(worker)
+        self.adapters.told(worker, set_of(worker.description))
 
     def _outdate(self, workers: Iterable[Worker]) -> None:
         for worker in workers:
@@ -188,11 +191,6 @@ class Roster:
         """The addresses of workers that compute other bits than those of these numerics."""
         others = (found for key, found in self._with_numerics.items() if key != numerics)
         return set().union(*others)
-
-    def adapters_changed(self, worker: Worker, adapters: pb.AdapterSet) -> None:
-        """An attached worker has loaded or unloaded some. Raises RefusedWorker."""
-        worker.with_adapters(adapters)
-        self.adapters.told(worker, adapters)
 
     def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
         """An attached worker sent a report. Raises RefusedWorker if the worker goes on with weights of which

@@ -251,8 +251,6 @@ class WorkerStream:
                 self._roster.cache_changed(self.worker, message.cache)
             case "description":
                 self._roster.redescribed(self.worker, message.description)
-            case "adapters":
-                self._roster.adapters_changed(self.worker, message.adapters)
             case "status":
                 self._roster.reported(self.worker, message.status)
 

@@ -51,6 +51,9 @@ MOST_UNSENT_PIXELS = 1 << 30
 """Bytes. The images of a request are 48 MiB."""
 MOST_PHASES = 64
 """Of one request and worker that are shown."""
+OF_WEIGHTS = "weights", "model_fingerprint", "content_root"
+CHANGING = *OF_WEIGHTS, "adapters", "adapters_revision"
+"""What a worker may describe again while it is attached."""
 POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
 
@@ -240,26 +243,24 @@ class Worker:
         self.description, self.pool = description, description.first_pool
         self.outdated_since = None
 
-    def redescribed(self, description: pb.WorkerDescription) -> None:
-        """It has other weights, and its attempts go on with them. Nothing else may change."""
-        described = self.description
-        described.weights.CopyFrom(description.weights)
-        described.model_fingerprint, described.content_root = (
-            description.model_fingerprint,
-            description.content_root,
-        )
+    def redescribed(self, description: pb.WorkerDescription) -> bool:
+        """It has other adapters or weights, and its attempts go on with them. Nothing else may change.
+        Returns whether the weights are others."""
+        before, described = self.description, pb.WorkerDescription()
+        described.CopyFrom(before)
+        for name in CHANGING:
+            described.ClearField(name)
+        for each, _ in description.ListFields():
+            if each.name not in CHANGING:
+                description.ClearField(each.name)
+        described.MergeFrom(description)
+        self.description = described
+        if all(getattr(described, name) == getattr(before, name) for name in OF_WEIGHTS):
+            return False
         self.outdated_since = None
         for attempt in self.attempts.values():
             attempt.weights_version = described.weights.version
-
-    def with_adapters(self, adapters: pb.AdapterSet) -> None:
-        """It has these now."""
-        described = pb.WorkerDescription()
-        described.CopyFrom(self.description)
-        del described.adapters[:]
-        described.adapters.extend(adapters.adapters)
-        described.adapters_revision = adapters.revision
-        self.description = described
+        return True
 
     def report(self, status: pb.WorkerStatus) -> bool:
         """Stores a status report. Returns whether the worker's state, pool or pause changed."""

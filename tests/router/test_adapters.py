@@ -42,7 +42,9 @@ class Adapting(FakeWorker):
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
-        self.about = pb.WorkerDescription(served_model_name="fake", max_adapters=self.most)
+        self.about = pb.WorkerDescription(
+            served_model_name="fake", max_adapters=self.most, model_fingerprint=self.model_fingerprint
+        )
         self.draining = False
         self.loaded = dict[bytes, str]()
         self.adapters = WorkerAdapters(self, self, self.about)  # pyrefly: ignore[bad-argument-type]

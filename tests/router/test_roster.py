@@ -193,3 +193,28 @@ def calls_of_changes(count: int) -> int:
 
 async def test_a_change_looks_at_no_more_workers_if_there_are_more() -> None:
     assert calls_of_changes(400) < 1.2 * calls_of_changes(20)
+
+
+def test_a_worker_that_describes_other_adapters_computes_with_the_same_weights() -> None:
+    roster, workers = made(2)
+    first, second = workers
+    for worker in workers:
+        attach(roster, worker, pb.POOL_DECODE)
+    changed = pb.WorkerDescription()
+    changed.CopyFrom(first.description)
+    changed.weights.version = "v2"
+    changed.model_fingerprint += "; version=v2"
+    roster.redescribed(first, changed)
+    assert first.ready
+    assert not second.ready, "it has older weights"
+    sql = pb.Adapter(name="sql", fingerprint=b"s" * 16)
+    for worker in workers:
+        changed = pb.WorkerDescription()
+        changed.CopyFrom(worker.description)
+        changed.MergeFrom(pb.WorkerDescription(index=9, adapters=[sql], adapters_revision=1))
+        roster.redescribed(worker, changed)
+        assert worker.description.index == 0, "a worker that runs keeps it"
+    assert [*roster.adapters.served] == ["sql"]
+    assert first.ready
+    assert first.description.weights.version == "v2"
+    assert not second.ready

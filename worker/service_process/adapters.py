@@ -83,14 +83,11 @@ class WorkerAdapters:
 
     def _serve(self, adapters: list[pb.Adapter], revision: int) -> None:
         """Takes requests for these from now on, and tells all routers."""
-        described, adapters = (
-            self._description,
-            [pb.Adapter.FromString(x.SerializeToString()) for x in adapters],
-        )
-        del described.adapters[:]
-        described.adapters.extend(adapters)
+        described, adapters_now = self._description, pb.AdapterSet(adapters=adapters)
+        described.ClearField("adapters")
+        described.adapters.extend(adapters_now.adapters)
         described.adapters_revision = revision
-        self._routers.broadcast(pb.WorkerMessage(adapters=self._now))
+        self._routers.broadcast(pb.WorkerMessage(description=described))
 
     def _check(self, asked: pb.AdapterSet) -> None:
         if self._backend.draining:

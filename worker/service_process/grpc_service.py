@@ -56,7 +56,7 @@ class AttachService:
         self._limits = limits
         self._description = description
         self._pause = WorkerPause(backend)
-        self._weights = WeightsReplacement(backend, routers, self._pause, self._with_weights)
+        self._weights = WeightsReplacement(backend, routers, self._pause, description)
         self._memory = WorkerMemory(backend, self._pause, self._weights)
         self._adapters = WorkerAdapters(backend, routers, description)
         self._cancels: set[asyncio.Task[None]] = set()
@@ -178,16 +178,6 @@ class AttachService:
                 yield report
         except (Refused, TreeError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-
-    def _with_weights(
-        self, weights: pb.StageWeights, replaced: messages.WeightsReplaced
-    ) -> pb.WorkerDescription:
-        self._description.weights.CopyFrom(weights)
-        self._description.model_fingerprint = replaced.model_fingerprint
-        self._description.content_root = replaced.content_root
-        described = pb.WorkerDescription()
-        described.CopyFrom(self._description)
-        return described
 
     # ------------------------------------------------------------ router to worker
 

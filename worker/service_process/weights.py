@@ -17,11 +17,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.messages import WeightsReplaced
 from baton.worker.service_process.backend import Backend, Refused
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers
@@ -34,19 +33,19 @@ REASON = "the weights of the model are replaced"
 
 
 class WeightsReplacement:
-    """Of one worker. `replaced` is called before routers attach again. It returns the new description."""
+    """Of one worker. `description` has the weights that it computes with."""
 
     def __init__(
         self,
         backend: Backend,
         routers: Routers,
         pause: WorkerPause,
-        replaced: Callable[[pb.StageWeights, WeightsReplaced], pb.WorkerDescription],
+        description: pb.WorkerDescription,
     ) -> None:
         self._backend = backend
         self._pause = pause
         self._routers = routers
-        self._replaced = replaced
+        self._description = description
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._free = asyncio.Event()  # no call has staged weights
@@ -107,7 +106,12 @@ class WeightsReplacement:
             await asyncio.shield(self._end(applying, unpaused))
 
     async def _apply(self, weights: pb.StageWeights, *, keeps_kv: bool) -> None:
-        described = self._replaced(weights, await self._backend.replace_weights(weights))
+        replaced, described = await self._backend.replace_weights(weights), self._description
+        described.weights.CopyFrom(weights)
+        described.model_fingerprint, described.content_root = (
+            replaced.model_fingerprint,
+            replaced.content_root,
+        )
         if keeps_kv:
             self._routers.broadcast(pb.WorkerMessage(description=described))
         await self._open()
