@@ -37,7 +37,7 @@ import torch
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.harness.cluster import LocalCluster
-from baton.bench.harness.streams import Case, Stream, new_session, read
+from baton.bench.harness.streams import Case, Stream, new_session, read, until
 from baton.cluster.model import embedded_path
 
 TASKS = Path(__file__).with_name("quality_tasks.jsonl")
@@ -178,13 +178,16 @@ async def answered(
         for prompt in prompts
     ]
     streams = [Stream(case) for case in cases]
+
+    def begun() -> bool:
+        if any(stream.ended for stream in streams):
+            raise RuntimeError("an answer ended before the engine was killed: measure again")
+        return all(len(stream.token_ids) >= 4 for stream in streams)
+
     async with new_session() as http:
         reading = [asyncio.create_task(read(http, cluster.url, each.case, into=each)) for each in streams]
-        while kill and not all(len(stream.token_ids) >= 4 for stream in streams):
-            if any(task.done() for task in reading):
-                raise RuntimeError("an answer ended before the engine was killed: measure again")
-            await asyncio.sleep(0.002)
         if kill:
+            await until(begun, reading)
             cluster.of("decode")[0].kill("engine")
         await asyncio.gather(*reading)
     if failed := [stream.error for stream in streams if stream.failed]:

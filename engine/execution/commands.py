@@ -62,8 +62,6 @@ MOST_MOVES = 64
 """Of a command."""
 MOST_PATH, MOST_REASON = 16_384, 2_048
 """Bytes of a path, and of the reason why a rank cannot have weights."""
-REPORT_SECONDS = 5e-3
-"""Between two looks whether all ranks have read weights."""
 HEAD = 1 + len(DIMENSIONS) + len(NUMBERS)
 """int64 of a command before its arrays: its kind, the sizes of the dimensions, and the numbers of the
 step."""
@@ -91,7 +89,7 @@ class Commands:
         items = [(math.prod(layout.shape(sizes)), np.dtype(layout.dtype)) for layout in ARRAYS.values()]
         arrays = aligned(8 * HEAD) + sum(aligned(n * dtype.itemsize) for n, dtype in items)
         self._slot_bytes = max(arrays, aligned(8 * (2 + 3 * MOST_MOVES)), aligned(8 * 3 + MOST_PATH))
-        self._wakes = files.wakes
+        self._wakes, self._reading = files.wakes, files.readings
         slots = LINE * (1 + len(files.wakes))
         reports = slots + SLOTS * self._slot_bytes
         size = reports + (16 + MOST_REASON) * (1 + len(files.wakes))
@@ -162,10 +160,10 @@ class Commands:
         self._publish()
 
         def wait() -> None:
-            for rank, report in enumerate(self._reports[1:], 1):
-                head = report[:16].view(np.int64)
-                while head[0] < number:
-                    time.sleep(REPORT_SECONDS)
+            heads = self._reports[1:, :16].view(np.int64)
+            while heads[:, 0].min() < number:
+                os.eventfd_read(self._reading)  # it may count an earlier reading
+            for rank, (head, report) in enumerate(zip(heads, self._reports[1:], strict=True), 1):
                 if head[1]:
                     reason = report[16 : 16 + int(head[1])].tobytes().decode(errors="replace")
                     raise ValueError(f"rank {rank}: {reason}")
@@ -203,7 +201,8 @@ class Commands:
         report[16 : 16 + len(encoded)] = np.frombuffer(encoded, np.uint8)
         head = report[:16].view(np.int64)
         head[1] = len(encoded)
-        head[0] = number  # last: rank 0 waits for it
+        head[0] = number  # last: rank 0 looks at it
+        os.eventfd_write(self._reading, 1)
 
     def received(self, rank: int) -> Iterator[Step | Moves | Stage | Kind | None]:
         """The commands in order, until `stop`: a step to run, moves of memory, weights to read, `REPLACE`,

@@ -16,6 +16,8 @@ class RankFiles:
     """Memory of `engine.execution.commands`."""
     failure: int
     """Memory for the reason why a rank could not start."""
+    readings: int
+    """An eventfd: a rank has read weights."""
     wakes: Sequence[int]
     """An eventfd for each rank from 1 on; it counts the commands that the rank has not received."""
 
@@ -27,12 +29,13 @@ class RankFiles:
             os.memfd_create("rank-exchange"),
             os.memfd_create("rank-commands"),
             os.memfd_create("rank-failure"),
+            os.eventfd(0, flags),
             [os.eventfd(0, flags) for _ in range(size - 1)],
         )
 
     @property
     def fds(self) -> Sequence[int]:
-        return (self.exchange, self.commands, self.failure, *self.wakes)
+        return (self.exchange, self.commands, self.failure, self.readings, *self.wakes)
 
     def fail(self, reason: str) -> None:
         """Notes why a rank could not start."""

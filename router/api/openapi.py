@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel
@@ -51,7 +51,7 @@ class Operation:
 
     method: str
     path: str
-    summary: str
+    does: str
     response: type[BaseModel] | str | None = None
     """Of a success: the model of its JSON, or its content type. None: the response is empty."""
     body: type[BaseModel] | None = None
@@ -65,8 +65,12 @@ class Operation:
     """Takes a form with a file."""
     open: bool = False
     """Needs no API key."""
-    admin: bool = False
-    """Is on the admin port, if the router has one."""
+    admin: Literal["", "port", "key"] = ""
+    """port: is on the admin port, if the router has one. key: so it is, and needs the admin key."""
+
+    @property
+    def summary(self) -> str:
+        return f"{self.does} Needs the admin key." if self.admin == "key" else self.does
 
     @property
     def errors(self) -> tuple[int, ...]:
@@ -148,73 +152,73 @@ OPERATIONS = (
     Operation("get", "/tokenizer_info", "The chat template and the special tokens.", _JSON),
     Operation("get", "/ready", "Each pool of the cluster has a worker.", also=(503,), open=True),
     Operation("get", "/routable", _ROUTABLE, also=(503,), open=True),
-    Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin=True),
+    Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin="port"),
     Operation(
         "get", "/metrics/targets", "Where Prometheus finds the workers' metrics (HTTP service discovery).",
-        _JSON, admin=True,
+        _JSON, admin="port",
     ),
     Operation("get", "/version", "The version of Baton.", _JSON, open=True),
     Operation("get", "/openapi.json", "This description.", _JSON, open=True),
     Operation("get", "/docs", "This description as a page.", "text/html", open=True),
     Operation("get", "/chat", "A page that chats with the model.", "text/html", open=True),
-    Operation("get", "/dashboard", "A page that shows the cluster.", "text/html", open=True, admin=True),
+    Operation("get", "/dashboard", "A page that shows the cluster.", "text/html", open=True, admin="port"),
     Operation("get", "/", "A page with links to these three.", "text/html", open=True),
-    Operation("get", "/status", "The router and its workers.", _JSON, admin=True),
+    Operation("get", "/status", "The router and its workers.", _JSON, admin="port"),
     Operation(
         "get", "/status/requests/{id}", "What happened to a request that ended lately, by its x-request-id.",
-        _JSON, also=(404,), admin=True,
+        _JSON, also=(404,), admin="port",
     ),
     Operation(
-        "get", "/get_world_size", "Ranks of all workers (`world_size`). Needs the admin key.", _JSON,
-        also=(404,), admin=True,
+        "get", "/get_world_size", "Ranks of all workers (`world_size`).", _JSON,
+        also=(404,), admin="key",
     ),
     Operation(
-        "post", "/update_weights_from_disk", "Give all workers new weights. Needs the admin key.", _JSON,
-        body=UpdateWeightsBody, admin=True,
+        "post", "/update_weights_from_disk", "Give all workers new weights.", _JSON,
+        body=UpdateWeightsBody, admin="key",
     ),
     Operation(
-        "post", "/init_weight_transfer_engine", "Choose how weights come. Needs the admin key.", _JSON,
-        body=InitTransferBody, admin=True,
+        "post", "/init_weight_transfer_engine", "Choose how weights come.", _JSON,
+        body=InitTransferBody, admin="key",
     ),
     Operation(
-        "post", "/start_weight_update", "Begin an update of the weights. Needs the admin key.", _JSON,
-        also=(404,), admin=True,
+        "post", "/start_weight_update", "Begin an update of the weights.", _JSON,
+        also=(404,), admin="key",
     ),
     Operation(
-        "post", "/update_weights", "Let all workers read and check new weights. Needs the admin key.", _JSON,
-        body=UpdateInfoBody, admin=True,
+        "post", "/update_weights", "Let all workers read and check new weights.", _JSON,
+        body=UpdateInfoBody, admin="key",
     ),
     Operation(
-        "post", "/finish_weight_update", "Let all workers compute with these weights. Needs the admin key.",
-        _JSON, body=FinishWeightsBody, admin=True,
+        "post", "/finish_weight_update", "Let all workers compute with these weights.",
+        _JSON, body=FinishWeightsBody, admin="key",
     ),
     Operation(
-        "post", "/v1/load_lora_adapter", "Load an adapter on all workers. Needs the admin key.", "text/plain",
-        body=LoadAdapterBody, admin=True,
+        "post", "/v1/load_lora_adapter", "Load an adapter on all workers.", "text/plain",
+        body=LoadAdapterBody, admin="key",
     ),
     Operation(
-        "post", "/v1/unload_lora_adapter", "Unload an adapter on all workers. Needs the admin key.",
-        "text/plain", body=UnloadAdapterBody, admin=True,
+        "post", "/v1/unload_lora_adapter", "Unload an adapter on all workers.",
+        "text/plain", body=UnloadAdapterBody, admin="key",
     ),
     Operation(
-        "post", "/pause", "Pause all workers: `?mode=abort`, `wait` or `keep`. Needs the admin key.", _JSON,
-        also=(400, 404, 500, 503, 504), admin=True,
+        "post", "/pause", "Pause all workers: `?mode=abort`, `wait` or `keep`.", _JSON,
+        also=(400, 404, 500, 503, 504), admin="key",
     ),
     Operation(
-        "post", "/resume", "Let paused workers go on. Needs the admin key.", _JSON, also=(404, 500, 503),
-        admin=True,
+        "post", "/resume", "Let paused workers go on.", _JSON, also=(404, 500, 503),
+        admin="key",
     ),
     Operation(
-        "post", "/release_memory_occupation", "Give memory of all workers back. Needs the admin key.", _JSON,
-        body=MemoryBody, admin=True,
+        "post", "/release_memory_occupation", "Give memory of all workers back.", _JSON,
+        body=MemoryBody, admin="key",
     ),
     Operation(
-        "post", "/resume_memory_occupation", "Take that memory again. Needs the admin key.", _JSON,
-        body=MemoryBody, admin=True,
+        "post", "/resume_memory_occupation", "Take that memory again.", _JSON,
+        body=MemoryBody, admin="key",
     ),
     Operation(
-        "get", "/is_paused", "Whether the cluster is paused (`is_paused`). Needs the admin key.", _JSON,
-        also=(404,), admin=True,
+        "get", "/is_paused", "Whether the cluster is paused (`is_paused`).", _JSON,
+        also=(404,), admin="key",
     ),
 )  # fmt: skip
 

@@ -66,9 +66,8 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_ADMIN_KEY = (*http_weights.PATHS, *http_pause.PATHS, *http_weight_transfer.PATHS, *http_adapters.PATHS)
-"""They have a key of their own."""
-_ADMIN = ("/metrics", "/metrics/targets", "/status", "/dashboard", *_ADMIN_KEY)
+_ADMIN_KEY = {operation.path for operation in OPERATIONS if operation.admin == "key"}
+_ADMIN = tuple(operation.path for operation in OPERATIONS if operation.admin)
 _POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open} | {f"/{name}" for name in pages.PARTS}
 

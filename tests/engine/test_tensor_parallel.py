@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig
-from baton.engine.execution import host_ranks
+from baton.engine.execution import commands, host_ranks
 from baton.engine.execution.commands import SLOTS, Commands, Kind
 from baton.engine.execution.host_ranks import HostRanks
 from baton.engine.execution.rank import open_store
@@ -304,6 +304,28 @@ def test_a_rank_goes_on_with_a_layer_when_rank_0_does() -> None:
     thread.join(10)
     files.close()
     assert order == [f"{what} {layer}" for layer in range(3) for what in ("KV of layer", "rank 1, layer")]
+
+
+def test_rank_0_waits_until_all_ranks_have_read_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event wakes it, and an earlier reading that is not wanted any more does not end the wait."""
+    files = RankFiles.create(3)
+    first, *others = (Commands(files, tokens=20, requests=4, table_width=6) for _ in range(3))
+    monkeypatch.setattr(commands, "time", None)  # nothing polls
+    first.stage("/not wanted")
+    wait = first.stage("/wanted")
+    with ThreadPoolExecutor(1) as pool:
+        waited = pool.submit(wait)
+        for number, reason in ((1, "an earlier one"), (2, "")):
+            for rank, other in enumerate(others, 1):
+                assert not waited.done()
+                other.read(rank, number, reason)
+        waited.result(WITHIN)
+    wait = first.stage("/wrong")
+    for rank, (other, reason) in enumerate(zip(others, ("", "other shapes"), strict=True), 1):
+        other.read(rank, 3, reason)
+    with pytest.raises(ValueError, match="rank 2: other shapes"):
+        wait()
+    files.close()
 
 
 def step(seed: int) -> Step:
