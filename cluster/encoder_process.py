@@ -206,7 +206,7 @@ def run(config: EngineProcessConfig) -> int:
 
     heartbeat.tick()
     try:
-        encoder, made, model = start_encoder(config.engine, progress)
+        encoder, made, model = start_encoder(config.engine, progress, config.hold_seconds)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
         link.close()

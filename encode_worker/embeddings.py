@@ -40,6 +40,7 @@ class Embeddings:
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._under_way: MutableMapping[bytes, Future[np.ndarray]] = {}
+        self._held: dict[bytes, float] = {}  # names that are not dropped, until time.monotonic()
 
     def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
         """The embeddings of an image, which are ready at once if they are kept. `pixels` may be empty if the
@@ -47,6 +48,7 @@ class Embeddings:
         with self._lock:
             if (found := self._kept.get(name)) is not None:
                 self._kept.move_to_end(name)
+                self._hold(name)
                 self.hits += 1
                 ready: Future[np.ndarray] = Future()
                 ready.set_result(found)
@@ -81,13 +83,27 @@ class Embeddings:
         """Begins to make embeddings, while the lock is held."""
         raise NotImplementedError
 
+    def _hold(self, name: bytes) -> None:
+        """Embeddings that are kept were asked for, while the lock is held. An encoder may hold them."""
+
     def _keep(self, name: bytes, embeddings: np.ndarray) -> None:
         with self._lock:
             self._kept[name] = embeddings
             self.kept_bytes += embeddings.nbytes
-            while self.kept_bytes > self._most_bytes:
-                _, dropped = self._kept.popitem(last=False)
-                self.kept_bytes -= dropped.nbytes
+            self._hold(name)
+            self._drop()
+
+    def _drop(self) -> None:
+        """Drops what is too much and not held."""
+        dropped, over = list[bytes](), self.kept_bytes - self._most_bytes
+        for name, embeddings in self._kept.items():
+            if over <= 0:
+                break
+            if name not in self._held:
+                dropped.append(name)
+                over -= embeddings.nbytes
+        for name in dropped:
+            self.kept_bytes -= self._kept.pop(name).nbytes
 
     def _over(self, name: bytes, tokens: int) -> None:
         with self._lock:

@@ -1,6 +1,8 @@
 """Encodes images in a thread of its own, and keeps their embeddings by name."""
 
 import math
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,6 +18,14 @@ Encode = Callable[[bytes, int, int], np.ndarray]
 class Encoder(Embeddings):
     """One thread that encodes one image after the other, in the order in which they are asked for.
 
+    An encoder of a pool holds embeddings until a worker has fetched them, for `hold_seconds` at most. If as
+    many bytes are held as are kept at most, the next image waits. So no embeddings are dropped before they
+    are fetched, and memory is bounded by what is kept and one image.
+
+        next image ── waits for room ──▶ a fetch ends, or the time of what is held for longest
+
+    A fetch waits for no image, so both end.
+
     Attributes:
         encoded: images that were encoded since the start.
         tokens: of these images.
@@ -23,8 +33,14 @@ class Encoder(Embeddings):
         turns: when the layers of the encoder may begin.
     """
 
-    def __init__(self, encode: Encode, turns: Turns, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self, encode: Encode, turns: Turns, cache_bytes: int = CACHE_BYTES, hold_seconds: float = 0.0
+    ) -> None:
+        """`hold_seconds` 0: the embeddings are for this process, which holds what it needs itself."""
         super().__init__(cache_bytes)
+        self._hold_seconds = hold_seconds
+        self._released = threading.Condition(self._lock)
+        self._closed = False
         self.turns = turns
         self.encoded = 0
         self.tokens = 0
@@ -43,6 +59,13 @@ class Encoder(Embeddings):
         self.turns.forget()
         self._thread.submit(self._encode, pixels, rows, columns).result()
 
+    def release(self, name: bytes) -> None:
+        """A worker has fetched these embeddings. They are kept as others are."""
+        with self._released:
+            if self._held.pop(name, None) is not None:
+                self._drop()
+                self._released.notify()
+
     def forget(self) -> None:
         """Keeps no embeddings, since the weights change. Encodes what was asked for before, which no request
         waits for any more."""
@@ -52,10 +75,14 @@ class Encoder(Embeddings):
     def _forget(self) -> None:
         with self._lock:
             self._kept.clear()
+            self._held.clear()
             self.kept_bytes = 0
 
     def close(self) -> None:
         """Encodes nothing more. Returns when the thread has ended."""
+        with self._released:
+            self._closed = True
+            self._released.notify()
         self.turns.grant(math.inf)
         self._thread.shutdown(cancel_futures=True)
 
@@ -66,6 +93,7 @@ class Encoder(Embeddings):
     def _run(self, name: bytes, pixels: bytes, rows: int, columns: int) -> np.ndarray:
         if not pixels:
             raise ValueError("the pixels of an image are missing, and its embeddings are not kept")
+        self._wait_for_room()
         before = self.turns.seconds
         encoded = self._encode(pixels, rows, columns)
         with self._lock:
@@ -74,6 +102,22 @@ class Encoder(Embeddings):
             self.seconds += self.turns.seconds - before
         self._keep(name, encoded)
         return encoded
+
+    def _hold(self, name: bytes) -> None:
+        if self._hold_seconds:
+            self._held.pop(name, None)  # the ends of times stay in order
+            self._held[name] = time.monotonic() + self._hold_seconds
+
+    def _wait_for_room(self) -> None:
+        with self._released:
+            while self._held and not self._closed:
+                name, until = next(iter(self._held.items()))
+                if (left := until - time.monotonic()) <= 0:
+                    del self._held[name]
+                elif sum(self._kept[each].nbytes for each in self._held) < self._most_bytes:
+                    return
+                else:
+                    self._released.wait(left)
 
     def _over(self, name: bytes, tokens: int) -> None:
         super()._over(name, tokens)

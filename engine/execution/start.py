@@ -232,9 +232,11 @@ def _set_threads(config: EngineConfig, ranks: Ranks) -> None:
 
 
 def start_encoder(
-    config: EngineConfig, progress: Callable[[str, float], None]
+    config: EngineConfig, progress: Callable[[str, float], None], hold_seconds: float
 ) -> tuple[Encoder, EmbeddingFormat, ModelConfig]:
-    """Loads only the encoder of images. Raises `ValueError` for mistakes that the user can mend."""
+    """Loads only the encoder of images. `hold_seconds`: as for `Encoder`.
+
+    Raises `ValueError` for mistakes that the user can mend."""
     device, ranks = torch.device(config.device), Ranks()
     _set_threads(config, ranks)
     checkpoint = open_checkpoint(config, device)
@@ -255,7 +257,7 @@ def start_encoder(
         tower = Tower(
             model.vision.settings, model.vision.tower, weights, device, dtype, turns, seed=config.seed
         )
-    encoder = Encoder(tower.encode, turns)
+    encoder = Encoder(tower.encode, turns, hold_seconds=hold_seconds)
     if device.type == "cuda":
         with memory_for("the largest image", "choose a smaller --model"):
             _rehearse(encoder, model.vision.settings, device)

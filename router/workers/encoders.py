@@ -26,7 +26,7 @@ from baton.rpc import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
-"""Of an image, and of fetches of the images of an attempt, before the request fails."""
+"""Of an image, and of its fetches for an attempt, before the request fails."""
 MOST_KEPT = 4096
 """Images that a router remembers of each encoder."""
 
@@ -92,20 +92,20 @@ class Encoders:
 
     def wanted(self, worker: Worker, message: pb.ImageWanted) -> None:
         """A worker misses embeddings that prompts there need."""
-        waiting = [
-            (attempt, image)
+        waiting = {
+            attempt: image
             for attempt in worker.attempts.values()
             for image in attempt.images
             if image.name == message.name
-        ]
+        }
         if message.lost and waiting:
             for kept in self._kept.values():
                 kept.pop(message.name, None)
-        for attempt, image in waiting:
-            attempt.lost_images += message.lost
-            if attempt.lost_images > MOST_FAILURES:
+        for attempt, image in waiting.items():
+            attempt.lost_images[image.name] += message.lost
+            if (times := attempt.lost_images[image.name]) > MOST_FAILURES:
                 text = f"request {attempt.name}: {worker} could not fetch an image from the encoders"
-                attempt.on_event(attempt, NotEncoded(Failed(f"{text}, {attempt.lost_images} times")))
+                attempt.on_event(attempt, NotEncoded(Failed(f"{text}, {times} times")))
             else:
                 self.want(attempt, image)
 

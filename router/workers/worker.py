@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -153,8 +154,8 @@ class Attempt:
     """The log probabilities of the prompt that came."""
     images: "Sequence[PlacedImage]" = ()
     """Those of the prompt, if the worker computes it and encoders make their embeddings."""
-    lost_images: int = 0
-    """Times that embeddings did not come from the encoder that had them."""
+    lost_images: Counter[bytes] = field(default_factory=Counter)
+    """Times that embeddings did not come from the encoder that had them, by image."""
     on_end: list[Callable[["Attempt"], None]] = field(default_factory=list)
     """Called when it has ended here."""
 

@@ -231,6 +231,25 @@ async def test_an_image_that_no_prompt_wants_any_more_is_cancelled() -> None:
     assert cancel.cancel.attempt_id == submit.encode_id
 
 
+async def test_a_request_goes_on_if_all_of_its_images_were_dropped() -> None:
+    """A router believes that an encoder keeps them."""
+    fleet, pictures = Fleet(), [image(i) for i in range(8)]
+    fleet.attempt("a", *pictures)
+    for encoder in fleet.encoders:
+        for message in fleet.sent(encoder):
+            if message.HasField("encode"):
+                fleet.roster.encoders.encoded(encoder, message.encode.encode_id)
+    fleet.worker.lose_all()
+    fleet.attempt("b", *pictures, pictures[0])
+    assert len(fleet.ready()) == 2 * len(pictures) + 1
+    for picture in pictures:
+        fleet.roster.encoders.wanted(fleet.worker, pb.ImageWanted(name=picture.name, lost=True))
+    assert fleet.told["b"] == []
+    sent = [fleet.sent(encoder) for encoder in fleet.encoders]
+    again = {message.encode.image.name for each in sent for message in each if message.HasField("encode")}
+    assert again == {picture.name for picture in pictures}
+
+
 async def test_a_worker_asks_for_what_it_lacks() -> None:
     fleet, picture = Fleet(), image(1)
     wanted = fleet.roster.encoders.wanted

@@ -43,7 +43,7 @@ class Pair:
             kv.Transport(process.sending, process.receiving, kv.TraceWriter(None, "test"))
             for process in self.processes
         ]
-        self.encoder = Encoder(encode, Turns())
+        self.encoder = Encoder(encode, Turns(), hold_seconds=WITHIN)
         self.served = ServedEmbeddings(ends[0], MADE, self.encoder)
         self.told = zmq.Context.instance().socket(zmq.PAIR)
         self.told.bind(f"ipc://{directory}/engine")
@@ -69,6 +69,12 @@ class Pair:
     def go_on(self) -> None:
         self.served.poll()
         self.fetched.report()
+
+    def settle(self) -> None:
+        """The encoder learns that all has come."""
+        while not (self.served.idle and self.fetched.idle):
+            select.select([self.served, self.fetched], [], [], 0.01)
+            self.go_on()
 
     def wanted(self) -> ImageWanted:
         """What the worker says next."""
@@ -112,9 +118,20 @@ def test_a_worker_gets_the_bytes_of_an_encoder_once(pair: Pair) -> None:
     assert np.array_equal(pair.until(future), expected)
     assert pair.fetched.embeddings(name, b"", 10, 17).result(0) is future.result()
     assert pair.served.fetched == 1
-    while not (pair.served.idle and pair.fetched.idle):  # the encoder learns that all has come
-        select.select([pair.served, pair.fetched], [], [], 0.01)
-        pair.go_on()
+    pair.settle()
+
+
+def test_an_encoder_that_serves_as_many_as_it_can_is_asked_again(pair: Pair) -> None:
+    """This one serves two at a time. More are asked for at once."""
+    images = [next(names) for _ in range(8)]
+    expected = [pair.encode(name, 1, 70) for name in images]
+    for name in images:
+        pair.fetched.ready(name, pair.source)
+    futures = [pair.fetched.embeddings(name, b"", 1, 70) for name in images]
+    for future, embeddings in zip(futures, expected, strict=True):
+        assert np.array_equal(pair.until(future), embeddings)
+    pair.settle()
+    assert pair.encoder._held.keys().isdisjoint(images), "the worker has fetched them"
 
 
 def test_what_an_encoder_lacks_is_asked_for_again(pair: Pair) -> None:

@@ -34,10 +34,6 @@ from baton.worker.messages import ContentSource, ImageWanted
 
 log = logging.getLogger(__name__)
 
-PAGED_BYTES = 256 << 20
-"""Of embeddings on their way, at each end. At least the largest image fits."""
-BUSY_AGAIN = 0.02
-"""Seconds after which an encoder that sends as many images as it may is asked again."""
 MOST_SOURCES = 4096
 """Images of which a worker remembers the encoder."""
 
@@ -57,7 +53,9 @@ def chunk_names(name: bytes, tokens: int) -> list[bytes]:
 
 
 class PagedEmbeddings:
-    """Memory for embeddings on their way, in blocks of a chunk. The system gives it when it is written first.
+    """Memory for embeddings on their way, in blocks of a chunk: for two of the largest images, so that one is
+    copied while the other travels. The system gives memory when it is written first. The blocks that were
+    freed last are taken first, so that it gives no more than travels at the same time.
 
     Attributes:
         paged: as `Sender` and `Receiver` take it.
@@ -66,12 +64,11 @@ class PagedEmbeddings:
 
     def __init__(self, made: EmbeddingFormat) -> None:
         layout = embedding_layout(made)
-        most = -(-made.most_tokens // CHUNK_TOKENS)
-        blocks = max(most, PAGED_BYTES // (CHUNK_TOKENS * made.token_bytes))
+        blocks = 2 * -(-made.most_tokens // CHUNK_TOKENS)
         shape = 1, blocks, CHUNK_TOKENS, 1, layout.arrays[0].head_dim
         memory = torch.empty(shape, dtype=getattr(torch, made.dtype))
         self.paged = PagedKV([[[memory]]], CHUNK_TOKENS, layout, "cpu")
-        self.free = list(range(blocks))
+        self.free = list(range(blocks))[::-1]
         self._bytes = memory.view(torch.uint8).numpy().reshape(blocks, CHUNK_TOKENS, made.token_bytes)
 
     def take(self, tokens: int) -> list[int] | None:
@@ -79,8 +76,8 @@ class PagedEmbeddings:
         count = -(-tokens // CHUNK_TOKENS)
         if count > len(self.free):
             return None
-        taken = self.free[:count]
-        del self.free[:count]
+        taken = self.free[-count:]
+        del self.free[-count:]
         return taken
 
     def write(self, blocks: Sequence[int], embeddings: np.ndarray) -> None:
@@ -115,6 +112,17 @@ class _Fetch:
     future: "Future[np.ndarray]"
     source: ContentSource
     blocks: list[int]
+    asked_at: float
+    """time.monotonic()"""
+
+
+class _Busy(NamedTuple):
+    """An encoder sends as many images as it can. Times are time.monotonic()."""
+
+    since: float
+    """The first question was asked that it refused."""
+    until: float
+    """It is not asked again before."""
 
 
 class FetchedEmbeddings(Embeddings):
@@ -142,7 +150,8 @@ class FetchedEmbeddings(Embeddings):
         self._sources = OrderedDict[bytes, ContentSource]()
         self._asked: dict[bytes, tuple[int, weakref.ref[Future[np.ndarray]]]] = {}
         self._fetches: dict[bytes, _Fetch] = {}  # by image
-        self._busy_until = 0.0  # time.monotonic(): no encoder is asked
+        self._busy: dict[str, _Busy] = {}  # by the address of the encoder
+        self._again_at: float | None = None  # when one of these is asked for an image
         self._thread = threading.Thread(target=self._run, name="embeddings", daemon=True)
         self._thread.start()
 
@@ -203,8 +212,9 @@ class FetchedEmbeddings(Embeddings):
         try:
             while not self._stopping:
                 within = self._receiver.poll_within
-                if (busy := self._busy_until - time.monotonic()) > 0:
-                    within = busy if within is None else min(within, busy)
+                if self._again_at is not None:
+                    again = max(0.0, self._again_at - time.monotonic())
+                    within = again if within is None else min(within, again)
                 if self._wake in wait([self._wake, self._receiver.fileno()], within):
                     os.eventfd_read(self._wake)
                 self._turn()
@@ -231,8 +241,7 @@ class FetchedEmbeddings(Embeddings):
 
     def _fetch_next(self) -> None:
         """Begins fetches, in the order in which images were asked for, as far as there is memory."""
-        if time.monotonic() < self._busy_until:
-            return
+        now, self._again_at = time.monotonic(), None
         for name, (tokens, asked) in list(self._asked.items()):
             future = asked()
             if future is None or future.done():
@@ -240,10 +249,14 @@ class FetchedEmbeddings(Embeddings):
                 continue
             if name in self._fetches or (source := self._sources.get(name)) is None:
                 continue
+            busy = self._busy.get(source.kv_address)
+            if busy is not None and now < busy.until:
+                self._again_at = min(busy.until, self._again_at or busy.until)
+                continue
             blocks = self._memory.take(tokens)
             if blocks is None:
                 return
-            fetch = self._fetches[name] = _Fetch(name, tokens, future, source, blocks)
+            fetch = self._fetches[name] = _Fetch(name, tokens, future, source, blocks, now)
             self._receiver.fetch_content(
                 os.urandom(16),
                 chunks=chunk_names(name, tokens),
@@ -256,6 +269,7 @@ class FetchedEmbeddings(Embeddings):
 
     def _ended(self, fetch: _Fetch, event: object) -> None:
         del self._fetches[fetch.name]
+        address, busy = fetch.source.kv_address, self._busy.pop(fetch.source.kv_address, None)
         complete = isinstance(event, Injected) and event.stats.tokens == len(fetch.blocks) * CHUNK_TOKENS
         if complete:
             found = self._memory.read(fetch.blocks, fetch.tokens)
@@ -264,10 +278,12 @@ class FetchedEmbeddings(Embeddings):
             fetch.future.set_result(found)
             os.eventfd_write(self._changed, 1)
         elif isinstance(event, FetchFailed) and event.reason == "busy":
-            self._busy_until = time.monotonic() + BUSY_AGAIN
+            # The wait is as long as all questions so far, so it doubles.
+            now, since = time.monotonic(), busy.since if busy else fetch.asked_at
+            self._busy[address] = _Busy(since, 2 * now - since)
         else:
             why = event.reason if isinstance(event, FetchFailed) else "a part is missing"
-            log.warning("an image did not come from the encoder at %s: %s", fetch.source.kv_address, why)
+            log.warning("an image did not come from the encoder at %s: %s", address, why)
             if self._sources.get(fetch.name) == fetch.source:
                 del self._sources[fetch.name]
                 self._want(fetch.name, lost=True)

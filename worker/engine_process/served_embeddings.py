@@ -3,7 +3,8 @@
 from collections import OrderedDict, deque
 
 from baton.content import CHUNK_TOKENS
-from baton.encode_worker.embeddings import EmbeddingFormat, Embeddings
+from baton.encode_worker.embeddings import EmbeddingFormat
+from baton.encode_worker.encoder import Encoder
 from baton.kv_transfer import ContentWanted, Transport
 from baton.worker.engine_process.embeddings import PagedEmbeddings, chunk_names
 
@@ -20,7 +21,7 @@ class ServedEmbeddings:
         fetched: images that were sent, or are being sent.
     """
 
-    def __init__(self, transport: Transport, made: EmbeddingFormat, images: Embeddings) -> None:
+    def __init__(self, transport: Transport, made: EmbeddingFormat, images: Encoder) -> None:
         self.fetched = 0
         self._images = images
         self._memory = PagedEmbeddings(made)
@@ -55,7 +56,10 @@ class ServedEmbeddings:
             if isinstance(event, ContentWanted):
                 self._waiting.append(event)
             else:
-                self._memory.free += event.owner
+                name, blocks = event.owner
+                self._memory.free += blocks
+                if event.reason == "acked":
+                    self._images.release(name)
         while self._waiting and self._serve(self._waiting[0]):
             self._waiting.popleft()
 
@@ -69,7 +73,7 @@ class ServedEmbeddings:
         if (blocks := self._memory.take(tokens)) is None:
             return False
         self._memory.write(blocks, embeddings)
-        self._sender.serve(wanted.pin_id, blocks, 0, len(blocks) * CHUNK_TOKENS, owner=blocks)
+        self._sender.serve(wanted.pin_id, blocks, 0, len(blocks) * CHUNK_TOKENS, owner=(name, blocks))
         self.fetched += 1
         return True
 

@@ -69,6 +69,8 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     trace_path: str | None
     engine_args: Sequence[str] = ()
     """As in `WorkerConfig`."""
+    hold_seconds: float = 0.0
+    """For which an encoder holds embeddings until a worker has fetched them."""
     kv_events: bool = False
     """Whether the service publishes `CacheEvents`."""
     rank_arenas: Sequence[Arenas] = ()

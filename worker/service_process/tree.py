@@ -64,10 +64,6 @@ STOP_TIMEOUT = 5.0
 """Seconds that a process has to stop before it is killed."""
 
 
-ENCODER_PINS = 64
-"""Images that an encoder sends at the same time, or that wait for memory there."""
-
-
 class Transfer:
     """A transfer process: that of KV, or the one of embeddings of images, which have another layout.
 
@@ -167,6 +163,7 @@ class WorkerTree:
             heartbeat_fd=self.heartbeat.fd,
             trace_path=config.trace_path("engine", self._replacements),
             engine_args=config.engine_args or (),
+            hold_seconds=config.deadlines.hold,
             kv_events=config.kv_events_endpoint is not None,
             image_arenas=None if self._images is None else self._image_arenas(self._images),
             rank_arenas=[
@@ -274,7 +271,8 @@ class WorkerTree:
             host=config.kv_listen_host(),
             port=config.kv_port,
             lanes=config.kv_lanes,
-            max_pins=ENCODER_PINS if config.role == "encode" else MOST_PINS,
+            # An image takes at least one block of an encoder: no more could be on their way.
+            max_pins=engine.num_blocks if config.role == "encode" else MOST_PINS,
             bind=config.kv_bind,
             encrypt=config.kv_encrypt,
             reader=config.kv_connector if config.reader else "",
