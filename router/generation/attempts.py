@@ -161,6 +161,7 @@ class AttemptPair:
             interrupted=self.retried,
             may_split=self.may_split and not emitted and not job.scores_prompt and not job.images,
             images=[(image.start, image.start + image.rows * image.columns) for image in job.images],
+            encoded_in=self.pool.encoders.expected(job.images),
             pair=job.pair,
         )
 

@@ -35,6 +35,8 @@ long, unless prompts there would wait for them. Under a load that gains from it,
 and a decode worker, and under others as two colocated engines that share their work.
 
 Images that its cache lacks are encoded by the worker that computes the prompt, and take time as tokens do.
+If encoders of a pool encode them, no worker loses that time. But a first token comes no sooner than the
+embeddings of each image and the tokens from there on.
 
 All terms follow from the model of steps that a worker reports, and from what the router sent since. Pure.
 """
@@ -86,7 +88,8 @@ class Offer:
         spare: positions for which its cache forgets nothing that only this worker has.
         reuse: share of prompts that is cached.
         room: it has room to decode the request.
-        encoding: seconds in which the images are encoded that it has not cached, if it decodes nothing.
+        encoding: seconds in which it encodes the images that it has not cached, if it decodes nothing.
+        embeddings: of each image that encoders encode for it: its position, and seconds until it is encoded.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
@@ -107,6 +110,7 @@ class Offer:
     room: bool = True
     queues: bool = False
     encoding: float = 0.0
+    embeddings: Sequence[tuple[int, float]] = ()
     first: float = field(init=False)
     within: float = field(init=False)
     prompt_cost: float = field(init=False)
@@ -118,6 +122,10 @@ class Offer:
         behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
         self.within = self.load + now.stretch * alone + JOIN_STEPS * now.step
         self.first = self.within + now.stretch * wait
+        for start, seconds in self.embeddings:
+            rest = now.stretch * pace.model.prefill(self.request.tokens - start, start)
+            self.within = max(self.within, seconds + rest + JOIN_STEPS * now.step)
+        self.first = max(self.first, self.within)
         self.prompt_cost = self.first + behind + self._added(alone)
 
     @property
@@ -215,6 +223,7 @@ def offer(
     decoding = status.requests_decoding
     each = status.gap_cost / decoding if decoding else gap_cost(fleet, gap, request.answer)
     reserved = max(0, status.blocks_free - sent.blocks_free)  # since the report
+    encoded_in = request.encoded_in if described.image_fingerprint else ()
     return Offer(
         row,
         request,
@@ -238,6 +247,11 @@ def offer(
         sent.fits(request.tokens + 1),
         max(waiting, loads.own_tokens(row)) > budget,
         status.encode_token_seconds * sum(stop - start for start, stop in request.images if stop > cached),
+        [
+            (start, late)
+            for (start, stop), late in zip(request.images, encoded_in, strict=False)
+            if stop > cached
+        ],
     )
 
 

@@ -103,6 +103,8 @@ class PrefillRequest:
     """Several workers may compute it."""
     images: Sequence[tuple[int, int]] = ()
     """Those of the prompt: the first position of each, and the one behind its last."""
+    encoded_in: Sequence[float] = ()
+    """Seconds until encoders have encoded each of these. Empty: there are none."""
     pair: tuple[str, str] | None = None
     """The addresses of the workers that must compute and decode it, to prove that KV gets to the second."""
 

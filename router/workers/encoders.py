@@ -13,8 +13,8 @@ import asyncio
 import logging
 import os
 import random
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.machine.logs import of_request
@@ -67,8 +67,25 @@ class Encoders:
         self._kept: dict[Worker, OrderedDict[bytes, None]] = {}
         self._under_way: dict[tuple[str, bytes], ImageEncode] = {}  # by fingerprint and name
         self._by_id: dict[bytes, ImageEncode] = {}
+        self._sent = Counter[Worker]()
+        """Tokens of the images that each encoder encodes for this router."""
 
     # ------------------------------------------------------------ prompts
+
+    def expected(self, images: Sequence[PlacedImage]) -> list[float]:
+        """Seconds until each of these images is encoded, if they are sent now. Empty: there is no encoder."""
+        if not images or not self.ready:
+            return []
+        waits = {worker: wait for worker, (wait, _) in self._waits(self.ready).items()}
+        found = list[float]()
+        for image in images:
+            if any(image.name in self._kept[worker] for worker in waits):
+                found.append(0.0)
+                continue
+            worker = min(waits, key=waits.__getitem__)
+            waits[worker] += image.rows * image.columns * worker.status.encode_token_seconds
+            found.append(waits[worker])
+        return found
 
     def want(self, attempt: Attempt, image: PlacedImage) -> None:
         """The worker of an open attempt needs the embeddings of an image. Tells it which encoder has them,
@@ -172,7 +189,7 @@ class Encoders:
 
     def _place(self, encode: ImageEncode) -> None:
         """Sends the image to the encoder that should have it first."""
-        self._by_id.pop(encode.id, None)
+        self._withdraw(encode)
         encode.worker = None
         fitting = self._fitting(encode.fingerprint)
         fitting = [worker for worker in fitting if worker.address not in encode.avoid] or fitting
@@ -184,13 +201,11 @@ class Encoders:
         if encode.timer is not None:
             encode.timer.cancel()
             encode.timer = None
-        sent = dict.fromkeys(fitting, 0)
-        for other in self._by_id.values():
-            if other.worker in sent:
-                sent[other.worker] += other.tokens
-        worker = min(fitting, key=lambda each: (*_wait(each, sent[each]), random.random()))
+        waits = self._waits(fitting)
+        worker = min(fitting, key=lambda each: (*waits[each], random.random()))
         encode.worker, encode.id = worker, os.urandom(16)
         self._by_id[encode.id] = encode
+        self._sent[worker] += encode.tokens
         attempt = next(iter(encode.attempts))
         image = encode.image
         worker.send_pixels(image.pixels)
@@ -205,6 +220,15 @@ class Encoders:
             about = of_request(attempt.name, encode.id)
             log.debug("request %s: image at %s", attempt.name, worker, extra=about)
 
+    def _waits(self, workers: Iterable[Worker]) -> dict[Worker, tuple[float, int]]:
+        """Seconds until each encoder has encoded all images before the next one, and their tokens from this
+        router: while no seconds are known, these decide."""
+        found = {}
+        for worker in workers:
+            tokens, status = self._sent[worker], worker.status
+            found[worker] = max(status.encode_queue_seconds, tokens * status.encode_token_seconds), tokens
+        return found
+
     def _waited_too_long(self, encode: ImageEncode) -> None:
         text = "its image needs an encoder, and none is ready"
         self._fail(encode, lambda attempt: NoWorker(f"request {attempt.name}: {text}", retry_after=1))
@@ -214,18 +238,19 @@ class Encoders:
         for attempt in list(encode.attempts):
             attempt.on_event(attempt, NotEncoded(error(attempt)))
 
+    def _withdraw(self, encode: ImageEncode) -> None:
+        """Its encoder encodes it no more for this router."""
+        if self._by_id.pop(encode.id, None) is not None:
+            assert encode.worker is not None, "it has an id"
+            self._sent[encode.worker] -= encode.tokens
+            if not self._sent[encode.worker]:
+                del self._sent[encode.worker]
+
     def _end(self, encode: ImageEncode) -> None:
         del self._under_way[encode.fingerprint, encode.image.name]
-        self._by_id.pop(encode.id, None)
+        self._withdraw(encode)
         if encode.timer is not None:
             encode.timer.cancel()
-
-
-def _wait(worker: Worker, sent: int) -> tuple[float, int]:
-    """Seconds until the encoder has encoded all images before the next one, and their tokens from this
-    router: while no seconds are known, these decide."""
-    status = worker.status
-    return max(status.encode_queue_seconds, sent * status.encode_token_seconds), sent
 
 
 def _tell(target: Worker, name: bytes, encoder: Worker) -> None:

@@ -116,6 +116,7 @@ async def test_an_image_is_encoded_once_and_its_worker_is_told() -> None:
     fleet.roster.encoders.encoded(encoder, submit.encode_id)
     kept_at = encoder.description.kv_address
     assert fleet.ready() == [(picture.name, kept_at)]
+    assert fleet.roster.encoders.expected([picture]) == [0.0]
     fleet.attempt("c", picture)  # a repeated image
     assert fleet.ready() == [(picture.name, kept_at)]
     assert fleet.sent(encoder) == []
@@ -150,6 +151,8 @@ async def test_the_encoder_with_the_least_wait_gets_an_image() -> None:
             encode_queue_seconds=seconds,
         )
         fleet.roster.reported(worker, status)
+    images = [image(1, tokens=40), image(2, tokens=20), image(3)]
+    assert fleet.roster.encoders.expected(images) == pytest.approx([0.6, 0.7, 0.64])
     fleet.attempt("a", image(1, tokens=40))  # 0.4 s
     assert fleet.encode(second).image.columns == 40
     fleet.attempt("b", image(2, tokens=20))
@@ -183,6 +186,7 @@ async def test_another_encoder_takes_the_images_of_one_that_is_lost_or_drains() 
     fleet.lose(encoder)  # with all that it kept
     fleet.attempt("b", image(1))
     fleet.encode(other)
+    assert fleet.roster.encoders._sent == {other: image(1).rows * image(1).columns}
 
 
 async def test_an_image_that_no_encoder_can_encode_fails_its_requests() -> None:

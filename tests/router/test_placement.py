@@ -69,6 +69,10 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert shown.first == pytest.approx(beside.first + 0.03 * 16 / 6), (
         "images are encoded beside decodes, too"
     )
+    late = offer(1000, model=FIXED, ahead=500, embeddings=[(0, 0.01), (900, 0.2), (990, 0.2)])
+    assert late.first == late.within == pytest.approx(0.2 + 0.01), "from the last image that comes on"
+    soon = offer(1000, model=FIXED, ahead=500, embeddings=[(0, 0.01), (900, 0.02)])
+    assert soon.first == offer(1000, model=FIXED, ahead=500).first, "prompts ahead take longer than images"
     few = offer(20, model=FIXED, decodes=2)
     assert few.prompt_cost == few.first, "a short step costs nothing"
     busy = offer(1000, model=FIXED, rate=5000.0)
@@ -261,6 +265,10 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: in
     worker.status.encode_token_seconds = 0.001
     request.images = [(100, 400), (400, 1400)]  # the first one is cached
     assert placed(fleet_of(loads, [worker]), request, worker.row, 500).encoding == pytest.approx(1.0)
+    request.encoded_in = [0.1, 0.2]
+    assert placed(fleet_of(loads, [worker]), request, worker.row, 500).embeddings == [], "it encodes itself"
+    worker.description.image_fingerprint = "images=1"
+    assert placed(fleet_of(loads, [worker]), request, worker.row, 500).embeddings == [(400, 0.2)]
     worker.step_model = H200
     fleet = fleet_of(loads, [worker], ttft_target=0.5)
     known = placed(fleet, request, worker.row, 500)
