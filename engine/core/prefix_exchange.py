@@ -86,11 +86,11 @@ class Import:
     windows: WindowSpan = field(default_factory=WindowSpan)
     """The blocks that get what comes of layers with windows."""
 
-    def end(self, num_tokens: int, *, whole: bool = False) -> None:
+    def end(self, num_tokens: int, *, all_positions: bool = False) -> None:
         """Nothing is written into the blocks any more. The cache gets what is complete among the first
         `num_tokens` positions: their KV is verified. 0: nothing. The pool keeps a block that is not full as a
-        remnant. `whole`: as in `PrefixSource`."""
-        self.exchange.imported(self, num_tokens, whole=whole)
+        remnant. `all_positions`: arrays with windows have those, too, that no later token reads."""
+        self.exchange.imported(self, num_tokens, all_positions=all_positions)
 
 
 class PrefixExchange:
@@ -132,10 +132,10 @@ class PrefixExchange:
             self._windows.end(lease.windows, lease.table)
         self._pool.release(blocks, remnant, copied=copied, first_copied=first)
 
-    def imported(self, ended: Import, num_tokens: int, *, whole: bool) -> None:
+    def imported(self, ended: Import, num_tokens: int, *, all_positions: bool) -> None:
         """As `Import.end`."""
         names, (last, rest) = ended.missing.names, divmod(num_tokens, self._block_size)
-        thin = 0 if whole else self._cache.thin_before(num_tokens)
+        thin = 0 if all_positions else self._cache.thin_before(num_tokens)
         self._cache.publish(names, ended.table, len(ended.table) - len(ended.blocks), last, thin=thin)
         if (slot := ended.state_slot) is not None:
             assert self._cache.copies is not None, "it gave the slot"

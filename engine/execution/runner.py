@@ -38,7 +38,6 @@ from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import (
     FP8,
-    Beside,
     Fp8KV,
     HeadNorm,
     Index,
@@ -47,6 +46,7 @@ from baton.engine.kernels import (
     Kernels,
     LatentHeads,
     LatentNorm,
+    Rates,
     StateLayer,
     parts,
 )
@@ -487,8 +487,8 @@ class ModelRunner:
         if self._has_states:
             states = kernels.tile_states(attention, self._dtype)
 
-            def mix(layer: int, x: Tensor, beside: Beside, parameters: StateLayer) -> Tensor:
-                y = kernels.mix_states(x, beside, parameters, self.caches[layer], states)
+            def mix(layer: int, x: Tensor, rates: Rates, parameters: StateLayer) -> Tensor:
+                y = kernels.mix_states(x, rates, parameters, self.caches[layer], states)
                 layer_done(layer)
                 return y
 

@@ -60,10 +60,10 @@ from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, 
 from baton.engine.kernels.state import gated_delta, mamba2
 from baton.engine.kernels.state.gated_delta import GatedDelta, KimiDelta
 from baton.engine.kernels.state.mamba2 import (
-    Beside,
     HeadStates,
     LayerState,
     Mamba2,
+    Rates,
     ShortConvolution,
     StateLayer,
 )
@@ -256,10 +256,10 @@ class Kernels:
         return mamba2.tile_states(metadata)
 
     def mix_states(
-        self, x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, tiling: Any
+        self, x: Tensor, rates: Rates, layer: StateLayer, state: LayerState, tiling: Any
     ) -> Tensor:
         mix = mamba2.mix_states_by_row if self.exact else mamba2.mix_states
-        return mix(x, beside, layer, state, tiling)
+        return mix(x, rates, layer, state, tiling)
 
     def tile_programs(self, num_kv_heads: int) -> int:
         """Pieces of `AttentionMetadata.tiles` that the device computes at once. 0: tiles are not cut."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from baton.engine.kernels import (
     KV,
-    Beside,
     Both,
     Experts,
     Fp8Experts,
@@ -21,6 +20,7 @@ from baton.engine.kernels import (
     LayerState,
     Mamba2,
     Quantized,
+    Rates,
     StateLayer,
     fp8,
     in_form,
@@ -250,7 +250,7 @@ class TritonKernels(Kernels):
         return tile_states(metadata, dtype, self._multiprocessors, exact=self.exact)
 
     def mix_states(
-        self, x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, tiling: TritonStateTiling
+        self, x: Tensor, rates: Rates, layer: StateLayer, state: LayerState, tiling: TritonStateTiling
     ) -> Tensor:
         _, heads, head_dim, _ = state.ssm.shape
         y = x.new_empty(len(x), heads * head_dim)
@@ -262,11 +262,11 @@ class TritonKernels(Kernels):
         if not isinstance(layer, HeadStates):
             return rows
         if len(tiling.contexts) or tiling.exact:
-            state_update.update(rows, beside, layer, state.ssm, tiling, y)
+            state_update.update(rows, rates, layer, state.ssm, tiling, y)
         if tiling.exact:
             return y
         if tiling.scans is not None and isinstance(layer, Mamba2):
-            ssd.scan(rows, beside[0], layer, state.ssm, tiling, y)
+            ssd.scan(rows, rates[0], layer, state.ssm, tiling, y)
         elif tiling.scans is not None:
-            delta_scan.scan(rows, beside, layer, state.ssm, tiling, y)
+            delta_scan.scan(rows, rates, layer, state.ssm, tiling, y)
         return y

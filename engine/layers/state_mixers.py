@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import (
-    Beside,
     Both,
     GatedDelta,
     KimiDelta,
     Mamba2,
+    Rates,
     ShortConvolution,
     StateLayer,
 )
@@ -21,8 +21,8 @@ from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig, StateConfig
 
-Mix = Callable[[int, Tensor, Beside, StateLayer], Tensor]
-"""(layer, x, beside, parameters) → y [tokens, heads · head_dim]. Takes the states of the layer past the
+Mix = Callable[[int, Tensor, Rates, StateLayer], Tensor]
+"""(layer, x, rates, parameters) → y [tokens, heads · head_dim]. Takes the states of the layer past the
 tokens of the step, as `Kernels.mix_states`."""
 
 

@@ -9,7 +9,7 @@ import torch
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import ExportedMemory, PeerDeviceMemory, Slots
-from baton.kv_transfer.device.pool import Event, Outcome, Rest, Staged
+from baton.kv_transfer.device.pool import Event, Outcome, Remainder, Staged
 from baton.kv_transfer.device.slice_kernels import RequestTable, SliceKernels
 from baton.kv_transfer.device.tables import Tables, pin, unpin
 from baton.kv_transfer.peer_memory import PeerMemories, Unreachable
@@ -244,12 +244,12 @@ class CudaPool:
         if landing is not None:
             landing.free = event
 
-        def outcome() -> list[Rest]:
+        def outcome() -> list[Remainder]:
             words = table.words[:count].tolist()
             self._tables.give(table)
             sums = {item.slot: words[i] for i, item in enumerate(batch)}
             first = {source.address: marks_at + i * each for i, source in enumerate(sources)}
-            rests: list[Rest] = []
+            remainders: list[Remainder] = []
             for item in asked:
                 source, number = places[item.slot]
                 mark = first[source.address] + 2 * number
@@ -257,8 +257,8 @@ class CudaPool:
                 if not (self._kernels.window(item.piece).is_first or self._kernels.is_converted(item)):
                     checksum = 0  # another rank has it
                 right = generation == item.generation
-                rests.append((checksum - sums[item.slot]) % (1 << 64) if right else None)
-            return rests
+                remainders.append((checksum - sums[item.slot]) % (1 << 64) if right else None)
+            return remainders
 
         return event, outcome
 

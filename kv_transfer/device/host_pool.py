@@ -21,7 +21,7 @@ from baton.kv_transfer.device.pool import (
     Event,
     Outcome,
     Pool,
-    Rest,
+    Remainder,
     Staged,
     Window,
     arrays_sent,
@@ -111,15 +111,15 @@ class HostPool:
         return True
 
     def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        rests: list[Rest] = []
+        remainders: list[Remainder] = []
         for item, (arena, number) in [(item, memory.place(item.slot)) for item in batch]:
             array = self._arrays[item.piece.array, item.dtype]
             slot = arena.slot(number)[: array.bytes_of(item.piece.head_count, item.piece.token_count)]
             checksum = xxhash.xxh3_64_intdigest(slot)
             self._scatter(item, slot)
             right = arena.mark(number) == (item.generation, checksum)
-            rests.append(0 if right else None)
-        return None, lambda: rests
+            remainders.append(0 if right else None)
+        return None, lambda: remainders
 
     def close(self) -> None:
         self._planes.clear()

@@ -22,14 +22,14 @@ LEAST_OF_HEAD = 2.0**-100
 """In FP8 counts as the largest value of a head of zeros, so that its scale is not 0."""
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
-Rest = int | None
+Remainder = int | None
 """The checksum of a slice minus the sum of the words that a rank has read, modulo 2⁶⁴. None: wrong or
 overwritten.
 
 The ranks of a worker may read different heads of a slice. Then only the rank with the first head subtracts
-from the checksum, the others from 0. So the slice is right if their rests add up to 0."""
-Outcome = Callable[[], list[Rest]]
-"""Returns the rest of each slice that was pulled."""
+from the checksum, the others from 0. So the slice is right if their remainders add up to 0."""
+Outcome = Callable[[], list[Remainder]]
+"""Returns the remainder of each slice that was pulled."""
 
 
 class Pool(Protocol):

@@ -106,7 +106,7 @@ class Pulls:
         ended, self._lost = self._lost, []
         while self._pulls and self._pool.passed(self._pulls[0].event):
             pull = self._pulls.popleft()
-            ended.append((pull.arrived, [rest == 0 for rest in pull.outcome()]))
+            ended.append((pull.arrived, [remainder == 0 for remainder in pull.outcome()]))
             pull.source.pulls -= 1
             self._close_unused(pull.source)
         return ended

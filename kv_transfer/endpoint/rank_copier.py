@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
-from baton.kv_transfer.device.pool import Event, Outcome, Rest
+from baton.kv_transfer.device.pool import Event, Outcome, Remainder
 from baton.kv_transfer.endpoint.other_ranks import RECEIVING, SENDING, STORE, TIERS
 from baton.kv_transfer.endpoint.pulls import exported as export_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
@@ -252,5 +252,5 @@ def _kind(order: Copy) -> tuple[bool, int | None]:
     return order.into_pool, order.session
 
 
-def _copied(rests: Sequence[Rest]) -> Copied:
-    return Copied(len(rests), {place: rest for place, rest in enumerate(rests) if rest != 0})
+def _copied(remainders: Sequence[Remainder]) -> Copied:
+    return Copied(len(remainders), {place: left for place, left in enumerate(remainders) if left != 0})

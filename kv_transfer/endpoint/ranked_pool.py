@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
-from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest
+from baton.kv_transfer.device.pool import Event, Outcome, Pool, Remainder
 from baton.kv_transfer.endpoint.other_ranks import Line, OtherRanks
 from baton.kv_transfer.layout import Range, Slice, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
@@ -202,10 +202,12 @@ class RankedPool:
         pulled, rank0_outcome = self._rank0.pull(memory.rank0, rank0) if rank0 else (None, list)
         self._order(by_rank, into_pool=True, memory=memory.number)
 
-        def outcome() -> list[Rest]:
-            rests = [dict(enumerate(rank0_outcome(), 1)), *self._line.rests]
+        def outcome() -> list[Remainder]:
+            remainders = [dict(enumerate(rank0_outcome(), 1)), *self._line.remainders]
             return [
-                _joined({(self._heads[x.piece.array][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
+                _joined(
+                    {(self._heads[x.piece.array][rank], remainders[rank].pop(n, 0)) for rank, n in read_by}
+                )
                 for x, read_by in zip(batch, readers, strict=True)
             ]
 
@@ -259,9 +261,9 @@ class RankedPool:
         return _Copies(rank0, tuple(self._line.ordered))
 
 
-def _joined(read: Collection[tuple[Range, Rest]]) -> Rest:
-    """The rest of a slice: None if ranks with the same heads read different words."""
-    known = [rest for rest in dict(read).values() if rest is not None]
+def _joined(read: Collection[tuple[Range, Remainder]]) -> Remainder:
+    """The remainder of a slice: None if ranks with the same heads read different words."""
+    known = [remainder for remainder in dict(read).values() if remainder is not None]
     return sum(known) % (1 << 64) if len(known) == len(read) else None
 
 

@@ -47,8 +47,8 @@ class RankedStore(CellStore):
         self._intact += self._rank0.ended()
         while line.over([self._ended + 1] * len(line.ordered)) and self._intact:
             self._ended += 1
-            rests = [of_rank.pop(self._ended, 0) for of_rank in line.rests]
-            found.append(self._intact.popleft() and all(rest == 0 for rest in rests))
+            remainders = [of_rank.pop(self._ended, 0) for of_rank in line.remainders]
+            found.append(self._intact.popleft() and all(remainder == 0 for remainder in remainders))
         return found
 
     def close(self) -> None:

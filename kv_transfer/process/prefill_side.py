@@ -21,7 +21,7 @@ from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.credits import window
 from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
-from baton.kv_transfer.protocol.held import Effect, Held, HeldPrefills, StartTransfer
+from baton.kv_transfer.protocol.held import Effect, HeldKV, HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.shared import Expired, Send
 from baton.kv_transfer.trace import NO_TRACE, TraceWriter
 
@@ -144,7 +144,7 @@ class PrefillSide:
         """Whether the peer reads slots."""
         return not self._transports.get(session, "tcp").startswith("tcp")
 
-    def _note_last(self, piece: Slice, held: Held, now: float) -> None:
+    def _note_last(self, piece: Slice, held: HeldKV, now: float) -> None:
         last_layer = self._config.layout.num_layers - 1
         if piece.layer == last_layer and piece.token_start + piece.token_count == held.stop:
             self.table.all_sent(held, now)

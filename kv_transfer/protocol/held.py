@@ -49,7 +49,7 @@ Effect = StartTransfer | PinOut | StopOut | ReleasedOut | FetchWaits | Send | Ex
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldKV:
     prefill_id: bytes  # or the id of a pin
     state: HoldState = HoldState.READY
     transfer_id: bytes | None = None  # of the open transfer; READY: of the last, whose ACK may still come
@@ -76,8 +76,8 @@ class HeldPrefills:
     """All prefills of one worker, and the FETCHes that wait for more of them."""
 
     def __init__(self, deadlines: TransferDeadlines, max_waiting: int, max_pins: int = MOST_PINS) -> None:
-        self.held: dict[bytes, Held] = {}  # by prefill id
-        self.open: dict[bytes, Held] = {}  # by the id of the open transfer
+        self.held: dict[bytes, HeldKV] = {}  # by prefill id
+        self.open: dict[bytes, HeldKV] = {}  # by the id of the open transfer
         self.waiting: dict[bytes, _Waiting] = {}  # by prefill id
         self._asked: set[bytes] = set()  # pins that the engine has not answered, also if their peer has left
         self._tombstones: Tombstones[Reason] = Tombstones(deadlines.tombstone)
@@ -85,7 +85,7 @@ class HeldPrefills:
         self._max_waiting = max_waiting
         self._max_pins = max_pins
         self._draining = False
-        self._newest_sent: tuple[Held, float] | None = None  # the newest `all_sent`, and when
+        self._newest_sent: tuple[HeldKV, float] | None = None  # the newest `all_sent`, and when
 
     # ------------------------------------------------------------ from the engine
 
@@ -95,7 +95,7 @@ class HeldPrefills:
         if self._tombstones.get(prefill_id) is not None:
             # A FETCH may still mean the earlier prefill of this id, so this one cannot be served.
             return [ReleasedOut(prefill_id, "reused")]
-        held = self.held[prefill_id] = Held(prefill_id, since=now)
+        held = self.held[prefill_id] = HeldKV(prefill_id, since=now)
         waiting = self.waiting.pop(prefill_id, None)
         if waiting is None:
             return []
@@ -139,7 +139,7 @@ class HeldPrefills:
             return [ReleasedOut(pin_id, "gone")]  # its peer left meanwhile
         assert waiting.first_chunk is not None
         until = now + self._deadlines.pin
-        held = self.held[pin_id] = Held(pin_id, finished=True, since=now, pinned_until=until)
+        held = self.held[pin_id] = HeldKV(pin_id, finished=True, since=now, pinned_until=until)
         start, stop = (chunk * CHUNK_TOKENS for chunk in (waiting.first_chunk, waiting.first_chunk + chunks))
         fetch = msgspec.structs.replace(waiting.fetch, ranges=((start, stop),), next_position=stop)
         have = Send(waiting.session, waiting.transfer_id, Have(chunks))
@@ -250,7 +250,7 @@ class HeldPrefills:
         held.moved = now
         return True
 
-    def all_sent(self, held: Held, now: float) -> None:
+    def all_sent(self, held: HeldKV, now: float) -> None:
         """The engine has handed over the last slice of the open transfer."""
         self._newest_sent = held, now
 
@@ -303,7 +303,9 @@ class HeldPrefills:
         answer = Send(waiting.session, waiting.transfer_id, Aborted(reason, 0))
         return [answer, FetchWaits(prefill_id, gone=True)]
 
-    def _start(self, held: Held, transfer_id: bytes, session: int, fetch: Fetch, now: float) -> list[Effect]:
+    def _start(
+        self, held: HeldKV, transfer_id: bytes, session: int, fetch: Fetch, now: float
+    ) -> list[Effect]:
         assert held.state is HoldState.READY
         held.state, held.transfer_id, held.session = HoldState.STREAMING, transfer_id, session
         held.sent, held.moved, held.since = 0, now, now
@@ -312,7 +314,7 @@ class HeldPrefills:
         self.open[transfer_id] = held
         return [StartTransfer(held.prefill_id, transfer_id, session, fetch)]
 
-    def _end_transfer(self, held: Held, reason: Reason, now: float) -> list[Effect]:
+    def _end_transfer(self, held: HeldKV, reason: Reason, now: float) -> list[Effect]:
         """STREAMING or COMMITTED → READY. A pin serves one transfer, so it is released."""
         if held.pinned_until is not None:
             return self._release(held, reason, now)
@@ -326,7 +328,7 @@ class HeldPrefills:
         answer = Send(held.session, transfer_id, Aborted(reason, held.sent))
         return [answer, StopOut(held.prefill_id, transfer_id)]
 
-    def _release(self, held: Held, reason: Reason | Literal["acked"], now: float) -> list[Effect]:
+    def _release(self, held: HeldKV, reason: Reason | Literal["acked"], now: float) -> list[Effect]:
         effects: list[Effect] = []
         if held.state is not HoldState.READY:
             assert held.transfer_id is not None

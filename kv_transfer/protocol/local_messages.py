@@ -293,7 +293,7 @@ class Copied(Local):
     """That many copies are over, in the order of their orders."""
 
     count: int
-    rests: Mapping[int, int | None] = {}  # of those with wrong bytes: each that is not 0, as `device.Rest`
+    remainders: Mapping[int, int | None] = {}  # not 0: of copies of wrong bytes
 
 
 class ToRank(Local):

@@ -321,8 +321,8 @@ def main() -> None:
             delta = GatedDelta(weight, None, per_head, per_head, groups)
             kernels.norm_gate(kernels.mix_states(x, [dt, dt], delta, state, tiling), gate, y[0, :width], 1e-5)
             exact = TritonKernels(torch.device("cpu"), 128, exact=True)
-            for beside, parameters in (([dt], layer), ([dt, dt], delta)):
-                exact.mix_states(x, beside, parameters, state, exact.tile_states(metadata, dtype))
+            for rates, parameters in (([dt], layer), ([dt, dt], delta)):
+                exact.mix_states(x, rates, parameters, state, exact.tile_states(metadata, dtype))
         heads, width, size = 32, 128, 128  # of Kimi-Linear
         weight, per_head = torch.zeros(4, 3 * heads * width, dtype=dtype), torch.zeros(heads)
         kimi = KimiDelta(weight, None, torch.zeros(heads * size), per_head, heads)

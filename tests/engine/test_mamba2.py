@@ -90,8 +90,8 @@ class Step:
         """y, and the states after the step."""
         state = LayerState(*(part.to(device, copy=True) for part in self.state))
         tiling = kernels.tile_states(self.metadata(device), self.dtype)
-        x, *beside = (part.to(device) for part in self.inputs())
-        y = kernels.mix_states(x, beside, self.parameters(device), state, tiling)
+        x, *rates = (part.to(device) for part in self.inputs())
+        y = kernels.mix_states(x, rates, self.parameters(device), state, tiling)
         return y, LayerState(*(part.cpu() for part in state))
 
     def inputs(self) -> list[Tensor]:

@@ -22,7 +22,7 @@ from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
-from baton.kv_transfer.device.pool import Pool, Rest, Staged, tensor_planes
+from baton.kv_transfer.device.pool import Pool, Remainder, Staged, tensor_planes
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing
 from baton.kv_transfer.layout import FP8, KVLayout, Slice, cut, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderSlots
@@ -136,7 +136,7 @@ def pulled(
             memory, [Staged(piece, slot, tables[1], sent, generation) for slot, piece in few]
         )
         assert over(receiver, event)
-        whole += [rest == 0 for rest in outcome()]
+        whole += [remainder == 0 for remainder in outcome()]
     return target, whole
 
 
@@ -192,7 +192,7 @@ def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
     assert all(over(sender, event) for event in written)
     pulls = [receiver.pull(memory, [Staged(piece, slot, tables[1], sent, 1)]) for slot, piece in few]
     assert all(over(receiver, event) for event, _ in pulls)
-    assert [rest for _, outcome in pulls for rest in outcome()] == [0] * len(pulls)
+    assert [remainder for _, outcome in pulls for remainder in outcome()] == [0] * len(pulls)
     torch.cuda.synchronize()
     expected, host = cache(kept, 32, 2), Arena.create(SLOTS, SLOT_BYTES)
     ours, theirs = HostPool(source, host), HostPool(expected, host)
@@ -257,15 +257,15 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
         sender.gather([Staged(piece, slot, there, generation=generation) for slot, piece in few])
         in_all += sum(slice_bytes(source.layout, piece) for _, piece in few)
-        rests = dict.fromkeys(few, 0)
+        remainders = dict.fromkeys(few, 0)
         for rank, memory, table in zip(ranks, memories, here, strict=True):
             windows = [rank._kernels.window(piece) for _, piece in few]
             mine = [item for item, held in zip(few, windows, strict=True) if min(held.count, held.heads) > 0]
             staged = [Staged(piece, slot, table, sent, generation) for slot, piece in mine]
-            for item, rest in zip(mine, rank.pull(memory, staged)[1](), strict=True):
-                assert rest is not None
-                rests[item] += rest
-        assert not any(rest % (1 << 64) for rest in rests.values())
+            for item, remainder in zip(mine, rank.pull(memory, staged)[1](), strict=True):
+                assert remainder is not None
+                remainders[item] += remainder
+        assert not any(remainder % (1 << 64) for remainder in remainders.values())
     if sent == kept:
         assert read == in_all
         assert not any(rank._landings for rank in ranks), "nothing was copied before it was read"
@@ -284,22 +284,22 @@ def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
     export, piece = sender.export(), Slice(0, 0, 4, 0, 5)
     sender.gather([Staged(piece, 3, sender.table(THERE, TOKENS, 2), generation=1)])
 
-    def rests() -> list[Rest]:
+    def remainders() -> list[Remainder]:
         return [
-            rest
+            remainder
             for rank in ranks
-            for rest in rank.pull(
+            for remainder in rank.pull(
                 rank.open(export, "bfloat16"), [Staged(piece, 3, rank.table(HERE, TOKENS, 1), None, 1)]
             )[1]()
         ]
 
-    first, second = rests()
+    first, second = remainders()
     assert first
     assert (first + (second or 0)) % (1 << 64) == 0
     assert sender._exported is not None
     ctypes.memset(sender._exported.slot(3) + 2 * 16, 0xA5, 1)  # of head 2
-    assert rests()[0] == first
-    assert rests()[1] != second
+    assert remainders()[0] == first
+    assert remainders()[1] != second
 
 
 @pytest.mark.parametrize("make", [HostPool, partial(CudaPool, exported=False)], ids=["host", "gpu"])

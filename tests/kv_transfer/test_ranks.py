@@ -111,7 +111,7 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("rests", "right"),
+    ("remainders", "right"),
     [
         ([5, 5, -5, -5], True),
         ([5, 5, -4, -4], False),  # a wrong word
@@ -120,9 +120,9 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
         ([5, 5, None, -5], False),  # another generation
     ],
 )
-def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | None], right: bool) -> None:
+def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(remainders: list[int | None], right: bool) -> None:
     """Of four ranks, two have head 0, and two head 1."""
-    modulo = [rest if rest is None else rest % (1 << 64) for rest in rests]
+    modulo = [remainder if remainder is None else remainder % (1 << 64) for remainder in remainders]
     layout, layers = layout_of(2), [torch.empty(0)]
     own = stand_in(
         Pool, gather_most=1, pull=lambda memory, batch: (None, lambda: modulo[:1]), passed=lambda event: True
@@ -134,11 +134,11 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | Non
     [piece] = cut(layout, 0, (0, 3), (0, 2), SLOT)
     event, outcome = pool.pull(memory, [Staged(piece, 0, table, None, 1)])
     assert not pool.passed(event)
-    for (_, end), rest in zip(ends, modulo[1:], strict=True):
-        Channel(end, ToRank).send(FromRank(RECEIVING, Copied(1, {0: rest} if rest != 0 else {})))
+    for (_, end), remainder in zip(ends, modulo[1:], strict=True):
+        Channel(end, ToRank).send(FromRank(RECEIVING, Copied(1, {0: remainder} if remainder != 0 else {})))
     until_passed(pool, event)
     assert (outcome() == [0]) is right
-    assert not any(line.rests)
+    assert not any(line.remainders)
     for end in itertools.chain(*ends):
         end.close()
 

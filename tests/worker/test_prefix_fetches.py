@@ -115,7 +115,7 @@ class World:
         number = len(self.imports)
         self.imports[number] = None
 
-        def end(num_tokens: int, *, whole: bool) -> None:
+        def end(num_tokens: int, *, all_positions: bool) -> None:
             self.imports[number] = num_tokens
 
         return stand_in(Import, missing=missing, table=range(99), state_slot=None, end=end)

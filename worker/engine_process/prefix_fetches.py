@@ -107,7 +107,7 @@ class Transfers(Protocol):
 class PrefixSource(Protocol):
     """Where prefixes come from: other workers, or the shared store."""
 
-    whole: bool
+    brings_all: bool
     """Whether it brings all positions of arrays with windows. If not, those that the token behind the prefix
     reads."""
 
@@ -158,7 +158,7 @@ class PrefixLinks:
 class Workers:
     """The prefix caches of other workers, as a `PrefixSource`."""
 
-    whole = False
+    brings_all = False
 
     def __init__(self, engine: Engine, receiver: Receiver, incarnation: int, links: PrefixLinks) -> None:
         """`incarnation`: of this worker."""
@@ -298,7 +298,7 @@ class PrefixFetches:
         elif isinstance(event, FetchFailed) and event.reason not in ("gone", "busy"):
             fetch.link.paused_until = time.monotonic() + PAUSE
         stop = fetched and fetch.into.missing.first_chunk * CHUNK_TOKENS + fetched
-        fetch.into.end(stop, whole=fetch.source.whole)
+        fetch.into.end(stop, all_positions=fetch.source.brings_all)
         for each in fetch.take_waiting():
             if each.place is None:
                 each.then(fetched)

@@ -31,7 +31,7 @@ class StoreSource:
         store, transfers: the engine's end of it.
     """
 
-    whole = True
+    brings_all = True
 
     def __init__(
         self, engine: Engine, exchange: PrefixExchange, open_store: "Callable[[StoreSource], SharedStore]"

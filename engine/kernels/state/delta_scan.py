@@ -28,7 +28,7 @@ from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.gated_delta import EPS, KimiDelta
-from baton.engine.kernels.state.mamba2 import Beside, HeadStates
+from baton.engine.kernels.state.mamba2 import HeadStates, Rates
 from baton.engine.kernels.state.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, shape_of, state_at
 from baton.engine.kernels.state.state_update import time_step
 from baton.engine.kernels.state.tiling import TritonStateTiling
@@ -46,7 +46,7 @@ PART = tl.constexpr(32)
 
 
 def scan(
-    rows: Tensor, beside: Beside, layer: HeadStates, state: Tensor, tiling: TritonStateTiling, y: Tensor
+    rows: Tensor, rates: Rates, layer: HeadStates, state: Tensor, tiling: TritonStateTiling, y: Tensor
 ) -> None:
     """rows [rows, channels] after the convolution, y [rows, heads · head_dim]: dense rows at any stride. The
     tiling has chunks."""
@@ -54,7 +54,7 @@ def scan(
     _, heads, head_dim, size = state.shape
     tokens = tiling.tokens
     count = len(rows)
-    dt, share = beside
+    dt, share = rates
     dims = max(LEAST, min(DIMS, triton.next_power_of_2(head_dim)))
     systems = torch.empty(2, count, heads, tokens, dtype=rows.dtype, device=rows.device)  # T and P
     factors = torch.empty(FACTORS, heads, count, device=rows.device)

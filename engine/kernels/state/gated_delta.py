@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.state.mamba2 import CHUNK, Beside, HeadStates, Prompt, TorchStateTiling, in_float32
+from baton.engine.kernels.state.mamba2 import CHUNK, HeadStates, Prompt, Rates, TorchStateTiling, in_float32
 
 EPS = 1e-6
 """Of the norm of keys and queries."""
@@ -39,9 +39,9 @@ class GatedDelta(HeadStates):
     chunk: ClassVar[int] = CHUNK
     """Tokens of a chunk on a CPU."""
 
-    def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
+    def update(self, rows: Tensor, rates: Rates, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         v, k, q = self._parts(rows, state)
-        decay, beta = self._decay_and_share(beside)
+        decay, beta = self._decay_and_share(rates)
         kept = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None, None], 0)
         kept *= decay.exp()[:, :, None]
         written = (v - (kept @ k[..., None])[..., 0]) * beta[:, :, None]
@@ -49,9 +49,9 @@ class GatedDelta(HeadStates):
         state[tiling.slots] = kept
         return (kept @ q[..., None])[..., 0]
 
-    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
+    def scan(self, rows: Tensor, rates: Rates, state: Tensor, prompt: Prompt) -> Tensor:
         v, k, q = (part.transpose(0, 1) for part in self._parts(rows, state))  # [heads, tokens, …]
-        decay, beta = (part.transpose(0, 1) for part in self._decay_and_share(beside))
+        decay, beta = (part.transpose(0, 1) for part in self._decay_and_share(rates))
         before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
         y = torch.empty_like(v)
         for at, copy in prompt.pieces(self.chunk):
@@ -78,10 +78,10 @@ class GatedDelta(HeadStates):
         between = (total - total.mT).tril_().exp_().tril_()
         return (keys @ keys.mT).mul_(between), (queries @ keys.mT).mul_(between)
 
-    def _decay_and_share(self, beside: Beside) -> tuple[Tensor, Tensor]:
+    def _decay_and_share(self, rates: Rates) -> tuple[Tensor, Tensor]:
         """The logarithm of the factor of a state [rows, heads, 1 or state_size], and sigmoid(β)
         [rows, heads]."""
-        dt, beta = beside
+        dt, beta = rates
         steps = F.softplus(dt.float() + self.dt_bias).unflatten(1, (len(self.a), -1))
         return steps * self.a[:, None], beta.float().sigmoid()
 

@@ -67,8 +67,8 @@ class TorchStateTiling:
     prompts: list[Prompt]
 
 
-Beside = Sequence[Tensor]
-"""What a token has beside the channels, [tokens, heads] each: Δ, and β with a delta rule. `KimiDelta` has Δ
+Rates = Sequence[Tensor]
+"""How fast a token changes the state, [tokens, heads] each: Δ, and β with a delta rule. `KimiDelta` has Δ
 of each dimension of a key: [tokens, heads · state_size]. Rows are dense, at any stride."""
 
 
@@ -82,12 +82,12 @@ class StateLayer:
     conv_weight: Tensor  # [width, channels]
     conv_bias: Tensor | None  # [channels]
 
-    def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
+    def update(self, rows: Tensor, rates: Rates, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         """The step of each request that decodes. rows [requests, channels] after the convolution. Returns y
         [requests, heads, head_dim] float32."""
         raise NotImplementedError
 
-    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
+    def scan(self, rows: Tensor, rates: Rates, state: Tensor, prompt: Prompt) -> Tensor:
         """As `update`, for the tokens of a prompt, chunk by chunk. Returns y [tokens, heads, head_dim]."""
         raise NotImplementedError
 
@@ -107,10 +107,10 @@ class ShortConvolution(StateLayer):
 
     activated = False
 
-    def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
+    def update(self, rows: Tensor, rates: Rates, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         return rows
 
-    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
+    def scan(self, rows: Tensor, rates: Rates, state: Tensor, prompt: Prompt) -> Tensor:
         return rows
 
 
@@ -150,7 +150,7 @@ def nonzero(values: Tensor) -> dict[int, int]:
     return {index: int(values[index]) for index in values.nonzero()[:, 0].tolist()}
 
 
-def mix_states(x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
+def mix_states(x: Tensor, rates: Rates, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
     """Convolution and scan of a state layer: takes the state of each request in the tiling past the tokens of
     this step, in place.
 
@@ -159,16 +159,16 @@ def mix_states(x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, 
     y = x.new_empty(len(x), state.ssm.shape[1] * state.ssm.shape[2])
     if decodes:
         rows = convolve_next(x[:decodes], layer, state.conv, tiling)
-        of_rows = [part[:decodes] for part in beside]
+        of_rows = [part[:decodes] for part in rates]
         y[:decodes] = layer.update(rows, of_rows, state.ssm, tiling).flatten(1)
     for prompt in tiling.prompts:
         rows = convolve(x[prompt.rows], layer, state.conv, prompt)
-        of_rows = [part[prompt.rows] for part in beside]
+        of_rows = [part[prompt.rows] for part in rates]
         y[prompt.rows] = layer.scan(rows, of_rows, state.ssm, prompt).flatten(1)
     return y
 
 
-def mix_states_by_row(x: Tensor, beside: Beside, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
+def mix_states_by_row(x: Tensor, rates: Rates, layer: StateLayer, state: LayerState, tiling: Any) -> Tensor:
     """As `mix_states`, with the same bits for a row whatever the other rows: each row is a decode by itself,
     also those of prompts."""
     decodes = zip(tiling.slots.tolist(), tiling.fresh.tolist(), strict=True)
@@ -179,7 +179,7 @@ def mix_states_by_row(x: Tensor, beside: Beside, layer: StateLayer, state: Layer
         for count, row in enumerate(range(prompt.rows.start, prompt.rows.stop), 1):
             alone = TorchStateTiling(slot, torch.tensor([prompt.fresh and count == 1]), [])
             at = slice(row, row + 1)
-            y[row] = mix_states(x[at], [part[at] for part in beside], layer, state, alone)[0]
+            y[row] = mix_states(x[at], [part[at] for part in rates], layer, state, alone)[0]
             if count in copies:
                 for part in state:
                     part[copies[count]] = part[prompt.slot]
@@ -228,24 +228,24 @@ class Mamba2(HeadStates):
     d: Tensor  # [heads] float32
     dt_limits: tuple[float, float]
 
-    def update(self, rows: Tensor, beside: Beside, state: Tensor, tiling: TorchStateTiling) -> Tensor:
+    def update(self, rows: Tensor, rates: Rates, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         x, b, c = in_float32(rows, self.groups, state)
         x = x.flatten(1, 2)
         shared = state.shape[1] // self.groups
         b, c = (of_groups.repeat_interleave(shared, dim=1) for of_groups in (b, c))
-        step = self._time_steps(beside)
+        step = self._time_steps(rates)
         before = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None, None], 0)
         decayed = before.mul_((step * self.a).exp()[:, :, None, None])
         after = decayed.addcmul_((x * step[:, :, None])[..., None], b[:, :, None])
         state[tiling.slots] = after
         return (after @ c[..., None])[..., 0].addcmul_(x, self.d[:, None])
 
-    def scan(self, rows: Tensor, beside: Beside, state: Tensor, prompt: Prompt) -> Tensor:
+    def scan(self, rows: Tensor, rates: Rates, state: Tensor, prompt: Prompt) -> Tensor:
         x, b, c = (
             part.transpose(0, 1) for part in in_float32(rows, self.groups, state)
         )  # [groups, tokens, …]
         step = (
-            self._time_steps(beside).unflatten(1, (self.groups, -1)).transpose(0, 1)
+            self._time_steps(rates).unflatten(1, (self.groups, -1)).transpose(0, 1)
         )  # [groups, tokens, shared]
         decay = step * self.a.view(self.groups, 1, -1)
         of_groups = self.groups, -1, state.shape[3]
@@ -270,8 +270,8 @@ class Mamba2(HeadStates):
         kept.copy_(before)
         return y.addcmul_(x, self.d.view(self.groups, 1, -1, 1)).transpose(0, 1).flatten(1, 2)
 
-    def _time_steps(self, beside: Beside) -> Tensor:
-        (dt,) = beside
+    def _time_steps(self, rates: Rates) -> Tensor:
+        (dt,) = rates
         return F.softplus(dt.float() + self.dt_bias).clamp_(*self.dt_limits)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.gated_delta import EPS, KimiDelta
-from baton.engine.kernels.state.mamba2 import Beside, HeadStates, Mamba2
+from baton.engine.kernels.state.mamba2 import HeadStates, Mamba2, Rates
 from baton.engine.kernels.state.tiling import TritonStateTiling
 
 DIMS, WARPS = 32, 4
@@ -24,12 +24,12 @@ DELTA_DIMS, DELTA_WARPS = 16, 2
 
 
 def update(
-    rows: Tensor, beside: Beside, layer: HeadStates, state: Tensor, tiling: TritonStateTiling, y: Tensor
+    rows: Tensor, rates: Rates, layer: HeadStates, state: Tensor, tiling: TritonStateTiling, y: Tensor
 ) -> None:
     """rows [requests, channels] after the convolution, y [requests, heads · head_dim]: dense rows at any
     stride. If the tiling is exact, they have a row for each token."""
     _, heads, head_dim, size = state.shape
-    dt, share = (*beside, None)[:2]
+    dt, share = (*rates, None)[:2]
     if isinstance(layer, Mamba2):
         d, limits, factors = layer.d, layer.dt_limits, (None, None)
         dims, warps = min(DIMS, triton.next_power_of_2(head_dim)), WARPS
