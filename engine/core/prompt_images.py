@@ -9,7 +9,9 @@ of an image has the rest of it, too. If the step has no room for that, the image
 prefix may end inside an image, since its name stands for the whole image.
 
 In some models, rotation has three positions for a token of an image: in time, from the top and from the left
-(M-RoPE, Qwen2-VL 2024). Text has three equal ones. They go on behind the longest side of an image.
+(M-RoPE, Qwen2-VL 2024). Text has three equal ones. They go on behind the longest side of an image, also in an
+answer that begins right behind an image. There `generate` of transformers counts on from the last token of
+the image, by axis, and so differs from its own computation of the same tokens as a prompt.
 """
 
 import time

@@ -117,6 +117,31 @@ def test_tokens_equal_transformers(seeing: tuple[Path, Any], budget: int) -> Non
     engine.close()
 
 
+def test_an_answer_right_behind_an_image_has_the_positions_of_text_there(seeing: tuple[Path, Any]) -> None:
+    """The reference computes all tokens as a prompt. `generate` of transformers counts on from the last token
+    of the image, by axis: such positions no text behind an image has in a prompt."""
+    path, reference = seeing
+    engine = load(path, num_blocks=64)
+    picture = pixels_of(0, *SIZES[0])
+    request = request_with(1, engine, [picture])
+    ids = request.prompt_ids = request.prompt_ids[: request.images[0].stop]
+    found = tokens_of(engine, [request])[0]
+    engine.close()
+    inputs = Qwen2VLImageProcessorPil.from_pretrained(path)(
+        images=[picture], return_tensors="pt", input_data_format="channels_last"
+    )
+    tokens = torch.tensor([[*ids, *found[:-1]]])
+    with torch.inference_mode():
+        logits = reference(
+            input_ids=tokens,
+            mm_token_type_ids=(tokens == IMAGE_TOKEN).int(),
+            pixel_values=inputs["pixel_values"],
+            image_grid_thw=inputs["image_grid_thw"],
+            use_cache=False,
+        ).logits
+    assert found == logits[0, len(ids) - 1 :].argmax(-1).tolist()
+
+
 def test_an_encoder_is_timed_from_the_first_question_to_the_last_answer() -> None:
     asked: list[Future[np.ndarray]] = []
 
