@@ -48,6 +48,8 @@ class Pool(Local):
     bounded: tuple[tuple[int, int], ...] = ()
     """Of each group that keeps less than all tokens of a request: tokens of a block of vLLM, and most
     blocks."""
+    complete: int = 0
+    """The number of a group that keeps all tokens, if there is one."""
 
 
 class Attach(Local):

@@ -1,7 +1,8 @@
 """Converts vLLM's events about its prefix cache to the 64-token chunks that routers use. Without vLLM itself.
 
 vLLM publishes by ZeroMQ which blocks enter its cache, with their tokens, and which leave it. It names a block
-by a hash of its own.
+by a hash of its own, which is the same in all groups of layers. Blocks of one group count, which has all
+tokens. vLLM may not have the states at the end of such a block, nor windows: routers may overestimate then.
 """
 
 from collections.abc import Iterable
@@ -20,8 +21,10 @@ class CachedBlocks:
         chunks: that vLLM has.
     """
 
-    def __init__(self, content_root: bytes) -> None:
+    def __init__(self, content_root: bytes, group: int = 0) -> None:
+        """`group`: the number of that one."""
         self._root = content_root
+        self._group = group
         self.chunks = CachedChunks()
         # By block: the name of all full chunks up to its end, and the tokens after these.
         self._ends: dict[bytes, tuple[bytes, list[int]]] = {}
@@ -30,6 +33,8 @@ class CachedBlocks:
         """`batch`: what vLLM has published after a step. Returns None if no chunk came or went."""
         _, events, *_ = msgspec.msgpack.decode(batch)
         for event in events:
+            if event.get("group_idx") not in (None, self._group):
+                continue
             match event["type"]:
                 case "BlockStored":
                     self._stored(event)
@@ -48,11 +53,13 @@ class CachedBlocks:
             name, tail = end
         else:
             return  # it was evicted since then
-        for i, block in enumerate(map(_name, event["block_hashes"])):
+        # Blocks behind a window are null, and have no hash. Their tokens are published.
+        null = len(tokens) // size - len(event["block_hashes"])
+        for i, block in enumerate([None] * null + [*map(_name, event["block_hashes"])]):
             tail, names = [*tail, *tokens[i * size : (i + 1) * size]], []
             extend_names(names, tail, len(tail), name)
             tail, name = tail[len(names) * CHUNK_TOKENS :], (names or [name])[-1]
-            if block not in self._ends:  # else two requests have computed it
+            if block is not None and block not in self._ends:  # else two requests have computed it
                 self._ends[block] = name, tail
                 self.chunks.add(block, names)
 

@@ -24,7 +24,7 @@ import torch
 from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind, Unit, Window
 from baton.kv_transfer import KVLayout, PagedKV
 from baton.vllm_worker.attachment import Pool
-from baton.vllm_worker.metadata import BlockTable
+from baton.vllm_worker.metadata import Begun, BlockTable
 
 if TYPE_CHECKING:
     from baton.kv_transfer.transport import Rows
@@ -124,6 +124,22 @@ def caches_of(caches: Mapping[str, Cache], groups: Sequence[Any], num_blocks: in
     return Caches(kv, by_name, block_tables)
 
 
+def clear_rest(caches: Caches, begun: Begun) -> None:
+    """Writes zeros behind the tokens of a request, up to the end of its last block in each layer: attention
+    multiplies what is there by 0, which of NaN makes NaN."""
+    kv, tokens = caches.kv, begun.num_tokens
+    for number, (array, layers) in enumerate(zip(kv.layout.arrays, kv.layout.layers, strict=True)):
+        if array.kind in (STATE, _BYTES):  # these come in full
+            continue
+        size = kv.block_sizes[number]
+        for layer, rows in zip(layers, kv.planes[number][0], strict=True):
+            table, of_group = caches.tables[group := kv.tables[number][layer]], begun.blocks[group]
+            blocks = table.of(of_group, tokens)
+            for i in range(tokens // size, table.entries(tokens)):
+                for plane in rows:
+                    plane[blocks[i], tokens % size if i == tokens // size else 0 :] = 0
+
+
 def pool_of(groups: Sequence[Any], num_blocks: int) -> Pool:
     """What `num_blocks` of vLLM are for requests, whose groups all take blocks of them."""
     specs = [group.kv_cache_spec for group in groups]
@@ -132,9 +148,10 @@ def pool_of(groups: Sequence[Any], num_blocks: int) -> Pool:
     bounded = tuple((size, most) for size, most in bounds if most is not None)
     block_size = math.lcm(*complete)
     weight = sum(block_size // size for size in complete)
-    return Pool(
-        block_size, num_blocks // weight, weight, bounded if len(bounded) < len(specs) else bounded[1:]
-    )
+    if len(bounded) == len(specs):
+        bounded = bounded[1:]
+    first = next((i for i, (_, most) in enumerate(bounds) if most is None), 0)
+    return Pool(block_size, num_blocks // weight, weight, bounded, first)
 
 
 def _most_blocks(spec: Any) -> int | None:

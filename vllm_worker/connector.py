@@ -37,7 +37,7 @@ from baton.kv_transfer import TraceWriter, Transport
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.machine.system import die_with_parent
 from baton.vllm_worker.attachment import Attach, WorkerLink
-from baton.vllm_worker.caches import Heads, caches_of, keeps_states, pool_of
+from baton.vllm_worker.caches import Caches, Heads, caches_of, clear_rest, keeps_states, pool_of
 from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
 from baton.vllm_worker.mixed_steps import MixedSteps
@@ -111,7 +111,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         # A client expects the first token from the decode server, which computes the last position again.
         # Blocks behind a window are gone then, and states would have the position twice.
         recomputed = int(len(self._groups) > 1 and not self._settings.attach)
-        self._scheduler = ConnectorScheduler(named=bool(self._settings.attach), recomputed=recomputed)
+        # Blocks are used in turn for KV and for states, and bytes of one may be NaN as the other.
+        clears = getattr(kv_cache_config, "needs_kv_cache_zeroing", self._has_states)
+        self._scheduler = ConnectorScheduler(
+            named=bool(self._settings.attach), recomputed=recomputed, clears=clears
+        )
         settings, config = self._settings, vllm_config.scheduler_config
         usual = config.long_prefill_token_threshold
         most = config.max_num_batched_tokens if config.enable_chunked_prefill else 0
@@ -122,6 +126,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
         self._metadata = StepMetadata()
+        self._caches: Caches | None = None  # of this rank, in the process with the model
         self._layers: Mapping[str, int] = {}  # by name. A model may have layers without attention
         self._layers_written = 0
         self._first_tokens: dict[str, int] = {}  # as in the `StepMetadata` of the step
@@ -129,6 +134,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _refuse_what_is_not_supported(self) -> None:
         groups, parallel = self._kv_cache_config.kv_cache_groups, self._vllm_config.parallel_config
+        aligned = self._vllm_config.cache_config.mamba_cache_mode == "align"
+        within = any(getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0) for group in groups)
+        if current_platform.is_cpu() and aligned and within:
+            raise ValueError(
+                "vLLM for CPUs cannot cache prefixes of a model with Mamba-2: add --no-enable-prefix-caching"
+            )
         if self._settings.attach:
             return
         if len(groups) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
@@ -199,6 +210,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         count = self._scheduler.to_fetch(request.request_id, num_computed_tokens)
         return count, count > 0
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Of 0.32 on. vLLM clears the blocks of other groups, perhaps after their KV has come."""
+        return self._kv_cache_config.transfer_group_ids
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -257,7 +272,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
         num_blocks = self._kv_cache_config.num_blocks
         found = caches_of(kv_caches, self._groups, num_blocks, heads)
-        kv, self._layers = found.kv, found.layers
+        kv, self._layers, self._caches = found.kv, found.layers, found
         model, vocabulary = fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
             if not config.use_v2_model_runner:
@@ -305,6 +320,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._metadata, self._layers_written = connector_metadata, 0
+        for begun in connector_metadata.begun:
+            assert self._caches is not None
+            clear_rest(self._caches, begun)
         if self._transfers is not None:
             self._transfers.begin(connector_metadata)
 
@@ -373,10 +391,6 @@ def check_config(config: VllmConfig) -> None:
     for name, setting in refused.items():
         if setting:
             raise ValueError(f"BatonConnector does not support {name}: start vLLM without it")
-    if current_platform.is_cpu() and config.cache_config.mamba_cache_mode != "none":  # kernels of Triton
-        raise ValueError(
-            "vLLM for CPUs cannot cache prefixes of a model with states: add --no-enable-prefix-caching"
-        )
 
 
 def _leave_out_the_last(request: Request) -> None:

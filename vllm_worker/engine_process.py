@@ -105,7 +105,7 @@ class EngineProcess:
             self._link.close()
             return EXIT_START_FAILED
         self._adapters = vllm.adapters
-        cached = CachedBlocks(ready.content_root)
+        cached = CachedBlocks(ready.content_root, pool.complete)
         self._roles = Roles(
             self._attempts,
             vllm.generate,

@@ -86,6 +86,10 @@ class VLLM:
                 "it out, and start more workers"
             )
         tie_coordinators()
+        if current_platform.is_cpu() and vllm_config.cache_config.mamba_cache_mode == "align":
+            from baton.vllm_worker.cpu_states import cut_prompts_at_blocks
+
+            cut_prompts_at_blocks()
         # On CPUs vLLM has just set "spawn", and each of its processes would import all again.
         os.environ[_METHOD] = method
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)

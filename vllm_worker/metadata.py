@@ -124,6 +124,15 @@ class Fetch:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request whose KV has come, in its first step."""
+
+    blocks: Blocks
+    num_tokens: int
+    """That are in its blocks. The rest of its last blocks has what was there before."""
+
+
 @dataclass(slots=True)
 class StepMetadata:
     """The metadata of one step, from vLLM's scheduler to each of its workers."""
@@ -136,6 +145,8 @@ class StepMetadata:
     """Those of them that a router waits for."""
     chunks: list[Chunk] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
+    begun: list[Begun] = field(default_factory=list)
+    """If blocks that vLLM does not fill must be cleared."""
     committed: dict[bytes, int | None] = field(default_factory=dict)
     """First tokens of prompts that have finished. None: the worker sends it."""
     preempted: list[bytes] = field(default_factory=list)
@@ -179,16 +190,19 @@ class ConnectorScheduler:
         *,
         named: bool = False,
         recomputed: int = 0,
+        clears: bool = False,
         new_id: Callable[[], bytes] = lambda: os.urandom(16),
     ) -> None:
         """`named`: requests come from a router, with ids of prefills and decodes. Else clients send them.
         `recomputed`: positions at the end of a prompt that a decode server computes again, and does not
-        fetch."""
+        fetch. `clears`: as vLLM clears blocks that it fills itself."""
         self.address: tuple[str, int] | None = None
         """Where KV of this server can be fetched, and its incarnation. Set once its workers have started.
         None: routers know it."""
         self._named = named
         self._recomputed = recomputed
+        self._clears = clears
+        self._fetched: dict[str, int] = {}  # tokens of requests until their first step, if it `clears`
         self._new_id = new_id
         self._requests: dict[str, _Prompt | Fetch] = {}  # a fetch: until it has blocks
         self._metadata = StepMetadata()
@@ -232,6 +246,8 @@ class ConnectorScheduler:
         if to_fetch:
             start = fetch.stop - to_fetch
             self._metadata.fetches.append(replace(fetch, blocks=blocks, start=start))
+            if self._clears:
+                self._fetched[request_id] = fetch.stop
 
     def begins_with(self, request_id: str, first_token: int) -> None:
         """The step is the first one of the request, which has this output already."""
@@ -242,6 +258,8 @@ class ConnectorScheduler:
     ) -> None:
         """The step computes `count` tokens of the request after the first `computed`. `anew`: `new_blocks`
         replace the blocks of the request, since it is new or starts again after a preemption."""
+        if (fetched := self._fetched.pop(request_id, 0)) and computed == fetched:
+            self._metadata.begun.append(Begun(new_blocks, fetched))
         prompt = self._requests.get(request_id)
         if not isinstance(prompt, _Prompt) or (prompt.preempted and prompt.fixed_id):
             return
@@ -280,6 +298,7 @@ class ConnectorScheduler:
 
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
         server fetches them, if a proxy needs these."""
+        self._fetched.pop(request_id, None)
         prompt = self._requests.pop(request_id, None)
         if not isinstance(prompt, _Prompt):
             return False, None

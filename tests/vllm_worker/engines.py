@@ -63,7 +63,7 @@ class Server:
 
     def __init__(self, model: Path, *, v2: bool = False, **options: Any) -> None:
         """`v2`: with vLLM's model runner V2, and the Triton of this environment."""
-        self.preemptions = self.bounded = 0
+        self.preemptions = self.cached = self.bounded = 0
         questions, answers = os.pipe(), os.pipe()
         self._questions, self._answers = os.fdopen(questions[1], "w"), os.fdopen(answers[0])
         given = [str(model), json.dumps(options), str(questions[0]), str(answers[1])]
@@ -83,7 +83,7 @@ class Server:
     def answers(self, requests: Sequence[Request]) -> Answers:
         self._questions.write(json.dumps(requests) + "\n")
         self._questions.flush()
-        found, self.preemptions, self.bounded = json.loads(self.line())
+        found, self.preemptions, self.cached, self.bounded = json.loads(self.line())
         return [(tokens, params) for tokens, params in found]
 
     def kill(self) -> None:

@@ -18,7 +18,7 @@ class Cache:
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
-        self._blocks = CachedBlocks(ROOT)
+        self._blocks = CachedBlocks(ROOT, group=1)
 
     def _publish(self, **event: Any) -> dict[int, Tier | None]:
         batch = msgspec.msgpack.encode([0.0, [event], None])
@@ -28,14 +28,13 @@ class Cache:
     def store(
         self, hashes: list[int], parent: int | None, tokens: list[int], **more: Any
     ) -> dict[int, Tier | None]:
-        assert len(tokens) == len(hashes) * self._size
         return self._publish(
             type="BlockStored", block_hashes=hashes, parent_block_hash=parent, token_ids=tokens,
             block_size=self._size, **more,
         )  # fmt: skip
 
-    def remove(self, *hashes: int) -> dict[int, Tier | None]:
-        return self._publish(type="BlockRemoved", block_hashes=hashes)
+    def remove(self, *hashes: int, **more: Any) -> dict[int, Tier | None]:
+        return self._publish(type="BlockRemoved", block_hashes=hashes, **more)
 
     def clear(self) -> dict[int, Tier | None]:
         return self._publish(type="AllBlocksCleared")
@@ -68,6 +67,21 @@ def test_all_blocks_of_a_prompt_in_one_event_and_a_continuation() -> None:
     assert cache.remove(4, 3) == {HINTS[1]: GONE}
     assert cache.store([6, 7], 3, PROMPT[96:160]) == {}, "its beginning was evicted"
     assert set(cache.clear()) == {HINTS[0], prompt_hints(other, ROOT, b"")[1]}
+
+
+def test_only_blocks_of_one_group_count() -> None:
+    """vLLM 0.32 publishes states so: the last block has a hash, and all of them have tokens."""
+    cache = Cache(64)
+    assert cache.store([2], None, PROMPT[:128], group_idx=0) == {}
+    assert list(cache.store([1, 2], None, PROMPT[:128], group_idx=1)) == HINTS[:2]
+    assert cache.remove(2, group_idx=0) == {}
+    assert cache.remove(2, group_idx=1) == {HINTS[1]: GONE}
+
+
+def test_blocks_behind_a_window_have_no_hash() -> None:
+    cache = Cache(64)
+    assert list(cache.store([3], None, PROMPT[:192], group_idx=1)) == [HINTS[2]]
+    assert list(cache.store([4], 3, PROMPT[192:], group_idx=1)) == [HINTS[3]]
 
 
 def test_a_block_that_two_requests_computed_is_one() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from baton.content.cache_kinds import LATENT, STATE, CacheArray, Window
-from baton.vllm_worker.caches import Caches, Heads, caches_of, layer_number
-from baton.vllm_worker.metadata import BlockTable, block_ids
+from baton.vllm_worker.caches import Caches, Heads, caches_of, clear_rest, layer_number
+from baton.vllm_worker.metadata import Begun, BlockTable, block_ids
 from tests.layouts import kv_layout
 from tests.vllm_worker.groups import attention, group
 
@@ -42,6 +43,28 @@ def test_on_cpus_keys_are_transposed() -> None:
     assert keys[3, token, head].tolist() == [1 + i for i in range(DIM)]
     assert values[3, token, head].tolist() == [100 + i for i in range(DIM)]
     assert keys.count_nonzero() == values.count_nonzero() == DIM
+
+
+def test_what_lies_behind_a_fetched_prompt_is_cleared() -> None:
+    """Up to the end of vLLM's block, which has two blocks of the kernel. States and other bytes stay."""
+    caches = {name: torch.full((2 * BLOCKS, HEADS, BLOCK // 2, 2 * DIM), 1.0) for name in NAMES}
+    unknown = "model.layers.2.attn"
+    caches[unknown] = torch.ones(BLOCKS, BLOCK, 4)
+    new = attention(unknown, block=BLOCK, heads=1, dim=4)
+    new.kv_cache_spec.__class__ = type("NewSpec", (SimpleNamespace,), {})
+    groups = [full(NAMES[0]), full(NAMES[1]), new]
+    found = caches_of(caches, groups, BLOCKS, Heads(HEADS))
+    clear_rest(found, Begun([[3, 1], [2, 4], [1, 3]], BLOCK))
+    assert all(cache.all() for cache in caches.values()), "its blocks are full"
+    clear_rest(found, Begun([[3, 1], [2, 4], [1, 3]], BLOCK + 3))
+    rest = BLOCK - 3
+    for block, [keys, values] in zip([1, 4], found.kv.planes[0][0], strict=True):
+        for rows in (keys, values):
+            ones = torch.ones(2 * BLOCKS, BLOCK // 2, HEADS, DIM)
+            ones[2 * block, 3:] = ones[2 * block + 1] = 0
+            assert torch.equal(rows, ones)
+            assert (rows == 0).sum() == rest * HEADS * DIM
+    assert caches[unknown].all()
 
 
 @pytest.mark.parametrize("shape", [(BLOCKS, BLOCK, DIM), (BLOCKS, 1, BLOCK, DIM)], ids=str)

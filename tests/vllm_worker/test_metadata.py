@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from baton.vllm_worker.metadata import Chunk, ConnectorScheduler, Fetch, Source, StepMetadata
+from baton.vllm_worker.metadata import Begun, Chunk, ConnectorScheduler, Fetch, Source, StepMetadata
 
 HERE = "127.0.0.1:7000", 5
 PREFILLS: dict[str, Any] = {"do_remote_decode": True}
@@ -59,6 +59,21 @@ def test_a_prompt_that_has_finished_can_be_fetched_with_its_parameters(scheduler
         Fetch("b", prefill_id(2), 1, Source(*HERE, prefill_id(1)), [[3, 8]], 40, 100)
     ]
     assert scheduler.to_fetch("b", 0) == 0, "after a preemption it is computed"
+
+
+def test_what_lies_behind_fetched_kv_is_cleared_in_the_first_step(scheduler: ConnectorScheduler) -> None:
+    params, clearing = params_of(scheduler), ConnectorScheduler(clears=True)
+    for name in ("comes", "fails", "ends"):
+        clearing.expect(name, params, 100)
+        clearing.allocated(name, [[3, 8]], 60)
+    assert clearing.finished("ends", None) == (False, None)
+    assert clearing.take().begun == []
+    clearing.scheduled("comes", [[3, 8, 5]], 100, 1, anew=True)
+    clearing.scheduled("fails", [[3, 8]], 40, 60, anew=True)  # vLLM clears what it computes
+    assert clearing.take().begun == [Begun([[3, 8, 5]], 100)]
+    for name in ("comes", "ends"):
+        clearing.scheduled(name, [[4]], 100, 1, anew=True)
+    assert clearing.take().begun == [], "once"
 
 
 def test_a_preempted_prompt_starts_again_under_another_name(scheduler: ConnectorScheduler) -> None:

@@ -103,20 +103,25 @@ def test_layers_with_windows_beside_others(tmp_path: Path, groups: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_states_are_those_before_the_last_position(tmp_path: Path) -> None:
-    """The decode server computes it again, and has no KV of the last prompt. Then it computes all of it."""
+@pytest.mark.parametrize("cached", [False, True])
+def test_states_are_those_before_the_last_position(tmp_path: Path, cached: bool) -> None:
+    """The decode server computes it again, and has no KV of the last prompts. Then it computes all of them.
+    Blocks begin with NaN, as blocks of states may have it where another layer reads them as KV."""
     from tests.engine.conftest import save_tiny
 
-    prompts = prompts_of([1, 2, 3, 63, 64, 65, 128, 129, 300], 3)
+    beginning, *ends = prompts_of([384, 1, 60, 128, 129], 7)
+    prompts = prompts_of([1, 2, 3, 63, 64, 65, 128, 129, 300], 3) + [beginning + end for end in ends]
     sizes = {"vocab_size": 500, "hidden_size": 128, "max_position_embeddings": 2048, "mamba_n_heads": 16}
     save_tiny(tmp_path, "GraniteMoeHybrid", **sizes, bos_token_id=None, eos_token_id=0)
-    # vLLM 0.32 cannot cache prefixes of such a model on CPUs.
-    with started(tmp_path, "recompute", enable_prefix_caching=False) as servers:
+    with started(tmp_path, "recompute", enable_prefix_caching=cached, states=True) as servers:
         expected = generated(tmp_path, prompts)
-        held = servers.prefilled(prompts)
-        assert servers.decoded(prompts, held) == expected
+        for _ in range(2):  # then from prefix caches
+            held = servers.prefilled(prompts)
+            assert servers.decoded(prompts, held) == expected
         alone = servers.prefill.answers([(prompt, GREEDY, None) for prompt in prompts])
         assert [tokens for tokens, _ in alone] == expected
+        assert (servers.prefill.cached > 0) == cached
+        assert (servers.decode.cached > 0) == cached
         held = servers.prefilled(prompts)
         servers.prefill.kill()
         assert servers.decoded(prompts, held) == expected

@@ -5,12 +5,13 @@
 The last two are descriptors: the input and the output of the engine. The second has the arguments of vLLM's
 engine as JSON. Of these, `kv_transfer_config` has those of its own class. With `graphs` every second step
 calls no hooks of layers, as a step that one CUDA graph holds. With `one_process` vLLM's scheduler is in the
-process with the model, as on one GPU.
+process with the model, as on one GPU. With `states` its blocks begin with NaN, and prefixes of Mamba-2 can be
+cached, as in a worker.
 
 An engine prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt,
 fields of SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
-kv_transfer_params or null], then how many preemptions there were so far, and how many steps whose prompts the
-connector has bounded.
+kv_transfer_params or null], then how many preemptions there were so far, how many tokens of prompts were
+cached, and how many steps whose prompts the connector has bounded.
 """
 
 from __future__ import annotations
@@ -47,10 +48,15 @@ def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: Tex
     from vllm.config import KVTransferConfig
     from vllm.inputs import TokensPrompt
 
+    from baton.vllm_worker.cpu_states import cut_prompts_at_blocks
+
     if arguments.pop("one_process", False):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if arguments.pop("graphs", False):
         use_graphs()
+    if arguments.pop("states", False):
+        cut_prompts_at_blocks()
+        fill_with_nan()
     if connector := arguments.get("kv_transfer_config"):
         arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector="BatonConnector",
@@ -81,8 +87,9 @@ def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: Tex
         outputs = engine.generate(prompts, params, use_tqdm=False)
         told = [[list(x.outputs[0].token_ids), x.kv_transfer_params] for x in outputs]
         counts: Any = engine.get_metrics()
-        preemptions = sum(x.value for x in counts if x.name == "vllm:num_preemptions")
-        print(json.dumps([told, preemptions, *bounded]), file=answers, flush=True)
+        names = "vllm:num_preemptions", "vllm:prefix_cache_hits"
+        found = [sum(x.value for x in counts if x.name == name) for name in names]
+        print(json.dumps([told, *found, *bounded]), file=answers, flush=True)
 
 
 def count_bounded_steps() -> list[int]:
@@ -118,6 +125,20 @@ def use_graphs() -> None:
         self.save_kv_layer = Mock() if held else functools.partial(save, self)
 
     BatonConnector.bind_connector_metadata = bound
+
+
+def fill_with_nan() -> None:
+    from baton.vllm_worker.connector import BatonConnector
+
+    register = BatonConnector.register_kv_caches
+
+    def filled(self: BatonConnector, kv_caches: dict[str, Any]) -> None:
+        for cache in kv_caches.values():
+            for tensor in cache if isinstance(cache, list) else [cache]:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        register(self, kv_caches)
+
+    BatonConnector.register_kv_caches = filled
 
 
 if __name__ == "__main__":
