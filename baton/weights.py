@@ -6,8 +6,7 @@
 
 The tensors are written as safetensors to memory of this host, or stay in that of a GPU. Workers read them: so
 they run here, too. Names and shapes are those of the checkpoint `like`, which workers serve. Workers that
-start later read the newest weights, so those in memory of the host stay until the next ones, or until
-`close`.
+start later read the newest weights, so they stay in memory of the host until the next ones, or until `close`.
 """
 
 import contextlib
@@ -27,12 +26,14 @@ import torch
 from baton.machine import cuda_driver
 from baton.machine.cuda_driver import CudaError
 
-Memory = Literal["shm", "memfd", "cuda"]
-"""Where weights are. `shm`: in files of /dev/shm, which containers often have little of. `memfd`: in
-anonymous memory that ends with this process. Workers open that through /proc, so they run as the same user.
-`cuda`: where the trainer has them, on its GPUs. Workers copy them from there by CUDA IPC, so nothing is
-written, and the trainer changes nothing before `update` returns."""
+HostMemory = Literal["shm", "memfd"]
+"""`shm`: files of /dev/shm, which containers often have little of. `memfd`: anonymous memory that ends with
+this process. Workers open that through /proc, so they run as the same user."""
+Memory = Literal[HostMemory, "cuda"]
+"""Where weights are for an update. `cuda`: where the trainer has them, on its GPUs. Workers copy them from
+there by CUDA IPC, and the trainer changes nothing before `update` returns."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a directory with a random name is made there
+_HANDLES = ".cuda.json"
 _INDEX = ".safetensors.index.json"
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -76,7 +77,7 @@ class Checkpoint:
         self.directory = directory
         self.memory: Memory = memory
         self._files = list[int]()
-        self._tensors = list[torch.Tensor]()  # whose memory workers have handles of
+        self._on_gpus = dict[Path, dict[str, torch.Tensor]]()  # whose memory workers have handles of
         directory.mkdir(parents=True, exist_ok=True)
         for file in like.glob("*.json"):
             if not file.name.endswith(_INDEX):
@@ -90,11 +91,21 @@ class Checkpoint:
         tensors = full_tensors(state)
         path = self.directory / f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         if self.memory == "cuda":
-            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            self._tensors += whole.values()
-            path.with_suffix(".cuda.json").write_text(_handles(whole))
-            return
-        if self.memory == "shm":
+            whole = self._on_gpus[path] = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            path.with_suffix(_HANDLES).write_text(_handles(whole))
+        else:
+            self._to_host(path, tensors, self.memory)
+
+    def keep(self, memory: HostMemory) -> None:
+        """Copies what `write` has left on GPUs to memory of this host, for workers that start later. Then the
+        tensors may change. Each rank does it once all workers have the weights, or calls `remove`."""
+        for path, tensors in self._on_gpus.items():
+            path.with_suffix(_HANDLES).unlink()
+            self._to_host(path, tensors, memory)
+        self._on_gpus.clear()
+
+    def _to_host(self, path: Path, tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> None:
+        if memory == "shm":
             with path.open("wb", buffering=0) as file:
                 _write(file, tensors)
             return
@@ -110,7 +121,7 @@ class Checkpoint:
         for fd in self._files:
             os.close(fd)
         self._files.clear()
-        self._tensors.clear()
+        self._on_gpus.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -179,15 +190,18 @@ class Weights:
         like: str | Path,
         *,
         memory: Memory = "shm",
+        later: HostMemory | None = "memfd",
         directory: str | Path | None = None,
         timeout: float = 600.0,
     ) -> None:
         """`url`: of a router, or of its admin port. `directory`: where checkpoints are made; None: a new one
-        in /dev/shm, or with `memfd` and `cuda` in the directory for temporary files. `timeout`: seconds for a
-        call."""
+        in /dev/shm, or without `shm` in the directory for temporary files. `later`: with `cuda`, where
+        `update` copies weights that all workers have, for workers that start later; None: these cannot get
+        them. `timeout`: seconds for a call."""
         self._url, self._key, self._like = url.rstrip("/"), admin_key, Path(like)
         self._memory, self._timeout = memory, timeout
-        place = directory or (SHARED_MEMORY if memory == "shm" else None)
+        self._later: HostMemory | None = later
+        place = directory or (SHARED_MEMORY if "shm" in (memory, later) else None)
         self._directory = Path(tempfile.mkdtemp(prefix="baton-weights-", dir=place))
         self._newest: Checkpoint | None = None
         self._count = 0
@@ -202,16 +216,21 @@ class Weights:
         self,
         state: Mapping[str, torch.Tensor] | list[Mapping[str, torch.Tensor]],
         version: str | None = None,
+        *,
+        keep_kv: bool = False,
     ) -> str:
         """Gives all workers these weights: a whole `state_dict`, or several that have some of the tensors
         each. Returns the name of the version, which begins with `version`. Raises RefusedUpdate; before the
-        last step that changes nothing."""
+        last step that changes nothing.
+
+        `keep_kv`: as in `paused(clear_cache=False)`, but workers are paused only while they copy the weights
+        over the old ones, and not while they read them."""
         checkpoint = self.new_checkpoint()
         try:
             shards: list[Mapping[str, torch.Tensor]] = state if isinstance(state, list) else [state]
             for number, shard in enumerate(shards):
                 checkpoint.write(shard, number, len(shards))
-            return self.apply(checkpoint, version)
+            return self.apply(checkpoint, version, keep_kv=keep_kv)
         finally:
             if checkpoint is not self._newest:
                 checkpoint.remove()
@@ -221,17 +240,22 @@ class Weights:
         self._count += 1
         return Checkpoint(self._directory / f"update-{self._count}", self._like, self._memory)
 
-    def apply(self, checkpoint: Checkpoint, version: str | None = None) -> str:
-        """As `update`, of a checkpoint that is complete."""
+    def apply(self, checkpoint: Checkpoint, version: str | None = None, *, keep_kv: bool = False) -> str:
+        """As `update`, of a checkpoint that is complete. What other ranks of the trainer have written on GPUs
+        they keep or remove themselves."""
         self._call("/init_weight_transfer_engine", {"init_info": {"backend": "disk"}})
         self._call("/start_weight_update")
         self._call("/update_weights", {"update_info": {"path": str(checkpoint.directory)}})
-        done = self._call("/finish_weight_update", {"weight_version": version})
-        before, self._newest = self._newest, None if checkpoint.memory == "cuda" else checkpoint
+        with self.paused(clear_cache=False) if keep_kv else contextlib.nullcontext():
+            done = self._call("/finish_weight_update", {"weight_version": version})
+        before, self._newest = self._newest, checkpoint
         if before is not None:
             before.remove()
-        if self._newest is None:
-            checkpoint.remove()  # the trainer goes on with its tensors
+        if checkpoint.memory == "cuda" and self._later is None:
+            self._newest = None
+            checkpoint.remove()
+        elif self._later is not None:
+            checkpoint.keep(self._later)
         return done["weight_version"]
 
     @contextlib.contextmanager
@@ -260,7 +284,7 @@ class Weights:
         return self._call("/get_world_size", method="GET")["world_size"]
 
     def close(self) -> None:
-        """Removes the newest weights. Workers that start later cannot get them any more."""
+        """Removes the newest weights. Workers that start later get them only from workers that have them."""
         if self._newest is not None:
             self._newest.remove()
             self._newest = None

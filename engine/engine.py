@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from baton.encode_worker.embeddings import Embeddings
-from baton.engine.api.config import EngineConfig, TierCells
+from baton.engine.api.config import EngineConfig, TierCells, versioned
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
@@ -39,7 +39,7 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, encoder_stats, start_rank
 from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
-from baton.engine.loader.live_weights import NewWeights, versioned
+from baton.engine.loader.live_weights import NewWeights
 from baton.engine.loader.tokenizer_json import eos_of_tokenizer, tokenizer_json
 from baton.engine.memory import EngineMemory
 from baton.engine.model_config import ModelConfig, known_ids

@@ -59,6 +59,7 @@ class WorkerStub(_Stub):
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.StatusRequest, worker_pb2.WorkerStatus]
     GetPhases: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.PhasesRequest, worker_pb2.Phases]
     ReplaceWeights: grpc.aio.StreamStreamMultiCallable[worker_pb2.WeightsCommand, worker_pb2.WeightsReport]
+    ReadCheckpoint: grpc.aio.UnaryStreamMultiCallable[worker_pb2.CheckpointRequest, worker_pb2.CheckpointPart]
     RestartEngine: grpc.aio.UnaryUnaryMultiCallable[
         worker_pb2.RestartEngineRequest, worker_pb2.RestartedEngine
     ]

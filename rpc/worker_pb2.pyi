@@ -628,14 +628,34 @@ class WeightsCommand(_message.Message):
     def __init__(self, stage: _Optional[_Union[StageWeights, _Mapping]] = ..., close: _Optional[bool] = ..., apply: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StageWeights(_message.Message):
-    __slots__ = ("path", "version", "named_at")
+    __slots__ = ("path", "version", "named_at", "fingerprint", "peer")
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAMED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     path: str
     version: str
     named_at: int
-    def __init__(self, path: _Optional[str] = ..., version: _Optional[str] = ..., named_at: _Optional[int] = ...) -> None: ...
+    fingerprint: str
+    peer: str
+    def __init__(self, path: _Optional[str] = ..., version: _Optional[str] = ..., named_at: _Optional[int] = ..., fingerprint: _Optional[str] = ..., peer: _Optional[str] = ...) -> None: ...
+
+class CheckpointRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...
+
+class CheckpointPart(_message.Message):
+    __slots__ = ("name", "size", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class WeightsReport(_message.Message):
     __slots__ = ("bytes", "seconds")

@@ -393,6 +393,7 @@ class WeightsStaged(_Message):
     question: int
     nbytes: int
     error: str  # for the user; empty: they fit
+    fingerprint: str = ""  # of the model with these weights, without a version
 
 
 class WeightsReplaced(_Message):

@@ -33,6 +33,11 @@ MemoryPart = Literal["kv_cache", "weights"]
 """What an engine can give back, as SGLang names it."""
 
 
+def versioned(fingerprint: str, version: str) -> str:
+    """The fingerprint of a model with weights of this version. Empty: with those of `--model`."""
+    return f"{fingerprint}; version={version}" if version else fingerprint
+
+
 class TierCells(NamedTuple):
     """What a tier below the device keeps: blocks of KV, or copies of states."""
 

@@ -25,7 +25,7 @@ from baton.encode_worker.embeddings import EmbeddingFormat
 from baton.encode_worker.encoder import Encoder
 from baton.encode_worker.tower import Tower, tower_fingerprint
 from baton.encode_worker.turns import Turns
-from baton.engine.api.config import EngineConfig, MemoryPart
+from baton.engine.api.config import EngineConfig, MemoryPart, versioned
 from baton.engine.api.stats import EncoderStats
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
@@ -49,7 +49,7 @@ from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
-from baton.engine.loader.live_weights import LoadedModel, versioned
+from baton.engine.loader.live_weights import LoadedModel
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.models.vision import TOWER

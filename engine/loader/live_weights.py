@@ -30,11 +30,6 @@ def _silent(stage: str, fraction: float) -> None:
     """Nothing waits for the progress."""
 
 
-def versioned(fingerprint: str, version: str) -> str:
-    """The fingerprint of a model with weights of this version. Empty: with those of `--model`."""
-    return f"{fingerprint}; version={version}" if version else fingerprint
-
-
 @dataclass(frozen=True, slots=True)
 class NewWeights:
     """Weights that fit the model and are checked."""

@@ -6,6 +6,7 @@ that moves to the other pool keeps its prefix cache, its load and its open work 
 
 import asyncio
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -171,9 +172,12 @@ class Roster:
 
     def weights_for(self, refused: Worker) -> pb.StageWeights | None:
         """What a refused worker needs to be accepted, if that is only the weights of the accepted workers."""
-        for other in (next(iter(same)) for same in self._accepted.values()):
-            if lacks_weights(refused.description, other.description):
-                return other.description.weights
+        for workers in self._accepted.values():
+            peer = random.choice(list(workers))  # several may start at once
+            if lacks_weights(refused.description, peer.description):
+                found = pb.StageWeights(fingerprint=peer.description.model_fingerprint, peer=peer.address)
+                found.MergeFrom(peer.description.weights)
+                return found
         return None
 
     def release(self, worker: Worker) -> None:

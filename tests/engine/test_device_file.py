@@ -89,7 +89,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, torch.Tens
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the trainer of a GPU is another process")
 def test_weights_of_a_trainer_stay_where_they_are(
-    tmp_path: Path, one_form: None, driver: Callable[[Mapping[str, torch.Tensor]], Driver]
+    tmp_path: Path,
+    one_form: None,
+    driver: Callable[[Mapping[str, torch.Tensor]], Driver],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = tmp_path / "before"
     before.mkdir()
@@ -104,11 +107,16 @@ def test_weights_of_a_trainer_stay_where_they_are(
         checkpoint.write({name: state[name] for name in some}, shard, 2)
     staged = engine.stage_weights(str(checkpoint.directory))
     assert gpu.opened == 0, "the trainer may have its memory"
+    checkpoint.keep("memfd")
     for tensor in gpu.state.values():
         tensor.zero_()
-    checkpoint.remove()
     engine.replace_weights(staged, "1")
-    assert answers(engine) == answers(fresh)
+    wanted = answers(fresh)
+    assert answers(engine) == wanted
+    monkeypatch.setattr(cuda_driver, "call", None)
+    engine.replace_weights(engine.stage_weights(str(checkpoint.directory)), "2")
+    assert answers(engine) == wanted, "it is in memory of the host"
+    checkpoint.remove()
 
 
 def no_such_allocation(found: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ class Trained(FakeWorker):
     """It waits for this event before it applies weights."""
     asked = False
     """To apply weights."""
+    peer, wanted = "", ""
+    """The worker that has the weights that were staged last, and their fingerprint."""
+    staged_files: Sequence[str] = ()
+    paused_within: Sequence["pb.Pause"] = ()
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
@@ -64,6 +68,10 @@ class Trained(FakeWorker):
         if self.missing:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.missing)
         weights = (await anext(commands)).stage
+        self.peer, self.wanted = weights.peer, weights.fingerprint
+        weights.ClearField("peer")
+        weights.ClearField("fingerprint")
+        self.staged_files = sorted(file.name for file in Path(weights.path).glob("model*"))
         self.staged = weights
         try:
             yield pb.WeightsReport()
@@ -74,6 +82,7 @@ class Trained(FakeWorker):
             self.staged = pb.StageWeights()
             self.arrived.set()
         assert command.apply
+        self.paused_within = [self.status.pause]
         weights.version = command.version or weights.version
         self.asked = True
         self.arrived.set()
@@ -117,6 +126,7 @@ async def test_a_worker_that_starts_gets_the_weights_of_the_others(
         if not fault:
             await cluster.until(lambda: bool(cluster.pool.decodes))
             assert started.weights == NEWEST
+            assert (started.peer, started.wanted) == (first.address, "model=m1; weights=w2; version=v2")
             await cluster.complete()
         else:
             await cluster.until(lambda: any(c.reason.endswith(reason) for c in cluster.pool.connections))
@@ -316,7 +326,7 @@ async def test_a_trainer_moves_weights_by_the_calls_of_vllm(
 
 
 async def test_the_helper_of_trainers_gives_workers_a_state_dict(
-    tokenizer: ModelTokenizer, directory: Path, tmp_path: Path
+    tokenizer: ModelTokenizer, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = ApiKey.of("admin", "trainer")
     async with trained(tokenizer, tmp_path, admin_key=key) as (cluster, workers):
@@ -349,6 +359,17 @@ async def test_the_helper_of_trainers_gives_workers_a_state_dict(
         assert await asyncio.to_thread(weights.world_size) == 3
         weights.close()
         assert not Path(workers[0].weights.path).exists()
+
+        monkeypatch.setattr("baton.weights._handles", lambda tensors: json.dumps([*tensors]))
+        for later, files in (("memfd", ["model-00001-of-00001.safetensors"]), (None, [])):
+            weights = Weights(cluster.url, "trainer", directory, memory="cuda", later=later)
+            version = await asyncio.to_thread(weights.update, {"x": torch.ones(4)}, keep_kv=True)
+            assert workers[0].staged_files == ["model-00001-of-00001.cuda.json"]
+            assert workers[0].paused_within == [pb.PAUSE_STEPS]
+            assert workers[0].status.pause == pb.PAUSE_NONE
+            assert workers[0].weights.version == version
+            assert [x.name for x in Path(workers[0].weights.path).glob("model*")] == files
+            weights.close()
 
 
 async def test_an_update_that_is_not_finished_ends_after_a_time(

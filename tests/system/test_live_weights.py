@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -203,9 +204,11 @@ async def test_a_fault_changes_nothing_and_a_worker_that_starts_again_gets_the_w
     assert "No weights have changed." in missing.stderr
     assert await expected(url, CASES, at_once=12) == old
 
-    assert (await trained.weights(trained.after)).exit_code == 0
+    gone = Path(shutil.copy(trained.after, trained.after.with_name("gone.gguf")))
+    assert (await trained.weights(gone)).exit_code == 0
     new = await expected(url, CASES, at_once=12)
     lives = len(decode.lives)
+    gone.unlink()  # the other worker has it open
     await asyncio.to_thread(decode.kill, "engine")
 
     def again() -> bool | None:

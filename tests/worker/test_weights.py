@@ -1,6 +1,7 @@
 """ReplaceWeights and SetPause on a real worker, as a coordinator calls them. It starts with dummy weights."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -165,6 +166,44 @@ async def test_a_call_that_ends_within_apply_leaves_all_old_or_all_new(
         assert token == pytest.approx(tokens[after.weights.path])
 
 
+async def test_weights_that_are_not_at_the_path_come_from_a_worker_that_has_them(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    """The worker is the other one, too: its files are those of the weights before."""
+    path = saved(tmp_path / "gone", 7)
+    async with replacement(worker) as new:
+        await new.stage(path, "here")
+        await new.command(close=True)
+        await new.command(apply=True)
+    right, token = await described(worker), await first_token(worker)
+    shutil.rmtree(path)
+    asked = pb.StageWeights(path=str(path), version="here", peer=worker.address, named_at=9)
+    asked.fingerprint = right.model_fingerprint
+    for turn in range(3):
+        async with replacement(worker) as new:
+            await new.command(stage=asked)
+            await new.command(close=True)
+            await new.command(apply=True)
+        after = await described(worker)
+        assert after.weights == pb.StageWeights(path=str(path), version="here", named_at=9)
+        assert after.model_fingerprint == right.model_fingerprint
+        assert await first_token(worker) == token
+        if turn == 0:
+            saved(path, 8)  # other ones are at the path
+    other = right.model_fingerprint.replace("=here", "=nowhere")
+    for version, fingerprint, peer, reason in (
+        ("nowhere", other, worker.address, "there .*; .*: it has no weights of version nowhere"),
+        ("here", right.model_fingerprint, "127.0.0.1:1", "there .*; 127.0.0.1:1: failed to connect"),
+        ("here", right.model_fingerprint, "", r"other weights than those of the other workers \(model="),
+    ):
+        wrong = pb.StageWeights(path=str(path), version=version, fingerprint=fingerprint, peer=peer)
+        async with replacement(worker) as new:
+            with pytest.raises(grpc.aio.AioRpcError, match=reason):
+                await new.command(stage=wrong)
+    assert await first_token(worker) == token
+    await assert_whole(worker)
+
+
 async def test_what_does_not_fit_is_refused_by_name(worker: WorkerProcess, tmp_path: Path) -> None:
     before = await described(worker)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -256,9 +295,9 @@ async def test_a_change_in_a_pause_that_keeps_kv_leaves_decodes_and_hands_prompt
         decode_id = await stream.reserve(asked)
         last = (await stream.token(decode_id))[0]
         keeping = pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=600, keep_kv=True)
-        computed = (await stream.stub.SetPause(keeping)).prompt_tokens
         async with replacement(worker) as new:
             await new.stage(path, "kept")
+            computed = (await stream.stub.SetPause(keeping)).prompt_tokens
             await new.command(close=True)
             assert (await stream.failure(held)).code == pb.FAILURE_CODE_DRAINING
             going_on = asyncio.ensure_future(stream.stub.SetPause(pb.PauseRequest()))

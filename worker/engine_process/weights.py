@@ -67,14 +67,16 @@ class WeightsChange:
             return
         self._told = True
         error = self._staged.exception()
+        nbytes, fingerprint = 0, ""
         if error is None:
-            nbytes, why = self._staged.result().nbytes, ""
+            new = self._staged.result()
+            nbytes, why, fingerprint = new.nbytes, "", new.fingerprint
         elif isinstance(error, ValueError):
-            nbytes, why = 0, str(error)
+            why = str(error)
         else:
             log.error("reading new weights failed", exc_info=error)
-            nbytes, why = 0, f"{type(error).__name__}: {error}; see the worker's log"
-        self._link.send(messages.WeightsStaged(self._question, nbytes, why))
+            why = f"{type(error).__name__}: {error}; see the worker's log"
+        self._link.send(messages.WeightsStaged(self._question, nbytes, why, fingerprint))
 
     def close(self) -> None:
         if self._thread is not None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from baton.engine import EngineConfig, EngineStats
 from baton.kv_transfer import TransferStats
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
 from baton.worker.engine_process.kv_events import all_blocks_cleared
@@ -93,6 +95,9 @@ class Backend:
         kv_events: KVEventPublisher | None = None,
     ) -> None:  # fmt: skip
         """`kv_events`: None unless the worker publishes them."""
+        self.connect = partial(connect, secret=config.secret, tls=config.tls)
+        """Opens a channel to another worker, by its address."""
+        self.run_dir = config.run_dir
         self._tree = tree
         self._routers = routers
         self._metrics = metrics
@@ -232,12 +237,13 @@ class Backend:
         """The engine reads other weights. `DropWeights` must follow, or `replace_weights`."""
         return await self._answer(lambda question: messages.StageWeights(question, path))
 
-    async def replace_weights(self, weights: pb.StageWeights) -> messages.WeightsReplaced:
-        """The engine computes with those that are staged. It is idle."""
+    async def replace_weights(self, version: str, path: str) -> messages.WeightsReplaced:
+        """The engine computes with those that are staged. It is idle. `path`: where the next engine process
+        finds them."""
         replaced: messages.WeightsReplaced = await self._answer(
-            lambda question: messages.ReplaceWeights(question, weights.version)
+            lambda question: messages.ReplaceWeights(question, version)
         )
-        self.weights = ReplacedWeights(weights.path, weights.version, replaced)
+        self.weights = ReplacedWeights(path, version, replaced)
         self._last_status.lost_weights = self.lost_weights = False
         return replaced
 

@@ -179,6 +179,12 @@ class AttachService:
         except (Refused, TreeError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
+    async def ReadCheckpoint(self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext) -> None:
+        try:
+            await self._weights.send_checkpoint(request.version, context.write)
+        except Refused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
     # ------------------------------------------------------------ router to worker
 
     async def _read(self, stream: RouterStream, request_iterator: AsyncIterator[pb.RouterMessage]) -> None:

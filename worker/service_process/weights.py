@@ -1,6 +1,7 @@
 """New weights for a worker, under one call of a coordinator that replaces those of all workers.
 
-    stage ─▶ the engine reads and checks the weights, while attempts go on
+    stage ─▶ the engine reads and checks the weights, while attempts go on. What is not at the path comes from
+             another worker, if a router asks
     close ─▶ attempts are handed back, routers are let go, and no KV of the old weights is in use
     apply ─▶ the engine computes with the new weights, and routers attach again
 
@@ -17,17 +18,26 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
+from grpc.aio import AioRpcError
+
+from baton.engine.api.config import versioned
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.stubs import WorkerStub
 from baton.worker import messages
+from baton.worker.messages import WeightsStaged
 from baton.worker.service_process.backend import Backend, Refused
+from baton.worker.service_process.checkpoint_files import CheckpointFiles
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers
 
 log = logging.getLogger(__name__)
 
 MAX_PATH, MAX_VERSION = 4096, 128
+MOST_READERS = 2
+"""Workers that read the checkpoint at the same time."""
 CLOSE_WITHIN, IDLE_CHECK, FREE_WITHIN = 30.0, 0.002, 1.0  # seconds
 REASON = "the weights of the model are replaced"
 
@@ -50,6 +60,8 @@ class WeightsReplacement:
         self._is_open.set()
         self._free = asyncio.Event()  # no call has staged weights
         self._free.set()
+        self._files: CheckpointFiles | None = None  # of the weights; None: they are those of `--model`
+        self._readers = asyncio.Semaphore(MOST_READERS)
 
     @property
     def is_open(self) -> bool:
@@ -77,12 +89,11 @@ class WeightsReplacement:
             raise Refused("the worker is shutting down")
         self._free.clear()
         applying: asyncio.Task[None] | None = None
+        files: CheckpointFiles | None = None
         unpaused = contextlib.AsyncExitStack()
         try:
             began, engines = time.monotonic(), self._backend.engines
-            staged = await self._backend.stage_weights(path)
-            if staged.error:
-                raise Refused(staged.error)
+            files, staged = await self._stage(stage)
             log.info("weights of %s are staged, version %s", path, version)
             yield pb.WeightsReport(bytes=staged.nbytes, seconds=time.monotonic() - began)
             await _next(commands, "close")
@@ -92,21 +103,60 @@ class WeightsReplacement:
             await self._close(keeps_kv=keeps_kv)
             self._check_staged(engines)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
-            if renamed := (await _next(commands, "apply")).version:
-                stage = pb.StageWeights(path=path, version=renamed, named_at=stage.named_at)
-                _, version = _checked(stage)
+            version = (await _next(commands, "apply")).version or version
+            new = pb.StageWeights(path=path, version=version, named_at=stage.named_at)
+            _checked(new)
             self._check_staged(engines)
             began = time.monotonic()
-            applying = asyncio.create_task(self._apply(stage, keeps_kv=keeps_kv))
+            applying = asyncio.create_task(self._apply(new, files, keeps_kv=keeps_kv))
             await asyncio.shield(applying)  # the caller may end the call, and the engine goes on
             log.info("computes with weights of %s, version %s", path, version)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
         finally:
             # A call may end by cancellation, while what follows waits for the engine.
-            await asyncio.shield(self._end(applying, unpaused))
+            await asyncio.shield(self._end(applying, files, unpaused))
 
-    async def _apply(self, weights: pb.StageWeights, *, keeps_kv: bool) -> None:
-        replaced, described = await self._backend.replace_weights(weights), self._description
+    async def send_checkpoint(
+        self, version: str, write: Callable[[pb.CheckpointPart], Awaitable[object]]
+    ) -> None:
+        """Sends the files of the weights to another worker. Raises Refused."""
+        async with self._readers:
+            weights = self._backend.weights
+            if self._files is None or weights is None or weights.version != version:
+                raise Refused(f"it has no weights of version {version[:MAX_VERSION]}")
+            await self._files.send(write)
+
+    async def _stage(self, stage: pb.StageWeights) -> tuple[CheckpointFiles, WeightsStaged]:
+        """The engine reads the weights, from the path or from another worker. Raises Refused."""
+        staged = await self._backend.stage_weights(stage.path)
+        if not (why := _unfit(stage, staged)):
+            return await _opened(Path(stage.path), self._backend.run_dir), staged
+        if not stage.peer:
+            raise Refused(why)
+        log.info("%s; %s is asked for the weights of version %s", why, stage.peer, stage.version)
+        await self._backend.send(messages.DropWeights())
+        files = await self._fetched(stage, why)
+        try:
+            staged = await self._backend.stage_weights(files.path)
+            if unfit := _unfit(stage, staged):
+                raise Refused(f"{why}; {stage.peer}: {unfit}")
+        except BaseException:
+            files.close()
+            raise
+        return files, staged
+
+    async def _fetched(self, stage: pb.StageWeights, why: str) -> CheckpointFiles:
+        try:
+            async with self._backend.connect(stage.peer) as channel:
+                parts = WorkerStub(channel).ReadCheckpoint(pb.CheckpointRequest(version=stage.version))
+                return await CheckpointFiles.received(aiter(parts), self._backend.run_dir)
+        except AioRpcError as error:
+            raise Refused(f"{why}; {stage.peer}: {error.details()}") from error
+
+    async def _apply(self, weights: pb.StageWeights, files: CheckpointFiles, *, keeps_kv: bool) -> None:
+        replaced = await self._backend.replace_weights(weights.version, files.path)
+        before, self._files = self._files, files
+        described = self._description
         described.weights.CopyFrom(weights)
         described.model_fingerprint, described.content_root = (
             replaced.model_fingerprint,
@@ -115,13 +165,22 @@ class WeightsReplacement:
         if keeps_kv:
             self._routers.broadcast(pb.WorkerMessage(description=described))
         await self._open()
+        if before is not None:
+            await asyncio.to_thread(before.close)
 
-    async def _end(self, applying: asyncio.Task[None] | None, unpaused: contextlib.AsyncExitStack) -> None:
+    async def _end(
+        self,
+        applying: asyncio.Task[None] | None,
+        files: CheckpointFiles | None,
+        unpaused: contextlib.AsyncExitStack,
+    ) -> None:
         async with unpaused:
             if applying is None:
                 await self._backend.send(messages.DropWeights())
             else:
                 await asyncio.wait([applying])
+            if files is not None and files is not self._files:
+                await asyncio.to_thread(files.close)
             await self._open()
             self._free.set()
         await self._pause.settle()  # the engine may have lacked weights
@@ -150,6 +209,28 @@ class WeightsReplacement:
         if not self._is_open.is_set():
             await self._backend.serve_again()
             self._is_open.set()
+
+
+def _unfit(stage: pb.StageWeights, staged: WeightsStaged) -> str:
+    """Why these are not the weights that are asked for. Empty: they are."""
+    if staged.error or not stage.fingerprint:
+        return staged.error
+    found = versioned(staged.fingerprint, stage.version)
+    if found == stage.fingerprint:
+        return ""
+    return f"{stage.path}: other weights than those of the other workers ({found}, there {stage.fingerprint})"
+
+
+async def _opened(path: Path, run_dir: str | None) -> CheckpointFiles:
+    """Raises Refused."""
+    opening = asyncio.ensure_future(asyncio.to_thread(CheckpointFiles.opened, path, run_dir))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(lambda done: done.exception() or done.result().close())
+        raise
+    except OSError as error:
+        raise Refused(f"{path}: its files cannot be opened: {error}") from error
 
 
 async def _next(commands: AsyncIterator[pb.WeightsCommand], kind: str) -> pb.WeightsCommand:

@@ -1,0 +1,115 @@
+"""Files of a checkpoint that another worker sends: what is right arrives, and what lies leaves nothing."""
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from baton.rpc import worker_pb2 as pb
+from baton.worker.service_process import checkpoint_files
+from baton.worker.service_process.backend import Refused
+from baton.worker.service_process.checkpoint_files import CheckpointFiles
+
+FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 10, "none.json": b""}
+
+
+def begin(name: str, size: int) -> pb.CheckpointPart:
+    return pb.CheckpointPart(name=name, size=size)
+
+
+def more(data: bytes) -> pb.CheckpointPart:
+    return pb.CheckpointPart(data=data)
+
+
+async def each(parts: Sequence[pb.CheckpointPart]) -> AsyncIterator[pb.CheckpointPart]:
+    for part in parts:
+        yield part
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def sent(files: CheckpointFiles) -> list[pb.CheckpointPart]:
+    parts = list[pb.CheckpointPart]()
+
+    async def write(part: pb.CheckpointPart) -> None:
+        parts.append(part)
+
+    await files.send(write)
+    return parts
+
+
+async def test_files_stay_readable_when_their_names_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "PART", 1000)
+    source, before = tmp_path / "source", descriptors()
+    source.mkdir()
+    for name, content in FILES.items():
+        (source / name).write_bytes(content)
+    (source / "optimizer.pt").write_bytes(b"large")
+    (source / "consolidated.safetensors").write_bytes(b"the same once more")
+    opened = CheckpointFiles.opened(source, str(tmp_path))
+    for name in FILES:
+        (source / name).unlink()
+    received = await CheckpointFiles.received(each(await sent(opened)), str(tmp_path))
+    for files in (opened, received):
+        assert {file.name: file.read_bytes() for file in Path(files.path).iterdir()} == FILES
+        files.close()
+    assert descriptors() == before
+    assert list(tmp_path.iterdir()) == [source]
+
+
+async def test_one_file_is_a_checkpoint_too(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    opened = CheckpointFiles.opened(tmp_path / "model.gguf", None)
+    received = await CheckpointFiles.received(each(await sent(opened)), None)
+    for files in (opened, received):
+        assert Path(files.path).name == "model.gguf"
+        assert Path(files.path).read_bytes() == b"GGUF"
+        files.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([], "ended in the middle of a file"),
+        ([begin("a.json", 3), more(b"ab")], "ended in the middle of a file"),
+        ([begin("a.json", 3), more(b"abcd")], "bytes of no file"),
+        ([begin("a.json", 3), more(b"")], "bytes of no file"),
+        ([more(b"a")], "bytes of no file"),
+        ([begin("a.json", 3), begin("b.json", 3)], "began a file in the middle of another"),
+        ([begin("a.json", 0), begin("a.json", 0)], "a file 'a.json', which no checkpoint has"),
+        ([begin("../a.json", 0)], "a file '../a.json', which"),
+        ([begin(".json", 0)], "a file '.json', which"),
+        ([begin("a\n.json", 0)], "which no checkpoint has"),
+        ([begin("a.pt", 0)], "a file 'a.pt', which"),
+        ([begin(251 * "a" + ".json", 0)], "which no checkpoint has"),
+        ([begin("a.json", 1 << 60)], "MiB of memory more than the host has"),
+        ([begin(f"{i}.json", 0) for i in range(5)], "a file '4.json', which"),
+    ],
+)
+async def test_a_worker_that_lies_is_refused_and_nothing_stays(
+    parts: Sequence[pb.CheckpointPart], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "MOST_FILES", 4)
+    before = descriptors()
+    with pytest.raises(Refused, match=reason):
+        await CheckpointFiles.received(each(parts), str(tmp_path))
+    assert descriptors() == before
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(3 * checkpoint_files.PART))
+    opened = CheckpointFiles.opened(file, None)
+
+    async def write(part: pb.CheckpointPart) -> None:
+        os.truncate(file, checkpoint_files.PART)
+
+    with pytest.raises(Refused, match=r"model\.gguf has become shorter"):
+        await opened.send(write)
+    opened.close()
