@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster.model import EMBEDDED_NAME, ResolvedModel
-from baton.cluster.options.engine import EngineOptions
+from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.machine.python_path import python_path
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 1, "enable_expert_parallel": False}
@@ -32,19 +32,20 @@ class Fault:
     message: str
 
 
-def faults(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None = None) -> list[Fault]:
+def faults(found: ResolvedModel, engine: EngineOptions, model: ModelOptions | None = None) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
     A name on the hub is not checked, and weights are not checked without torch or for vLLM. The files of the
     embedded model are not checked: pip has verified them.
     """
+    model = model or ModelOptions()
     ranks = engine.tensor_parallel_size > 1 or engine.enable_expert_parallel
-    plain = not ranks and engine.quantization == "auto" and tokenizer is None
+    plain = not ranks and engine.quantization == "auto" and model.tokenizer is None
     if (found.name == EMBEDDED_NAME and plain) or not Path(found.location).exists():
         return []
     names = ("load_format", "quantization", *RANKS) if engine.engine == "baton" else ()
     asked = {name: getattr(engine, name) for name in names}
-    arguments = json.dumps([found.location, asked, tokenizer])
+    arguments = json.dumps([found.location, asked, model.tokenizer, not model.language_model_only])
     command = [sys.executable, "-m", "baton.cluster.check_model", arguments]
     child = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | python_path()
@@ -55,21 +56,22 @@ def faults(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None = 
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None) -> None:
+def check_files(found: ResolvedModel, engine: EngineOptions, model: ModelOptions) -> None:
     """Raises ValueError for a model that `baton serve` cannot serve."""
-    for fault in faults(found, engine, tokenizer):
+    for fault in faults(found, engine, model):
         own = fault.message.startswith("--")
         raise ValueError(fault.message if own else f"--model: {fault.message}")
 
 
-def _faults(location: str, engine: dict[str, Any], tokenizer: str | None) -> list[Fault]:
-    """`engine`: fields of its configuration. Empty: vLLM, which checks weights itself."""
+def _faults(location: str, engine: dict[str, Any], tokenizer: str | None, images: bool = True) -> list[Fault]:
+    """`engine`: fields of its configuration. Empty: vLLM, which checks weights itself. `images`: whether
+    requests may have some, if the model takes them."""
     from baton.router.text.tokenizer import load_tokenizer
 
-    found = _engine_faults(location, engine) if engine else []
+    found = _engine_faults(location, engine | {"language_model_only": not images}) if engine else []
     try:
         if tokenizer is None or Path(tokenizer).exists():  # else it is on the hub
-            load_tokenizer(location, tokenizer=tokenizer)
+            load_tokenizer(location, tokenizer=tokenizer, images=images)
     except ValueError as error:
         found.append(Fault("tokenizer", str(error)))
     return found

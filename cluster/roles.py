@@ -35,6 +35,7 @@ def run_worker(role: Role, given: WorkerRole) -> int:
     with supervised(given.process.ready_fd):
         from baton.rpc.auth import load_secret
 
+        given = given.of_encoder() if role == "encode" else given
         model.download_to(given.model.download_dir)
         found = model.resolve(given.model.model, given.engine.engine)
         model.reach_hub(found.location)
@@ -52,7 +53,9 @@ def run_worker(role: Role, given: WorkerRole) -> int:
 
 
 def worker_config(role: Role, given: WorkerRole, found: model.ResolvedModel, secret: bytes) -> WorkerConfig:
-    """The configuration of a worker on this machine. Raises ValueError for options that it cannot have."""
+    """The configuration of a worker on this machine. Raises ValueError for options that it cannot have.
+
+    `given`: of an encoder as `WorkerRole.of_encoder` returns them."""
     from baton.cluster.gpus import default_device, gpu_gib, present_gpus
     from baton.cluster.options.optimize import choose, host_cache
     from baton.cluster.options.parameters import size_in_bytes
@@ -64,8 +67,6 @@ def worker_config(role: Role, given: WorkerRole, found: model.ResolvedModel, sec
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
     encodes = role == "encode"
-    if encodes and given.engine.engine != "baton":
-        raise ValueError("--engine vllm: only Baton's own encoder serves a pool; leave it out")
     chosen = choose(given.engine, device, memory)
     host_bytes = host_cache(given.engine, device, present_gpus(), available_memory())
     group = None if given.network.group is None else Group.parse(given.network.group)
@@ -78,10 +79,9 @@ def worker_config(role: Role, given: WorkerRole, found: model.ResolvedModel, sec
         max_num_seqs=chosen.max_num_seqs,
         enable_expert_parallel=given.engine.enable_expert_parallel and not experts_of_group,
         max_num_batched_tokens=chosen.max_num_batched_tokens,
-        enable_prefix_caching=given.engine.enable_prefix_caching is not False and not encodes,
-        encoder_pool=given.engine.encoder_pool and not encodes,
-        host_cache_size=0 if encodes else host_bytes,
-        disk_cache_size=0 if encodes else size_in_bytes(given.engine.disk_cache_size),
+        enable_prefix_caching=given.engine.enable_prefix_caching is not False,
+        host_cache_size=host_bytes,
+        disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
         ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
         ttit_target_steps=chosen.target_steps,
         speculative_config=(drafts := given.engine.speculative_config) and SpeculativeConfig.of(drafts),
@@ -98,11 +98,6 @@ def worker_config(role: Role, given: WorkerRole, found: model.ResolvedModel, sec
         tls=given.secret.tls(),
         served_model_name=(given.model.served_model_name or [found.name])[0],
         settings=None if encodes else f"{chosen.summary}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",
-        # Embeddings lie in memory of the host, whose arena peers of this host read.
-        kv_connector="auto"
-        if encodes and given.transfer.kv_connector == "nixl"
-        else given.transfer.kv_connector,
-        kv_store=None if encodes else given.transfer.kv_store,
         kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
         deadlines=TransferDeadlines(
             fetch_wait=given.deadlines.hold_timeout,

@@ -64,7 +64,7 @@ def run(blueprint: Blueprint) -> int:
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
     prefill, decode = (replace(blueprint.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS)
     for engine in [prefill] if prefill == decode else [prefill, decode]:
-        check_files(found, engine, blueprint.model.tokenizer)
+        check_files(found, engine, blueprint.model)
     if blueprint.ray.ray_address is not None:
         from baton.cluster.on_ray.joined import serve  # imports ray
 

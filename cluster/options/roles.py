@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -435,6 +435,31 @@ class WorkerRole:
     process: RoleOptions = RoleOptions()
     files: FileOptions = FileOptions()
     observe: ObserveOptions = ObserveOptions()
+
+    def of_encoder(self) -> WorkerRole:
+        """These options without what only a language model has. Raises ValueError for those that leave an
+        encoder nothing to do."""
+        if self.engine.engine != "baton":
+            raise ValueError("--engine vllm: only Baton's own encoder serves a pool; leave it out")
+        if self.model.language_model_only:
+            raise ValueError("--language-model-only: no request has images then, so there is no encoder")
+        engine = replace(
+            self.engine,
+            encoder_pool=False,
+            tensor_parallel_size=1,
+            data_parallel_size=1,
+            enable_expert_parallel=False,
+            enable_prefix_caching=False,
+            host_cache_size="0",
+            disk_cache_size="0",
+            speculative_config=None,
+            replace_engine=False,
+        )
+        # Embeddings lie in memory of the host, whose arena peers of this host read.
+        connector = "auto" if self.transfer.kv_connector == "nixl" else self.transfer.kv_connector
+        return replace(
+            self, engine=engine, transfer=replace(self.transfer, kv_store=None, kv_connector=connector)
+        )
 
 
 @dataclass(frozen=True)

@@ -184,19 +184,8 @@ class Blueprint:
         )
 
     def encoder(self) -> options.WorkerRole:
-        """The options of encoders, as `worker`. They need nothing of what only a language model has."""
-        of_pool = self.worker("prefill")
-        engine = replace(
-            of_pool.engine,
-            encoder_pool=False,
-            tensor_parallel_size=1,
-            data_parallel_size=1,
-            enable_expert_parallel=False,
-            host_cache_size="0",
-            speculative_config=None,
-            replace_engine=False,
-        )
-        return replace(of_pool, engine=engine)
+        """The options of encoders, as `worker`."""
+        return self.worker("prefill").of_encoder()
 
     def router(self) -> options.RouterRole:
         """The options of the routers, less those that each has for itself, and without API keys."""

@@ -180,7 +180,7 @@ def test_pools_with_different_kv_dtypes_need_one_check_of_the_model(monkeypatch:
     """Each check imports torch in a process of its own."""
     checked: list[EngineOptions] = []
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr(serve, "check_files", lambda found, engine, tokenizer: checked.append(engine))
+    monkeypatch.setattr(serve, "check_files", lambda found, engine, model: checked.append(engine))
     CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", "--decode-kv-cache-dtype", "fp8"])
     assert len(checked) == 1
 

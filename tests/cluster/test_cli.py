@@ -433,6 +433,27 @@ def test_encoders_are_workers_and_the_others_then_have_none(
     assert "--encoder-pool" not in served[1].roles()[0].args
 
 
+def test_an_encoder_takes_the_flags_of_all_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Kubernetes these are variables of all pods."""
+    started: list[Any] = []
+    monkeypatch.setattr(
+        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
+    )
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    monkeypatch.setenv("BATON_KV_STORE", "mooncake://127.0.0.1:1")
+    flags = ["--encoder-pool", "--tensor-parallel-size", "2", "--disk-cache-size", "1GiB", "--kv-connector"]
+    result = run_baton("encode", "--device", "cpu", *flags, "nixl")
+    assert result.exit_code == 0, result.output
+    [config] = started
+    assert (config.kv_store, config.kv_connector) == (None, "auto")
+    assert (config.engine.tensor_parallel_size, config.engine.disk_cache_size) == (1, 0)
+    assert not config.engine.encoder_pool
+    for refused in (["--language-model-only"], ["--engine", "vllm"]):
+        result = run_baton("encode", "--device", "cpu", *refused)
+        assert result.exit_code == 2
+        assert refused[0] in result.output
+
+
 def test_roles_accept_the_arguments_that_serve_passes(
     served: list[Blueprint], workers: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

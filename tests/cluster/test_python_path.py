@@ -50,7 +50,7 @@ def test_no_process_runs_modules_of_the_working_directory(
         spawn("baton.kv_transfer.process", b"", pass_fds=()).wait(60)
     elif start == "check":
         found = ResolvedModel(name="a", location=str(tmp_path))
-        assert "could not be checked" not in str(faults(found, EngineOptions(device="cpu"), None))
+        assert "could not be checked" not in str(faults(found, EngineOptions(device="cpu")))
     elif start == "grammar":
         with closing(Trials(300)) as trials:
             assert not trials.try_("regex", "a").error

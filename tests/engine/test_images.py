@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from baton.cluster import check_model
 from baton.content.images import ImageSettings
 from baton.engine import Engine, EngineConfig, EngineRequest, Image, SpeculativeConfig, check_request
 from baton.engine.core.prompt_images import PromptImages
@@ -266,6 +267,21 @@ def test_a_model_that_could_see_may_read_text_only(
     save_tiny(tmp_path, "Gemma3")
     engine = load(tmp_path, num_blocks=16, language_model_only=True, max_num_batched_tokens=4, max_num_seqs=4)
     assert len(tokens_of(engine, [text])[0]) == 10  # no image needs room in a step
+
+
+def test_what_is_checked_before_the_start_is_what_is_served(seeing: tuple[Path, Any], tmp_path: Path) -> None:
+    """Without images such a model needs no description of its encoder."""
+    path = shutil.copytree(seeing[0], tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    del config["vision_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    [text_only, both] = (
+        [fault for fault in check_model._faults(str(path), {"load_format": "auto"}, None, images)
+         if fault.what == "weights"]
+        for images in (False, True)
+    )  # fmt: skip
+    assert text_only == []
+    assert "vision_config is missing" in both[0].message
 
 
 def test_new_weights_of_the_encoder(seeing: tuple[Path, Any], tmp_path: Path) -> None:
