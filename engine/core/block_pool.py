@@ -27,7 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from baton.engine.core.units import Units, no_lease
+from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
 
 
@@ -44,7 +44,7 @@ class BlockPool:
     ) -> None:
         """`units`: those of blocks that have memory. None: all have."""
         self.num_blocks = num_blocks
-        self.units = units
+        self.units = units = Units.fixed(num_blocks) if units is None else units
         self.block_size = block_size
         """Positions of a block."""
         self.windows = windows
@@ -58,10 +58,9 @@ class BlockPool:
         self.on_evicted: Callable[[bytes], None] = lambda _: None
         self.moves = 0
         """Blocks that changed their state so far. Each counts as often as it did."""
-        present = num_blocks if units is None else units.present * units.size
-        self._free = dict.fromkeys(range(present - 1, -1, -1))  # the last one is given out next
-        self._lowest = [*range(present)]
-        """Of a pool with units, the free blocks, and some that are not (a heap)."""
+        self._lowest = [*range(units.present * units.size)]
+        """The free blocks, and some that are not (a heap)."""
+        self._free = {*self._lowest}
         self._private: set[int] = set()
         self._references: dict[int, int] = {}  # cached block → number of requests that hold it
         # Cached, and held by no request; the least recently used first.
@@ -97,26 +96,22 @@ class BlockPool:
             evicted, _ = (self._unreferenced_copies or self._unreferenced).popitem(last=False)
             self._evict(evicted)
             self._has_no_content(evicted)
-        if self.units is None:
-            blocks = [self._free.popitem()[0] for _ in range(count)]
-        else:
-            blocks = [self._lowest_free() for _ in range(count)]
-            for block in blocks:
-                self.units.hold(block)
+        blocks = [self._lowest_free() for _ in range(count)]
+        for block in blocks:
+            self.units.hold(block)
         self._private.update(blocks)
         self.moves += count
         return blocks
 
     def _make_free(self, block: int) -> None:
-        self._free[block] = None
-        if self.units is not None:
-            heapq.heappush(self._lowest, block)
+        self._free.add(block)
+        heapq.heappush(self._lowest, block)
 
     def _lowest_free(self) -> int:
         """Takes the free block with the smallest number, so that few units are in use."""
         while (block := heapq.heappop(self._lowest)) not in self._free:
-            pass  # it lost its memory
-        del self._free[block]
+            pass  # it lost its memory, or was found in it
+        self._free.remove(block)
         return block
 
     def _evict(self, block: int) -> None:
@@ -134,7 +129,7 @@ class BlockPool:
         name."""
         block = self._remnants.pop(name)
         self._private.add(block)
-        self._hold(block)
+        self.units.hold(block)
         self.moves += 1
         return block
 
@@ -192,7 +187,7 @@ class BlockPool:
             self._unreferenced_copies.pop(block, None)
             references = self._references[block] = self._references.get(block, 0) + 1
             if references == 1:
-                self._hold(block)
+                self.units.hold(block)
 
     def publish(self, block: int, name: bytes) -> bool:
         """Moves a private block to the cache; its request keeps a reference. The block must be full and its
@@ -211,7 +206,7 @@ class BlockPool:
     def put_cached(self, block: int, name: bytes) -> None:
         """A free block has the content of this name, which no other block has. It is evicted after those that
         came before."""
-        del self._free[block]
+        self._free.remove(block)
         self._block_of[name] = block
         self._name_of[block] = name
         self._unreferenced[block] = None
@@ -251,7 +246,7 @@ class BlockPool:
         for block in reversed(blocks):
             if block in self._private:
                 self._private.remove(block)
-                self._let(block)
+                self.units.let(block)
                 is_remnant = remnant is not None and block == remnant[0] and self.has_window(block)
                 if remnant is not None and is_remnant and remnant[1] not in self._remnants:
                     self._remnants[remnant[1]] = block
@@ -261,7 +256,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 del self._references[block]
-                self._let(block)
+                self.units.let(block)
                 if block not in self._name_of:
                     self._has_no_content(block)
                     continue
@@ -292,8 +287,6 @@ class BlockPool:
     def lease(self, block: int) -> Callable[[], None]:
         """The memory of a block, and that of its window block, is used until what this returns is called. A
         tier that copies it calls this."""
-        if self.units is None:
-            return no_lease
         ends = [self.units.lease(block)]
         if self.windows is not None:
             ends.append(self.windows.lease(block))
@@ -304,14 +297,6 @@ class BlockPool:
 
         return end
 
-    def _hold(self, block: int) -> None:
-        if self.units is not None:
-            self.units.hold(block)
-
-    def _let(self, block: int) -> None:
-        if self.units is not None:
-            self.units.let(block)
-
     def has_cached(self, blocks: range) -> bool:
         """Whether one of these blocks is cached."""
         return any(block in self._name_of for block in blocks)
@@ -320,12 +305,14 @@ class BlockPool:
         """These blocks have memory now, and are free."""
         for block in blocks:
             self._make_free(block)
+        if len(self._lowest) > 2 * self.num_blocks:  # most lost their memory, and got it again
+            self._lowest = sorted(self._free)
 
     def take_out(self, blocks: Sequence[int]) -> None:
         """These blocks, which nothing holds, lose their memory. The cache forgets them."""
         for block in blocks:
             if block in self._free:
-                del self._free[block]
+                self._free.remove(block)
             elif block in self._name_of:
                 self._unreferenced.pop(block, None)
                 self._unreferenced_copies.pop(block, None)
@@ -340,7 +327,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """Nothing is cached any more. Nothing holds a block."""
-        blocks = [*range(self.num_blocks)] if self.units is None else self.units.with_memory()
+        blocks = self.units.with_memory()
         self.take_out(blocks)
         self.put_in(blocks[::-1])
 
@@ -362,8 +349,7 @@ class BlockPool:
         free = [*self._free, *self._remnants.values()]
         unreferenced = {*self._unreferenced, *self._unreferenced_copies}
         states = [*free, *self._private, *self._references, *self._unreferenced, *self._unreferenced_copies]
-        with_memory = [*range(self.num_blocks)] if self.units is None else self.units.with_memory()
-        assert sorted(states) == with_memory, "a block was lost or has two owners"
+        assert sorted(states) == self.units.with_memory(), "a block was lost or has two owners"
         assert all(count > 0 for count in self._references.values())
         assert self._name_of == {block: name for name, block in self._block_of.items()}
         assert unreferenced <= self._name_of.keys() <= self._references.keys() | unreferenced
@@ -392,9 +378,8 @@ class StatePool:
     def __init__(self, num_slots: int, units: Units | None = None) -> None:
         """`units`: those of slots that have memory. None: all have."""
         self.num_slots = num_slots
-        self.units = units
-        present = num_slots if units is None else units.present * units.size
-        self._free = list(range(present - 1, -1, -1))
+        self.units = units = Units.fixed(num_slots) if units is None else units
+        self._free = [*range(units.present * units.size)]  # a heap, so that few units are in use
 
     @property
     def free(self) -> int:
@@ -408,18 +393,15 @@ class StatePool:
 
     def allocate(self) -> int:
         """Returns a slot with undefined content."""
-        if self.units is None:
-            return self._free.pop()
-        self._free.remove(slot := min(self._free))  # so that few units are in use
+        slot = heapq.heappop(self._free)
         self.units.hold(slot)
         return slot
 
     def release(self, slot: int) -> None:
         """Takes back the slot of a request."""
         assert slot not in self._free, "a slot has one owner"
-        self._free.append(slot)
-        if self.units is not None:
-            self.units.let(slot)
+        heapq.heappush(self._free, slot)
+        self.units.let(slot)
 
     def has_cached(self, slots: range) -> bool:
         """No slot is: copies have slots of their own."""
@@ -427,14 +409,15 @@ class StatePool:
 
     def put_in(self, slots: range) -> None:
         """These slots have memory now, and are free."""
-        self._free.extend(slots)
+        for slot in slots:
+            heapq.heappush(self._free, slot)
 
     def take_out(self, slots: range) -> None:
         """These slots, which are free, lose their memory."""
         for slot in slots:
             self._free.remove(slot)
+        heapq.heapify(self._free)
 
     def assert_whole(self) -> None:
         """Asserts that no request has a slot."""
-        with_memory = [*range(self.num_slots)] if self.units is None else self.units.with_memory()
-        assert sorted(self._free) == with_memory, "a slot was left behind"
+        assert sorted(self._free) == self.units.with_memory(), "a slot was left behind"

@@ -94,8 +94,6 @@ class Budget:
     ) -> None:
         """`block_pages`, `place_pages`: of a unit. `free_pages`: those of no unit. `memory`: so many requests
         that ended last count for the share of window blocks."""
-        assert pool.units is not None, "its blocks come and go"
-        assert places.units is not None, "its places come and go"
         self.move: Callable[[Sequence[Move]], None] = lambda _: None
         self.clock: Callable[[], float] = time.perf_counter
         self.decodes: Callable[[], bool] = lambda: False
@@ -346,9 +344,9 @@ class Budget:
     def _grow_copies(self) -> None:
         """Gives copies one more unit, from free pages and from blocks with nothing in them. Copies with less
         than half of what they may have also take cached blocks, the least recently used ones."""
-        copies, units, pool = self._copies, self._of_copies, self._pool
+        copies, pool = self._copies, self._pool
         assert copies is not None, "they ask for it"
-        assert units is not None, "their slots come and go"
+        units = copies.units
         if not units.absent or pool.moves - self._looked < pool.num_blocks // GROWTH:
             return
         if self._left < self.place_pages and self.decodes():

@@ -27,7 +27,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS
-from baton.engine.core.units import Units, no_lease
+from baton.engine.core.units import Units
 
 END_TOKENS = 512
 """The end of a prompt, or of what it shares, gets a copy only this many tokens past the copy before it. Fewer
@@ -104,11 +104,11 @@ class StateCopies:
         self._answer_interval = -(-ANSWER_TOKENS // block_size) * block_size
         self._block_size = block_size
         self.count = count
-        self.units = units
+        self.units = units = Units.fixed(count, first_slot) if units is None else units
         self.moves = 0
         self.on_evicted: Callable[[bytes], None] = lambda _: None
         self.grow: Callable[[], None] = lambda: None
-        self._present = count if units is None else units.present * units.size
+        self._present = units.present * units.size
         self._free = list(range(first_slot + self._present - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._name_of: dict[int, bytes] = {}
@@ -195,7 +195,7 @@ class StateCopies:
         self._writing += 1
         self.moves += 1
         slot = self._free.pop()
-        self._hold(slot)
+        self.units.hold(slot)
         return slot
 
     def allocate_for_answer(self) -> int | None:
@@ -210,13 +210,13 @@ class StateCopies:
         self._writing -= 1
         self._slot_of[name] = slot
         self._name_of[slot] = name
-        self._let(slot)
+        self.units.let(slot)
 
     def release(self, slot: int) -> None:
         """Takes back a slot that `allocate` returned."""
         self._writing -= 1
         self._free.append(slot)
-        self._let(slot)
+        self.units.let(slot)
 
     def drop(self, name: bytes) -> None:
         """Forgets the copy with this name, if there is one."""
@@ -235,12 +235,12 @@ class StateCopies:
         if slot is None:
             return None
         self._lent[slot] += 1
-        self._hold(slot)
+        self.units.hold(slot)
         return CopyLease(slot, self._take_back)
 
     def _take_back(self, slot: int) -> None:
         self._lent[slot] -= 1
-        self._let(slot)
+        self.units.let(slot)
         if not self._lent[slot]:
             del self._lent[slot]
             if slot not in self._name_of:
@@ -250,15 +250,7 @@ class StateCopies:
 
     def lease(self, slot: int) -> Callable[[], None]:
         """As `BlockPool.lease`."""
-        return no_lease if self.units is None else self.units.lease(slot)
-
-    def _hold(self, slot: int) -> None:
-        if self.units is not None:
-            self.units.hold(slot)
-
-    def _let(self, slot: int) -> None:
-        if self.units is not None:
-            self.units.let(slot)
+        return self.units.lease(slot)
 
     def has_cached(self, slots: range) -> bool:
         """Whether one of these slots has a cached copy."""

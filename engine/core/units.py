@@ -1,12 +1,10 @@
 """Which places of a pool have memory, in units that get and lose it as a whole. Pure."""
 
 import heapq
+import math
 from collections.abc import Callable
 from functools import partial
-
-
-def no_lease() -> None:
-    """Ends the lease on a place that always has memory."""
+from typing import Self
 
 
 class Units:
@@ -32,6 +30,12 @@ class Units:
         self._begin, self._end = begin, end
         self._fixed = begin if keeps_first else -1
         self._held = [0] * (end - begin)
+
+    @classmethod
+    def fixed(cls, places: int, first: int = 0) -> Self:
+        """Those of a pool whose places always have memory."""
+        size = math.gcd(first, places)
+        return cls(first, places, size, places // size, keeps_first=True)
 
     def units(self, places: int) -> int:
         """The number of units with so many places."""

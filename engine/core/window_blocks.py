@@ -25,7 +25,7 @@ from itertools import islice
 import numpy as np
 
 from baton.content.cache_kinds import Window, first_read, window_blocks
-from baton.engine.core.units import Units, no_lease
+from baton.engine.core.units import Units
 
 NULL = 0
 """The window block that stands for none. What is written there is never read."""
@@ -71,8 +71,8 @@ class WindowBlocks:
         """`num_blocks`: of the block pool. `count`: window blocks, with `NULL`. `step_tokens`: most tokens of
         a step. `units`: those of window blocks that have memory. None: all have."""
         self.of = np.zeros(num_blocks, dtype=np.int32)
-        self.units = units
-        self.present = count if units is None else units.present * units.size
+        self.units = units = Units.fixed(count) if units is None else units
+        self.present = units.present * units.size
         self.most = window_blocks(windows, block_size)
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_short: Callable[[], None] = lambda: None
@@ -177,7 +177,7 @@ class WindowBlocks:
             self._block_of[place] = block
         self._idle.pop(block, None)
         readers = self._readers[block] = self._readers.get(block, 0) + 1
-        if self.units is not None and readers == 1:
+        if readers == 1:
             self.units.hold(int(self.of[block]))
 
     def _unread(self, block: int) -> None:
@@ -185,8 +185,7 @@ class WindowBlocks:
         if not self._readers[block]:
             del self._readers[block]
             self._idle[block] = None
-            if self.units is not None:
-                self.units.let(int(self.of[block]))
+            self.units.let(int(self.of[block]))
 
     def next_lost(self, most: int) -> Iterator[int]:
         """The blocks that would lose their window blocks to the next `most` that need one, in order."""
@@ -209,14 +208,11 @@ class WindowBlocks:
 
     def lease(self, block: int) -> Callable[[], None]:
         """As `BlockPool.lease`, on the window block that the block has now."""
-        return (
-            no_lease if self.units is None or not self.has(block) else self.units.lease(int(self.of[block]))
-        )
+        return self.units.lease(int(self.of[block])) if self.has(block) else lambda: None
 
     def idle_units(self, blocks: Collection[int]) -> int:
         """How many units would not be idle any more if these blocks were read."""
         units = self.units
-        assert units is not None, "window blocks come and go"
         of = {int(self.of[block]) // units.size for block in blocks if self.has(block)}
         return sum(unit in units.idle for unit in of)
 
@@ -243,7 +239,7 @@ class WindowBlocks:
     def assert_consistent(self) -> None:
         """Asserts that each window block has one owner, and that no chunk can take what was promised."""
         owned = self.of[self.of != NULL].tolist()
-        present = [*range(self.present)] if self.units is None else self.units.with_memory()
+        present = self.units.with_memory()
         assert sorted([NULL, *self._free, *owned]) == present, "one was lost or has two owners"
         assert self._block_of == {int(self.of[block]): int(block) for block in self.of.nonzero()[0]}
         blocks = {int(block) for block in self.of.nonzero()[0]}

@@ -116,7 +116,7 @@ class Operations:
     def free(self) -> int:
         """Free blocks, and those without memory."""
         pool = self.scheduler.lives.pool
-        return pool.free + (0 if pool.units is None else len(pool.units.absent) * pool.units.size)
+        return pool.free + len(pool.units.absent) * pool.units.size
 
     def operate(self) -> None:
         """Does one of what is possible now. Steps come most often."""
