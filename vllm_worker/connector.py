@@ -164,7 +164,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         params = request.kv_transfer_params or {}
         if self._has_states and not self._settings.attach and params.get("do_remote_decode"):
             _leave_out_the_last(request)
-        self._scheduler.expect(request.request_id, params, request.num_prompt_tokens)
+        image_tokens = [feature.mm_position.length for feature in request.mm_features or ()]
+        self._scheduler.expect(request.request_id, params, request.num_prompt_tokens, image_tokens)
         if self._settings.attach:
             if "decode_id" in params or "first_token" in params:
                 self._beginning[request.request_id] = request
@@ -202,12 +203,16 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if request.request_id in self._beginning and not request.num_output_tokens:
             assert request.kv_transfer_params is not None
             if (token := request.kv_transfer_params.get("first_token")) is not None:  # sampled here
                 _append_output(request, token)
         count = self._scheduler.to_fetch(request.request_id, num_computed_tokens)
+        if self._scheduler.waits(request.request_id, num_computed_tokens + count):
+            return None, False  # vLLM asks again in each step, until the request is aborted
         return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -237,6 +242,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.scheduled(
                 request_id, blocks, computed, count, anew=request_id in cached.resumed_req_ids
             )
+        for request_id, images in scheduler_output.scheduled_encoder_inputs.items():
+            scheduler.encoded(request_id, images)
         metadata = scheduler.take()
         metadata.number = steps.begins(now := time.monotonic())
         if self._settings.attach:  # else there is no router to be told

@@ -33,6 +33,7 @@ from baton.vllm_worker.attachment import Attach, events_address
 from baton.vllm_worker.connector import check_config
 from baton.vllm_worker.coordinator import tie_coordinators
 from baton.vllm_worker.grammars import Gate
+from baton.vllm_worker.images import Images, settings_of
 from baton.vllm_worker.options import command_line
 from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import sampling
@@ -98,6 +99,12 @@ class VLLM:
         most = 0 if lora is None else min(lora.max_cpu_loras or lora.max_loras, MOST_ADAPTERS)
         self.adapters = Adapters(self._add_adapter, self._remove_adapter, most)
         self._gate = Gate(vllm_config.model_config.get_vocab_size())
+        settings = (
+            None
+            if config.engine.language_model_only
+            else settings_of(self._llm, checkpoint_path(config.engine))
+        )
+        self._images = None if settings is None else Images(self._llm, settings)
         # It would compile again what the gate has tried, and hold up the event loop meanwhile.
         backend_guidance.validate_guidance_grammar = lambda *_, **__: None
 
@@ -156,6 +163,7 @@ class VLLM:
             num_blocks=attach.pool.num_blocks,
             offload_blocks=0,
             vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(tokenizer)),
+            images=None if self._images is None else self._images.settings,
             max_adapters=self.adapters.most,
             first_adapters=adapters,
         )
@@ -165,10 +173,13 @@ class VLLM:
     ) -> AsyncGenerator[Any, None]:
         """As `roles.Generate`."""
         ids = [*request.prompt_ids, *request.output_ids]
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
-        if request.cache_salt:
-            prompt["cache_salt"] = request.cache_salt.hex()
         try:
+            prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
+            if request.images:
+                assert self._images is not None, "checked with the request"
+                prompt = await self._images.prompt(ids, request.images)
+            if request.cache_salt:
+                prompt["cache_salt"] = request.cache_salt.hex()
             if (structure := fields.pop("structured_outputs", None)) is not None:
                 await self._gate.check(request.tenant, structure)
                 fields["structured_outputs"] = StructuredOutputsParams(**structure)

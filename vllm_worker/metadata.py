@@ -161,6 +161,10 @@ class StepMetadata:
     """Of the step."""
     costs: list[StepStats] = field(default_factory=list)
     """What steps cost now, if that has changed."""
+    encoded: tuple[int, int] = (0, 0)
+    """Images that the encoder is given, and their tokens."""
+    blind: list[bytes] = field(default_factory=list)
+    """Decode ids of requests that need images which are not here."""
 
 
 @dataclass(slots=True)
@@ -180,6 +184,17 @@ class _Prompt:
     """Its first token has log probabilities, which the worker knows."""
     cached: int = 0
     """Tokens that the prefix cache had."""
+
+
+@dataclass(slots=True)
+class _Unseen:
+    """A request whose images are not here, since their KV comes from another worker."""
+
+    decode_id: bytes
+    end: int
+    """The position behind the last one."""
+    lost: bool = False
+    """Its worker was told that it cannot be computed here."""
 
 
 class ConnectorScheduler:
@@ -205,11 +220,25 @@ class ConnectorScheduler:
         self._fetched: dict[str, int] = {}  # tokens of requests until their first step, if it `clears`
         self._new_id = new_id
         self._requests: dict[str, _Prompt | Fetch] = {}  # a fetch: until it has blocks
+        self._unseen: dict[str, _Unseen] = {}
+        self._image_tokens: dict[str, Sequence[int]] = {}
         self._metadata = StepMetadata()
 
-    def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
-        """vLLM has a new request. A client may send any `params`: with wrong ones, all is computed here."""
+    def expect(
+        self,
+        request_id: str,
+        params: dict[str, Any] | None,
+        prompt_tokens: int,
+        image_tokens: Sequence[int] = (),
+    ) -> None:
+        """vLLM has a new request. A client may send any `params`: with wrong ones, all is computed here.
+        `image_tokens`: of each of its images."""
         params = params or {}
+        if self._named and image_tokens:
+            self._image_tokens[request_id] = image_tokens
+            if "unseen_until" in params:
+                unseen = _Unseen(bytes.fromhex(params["decode_id"]), params["unseen_until"])
+                self._unseen[request_id] = unseen
         if params.get("do_remote_decode"):
             fixed_id = bytes.fromhex(params["prefill_id"]) if self._named else b""
             self._requests[request_id] = _Prompt(
@@ -236,6 +265,23 @@ class ConnectorScheduler:
         """Returns how many tokens of a prompt come from the prefill server, beyond those computed here."""
         fetch = self._requests.get(request_id)
         return max(0, fetch.stop - computed) if isinstance(fetch, Fetch) else 0
+
+    def waits(self, request_id: str, computed: int) -> bool:
+        """Whether the request cannot go on here after the `computed` tokens that it has, or will fetch: its
+        images are on another worker. Its own worker hands it back."""
+        unseen = self._unseen.get(request_id)
+        if unseen is None or computed >= unseen.end:
+            return False
+        if not unseen.lost:
+            unseen.lost = True
+            self._metadata.blind.append(unseen.decode_id)
+        return True
+
+    def encoded(self, request_id: str, images: Sequence[int]) -> None:
+        """The encoder is given these images of the request in the step."""
+        if (tokens := self._image_tokens.get(request_id)) is not None:
+            count, before = self._metadata.encoded
+            self._metadata.encoded = count + len(images), before + sum(tokens[i] for i in images)
 
     def allocated(self, request_id: str, blocks: Blocks, to_fetch: int) -> None:
         """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
@@ -299,6 +345,8 @@ class ConnectorScheduler:
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
         server fetches them, if a proxy needs these."""
         self._fetched.pop(request_id, None)
+        self._image_tokens.pop(request_id, None)
+        self._unseen.pop(request_id, None)
         prompt = self._requests.pop(request_id, None)
         if not isinstance(prompt, _Prompt):
             return False, None

@@ -28,6 +28,9 @@ _LARGE_GRAPHS = {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
 steps that only decode, and none for 150 tokens if few requests may run. If the attention cannot be in such a
 graph, vLLM warns, and keeps pieces."""
 _GRAPHS = re.compile("-O|-cc|--compilation-config|--(max-)?cudagraph|--enforce-eager")
+_PROCESSED = "--mm-processor-cache-gb"
+"""0: a worker that fetches KV is not given images, and another time it is. So none may be left out since vLLM
+has had it. The embeddings that vLLM's encoder made are cached all the same."""
 _CONNECTOR = "kv_transfer_config"
 
 
@@ -72,7 +75,7 @@ def _check_args(args: Sequence[str]) -> None:
             raise ValueError(f"--vllm-args: {arg} is an option of Baton, too; give it there")
         if flag.startswith(("--data-parallel", "-dp")):
             raise ValueError(f"--vllm-args: {arg}: give --data-parallel-size N to Baton, which does the rest")
-        if flag == _flag(_CONNECTOR):
+        if flag in (_flag(_CONNECTOR), _PROCESSED):
             raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
 
 
@@ -94,6 +97,7 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
         line += ["--enable-lora", "--max-loras", str(engine.max_loras or max(1, len(engine.lora_modules)))]
         if engine.max_lora_rank is not None:
             line += ["--max-lora-rank", str(engine.max_lora_rank)]
+    line += [_PROCESSED, "0"]
     if engine.device == "cuda" and not any(map(_GRAPHS.match, more)):
         line += ["--compilation-config", json.dumps(_LARGE_GRAPHS)]
     return [*line, *more]

@@ -25,7 +25,16 @@ from typing import Any
 from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine import EngineRequest, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
-from baton.vllm_worker.attachment import Commit, Computed, Costs, FromConnector, Started, ToConnector
+from baton.vllm_worker.attachment import (
+    Blind,
+    Commit,
+    Computed,
+    Costs,
+    Encoded,
+    FromConnector,
+    Started,
+    ToConnector,
+)
 from baton.vllm_worker.attempt import Computing, NeededBlocks, Sending, VLLMAttempt, waits
 from baton.vllm_worker.metadata import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
@@ -80,7 +89,7 @@ class Roles:
         config: EngineProcessConfig,
         ready: messages.EngineReady,
     ) -> None:
-        self.load = Load()
+        self.load = Load(sees=ready.images is not None)
         self._attempts = attempts
         self._generate = generate
         self._tell = tell
@@ -151,12 +160,15 @@ class Roles:
             if source.incarnation != self._config.incarnation:
                 held = Source(source.kv_address, source.incarnation, source.prefill_id)
                 params = {**held.params, "decode_id": attempt.id.hex(), "attempt": source.attempt}
+                if attempt.request.images:
+                    params["unseen_until"] = attempt.request.images[-1].stop
             elif (prefill := self._attempts.find(source.prefill_id)) is None or not prefill.answered:
                 text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
                 attempt.lost(Code.HANDED_BACK, text)
                 return
             else:
                 attempt.first_token = prefill.first_token
+                attempt.request.images = prefill.request.images  # with their pixels
                 params = {"first_token": prefill.first_token.result().token_id}
         needed = self._needed.of(self._attempts)
         seated = sum(other.decode and other.computing is not None for other in self._attempts)
@@ -174,7 +186,8 @@ class Roles:
         if self._config.engine.enable_prefix_caching:
             named_tokens = len(request.prompt_ids) // self._ready.block_size * self._ready.block_size
             root = salted(self._ready.content_root, request.cache_salt)
-            extend_names(chunks, request.prompt_ids, named_tokens, root)
+            spans = [image.span for image in request.images]
+            extend_names(chunks, request.prompt_ids, named_tokens, root, spans)
         uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
         return VLLMAttempt(
             stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks,
@@ -186,6 +199,8 @@ class Roles:
         request = attempt.request
         try:
             fields = sampling(request, only_first=attempt.handover, scores_prompt=attempt.source is None)
+            if attempt.source is None and not all(image.pixels for image in request.images):
+                raise ValueError("images: their pixels are missing, and this worker computes the prompt")
         except ValueError as error:
             attempt.lost(Code.INVALID, str(error))
             return False
@@ -342,6 +357,10 @@ class Roles:
             case Costs(costs):
                 self.load.costs = costs
                 return
+            case Encoded(images, tokens):
+                self.load.images += images
+                self.load.image_tokens += tokens
+                return
         attempt_id = message.prefill_id if isinstance(message, Started | Released) else message.decode_id
         if (attempt := self._attempts.find(attempt_id)) is None:
             return
@@ -361,6 +380,8 @@ class Roles:
             case Closed():
                 attempt.no_kv = "cancelled"
                 self._end_without_kv(attempt)
+            case Blind():
+                attempt.lost(Code.HANDED_BACK, "preempted: its images are on another worker")
             case Released(_, reason):
                 self._released(attempt, reason)
 

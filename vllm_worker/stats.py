@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.engine import EngineStats
-from baton.engine.api.stats import StepStats
+from baton.engine.api.stats import EncoderStats, StepStats
 from baton.vllm_worker.attempt import VLLMAttempt
 
 
@@ -13,6 +13,8 @@ from baton.vllm_worker.attempt import VLLMAttempt
 class Load:
     """What vLLM's steps say together."""
 
+    sees: bool = False
+    """vLLM takes images."""
     usage: float = 0.0
     """Share of the blocks that requests hold."""
     running: int = 0
@@ -23,6 +25,10 @@ class Load:
     hits: int = 0
     costs: StepStats = field(default_factory=StepStats)
     """As the connector says."""
+    images: int = 0
+    """That vLLM's encoder was given, as the connector says."""
+    image_tokens: int = 0
+    """Of these."""
 
     def step(self, scheduler: Any, iteration: Any) -> None:
         """A step has ended. vLLM's statistics of it may be None."""
@@ -52,5 +58,20 @@ class Load:
             prefix_cache_queries=self.queries,
             prefix_cache_hits=self.hits,
             prefill_position=0.0,  # it computes no part of a shared prompt
+            encoder=self._encoder if self.sees else None,
             **{each.name: getattr(self.costs, each.name) for each in fields(self.costs)},
+        )
+
+    @property
+    def _encoder(self) -> EncoderStats:
+        """vLLM tells no times, and not what it keeps."""
+        return EncoderStats(
+            self.images,
+            self.image_tokens,
+            seconds=0.0,
+            hits=0,
+            waiting=0,
+            kept_bytes=0,
+            token_seconds=0.0,
+            queue_seconds=0.0,
         )

@@ -34,7 +34,7 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Close, Commit, Computed, Costs, Started
+from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Costs, Encoded, Started
 from baton.vllm_worker.metadata import BlockTable, Fetch, StepMetadata, block_ids, log
 
 Event = Injected | FetchFailed | Closed | Released
@@ -97,7 +97,7 @@ class Attendant:
     def cancel(self, decode_id: bytes) -> None:
         self.order(lambda receiver: receiver.cancel(decode_id))
 
-    def tell(self, messages: Sequence[Started | Computed | Costs]) -> None:
+    def tell(self, messages: Sequence[Started | Computed | Costs | Encoded | Blind]) -> None:
         """Sends messages to the engine process."""
         worker = self._worker
         if worker is not None:  # else a client has asked for them
@@ -215,7 +215,13 @@ class Transfers:
         for prefill_id, request_id in metadata.opened.items():
             self._prefills[prefill_id] = SentPrefill(request_id)
         computed = (Computed(*counts) for counts in metadata.computed)
-        messages = [*map(Started, metadata.started), *computed, *map(Costs, metadata.costs)]
+        messages = [
+            *map(Started, metadata.started),
+            *computed,
+            *map(Costs, metadata.costs),
+            *([Encoded(*metadata.encoded)] if metadata.encoded[0] else ()),
+            *map(Blind, metadata.blind),
+        ]
         if messages:
             self._attendant.tell(messages)
         opened = set(metadata.opened)

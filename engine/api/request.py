@@ -107,7 +107,9 @@ def check_request(
 
 def _check_images(request: EngineRequest, settings: ImageSettings | None) -> None:
     if settings is None:
-        raise ValueError("images: this worker takes none, as with --engine vllm or --language-model-only")
+        raise ValueError(
+            "images: this worker takes none, as with --language-model-only, or Gemma with --engine vllm"
+        )
     end = 0
     for i, image in enumerate(request.images):
         if len(image.name) != IMAGE_NAME_BYTES:

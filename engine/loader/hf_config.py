@@ -1,6 +1,6 @@
 """Reads `config.json` of Hugging Face transformers, versions 4 and 5."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -116,13 +116,21 @@ def read_config(directory: Path, *, images: bool = True) -> ModelConfig:
     if not path.is_file():
         raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
 
+    read = reader_of(directory)
+    generation = read("generation_config.json")
+    return model_config_from_hf(
+        read_json(path), generation, str(path), processor_settings(read), images=images
+    )
+
+
+def reader_of(directory: Path) -> Callable[[str], Mapping[str, Any]]:
+    """Reads files of a model by their names. A file that is missing is empty."""
+
     def read(name: str) -> Mapping[str, Any]:
         file = directory / name
         return read_json(file) if file.is_file() else {}
 
-    processor = processor_settings(read)
-    generation = read("generation_config.json")
-    return model_config_from_hf(read_json(path), generation, str(path), processor, images=images)
+    return read
 
 
 def _vision(

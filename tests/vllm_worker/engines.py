@@ -22,6 +22,8 @@ from tests.forked.popen import VLLM_PYTHON
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(VLLM_PYTHON)
 """`make venv-vllm` makes it."""
+VISION = PYTHON.parents[1] / "vision"
+"""What vLLM's processors of images import. That takes time, and no other test needs it."""
 PATHS = f"{ROOT}:{Path(__file__).with_name('cheaper')}"
 """Of vLLM's processes. With `FRESH_VLLM` in their environment they are as users have them."""
 TOKENS = 8

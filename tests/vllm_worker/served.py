@@ -22,13 +22,13 @@ from baton.bench.harness.processes import spawn
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.processes import alive
-from baton.content import prompt_hints
+from baton.content import ImageSpan, prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from tests.forked import ForkedPopen, FreshPopen, forking
 from tests.system.machine import titled, tree, until
-from tests.vllm_worker.engines import PATHS, PYTHON
+from tests.vllm_worker.engines import PATHS, PYTHON, VISION
 from tests.within import WITHIN
 
 VOCABULARY = 300
@@ -114,24 +114,29 @@ class Front:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
+    def chat(self, **fields: Any) -> dict[str, Any]:
+        """Asks for a greedy answer in a chat. Returns all that comes."""
+        with self._post(fields, "chat/completions") as response:
+            return json.load(response)
+
     def ask(self, **fields: Any) -> dict[str, Any]:
         """Asks for a greedy completion. Returns its choice."""
         with self._post(fields) as response:
             return json.load(response)["choices"][0]
 
-    def stream(self, **fields: Any) -> Generator[list[int]]:
+    def stream(self, call: str = "completions", **fields: Any) -> Generator[list[int]]:
         """The tokens of each event."""
-        with self._post({"stream": True} | fields) as response:
+        with self._post({"stream": True} | fields, call) as response:
             for line in response:
                 if line.startswith(b"data: {"):
                     event = json.loads(line.removeprefix(b"data: "))
                     assert "error" not in event, event
-                    yield event["choices"][0]["token_ids"]
+                    yield event["choices"][0].get("token_ids") or []
 
-    def _post(self, fields: dict[str, Any]) -> Any:
+    def _post(self, fields: dict[str, Any], call: str = "completions") -> Any:
         greedy = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         request = urllib.request.Request(
-            f"{self.url}/v1/completions",
+            f"{self.url}/v1/{call}",
             json.dumps(greedy | fields).encode(),
             {"content-type": "application/json"},
         )
@@ -152,15 +157,20 @@ class VLLMCluster(Front):
     vLLM takes less CPU time (`cheaper`). All KV is handed over, however long a step takes, since tests count
     tokens."""
 
-    def __init__(self, model: Path, directory: Path, *flags: str, fresh: bool = False) -> None:
+    def __init__(
+        self, model: Path, directory: Path, *flags: str, fresh: bool = False, sees: bool = False
+    ) -> None:
+        """`sees`: vLLM can import what it needs for images."""
         assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
+        assert not sees or VISION.exists(), "run `make venv-vllm`"
         super().__init__(free_port())
         self.model = model
         self.logs = directory / "logs"
         self._output = directory / "serve.log"
         # vLLM keeps files of one run for the next in its cache.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-        environment |= {"PYTHONPATH": PATHS, "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
+        paths = f"{PATHS}:{VISION}" if sees else PATHS
+        environment |= {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
         environment |= {"FRESH_VLLM": "1"} if fresh else {}
         with self._output.open("wb") as out:
             self.process = (FreshPopen if fresh else ForkedPopen)(
@@ -202,7 +212,9 @@ class VLLMCluster(Front):
 
         asyncio.run(call())
 
-    def until_cached(self, role: str, prompt: list[int], tokens: int) -> None:
+    def until_cached(
+        self, role: str, prompt: list[int], tokens: int, images: Sequence[ImageSpan] = ()
+    ) -> None:
         """Returns when the worker has told routers that it has cached these tokens of the prompt."""
 
         async def look() -> None:
@@ -212,7 +224,7 @@ class VLLMCluster(Front):
             ):
                 stub = WorkerStub(channel)
                 described = await cast("Any", stub.Describe(pb.DescribeRequest()))
-                missing = set(prompt_hints(prompt[:tokens], described.content_root, b""))
+                missing = set(prompt_hints(prompt[:tokens], described.content_root, b"", images))
                 call: Any = stub.Attach(None)
                 hello = pb.RouterHello(router_id=os.urandom(16), cache=True)
                 await call.write(pb.RouterMessage(hello=hello))
@@ -239,9 +251,9 @@ class VLLMCluster(Front):
 
 
 @contextlib.contextmanager
-def serving(model: Path, directory: Path, *flags: str) -> Iterator[VLLMCluster]:
+def serving(model: Path, directory: Path, *flags: str, sees: bool = False) -> Iterator[VLLMCluster]:
     """A cluster that is ready. Asserts how it ends."""
-    served = VLLMCluster(model, directory, *flags)
+    served = VLLMCluster(model, directory, *flags, sees=sees)
     try:
         served.until_ready()
         yield served

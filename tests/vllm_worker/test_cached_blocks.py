@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.content import Tier, prompt_hints, with_adapter
-from baton.vllm_worker.cached_blocks import CachedBlocks
+from baton.content import ImageSpan, Tier, prompt_hints, with_adapter
+from baton.vllm_worker.cached_blocks import CachedBlocks, identifier
 
 ROOT = b"r" * 32
 
@@ -101,3 +101,40 @@ def test_prompts_of_another_salt_have_other_names() -> None:
     keys = [["name of the adapter", salt.hex()], ["name of the adapter"]]
     found = cache.store([3, 4], None, PROMPT[:128], extra_keys=keys)
     assert list(found) == prompt_hints(PROMPT, ROOT, salt)[:2]
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("adapter", ["", "adapter:"])
+def test_images_name_the_chunks_that_they_are_in(size: int, adapter: str) -> None:
+    """One within a block, one that begins and ends in a block of others, and one in two chunks."""
+    spans = [
+        ImageSpan(start, stop, bytes([i]) * 32)
+        for i, (start, stop) in enumerate([(3, 9), (20, 55), (60, 140)])
+    ]
+    salt = "ab" * 16
+    keys: list[list[Any] | None] = []
+    for begin in range(0, len(PROMPT), size):
+        within = [x for x in spans if x.start < begin + size and x.stop > begin]
+        named: list[Any] = [
+            *(["lora"] if adapter else []),
+            *((adapter + identifier(x), x.start - begin) for x in within),
+        ]
+        keys.append([*named, *([salt] if not begin else [])] or None)
+    expected = prompt_hints(PROMPT, ROOT, bytes.fromhex(salt), spans)
+    assert not {*expected} & {*prompt_hints(PROMPT, ROOT, bytes.fromhex(salt))}
+    at_once, one_by_one = Cache(size), Cache(size)
+    blocks = list(range(len(keys)))
+    assert list(at_once.store(blocks, None, PROMPT, extra_keys=keys)) == expected
+    found: list[int] = []
+    for i, key in enumerate(keys):
+        tokens = PROMPT[i * size : (i + 1) * size]
+        found += one_by_one.store([i], i - 1 if i else None, tokens, extra_keys=[key])
+    assert found == expected
+
+
+def test_an_image_without_a_salt() -> None:
+    cache, span = Cache(64), ImageSpan(3, 9, bytes(32))
+    keys = [[(identifier(span), 3)]]
+    assert cache.store([1], None, PROMPT[:64], extra_keys=keys) == {
+        prompt_hints(PROMPT[:64], ROOT, b"", [span])[0]: CACHED
+    }

@@ -223,3 +223,34 @@ def test_a_router_waits_for_the_start_of_a_prompt(scheduler: ConnectorScheduler)
     assert scheduler.take().started == [prefill_id(1)]
     scheduler.scheduled("p", [[3]], 50, 50, anew=False)
     assert scheduler.take().started == []
+
+
+def test_a_preempted_decode_whose_images_are_elsewhere_waits_until_it_is_aborted() -> None:
+    """Its worker is told once. What the prefix cache has of the images need not be encoded."""
+    scheduler = ConnectorScheduler(named=True)
+    source = Source("10.0.0.5:7002", 5, prefill_id(1))
+    fetches = {**source.params, "decode_id": prefill_id(2).hex(), "attempt": 1, "unseen_until": 60}
+    scheduler.expect("d", fetches, 100, [20, 30])
+    assert not scheduler.waits("d", 0 + scheduler.to_fetch("d", 0))
+    scheduler.allocated("d", [[1, 2]], 100)
+    assert scheduler.take().blind == []
+    assert not scheduler.waits("d", 64), "after a preemption"
+    assert scheduler.waits("d", 32)
+    assert scheduler.take().blind == [prefill_id(2)]
+    assert scheduler.waits("d", 32)
+    assert scheduler.take().blind == []
+    scheduler.finished("d", None)
+    assert not scheduler.waits("d", 0)
+
+
+def test_images_that_are_encoded_count() -> None:
+    scheduler = ConnectorScheduler(named=True)
+    scheduler.expect("a", {}, 100, [20, 30])
+    scheduler.expect("b", {}, 100, [7])
+    scheduler.encoded("a", [1])
+    scheduler.encoded("b", [0])
+    assert scheduler.take().encoded == (2, 37)
+    assert scheduler.take().encoded == (0, 0)
+    scheduler.finished("a", None)
+    scheduler.encoded("a", [0])
+    assert scheduler.take().encoded == (0, 0)

@@ -31,6 +31,7 @@ def test_options_have_vllms_names() -> None:
     assert pairs["--max-num-seqs"] == "3"
     assert pairs["--load-format"] == "dummy"
     assert "--enable-prefix-caching" in line
+    assert pairs["--mm-processor-cache-gb"] == "0"
     assert line[-1] == "--enforce-eager"
     assert not {"--max-model-len", "--quantization", "--block-size", "--device"} & set(line)
     assert "--no-enable-prefix-caching" in command_line(config(), ())
@@ -94,6 +95,8 @@ def test_more_options_are_split_as_by_a_shell() -> None:
         engine_args(config(), "'")
     with pytest.raises(ValueError, match=r"kv-transfer-config\.kv_role is Baton's own"):
         engine_args(config(), "--kv-transfer-config.kv_role kv_both")
+    with pytest.raises(ValueError, match=r"mm-processor-cache-gb=4 is Baton's own"):
+        engine_args(config(), "--mm-processor-cache-gb=4")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.content import extend_names, salted
-from baton.engine import EngineConfig, EngineRequest, Logprobs, SamplingParams
+from baton.engine import EngineConfig, EngineRequest, Image, Logprobs, SamplingParams
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.vllm_worker.attachment import Close, Commit, Computed, Pool, Started
+from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Encoded, Pool, Started
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.metadata import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
@@ -51,6 +51,7 @@ class Worker:
         self.told: list[Any] = []
         self.computing: list[bytes] = []
         self.fields: dict[bytes, dict[str, Any]] = {}
+        self.images: dict[bytes, tuple[Image, ...]] = {}
         self.priorities: dict[bytes, int] = {}
         self._outputs: defaultdict[bytes, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
         self.aborted: list[bytes] = []
@@ -65,7 +66,8 @@ class Worker:
                 engine=stand_in(EngineConfig, max_num_seqs=3, enable_prefix_caching=True),
             ),
             stand_in(
-                messages.EngineReady, num_blocks=11, block_size=16, max_model_len=200, content_root=b"root"
+                messages.EngineReady, num_blocks=11, block_size=16, max_model_len=200, content_root=b"root",
+                images=None,
             ),
         )  # fmt: skip
 
@@ -79,6 +81,7 @@ class Worker:
         self, request: EngineRequest, fields: dict[str, Any], priority: int
     ) -> AsyncGenerator[Any, None]:
         self.fields[request.id], self.priorities[request.id] = fields, priority
+        self.images[request.id] = request.images
         try:
             while True:
                 each = await self._outputs[request.id].get()
@@ -499,3 +502,57 @@ async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> Non
     assert worker.failures() == [Code.INVALID]
     assert not worker.told, "vLLM never had it"
     assert worker.idle
+
+
+SEEN = Image(b"i" * 32, 3, 2, 4, b"pixels")
+UNSEEN = Image(SEEN.name, SEEN.start, SEEN.rows, SEEN.columns)
+
+
+def seeing(attempt_id: bytes, *images: Image) -> Work:
+    asked = work(attempt_id, 80)
+    asked.request.images = images
+    return asked
+
+
+async def test_images_are_in_the_names_of_chunks(worker: Worker) -> None:
+    worker.roles.handle(messages.Prefill(7, seeing(P, SEEN), handover=True))
+    worker.roles.handle(messages.Prefill(7, work(E, 80), handover=True))
+    [seen, text] = [attempt.chunks for attempt in worker.attempts]
+    expected: list[bytes] = []
+    extend_names(expected, [1] * 80, 80, salted(b"root", b""), [SEEN.span])
+    assert seen == expected != text
+
+
+async def test_a_decode_that_fetches_needs_no_pixels_until_it_is_preempted(worker: Worker) -> None:
+    worker.roles.handle(messages.Decode(7, seeing(D, UNSEEN), source()))
+    await worker.settle()
+    assert worker.fields[D]["extra_args"]["kv_transfer_params"]["unseen_until"] == SEEN.stop
+    worker.roles.heard(Blind(D))
+    await worker.settle()
+    assert worker.failures() == [Code.HANDED_BACK]
+    assert worker.aborted == [D]
+    assert worker.idle
+
+
+async def test_a_decode_of_this_worker_has_the_pixels_of_its_prefill(worker: Worker) -> None:
+    worker.roles.handle(messages.Prefill(7, seeing(P, SEEN), handover=True))
+    await worker.says(P, output([5], "length"))
+    worker.roles.handle(messages.Decode(7, seeing(D, UNSEEN), source(OURS)))
+    await worker.settle()
+    assert worker.images[D] == (SEEN,)
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+async def test_a_prompt_without_its_pixels_is_refused(worker: Worker, decodes: bool) -> None:
+    asked = seeing(P, SEEN, UNSEEN)
+    worker.roles.handle(messages.Decode(7, asked, None) if decodes else messages.Prefill(7, asked, True))
+    await worker.settle()
+    assert worker.failures() == [Code.INVALID]
+    assert not worker.fields
+    assert worker.idle
+
+
+async def test_what_the_encoder_is_given_counts(worker: Worker) -> None:
+    for _ in range(2):
+        worker.roles.heard(Encoded(2, 30))
+    assert (worker.roles.load.images, worker.roles.load.image_tokens) == (4, 60)

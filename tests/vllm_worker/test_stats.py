@@ -51,3 +51,10 @@ def test_what_steps_cost_is_what_the_connector_says() -> None:
     assert found.step_table == model
     assert (found.step_seconds, found.fastest_step_seconds) == (0.006, 0.004)
     assert (found.prefill_tokens_per_s, found.long.tokens, found.long.seconds) == (4e4, 300, 0.015)
+
+
+def test_only_a_model_that_takes_images_has_an_encoder() -> None:
+    assert stats(Load()).encoder is None
+    encoder = stats(Load(sees=True, images=3, image_tokens=45)).encoder
+    assert encoder is not None
+    assert (encoder.images, encoder.tokens) == (3, 45)

@@ -2,6 +2,9 @@
 
 What they leave in /dev/shm has the prefix of the run of the tests (`tests.leftovers`).
 
+The wheel of torchvision that PyPI has is for CUDA, and a torch for CPUs cannot load its operators. Nothing
+here uses these, so they are not declared.
+
 Without `FRESH_VLLM` they take less CPU time, too. On CPUs vLLM spawns processes, and each would import all
 again, which takes 7 seconds: here they are forks. A process would spin for a second after each message: here
 it sleeps for moments. Nothing is compiled, since that takes longer than all that tests compute.
@@ -9,12 +12,16 @@ it sleeps for moments. Nothing is compiled, since that takes longer than all tha
 
 import multiprocessing
 import os
+import sys
 import time
+import types
 from multiprocessing import shared_memory
 from unittest.mock import patch
 
 prefix = f"/{os.environ['SHARED_MEMORY_OF_TESTS']}"
 patch.multiple(shared_memory, _SHM_NAME_PREFIX=prefix, _SHM_SAFE_NAME_LENGTH=len(prefix) + 8).start()
+_OPERATORS = "torchvision._meta_registrations"
+sys.modules[_OPERATORS] = types.ModuleType(_OPERATORS)
 if "FRESH_VLLM" not in os.environ:
     patch("multiprocessing.get_context", return_value=multiprocessing.get_context("fork")).start()
     patch("os.sched_yield", lambda: time.sleep(0.0005)).start()
