@@ -27,7 +27,8 @@ class Replaced:
     read_seconds: float
     """The longest that a worker read and checked them."""
     pause: float
-    """Seconds in which no worker served."""
+    """Seconds in which no worker served, or the most in which some did not, if they changed one after the
+    other."""
 
 
 class NotReplaced(Exception):
@@ -51,10 +52,26 @@ class NotReplaced(Exception):
         )
 
 
-def named(path: str, version: str) -> pb.StageWeights:
-    """The weights of a checkpoint, newer than all that were named before."""
+ROLLS_FOR = 600.0
+"""Seconds that workers with older weights serve, too. Then routers give them the newest."""
+
+
+def named(path: str, version: str, *, rolls: bool = False) -> pb.StageWeights:
+    """The weights of a checkpoint, newer than all that were named before. `rolls`: workers get them some
+    after others."""
     now = time.time_ns()  # noqa: TID251 - coordinators on other hosts compare it
-    return pb.StageWeights(path=path, version=version, named_at=now)
+    rolls_for = ROLLS_FOR if rolls else 0.0
+    return pb.StageWeights(path=path, version=version, named_at=now, rolls_for=rolls_for)
+
+
+def in_turns(pools: Mapping[str, str]) -> list[str]:
+    """These addresses, in an order in which pools change evenly: of each part of the order, each pool has
+    about the same share. `pools`: of each worker, by address."""
+    places = dict[str, float]()
+    for pool in dict.fromkeys(pools.values()):
+        some = [address for address, other in pools.items() if other == pool]
+        places |= {address: (i + 0.5) / len(some) for i, address in enumerate(some)}
+    return sorted(pools, key=lambda address: places[address])
 
 
 class Replacement:
@@ -82,30 +99,46 @@ class Replacement:
         staged = await _all(self._calls, pb.WeightsCommand(stage=weights))
         return max(r.bytes for r in staged), max(r.seconds for r in staged)
 
-    async def apply(self, version: str = "") -> float:
-        """All workers compute with the weights from now on. `version`: in place of that of `stage`. Returns
-        the seconds in which no worker served. Raises NotReplaced.
+    async def apply(self, version: str = "", at_once: int = 0) -> float:
+        """All workers compute with the weights from now on. `version`: in place of that of `stage`.
+        `at_once`: so many change at the same time, in the order of the addresses; 0: all. Returns the most
+        seconds in which workers did not serve. Raises NotReplaced.
 
-        A task that is cancelled in the last step waits for its end, so that all workers get the command."""
-        began = time.monotonic()
-        await _all(self._calls, pb.WeightsCommand(close=True))
+        A task that is cancelled in the last step waits for its end, so that these workers get the command."""
+        longest, calls = 0.0, list(self._calls.items())
+        for first in range(0, len(calls), at_once or len(calls)):
+            some = dict(calls[first : first + (at_once or len(calls))])
+            began = time.monotonic()
+            try:
+                await self._apply(some, version)
+            except NotReplaced as error:
+                raise NotReplaced(error.faults, changed=error.changed or first > 0) from error
+            longest = max(longest, time.monotonic() - began)
+        return longest
+
+    async def _apply(self, calls: "Mapping[str, _Call]", version: str) -> None:
+        await _all(calls, pb.WeightsCommand(close=True))
         command = pb.WeightsCommand(apply=True, version=version)
-        applying = asyncio.create_task(_all(self._calls, command))
+        applying = asyncio.create_task(_all(calls, command))
         try:
             await asyncio.shield(applying)
         except asyncio.CancelledError:
             await asyncio.wait([applying])
             raise
-        return time.monotonic() - began
 
 
 async def replace_weights(
-    addresses: Sequence[str], weights: pb.StageWeights, secret: bytes, tls: TlsFiles | None
+    addresses: Sequence[str],
+    weights: pb.StageWeights,
+    secret: bytes,
+    tls: TlsFiles | None,
+    at_once: int = 0,
 ) -> Replaced:
-    """Gives the workers at these addresses the weights. Raises NotReplaced."""
+    """Gives the workers at these addresses the weights. `at_once`: as in `Replacement.apply`. Raises
+    NotReplaced."""
     async with Replacement(addresses, secret, tls) as replacement:
         nbytes, seconds = await replacement.stage(weights)
-        return Replaced(nbytes, seconds, await replacement.apply())
+        return Replaced(nbytes, seconds, await replacement.apply(at_once=at_once))
 
 
 class _Call:

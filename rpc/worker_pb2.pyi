@@ -628,18 +628,20 @@ class WeightsCommand(_message.Message):
     def __init__(self, stage: _Optional[_Union[StageWeights, _Mapping]] = ..., close: _Optional[bool] = ..., apply: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StageWeights(_message.Message):
-    __slots__ = ("path", "version", "named_at", "fingerprint", "peer")
+    __slots__ = ("path", "version", "named_at", "rolls_for", "fingerprint", "peer")
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAMED_AT_FIELD_NUMBER: _ClassVar[int]
+    ROLLS_FOR_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     path: str
     version: str
     named_at: int
+    rolls_for: float
     fingerprint: str
     peer: str
-    def __init__(self, path: _Optional[str] = ..., version: _Optional[str] = ..., named_at: _Optional[int] = ..., fingerprint: _Optional[str] = ..., peer: _Optional[str] = ...) -> None: ...
+    def __init__(self, path: _Optional[str] = ..., version: _Optional[str] = ..., named_at: _Optional[int] = ..., rolls_for: _Optional[float] = ..., fingerprint: _Optional[str] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
     __slots__ = ("version",)

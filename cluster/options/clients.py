@@ -58,6 +58,12 @@ class RestartOptions:
 @dataclass(frozen=True)
 class WeightsOptions:
     path: str = argument("Checkpoint with the new weights, at the same place on the hosts of all workers.")
+    max_unavailable: int | None = opt(
+        None,
+        "So many workers change at the same time, and the others serve. All do without it.",
+        "N",
+        check=between(1, 10_000),
+    )
 
 
 @dataclass(frozen=True)

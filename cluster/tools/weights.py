@@ -8,9 +8,9 @@ from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools.flip import refusal
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.secret import secret_for
-from baton.cluster.tools.status import name_of
+from baton.cluster.tools.status import name_of, pool_of
 from baton.rpc.tls import TlsFiles
-from baton.rpc.weights import NotReplaced, named, replace_weights
+from baton.rpc.weights import NotReplaced, in_turns, named, replace_weights
 
 
 def run(
@@ -21,11 +21,13 @@ def run(
     Raises ValueError if a worker is not ready, or if the weights do not fit one; then none has changed.
     """
     key = secret_for(endpoint, secret, local)
-    print(asyncio.run(_replace(weights.path, endpoint, key, secret.tls())))
+    print(asyncio.run(_replace(weights.path, endpoint, key, secret.tls(), weights.max_unavailable or 0)))
     return 0
 
 
-async def _replace(path: str, endpoint: EndpointOptions, secret: bytes, tls: TlsFiles | None) -> str:
+async def _replace(
+    path: str, endpoint: EndpointOptions, secret: bytes, tls: TlsFiles | None, at_once: int = 0
+) -> str:
     workers = (await fetch(endpoint, "status"))["workers"]
     if not workers:
         raise ValueError("the router knows no worker")
@@ -35,17 +37,18 @@ async def _replace(path: str, endpoint: EndpointOptions, secret: bytes, tls: Tls
             f"{', '.join(missing)}: not ready, and all workers must get the new weights; see `baton status`"
         )
     names = {worker["address"]: name_of(worker) for worker in workers}
+    order = in_turns({worker["address"]: pool_of(worker) for worker in workers})
     version = uuid.uuid4().hex
     try:
-        done = await replace_weights(list(names), named(path, version), secret, tls)
+        done = await replace_weights(order, named(path, version, rolls=at_once > 0), secret, tls, at_once)
     except NotReplaced as error:
         faults = list[str]()
         for address, fault in error.faults.items():
             why = "it ended the call" if fault is None else refusal(fault, "replace its weights")
             faults.append(f"{names[address]}: {why}")
         raise ValueError(f"{'; '.join(faults)}. {error.outcome}") from error
+    which = f"{at_once} workers each did not serve" if at_once else "no worker served"
     return (
         f"{len(workers)} workers compute with {path}, version {version}: "
-        f"{done.nbytes / 1e9:.3g} GB read in {done.read_seconds:.1f} s, "
-        f"no worker served for {done.pause:.2f} s."
+        f"{done.nbytes / 1e9:.3g} GB read in {done.read_seconds:.1f} s, {which} for {done.pause:.2f} s."
     )

@@ -8,7 +8,7 @@ from baton.router import errors
 from baton.router.api.bodies import UpdateWeightsBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
-from baton.rpc.weights import NotReplaced, named, replace_weights
+from baton.rpc.weights import NotReplaced, in_turns, named, replace_weights
 
 PATHS = "/get_world_size", "/update_weights_from_disk"
 CONNECT_WITHIN = 5.0  # seconds
@@ -33,13 +33,15 @@ class HttpWeights:
     async def _update(self, request: web.Request) -> web.Response:
         body = parse(UpdateWeightsBody, await self._calls.body(request))
         names = await workers_for_weights(self._calls)
-        weights = named(body.model_path, new_version(body.weight_version))
+        at_once = body.max_unavailable or 0
+        weights = named(body.model_path, new_version(body.weight_version), rolls=at_once > 0)
         config = self._calls.config
         try:
-            done = await replace_weights(list(names), weights, config.secret, config.cluster_tls)
+            done = await replace_weights(list(names), weights, config.secret, config.cluster_tls, at_once)
         except NotReplaced as error:
             raise failed(self._calls, error, names, "model_path") from error
-        text = f"{len(names)} workers compute with {weights.path}; no worker served for {done.pause:.2f} s"
+        which = f"{at_once} workers each did not serve" if at_once else "no worker served"
+        text = f"{len(names)} workers compute with {weights.path}; {which} for {done.pause:.2f} s"
         found = {"success": True, "message": text, "weight_version": weights.version}
         return web.json_response({**found, "num_paused_requests": 0})
 
@@ -50,12 +52,15 @@ def new_version(label: str | None) -> str:
 
 
 async def workers_for_weights(calls: AdminCalls) -> dict[str, str]:
-    """The workers that new weights go to: all, by address, and how errors name them. Raises NoWorker.
+    """The workers that new weights go to: all, by address, and how errors name them. Their order is that of
+    `in_turns`. Raises NoWorker.
 
     A worker that has started again with the weights of its --model is refused: it gets these, too. One that
     has just got weights is connected again soon."""
     workers = await calls.ready_workers("get new weights", CONNECT_WITHIN)
-    return {worker["address"]: name_of(worker) for worker in workers}
+    names = {worker["address"]: name_of(worker) for worker in workers}
+    pools = {w["address"]: str((w.get("status") or {}).get("pool") or w["role"]) for w in workers}
+    return {address: names[address] for address in in_turns(pools)}
 
 
 def failed(calls: AdminCalls, error: NotReplaced, names: dict[str, str], param: str) -> errors.ApiError:

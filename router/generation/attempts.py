@@ -148,6 +148,10 @@ class AttemptPair:
         avoid = self.failures.avoid
         if self.numerics:
             avoid = avoid | self.pool.of_other_numerics(self.numerics)
+        version, held = None, self.prefill or self.decode
+        if self.pool.rolls:
+            version = self.pool.version_for(None if held is None else held.worker.weights_version)
+            avoid = avoid | self.pool.of_other_weights(version)
         job, emitted = self.job, len(self.output_ids)
         return PrefillRequest(
             job.session_key,
@@ -163,6 +167,7 @@ class AttemptPair:
             images=[(image.start, image.start + image.rows * image.columns) for image in job.images],
             encoded_in=self.pool.encoders.expected(job.images),
             pair=job.pair,
+            version=version,
         )
 
     def held(self) -> Held:

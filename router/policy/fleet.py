@@ -1,7 +1,7 @@
 """The workers as one router sees them when it plans a request."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +78,10 @@ class Fleet:
     @property
     def lost_decode(self) -> bool:
         return self.decoders is not self.decodes
+
+    def has_weights(self, version: str, rows: Iterable[int | None]) -> bool:
+        """Whether all of these workers have the weights of this version."""
+        return all(row is None or self.workers[row].description.weights.version == version for row in rows)
 
     def can_ever_hold(self, tokens: int) -> bool:
         """Whether an idle worker that decodes has blocks for so many positions."""

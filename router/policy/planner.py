@@ -34,7 +34,7 @@ class Lack(Enum):
     """Why there is no plan."""
 
     ROOM = "room"
-    """Decode workers have none now."""
+    """Decode workers have none now, or none with room has the weights of the worker that computes."""
     PREFILL = "prefill"
     """There is no such worker."""
     DECODE = "decode"
@@ -66,10 +66,18 @@ NOTHING = Held()
 
 
 def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
+    if (version := request.version) is not None:  # what others hold ends with the next plan
+        if not fleet.has_weights(version, [held.prefill]):
+            held = Held(decode=held.decode)
+        if not fleet.has_weights(version, [held.decode]):
+            held = replace(held, decode=None)
     prefixes = Prefixes(fleet, request)
     found = _plan(request, held, fleet, prefixes)
     if isinstance(found, Lack):
         return found
+    rows = [found.decode, *(part.worker for part in found.ranges)]
+    if version is not None and not fleet.has_weights(version, rows):
+        return Lack.ROOM
     gap_cost = 0.0
     if found.decode is not None:
         gap = fleet.workers[found.decode].status.gap_target_seconds

@@ -136,7 +136,8 @@ class Roster:
 
     def accept(self, worker: Worker) -> None:
         """Raises RefusedWorker if the worker does not fit the accepted workers. Those with older weights get
-        no work until they have the same."""
+        no work until they have the same. If workers get the weights some after others, those serve for a
+        time."""
         if worker.encodes:
             if not worker.description.kv_address:
                 raise RefusedWorker("its description has no KV address, from which workers fetch")
@@ -146,7 +147,15 @@ class Roster:
         same = {str(other): other.description for other in others if other not in older}
         check_fit(worker.description, self._model, same)
         self.adapters.check(worker.description)
-        self._outdate([other for each in older for other in others[each]])
+        outdated, rolls_for = (
+            [other for each in older for other in others[each]],
+            worker.description.weights.rolls_for,
+        )
+        if 0 < rolls_for < math.inf:
+            for other in outdated:
+                other.rolls_until = min(other.rolls_until, time.monotonic() + rolls_for)
+        else:
+            self._outdate(outdated)
         self._accepted.setdefault(must_agree(worker.description), {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
@@ -191,6 +200,27 @@ class Roster:
                 del self._with_numerics[numerics]
         self._limit(worker)
 
+    @property
+    def rolls(self) -> bool:
+        """Whether workers have weights of several versions, which no request may mix."""
+        return len({next(iter(same)).weights_version for same in self._accepted.values()}) > 1
+
+    def version_for(self, held: str | None) -> str:
+        """The version of the weights that is to compute a request: the one that workers hold something of it
+        with (`held`), if others decode with it. Else it is drawn, by how many workers decode with it."""
+        decoding = Counter(worker.weights_version for worker in self.ready(pb.POOL_DECODE))
+        computing = {worker.weights_version for worker in self.ready(pb.POOL_PREFILL)}
+        found = {name: count for name, count in decoding.items() if name in computing}
+        found = found or decoding or Counter(computing)
+        if held is not None and (held in found or not found):
+            return held
+        return random.choices([*found], [*found.values()])[0] if found else ""
+
+    def of_other_weights(self, version: str) -> set[str]:
+        """The addresses of workers with weights of other versions."""
+        accepted = (worker for same in self._accepted.values() for worker in same)
+        return {worker.address for worker in accepted if worker.weights_version != version}
+
     def of_other_numerics(self, numerics: str) -> set[str]:
         """The addresses of workers that compute other bits than those of these numerics."""
         others = (found for key, found in self._with_numerics.items() if key != numerics)
@@ -203,6 +233,9 @@ class Roster:
             if worker.report(status):
                 self.availability_changed(worker)
             return
+        if time.monotonic() > worker.rolls_until:
+            worker.rolls_until = math.inf
+            self._outdate([worker])
         serves, since = status.health == pb.WorkerStatus.HEALTH_SERVING, worker.outdated_since
         if serves and since is not None and time.monotonic() - since > CALL_TIMEOUT:
             raise RefusedWorker("the other workers have newer weights", NEW_WEIGHTS)

@@ -13,6 +13,7 @@ The attempts that it has go on to their end: pools only decide which worker is c
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -209,11 +210,18 @@ class Worker:
     outdated_since: float | None = None
     """The time.monotonic() at which another worker got newer weights. It takes no new work until it has
     them."""
+    rolls_until: float = math.inf
+    """The time.monotonic() until which it may serve with its weights, while some workers have newer ones."""
     _invalid_rates: bool = False  # in `status`
 
     def __str__(self) -> str:
         first = "encode" if self.encodes else POOL_NAMES.get(self.description.first_pool)
         return f"{f'{first} {self.description.index}' if first else 'worker'} at {self.address}"
+
+    @property
+    def weights_version(self) -> str:
+        """Empty: it has the weights of `--model`."""
+        return self.description.weights.version
 
     @property
     def encodes(self) -> bool:
@@ -242,7 +250,7 @@ class Worker:
     def described(self, description: pb.WorkerDescription) -> None:
         """Applies the description of a new incarnation."""
         self.description, self.pool = description, description.first_pool
-        self.outdated_since = None
+        self.outdated_since, self.rolls_until = None, math.inf
 
     def redescribed(self, description: pb.WorkerDescription) -> bool:
         """It has other adapters or weights, and its attempts go on with them. Nothing else may change.
@@ -258,7 +266,7 @@ class Worker:
         self.description = described
         if all(getattr(described, name) == getattr(before, name) for name in OF_WEIGHTS):
             return False
-        self.outdated_since = None
+        self.outdated_since, self.rolls_until = None, math.inf
         for attempt in self.attempts.values():
             attempt.weights_version = described.weights.version
         return True

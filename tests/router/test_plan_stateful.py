@@ -74,10 +74,19 @@ class Stream(WorkerStream):
 
 class Life:
     def __init__(
-        self, seed: int, pools: Sequence["pb.Pool"] = (), waiting: Sequence[int] = (0, 0, 5000), **config: Any
+        self,
+        seed: int,
+        pools: Sequence["pb.Pool"] = (),
+        waiting: Sequence[int] = (0, 0, 5000),
+        *,
+        rolls: bool = False,
+        **config: Any,
     ) -> None:
-        """`pools`: of the workers. Drawn if there are none. `waiting`: prompt tokens that one may have."""
-        self.rng, self.waiting = random.Random(seed), waiting
+        """`pools`: of the workers. Drawn if there are none. `waiting`: prompt tokens that one may have.
+        `rolls`: workers that attach again have newer weights."""
+        self.rng, self.waiting, self.rolls = random.Random(seed), waiting, rolls
+        self.versions: dict[bytes, str] = {}
+        """Of the weights of the worker that an attempt was sent to."""
         rng = self.rng
         made = RouterConfig(model="m", secret=b"s", port=0, **config)
         self.pool = pool = WorkerPool(made, RouterModel("m", 10, ""))
@@ -125,6 +134,10 @@ class Life:
             block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
             num_layers=32, attention_doubles_at=30_000 * (self.rng.random() < 0.9), status=status,
         )  # fmt: skip
+        described.model_fingerprint = "model=m"
+        if self.rolls and len(self.streams) == len(self.pools):
+            described.weights.CopyFrom(pb.StageWeights(version="new", named_at=1, rolls_for=600))
+            described.model_fingerprint += "; version=new"
         stream._attach(described, SendQueue(lambda: None), None)  # type: ignore[arg-type]
 
     def take(self) -> None:
@@ -132,6 +145,7 @@ class Life:
         computed = {worker: self.has_kv(works) for worker, works in self.works.items()}
         prefills = list[bytes]()
         for worker, works in self.works.items():
+            version = worker.description.weights.version
             messages = worker.send_queue._queue if worker.send_queue is not None else asyncio.Queue()
             while not messages.empty():
                 entry = messages.get_nowait()
@@ -141,6 +155,10 @@ class Life:
                     case "prefill":
                         submit = message.prefill
                         assert submit.request.output_ids == self.received
+                        self.versions[submit.prefill_id] = version
+                        assert {self.versions.setdefault(p.prefill_id, version) for p in submit.plan} <= {
+                            version
+                        }
                         parts = list(dict.fromkeys(part.prefill_id for part in submit.plan))
                         prefills += [] if parts else [submit.prefill_id]
                         work = Work("prefill", submit.request, queued=submit.report_start, parts=parts)
@@ -156,6 +174,9 @@ class Life:
                         repeats = len(self.received) - repeated
                         assert repeats <= (not inline), "only the token of the prefill comes again"
                         assert not (inline and computed[worker]), "it would compute what it has"
+                        if not inline:
+                            assert self.versions.setdefault(submit.source.prefill_id, version) == version
+                        self.versions[submit.decode_id] = version
                         works[submit.decode_id] = Work("decode", submit.request, submit.source.prefill_id)
                         self.submitted += 1
                         self.seen["inline" if inline else "decode"] += 1
@@ -163,6 +184,8 @@ class Life:
                         if (work := works.get(message.retarget.decode_id)) is None:
                             continue
                         self.seen["retarget"] += 1
+                        source = message.retarget.source.prefill_id
+                        assert self.versions.setdefault(source, version) == version
                         assert message.retarget.output_ids == self.received
                         work.retargeted = True
                         if work.source in self.computed and self.rng.random() < 0.5:
@@ -317,6 +340,8 @@ class Life:
     def heal(self) -> None:
         """All workers serve again, in their first pools."""
         for pool, stream in zip(self.pools, self.streams, strict=True):
+            if stream.worker.attached and self.rolls and not stream.worker.weights_version:
+                self.lose(stream.worker)  # the coordinator goes on
             if not stream.worker.attached:
                 self.attach(stream, pool)
             status = pb.WorkerStatus(
@@ -415,7 +440,9 @@ async def test_nothing_is_planned_without_retry_budget(monkeypatch: pytest.Monke
         await stream.close()
 
 
-@pytest.mark.parametrize("config", [{}, {"overflow": False}, {"split_prompts": False}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"overflow": False}, {"split_prompts": False}, {"rolls": True}], ids=str
+)
 def test_a_request_is_answered_once_whatever_fails(config: dict[str, Any]) -> None:
     async def lives() -> Counter[str]:
         seen = Counter[str]()

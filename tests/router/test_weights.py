@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import roster
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.weights import replace_weights
+from baton.rpc.weights import NotReplaced, in_turns, named, replace_weights
 from baton.weights import RefusedUpdate, Weights
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import within
@@ -164,6 +165,77 @@ async def test_workers_with_older_weights_get_the_newest_whichever_came_first(
         assert older.weights == newest.weights == NEWEST
         for worker in workers:
             await worker.kill()
+
+
+def versions_of(workers: Sequence[Trained]) -> dict[bytes, set[str]]:
+    """By request, of the workers that it was sent to."""
+    found = defaultdict[bytes, set[str]](set)
+    for worker in workers:
+        for message in worker.submitted:
+            kind = message.WhichOneof("kind")
+            if kind in ("prefill", "decode"):
+                found[getattr(message, kind).request.request_id].add(worker.weights.version)
+    return found
+
+
+async def test_while_a_change_rolls_both_versions_serve_and_no_request_mixes_them(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster, "CALL_TIMEOUT", 0.0)
+    rolling = pb.StageWeights(path="/step-200", version="v2", named_at=2, rolls_for=600)
+    pools = [pb.POOL_PREFILL, pb.POOL_DECODE] * 2
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
+        workers = [Trained(pool, cluster.lanes, cluster.output_ids) for pool in pools]
+        for worker in workers:
+            await worker.start()
+        rewrite(tmp_path / "workers", [*workers[:2]])
+        await cluster.until(lambda: cluster.pool.complete)
+        for worker in workers[2:]:
+            worker.weights = rolling
+        rewrite(tmp_path / "workers", list(workers))
+        await cluster.until(lambda: all(len(cluster.pool.ready(pool)) == 2 for pool in set(pools)))
+        assert cluster.pool.rolls
+        for _ in range(20):
+            await cluster.complete()
+        found = versions_of(workers)
+        assert all(len(versions) == 1 for versions in found.values()), "no request mixes them"
+        assert set[str]().union(*found.values()) == {"", "v2"}, "both serve"
+
+        for worker in cluster.pool.connections:  # the coordinator has ended before the others had them
+            worker.rolls_until = 0.0 if not worker.weights_version else worker.rolls_until
+
+        def has_all() -> bool:
+            for worker in workers:
+                worker.report()
+            return all(len(cluster.pool.ready(pool)) == 2 for pool in set(pools)) and not cluster.pool.rolls
+
+        await cluster.until(has_all)
+        assert {worker.weights.version for worker in workers} == {"v2"}
+        for worker in workers:
+            await worker.kill()
+
+
+async def test_workers_change_in_turns_and_a_fault_ends_the_change(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with trained(tokenizer, tmp_path, decode=2) as (_, workers):
+        prefill, first, second = (worker.address for worker in workers)
+        order = in_turns({first: "decode", second: "decode", prefill: "prefill"})
+        assert order == [first, prefill, second]
+        workers[2].applies = asyncio.Event()
+        new = named("/step-200", "v2", rolls=True)
+        going_on = asyncio.create_task(replace_weights(order, new, SECRET, None, 1))
+        await within(workers[2].until(lambda worker: worker.asked))
+        assert [worker.weights.version for worker in workers] == ["v2", "v2", ""]
+        workers[2].applies.set()
+        await going_on
+        assert workers[2].weights.version == "v2"
+        assert workers[0].weights.rolls_for == 600
+        await workers[1].kill()
+        newer = named("/step-300", "v3", rolls=True)
+        with pytest.raises(NotReplaced) as caught:
+            await replace_weights([prefill, first], newer, SECRET, None, 1)
+        assert not caught.value.changed, "all read the weights first"
 
 
 @contextlib.asynccontextmanager

@@ -219,3 +219,40 @@ async def test_a_fault_changes_nothing_and_a_worker_that_starts_again_gets_the_w
 
     await asyncio.to_thread(until, again, WITHIN, "the worker starts, and has the newest weights")
     assert await expected(url, CASES, at_once=12) == new
+
+
+@pytest.mark.long
+async def test_workers_change_one_after_the_other_and_the_others_serve(
+    shallow_model_path: Path, embedded_model_path: Path, tmp_path: Path
+) -> None:
+    after = shallow(embedded_model_path, tmp_path / "after.gguf", backwards=True)
+    model = ["--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME]
+    with LocalCluster(
+        tmp_path,
+        prefill=2,
+        decode=2,
+        worker_flags=[*FLAGS, "--enable-prefix-caching", *model],
+        router_flags=[*PATIENT, *model],
+    ) as cluster:
+        url = cluster.url
+        old = await expected(url, CASES, at_once=12)
+        command = ["weights", str(after), "--url", url, "--max-unavailable", "1"]
+        environment = cluster.environment
+        changing = asyncio.create_task(
+            asyncio.to_thread(lambda: CliRunner().invoke(app, command, env=environment))
+        )
+        answers = list[Stream]()
+        async with new_session() as http:
+            while not changing.done():
+                answers += await asyncio.gather(*(read(http, url, case) for case in CASES))
+        done = await changing
+        assert done.exit_code == 0, done.stderr
+        assert "1 workers each did not serve for" in done.stdout
+        new = await expected(url, CASES, at_once=12)
+        assert all(new[case] != old[case] for case in CASES)
+        for stream in answers:
+            assert not stream.failed
+            assert len(stream.token_ids) == TOKENS
+            # What a worker computed that changed meanwhile goes on with the new weights.
+            assert stream.token_ids[0] in (old[stream.case][0], new[stream.case][0])
+        assert await asyncio.to_thread(leaks_when_idle, url, WITHIN) == {}

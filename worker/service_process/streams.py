@@ -111,9 +111,22 @@ class Routers:
     def __init__(self) -> None:
         self._streams: dict[int, RouterStream] = {}
         self._opened = 0
+        self._opening = asyncio.Event()
+
+    @property
+    def expected(self) -> int:
+        """Streams that will have been opened when all routers of now have attached again."""
+        return self._opened + len(self._streams)
+
+    async def opened(self, count: int) -> None:
+        """Returns when so many streams have been opened."""
+        while self._opened < count:
+            self._opening.clear()
+            await self._opening.wait()
 
     def open(self, report_seconds: float) -> RouterStream:
         self._opened += 1
+        self._opening.set()
         stream = self._streams[self._opened] = RouterStream(self._opened, report_seconds)
         return stream
 

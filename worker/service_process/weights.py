@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 MAX_PATH, MAX_VERSION = 4096, 128
 MOST_READERS = 2
 """Workers that read the checkpoint at the same time."""
-CLOSE_WITHIN, IDLE_CHECK, FREE_WITHIN = 30.0, 0.002, 1.0  # seconds
+CLOSE_WITHIN, IDLE_CHECK, FREE_WITHIN, ATTACH_WITHIN = 30.0, 0.002, 1.0, 5.0  # seconds
 REASON = "the weights of the model are replaced"
 
 
@@ -61,6 +61,7 @@ class WeightsReplacement:
         self._free = asyncio.Event()  # no call has staged weights
         self._free.set()
         self._files: CheckpointFiles | None = None  # of the weights; None: they are those of `--model`
+        self._streams = 0  # of routers that will have been opened when all are attached again
         self._readers = asyncio.Semaphore(MOST_READERS)
 
     @property
@@ -104,7 +105,9 @@ class WeightsReplacement:
             self._check_staged(engines)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
             version = (await _next(commands, "apply")).version or version
-            new = pb.StageWeights(path=path, version=version, named_at=stage.named_at)
+            new = pb.StageWeights(
+                path=path, version=version, named_at=stage.named_at, rolls_for=stage.rolls_for
+            )
             _checked(new)
             self._check_staged(engines)
             began = time.monotonic()
@@ -167,6 +170,10 @@ class WeightsReplacement:
         await self._open()
         if before is not None:
             await asyncio.to_thread(before.close)
+        if weights.rolls_for:  # the next workers stop when this one serves
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ATTACH_WITHIN):
+                    await self._routers.opened(self._streams)
 
     async def _end(
         self,
@@ -202,6 +209,7 @@ class WeightsReplacement:
             if time.monotonic() > end:
                 raise Refused(f"its engine is still busy after {CLOSE_WITHIN:g} s")
             await asyncio.sleep(IDLE_CHECK)
+        self._streams = self._routers.expected
         if not keeps_kv:
             self._routers.finish()
 
