@@ -8,11 +8,13 @@ have some more tokens.
     failed       answers that ended too soon, or with an error
     recomputed   prompt and output tokens of an answer that were computed again for a kill: of all, the most
     pause        the longest gap of all answers around a kill
-    pause.STAGE  what the worker does meanwhile: it ends processes, starts Python and torch (the engine
-                 process), loads weights, verifies KV, starts the transfer process, and submits the attempts
+    pause.STAGE  what the worker does meanwhile: it ends processes, wakes the standby, maps and verifies KV,
+                 starts the transfer process, and submits the attempts. Before that it notices the end
+                 (detection), and after it comes the first step of each stream
     step         a decode step of an engine whose KV outlives it, to one that writes no records of blocks
 
-`…_without` is the same for a worker that ends with its engine process.
+`…_without` is the same for a worker that ends with its engine process. `…_no_standby` is the same with
+`--no-standby`: such a worker starts Python and torch (the engine process) and loads weights in the pause.
 """
 
 import argparse

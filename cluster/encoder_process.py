@@ -238,7 +238,7 @@ def run(config: EngineProcessConfig) -> int:
             heartbeat.tick()
     except ChannelClosed:
         return EXIT_TRANSFER_GONE
-    link.wait_for_exit()
+    link.wait_for(messages.Exit)
     loop.close()
     trace.close()
     link.close()

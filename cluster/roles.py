@@ -95,6 +95,7 @@ def worker_config(role: Role, given: WorkerRole, found: model.ResolvedModel, sec
         engine_args=_engine_args(given.engine, engine, group),
         group=group,
         secret=secret,
+        standby=given.engine.replace_engine and not given.engine.no_standby,
         tls=given.secret.tls(),
         served_model_name=(given.model.served_model_name or [found.name])[0],
         settings=None if encodes else f"{chosen.summary}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",

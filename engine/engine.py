@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,8 +31,8 @@ from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.commands import Kind
 from baton.engine.execution.elastic_cache import Cells
 from baton.engine.execution.graphs import batch_sizes
-from baton.engine.execution.kept_cache import kept_cache
-from baton.engine.execution.memory_sizing import COPY_TOKENS, PoolSize, tier_places
+from baton.engine.execution.kept_cache import KeptCache, kept_cache
+from baton.engine.execution.memory_sizing import COPY_TOKENS, CacheLimits, PoolSize, tier_places
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, encoder_stats, start_rank
@@ -57,6 +56,7 @@ def build_engine(
     files: RankFiles | None = None,
     hooks: Hooks = NO_HOOKS,
     kept_fds: Sequence[int] = (),
+    wait_for_turn: Callable[[], None] | None = None,
 ) -> "Engine":
     """Loads the model and makes it ready. Raises `ValueError` for mistakes that the user can mend.
 
@@ -65,14 +65,26 @@ def build_engine(
     If one of them ends, the caller ends this process.
 
     `kept_fds`: memory for the KV of each rank, as in `KeptCache`; the caller owns it. Engines that follow
-    each other on it use the published KV of those before. Only one may live at a time."""
+    each other on it use the published KV of those before. Only one may write it at a time.
+
+    `wait_for_turn`: for an engine that is made while another one uses that memory. It is called when the
+    engine needs the memory, and returns when the other one has ended. Weights are loaded at a low priority
+    before."""
 
     def progress(stage: str, fraction: float) -> None:
         hooks.tick()
         hooks.progress(stage, fraction)
 
     device, ranks = join(config, 0, files)
-    started = start_rank(config, device, ranks, progress, partial(kept_cache, kept_fds, config, record_bytes))
+
+    def keep(limits: CacheLimits, pool: PoolSize) -> KeptCache | None:
+        if wait_for_turn is not None:
+            wait_for_turn()
+        if kept_fds:
+            progress("mapping KV", 0.0)
+        return kept_cache(kept_fds, config, record_bytes, limits, pool)
+
+    started = start_rank(config, device, ranks, progress, keep, background=wait_for_turn is not None)
     if files is not None:
         started.runner.followers = commands(config, started, files)
     return Engine(config, started, hooks)

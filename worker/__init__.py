@@ -12,7 +12,8 @@ The life of a worker, which `worker.service_process.service.run` implements:
    engine step go to each router in one message.
 5. If a child dies or hangs, the whole tree ends with a non-zero exit code. The supervisor starts the next
    incarnation. With `replace_engine` the service process stays and starts the others again, if it was the
-   engine process. All children die with the service process, even if SIGKILL ends it.
+   engine process. With `standby` the next engine process runs by then. All children die with the service
+   process, even if SIGKILL ends it.
 6. SIGTERM drains: the worker refuses new requests and waits, up to a deadline, until the accepted ones have
    ended. SIGINT skips this wait. Then the remaining attempts fail, and the transfer process, the engine
    process and the gRPC server stop in this order.

@@ -97,6 +97,8 @@ class WorkerConfig:
     replace_engine: bool = False
     """Start another engine process in place of one that dies or hangs, with its published KV. Attempts wait
     for it. False: the worker ends."""
+    standby: bool = False
+    """With `replace_engine`: start that process before it is needed, up to the memory of KV."""
     drain_timeout: float = 60.0
     """Seconds. A drain after SIGTERM lasts at most this long."""
     run_dir: str | None = None
@@ -137,6 +139,8 @@ class WorkerConfig:
                 )
         if self.replace_engine and (self.engine_args is not None or self.engine.device != "cpu"):
             raise ValueError("--replace-engine: only for Baton's engine on CPUs; leave it out")
+        if self.standby and not self.replace_engine:
+            raise ValueError("a standby: only with --replace-engine")
         if self.engine.enable_memory_saver:
             if self.engine.tensor_parallel_size > 1:
                 raise ValueError(

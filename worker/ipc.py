@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from baton.content.images import CHANNELS, MOST_PIXELS
 from baton.worker import messages
-from baton.worker.messages import Exit, FromEngine, Stopped, ToEngine
+from baton.worker.messages import Exit, FromEngine, Stopped, TakeOver, ToEngine
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory there has a name of its own and mode 0700
 MAX_MESSAGE_BYTES = (16 << 20) + CHANNELS * MOST_PIXELS  # a message of a router, and images
@@ -123,12 +123,12 @@ class ServiceLink:
                 break
         return arrived
 
-    def wait_for_exit(self) -> None:
-        """Waits for Exit and drops all other messages.
+    def wait_for(self, kind: type[Exit | TakeOver]) -> None:
+        """Waits for a message of this kind and drops all others.
 
         If the service process dies, this process dies, too.
         """
-        while not isinstance(messages.decode_to_engine(self._socket.recv()), Exit):
+        while not isinstance(messages.decode_to_engine(self._socket.recv()), kind):
             pass
 
     def close(self) -> None:

@@ -205,6 +205,10 @@ class SetMemory(_Message):
     parts: list[str]  # of MemoryPart
 
 
+class TakeOver(_Message):
+    """The engine process before this one has ended: map the memory of KV, and go on. EngineReady answers."""
+
+
 class Stop(_Message):
     """Fail every attempt with DRAINING, then answer with Stopped."""
 
@@ -230,6 +234,7 @@ ToEngine = (
     | DropWeights
     | Pause
     | SetMemory
+    | TakeOver
     | Stop
     | Exit
 )
@@ -240,6 +245,10 @@ ToEngine = (
 class Progress(_Message):
     stage: str
     fraction: float
+
+
+class StandsBy(_Message):
+    """The engine has all but the memory of KV. It leaves that alone until TakeOver."""
 
 
 class StartFailed(_Message):
@@ -485,6 +494,7 @@ Report = KVInjected | Prefilled | Decoded | Cancelled | SecondToken
 """What metrics, logs and traces say of an attempt."""
 FromEngine = (
     Progress
+    | StandsBy
     | StartFailed
     | EngineReady
     | WeightsStaged

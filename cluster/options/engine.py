@@ -214,6 +214,11 @@ class EngineOptions:
         False,
         "Replace an engine process that ends: requests go on with the KV that it published (only on CPUs).",
     )
+    no_standby: bool = opt(
+        False,
+        "With --replace-engine: start that process when it is needed, not before. It takes no memory for "
+        "weights of its own.",
+    )
     block_size: int | None = opt(
         None,
         "Tokens in one KV block: a divisor or a multiple of 64.",

@@ -454,6 +454,7 @@ class WorkerRole:
             disk_cache_size="0",
             speculative_config=None,
             replace_engine=False,
+            no_standby=False,
         )
         # Embeddings lie in memory of the host, whose arena peers of this host read.
         connector = "auto" if self.transfer.kv_connector == "nixl" else self.transfer.kv_connector

@@ -77,7 +77,7 @@ def show(report: dict[str, Any], *, wide: bool) -> None:
         if role["role"] == "store":
             cells = f"{role['phase']}, {role['restarts']} restarts {role['last_exit']}".rstrip()
             out.print(f"store at {role['address'] or UNKNOWN}: {cells}", markup=False)
-    for tell in (store, memory):
+    for tell in (store, memory, standby):
         for told in filter(None, map(tell, workers)):
             out.print(told, markup=False)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
@@ -241,6 +241,18 @@ def memory(worker: dict[str, Any]) -> str:
         return ""
     sizes = ", ".join(f"{kind} {size / GIB:.2f} GiB" for kind, size in shares.items() if size)
     return f"memory of {name_of(worker)}: {sizes}, moved as needed"
+
+
+def standby(worker: dict[str, Any]) -> str:
+    """The engine process that would replace the one of a worker; "" if none starts before it is needed."""
+    load = worker.get("status") or {}
+    tells = {
+        "starting": "starting",
+        "ready": f"ready, with {int(load.get('standby_memory_bytes') or 0) / GIB:.2f} GiB",
+        "ended": "none; all that were started have ended, the log says why",
+    }
+    told = tells.get(load.get("standby") or "", "")
+    return f"standby of {name_of(worker)}: {told}" if told else ""
 
 
 def row(worker: dict[str, Any]) -> dict[str, str]:

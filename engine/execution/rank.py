@@ -17,8 +17,8 @@ from baton.engine.execution.commands import Commands, Kind, Stage
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.host_ranks import HostRanks
-from baton.engine.execution.kept_cache import kept_cache
-from baton.engine.execution.memory_sizing import tier_places
+from baton.engine.execution.kept_cache import KeptCache, kept_cache
+from baton.engine.execution.memory_sizing import CacheLimits, PoolSize, tier_places
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.runner import Launched
 from baton.engine.execution.start import Started, start_rank
@@ -33,13 +33,25 @@ class Follower:
     It has the same view of its cache as `Engine` on rank 0."""
 
     def __init__(
-        self, config: EngineConfig, rank: int, files: RankFiles, kept_fds: Sequence[int] = ()
+        self,
+        config: EngineConfig,
+        rank: int,
+        files: RankFiles,
+        kept_fds: Sequence[int] = (),
+        *,
+        wait_for_turn: Callable[[], None] | None = None,
     ) -> None:
-        """`kept_fds`: memory for its KV, as in `KeptCache`. Empty: the KV ends with it. Raises `ValueError`
-        for mistakes that the user can mend."""
+        """`kept_fds`: memory for its KV, as in `KeptCache`. Empty: the KV ends with it. `wait_for_turn`: as
+        in `build_engine`. Raises `ValueError` for mistakes that the user can mend."""
         device, ranks = join(config, rank, files)
-        keep = partial(kept_cache, kept_fds, config, lambda _: 0)
-        started = start_rank(config, device, ranks, lambda *_: None, keep)
+
+        def keep(limits: CacheLimits, pool: PoolSize) -> KeptCache | None:
+            if wait_for_turn is not None:
+                wait_for_turn()
+            return kept_cache(kept_fds, config, lambda _: 0, limits, pool)
+
+        background = wait_for_turn is not None
+        started = start_rank(config, device, ranks, lambda *_: None, keep, background=background)
         self.ranks = ranks
         self.model_config = started.model_config
         self.cache_spec = started.cache_spec

@@ -37,6 +37,15 @@ class RankFiles:
     def fds(self) -> Sequence[int]:
         return (self.exchange, self.commands, self.failure, self.readings, *self.wakes)
 
+    def take_turn(self) -> None:
+        """On rank 0: all others go on from `wait_for_turn`."""
+        for wake in self.wakes:
+            os.eventfd_write(wake, 1)
+
+    def wait_for_turn(self, rank: int) -> None:
+        """Before the first command: rank 0 alone knows when the memory of KV may be written."""
+        os.eventfd_read(self.wakes[rank - 1])
+
     def fail(self, reason: str) -> None:
         """Notes why a rank could not start."""
         os.pwrite(self.failure, reason.encode(), 0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,10 +54,12 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.models.vision import TOWER
 from baton.machine import usable_cpus
+from baton.machine.background import at_low_priority
 from baton.machine.device_memory import open_device_memory
 from baton.machine.step_model import StepModel
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 COMMON_PIXELS = 1920 * 1080
 """Of the image that shows what images cost."""
@@ -106,10 +108,12 @@ def start_rank(
     ranks: Ranks,
     progress: Callable[[str, float], None],
     keep: Callable[[CacheLimits, PoolSize], KeptCache | None] = lambda *_: None,
+    *,
+    background: bool = False,
 ) -> Started:
     """Loads this rank's part of the model and makes it ready. Raises `ValueError` for mistakes that the user
     can mend. `progress(stage, fraction)` tells how far the start is. `keep` makes memory for KV that outlives
-    the engine, if there is any for such a cache."""
+    the engine, if there is any for such a cache. `background`: weights are loaded at a low priority."""
     began = time.monotonic()
     _set_threads(config, ranks)
     on_gpu = device.type == "cuda"
@@ -119,16 +123,19 @@ def start_rank(
     head = draft_head(config, checkpoint, weight_format)
     limits = choose_limits(config, checkpoint.config, weight_format, device, ranks, drafts=head is not None)
     with memory_for("the weights", "choose a smaller --model"):
-        model, drafter, fingerprint = load_model(
-            checkpoint,
-            limits.max_model_len,
-            limits.dtype,
-            device,
-            progress,
-            weight_format,
-            ranks,
-            head=head,
-            exact=config.batch_invariant,
+        model, drafter, fingerprint = (at_low_priority if background else _at_once)(
+            partial(
+                load_model,
+                checkpoint,
+                limits.max_model_len,
+                limits.dtype,
+                device,
+                progress,
+                weight_format,
+                ranks,
+                head=head,
+                exact=config.batch_invariant,
+            )
         )
     fingerprint = versioned(fingerprint, config.weights_version)
     encoder, tower, embeddings = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
@@ -223,6 +230,10 @@ def start_rank(
         kept,
         _releasable(config, of_weights, elastic or saver),
     )
+
+
+def _at_once(call: Callable[[], T]) -> T:
+    return call()
 
 
 def _set_threads(config: EngineConfig, ranks: Ranks) -> None:

@@ -129,7 +129,7 @@ def test_help_shows_the_values_of_every_choice() -> None:
             (WorkerConfig, EngineConfig),
             "vllm_args vllm_untested data_parallel_size download_dir optimize cluster_secret_file "
             "cluster_certfile cluster_keyfile cluster_ca_certs hold_timeout transfer_timeout peer_timeout "
-            "engine_timeout",
+            "engine_timeout no_standby",
         ),
         (
             roles.RouterRole,

@@ -386,3 +386,12 @@ def test_status_shows_how_kv_and_states_share_memory() -> None:
     worker["status"] = {"kv_memory_bytes": 3 << 30, "window_memory_bytes": 1 << 30}
     assert status.memory(worker) == "memory of decode 0: KV 3.00 GiB, windows 1.00 GiB, moved as needed"
     assert not status.memory({"role": "decode", "index": 0, "status": None})
+
+
+def test_status_shows_what_a_standby_takes() -> None:
+    worker: dict[str, Any] = {"role": "decode", "index": 0, "status": {}}
+    assert status.standby(worker) == ""
+    worker["status"] = {"standby": "ready", "standby_memory_bytes": 3 << 29}
+    assert status.standby(worker) == "standby of decode 0: ready, with 1.50 GiB"
+    worker["status"] = {"standby": "ended"}
+    assert status.standby(worker).startswith("standby of decode 0: none; ")

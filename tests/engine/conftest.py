@@ -624,7 +624,13 @@ def tiny_path(tiny_of: TinyOf) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
-    def make(*, hooks: Hooks = NO_HOOKS, kept_fds: Sequence[int] = (), **config: Any) -> Engine:
+    def make(
+        *,
+        hooks: Hooks = NO_HOOKS,
+        kept_fds: Sequence[int] = (),
+        wait_for_turn: Callable[[], None] | None = None,
+        **config: Any,
+    ) -> Engine:
         settings: dict[str, Any] = {
             "model": str(tiny_path),
             "dtype": "float32",
@@ -634,7 +640,12 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
             "overlap": False,
             "cuda_graphs": False,
         }
-        return build_engine(EngineConfig(**{**settings, **config}), hooks=hooks, kept_fds=kept_fds)
+        return build_engine(
+            EngineConfig(**{**settings, **config}),
+            hooks=hooks,
+            kept_fds=kept_fds,
+            wait_for_turn=wait_for_turn,
+        )
 
     return make
 

@@ -75,6 +75,27 @@ def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
     assert answer(third, b"salt") == (tokens, 36)
 
 
+def test_a_standby_leaves_the_memory_alone_until_its_turn(tiny_engine: MakeEngine, memory: int) -> None:
+    first = tiny_engine(kept_fds=[memory], **SETTINGS)
+    tokens, _ = answer(first)
+    size = os.fstat(memory).st_size
+    before, stages = os.pread(memory, size, 0), list[str]()
+
+    def turn() -> None:
+        assert "loading weights" in stages
+        assert "mapping KV" not in stages
+        assert os.pread(memory, size, 0) == before
+        assert answer(first, b"salt") == (tokens, 0), "the first one still computes and publishes"
+
+    standby = tiny_engine(
+        kept_fds=[memory],
+        wait_for_turn=turn,
+        hooks=Hooks(progress=lambda stage, _: stages.append(stage)),
+        **SETTINGS,
+    )
+    assert answer(standby, b"salt") == (tokens, 36)
+
+
 def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: int) -> None:
     prompt = [token % 190 for token in range(3, 178)]  # two chunks and a part of the third
     first = tiny_engine(kept_fds=[memory], **SETTINGS)

@@ -45,6 +45,7 @@ def config(**fields: Any) -> WorkerConfig:
             {"engine": EngineConfig("model", enable_memory_saver=True), "replace_engine": True},
             "--enable-memory-saver: not with --replace-engine",
         ),
+        ({"standby": True}, "a standby: only with --replace-engine"),
         (
             {"engine": EngineConfig("model", enable_memory_saver=True, tensor_parallel_size=2)},
             "--enable-memory-saver: only with --tensor-parallel-size 1",

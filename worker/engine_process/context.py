@@ -17,7 +17,7 @@ from baton.worker.engine_process.kv_events import KVEvents
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixLinks
 from baton.worker.engine_process.shared_store import StoreSource
-from baton.worker.engine_process.start import EngineProcessConfig
+from baton.worker.engine_process.start import EngineProcessConfig, stand_by
 from baton.worker.ipc import ServiceLink
 
 
@@ -63,6 +63,12 @@ class Context:
             self.kv_events.evicted(name)
         self.cached_chunks.evicted(name)
 
+    def _wait_for_turn(self) -> None:
+        self.link.send(messages.StandsBy())
+        self.link.wait_for(messages.TakeOver)
+        if (files := self.config.files) is not None:
+            files.take_turn()
+
     def start_engine(
         self,
         prefill_started: Callable[[LiveRequest], None],
@@ -82,7 +88,13 @@ class Context:
             remnant_kept=partial(self._kept, states=False),
         )
         config = self.config
-        engine = build_engine(config.engine, files=config.files, hooks=hooks, kept_fds=config.kept_fds)
+        engine = build_engine(
+            config.engine,
+            files=config.files,
+            hooks=hooks,
+            kept_fds=config.kept_fds,
+            wait_for_turn=stand_by(config, self._wait_for_turn) if config.standby else None,
+        )
         if (made := engine.embedding_format) is not None:
             assert config.image_arenas is not None, "the service makes them for such an engine"
             transport = Transport.inherited(config.image_arenas, self.trace)

@@ -76,7 +76,7 @@ def loop(roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreSour
             if isinstance(message, messages.Stop):
                 context.attempts.fail_all(Code.DRAINING, "the worker shuts down")
                 link.send(messages.Stopped())
-                link.wait_for_exit()
+                link.wait_for(messages.Exit)
                 roles.shutdown()
                 return
             roles.handle(message)

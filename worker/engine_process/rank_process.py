@@ -7,8 +7,9 @@ Its service runs `python -m baton.worker.engine_process.rank_process`.
 """
 
 import gc
+from functools import partial
 
-from baton.worker.engine_process.start import EXIT_START_FAILED, RankProcessConfig, start
+from baton.worker.engine_process.start import EXIT_START_FAILED, RankProcessConfig, stand_by, start
 
 
 def _nothing(layer: int) -> None:
@@ -25,8 +26,9 @@ def run(config: RankProcessConfig) -> int:
 
     assert config.files is not None, "the engine has several ranks"
     gc.freeze()  # as in the engine process
+    wait = stand_by(config, partial(config.files.wait_for_turn, config.rank)) if config.standby else None
     try:
-        follower = Follower(config.engine, config.rank, config.files, config.kept_fds)
+        follower = Follower(config.engine, config.rank, config.files, config.kept_fds, wait_for_turn=wait)
     except ValueError as error:
         config.files.fail(str(error))
         return EXIT_START_FAILED

@@ -2,7 +2,7 @@
 
 1. Read the configuration from stdin.
 2. Tie the process to its parent.
-3. Run, which imports torch.
+3. Run, which imports torch. A standby waits before it maps the memory of KV.
 4. End at once.
 """
 
@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +24,8 @@ from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas
 from baton.kv_transfer.wait import end_waits_on_time
+from baton.machine.background import at_low_priority, killed_first
+from baton.machine.memory import trim
 from baton.machine.system import die_with_parent
 
 RANK_MODULE = "baton.worker.engine_process.rank_process"
@@ -47,6 +51,12 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of the shared store: memory for its units and, of rank 0, the channel to the store process."""
     kept_fds: Sequence[int] = ()
     """Memory for KV that outlives this process: its own and, of rank 0, that of the others. Empty: none."""
+    standby: bool = False
+    """Whether another process writes to that memory, until this one takes its place."""
+
+    @property
+    def process_title(self) -> str:
+        return f"{self.title}: {self.name}"
 
     @property
     def fds(self) -> Sequence[int]:
@@ -91,10 +101,28 @@ C = TypeVar("C", bound=RankProcessConfig)
 def start(kind: type[C], run: Callable[[C], int]) -> NoReturn:
     """Runs a process and ends it with the exit code that `run` returns. `run` may import torch."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
-    begin(f"{config.title}: {config.name}", config.parent_pid)
+    begin(config.process_title + (" standby" if config.standby else ""), config.parent_pid)
     logging.config.dictConfig(config.logging)
     gc.disable()  # until the engine is built: imports make no garbage, and collection slows them by a fifth
+    if config.standby:
+        killed_first(config.parent_pid, first=True)
+        at_low_priority(partial(import_module, "torch"))
     _end(run(config))
+
+
+def stand_by(config: RankProcessConfig, turn: Callable[[], None]) -> Callable[[], None]:
+    """Returns what a process of a standby calls when it needs the memory of KV. `turn` waits until it may
+    have it."""
+
+    def wait() -> None:
+        gc.collect()
+        gc.freeze()  # the collection when the engine is built would scan the model
+        trim()
+        turn()
+        killed_first(config.parent_pid, first=False)
+        setproctitle.setproctitle(config.process_title)
+
+    return wait
 
 
 def begin(title: str, parent_pid: int) -> None:

@@ -31,6 +31,7 @@ from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.service_process.open_attempts import OpenAttempts
+from baton.worker.service_process.standby import Standby
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.validation import RefusedAttempt
@@ -118,6 +119,8 @@ class Backend:
         self._settled = asyncio.Event()
         """Not set from then on, until the other one has all attempts."""
         self._settled.set()
+        self.standby: Standby | None = None
+        """None: another engine process is started when it is needed."""
         self._goes_on = True
         """Whether the engine has computed a token since it replaced another one."""
         self._counted: tuple[EngineStatus | None, TransferStats | None] = None, None
@@ -164,6 +167,9 @@ class Backend:
             raise Refused("it was started without --replace-engine: restart the whole worker")
         if self.draining:
             raise Refused("it is shutting down")
+        if self.standby is not None and not self.replacing:
+            self.standby.renew()  # Baton on the disk may be newer
+            await self.standby.settled()
         with suppress(TreeError):  # it ends by itself meanwhile, and is replaced, too
             while True:
                 paused = await self._answer(lambda question: messages.Pause(question, True, ""))
@@ -244,6 +250,8 @@ class Backend:
             lambda question: messages.ReplaceWeights(question, version)
         )
         self.weights = ReplacedWeights(path, version, replaced)
+        if self.standby is not None:
+            self.standby.renew()
         self._last_status.lost_weights = self.lost_weights = False
         return replaced
 
@@ -298,6 +306,8 @@ class Backend:
             pause=self.pause,
             released=self.released,
             lost_weights=self.lost_weights,
+            standby="" if self.standby is None else self.standby.state,
+            standby_memory_bytes=0 if self.standby is None else self.standby.memory_bytes,
             idle=engine.idle,
             transfers_open=transfer.transfers_open,
             arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,

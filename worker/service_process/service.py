@@ -29,6 +29,7 @@ from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
+from baton.worker.service_process.standby import Standby
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.validation import Limits
@@ -99,6 +100,7 @@ class Service:
             config, self._tree, self._routers, self._metrics, self._journal, self._kv_events
         )
         self._reporting: asyncio.Task[None] | None = None
+        self._standby = self._backend.standby = Standby(self._next_tree) if config.standby else None
 
     async def run(self) -> int:
         """Runs until a signal or a failure ends the worker. Returns the exit code."""
@@ -119,6 +121,8 @@ class Service:
                 self._fail_crashed_step(str(error))
             return 1
         finally:
+            if self._standby is not None:
+                await self._standby.close()
             await self._tree.kill()
             await self._close()
         log.info("stopped")
@@ -158,13 +162,15 @@ class Service:
             incarnation=self._incarnation,
             pid=os.getpid(),
         )
+        if self._standby is not None:
+            self._standby.start()
         await self._drain_asked.wait()
         await self._drain()
 
     async def _start_tree(self, stage: Callable[[str, float], None]) -> tuple[EngineReady, str]:
         """Starts the processes. Returns what the engine is, and the address of the KV lanes. `stage` gets
         each stage and the fraction of it that is done."""
-        stage("starting the engine process", 0.0)
+        stage("waking the standby" if self._tree.is_standby else "starting the engine process", 0.0)
         engine = await self._tree.start_engine(stage)
         stage("starting the transfer process", 0.0)
         kv_address = await self._tree.start_transfer(engine)
@@ -279,16 +285,43 @@ class Service:
         self._backend.engine_lost(str(error), self._crashed, planned=planned)
         await self._tree.kill()
         await self._tree.close()
-        config = replace(self._config, kv_port=self._kv_port)
-        if (weights := self._backend.weights) is not None:
-            config = replace(config, engine=weights.of(config.engine))
-        self._tree = WorkerTree(config, self._incarnation, self._kept_fds, self._backend.engines)
-        self._reporting = self._tree.watch(self._backend.report())
-        await self._run_until_failure(self._go_on(stages))
+        if self._standby is None or not await self._standby_goes_on(self._standby, stages):
+            await self._goes_on_with(self._next_tree(), stages)
         self._crashed = []
+        if self._standby is not None:
+            self._standby.start()
         times = [*stages.values(), time.monotonic()]
         split = [f"{name} {b - a:.2f}" for name, (a, b) in zip(stages, pairwise(times), strict=True)]
         log.info("another engine process goes on after %.2f s: %s", times[-1] - times[0], ", ".join(split))
+
+    def _next_tree(self) -> WorkerTree:
+        """A tree that may take the place of the one that serves."""
+        config = replace(self._config, kv_port=self._kv_port)
+        if (weights := self._backend.weights) is not None:
+            config = replace(config, engine=weights.of(config.engine))
+        number = self._backend.engines + (not self._backend.replacing)
+        return WorkerTree(config, self._incarnation, self._kept_fds, number)
+
+    async def _standby_goes_on(self, standby: Standby, stages: dict[str, float]) -> bool:
+        """False: there is none, or it ends before it serves. What it wrote into the memory of KV is verified
+        by the next one."""
+        if (tree := await standby.take()) is None:
+            return False
+        try:
+            await self._goes_on_with(tree, stages)
+        except (StartError, EngineError) as error:
+            if not self._backend.replacing:
+                raise
+            log.error("the standby cannot take over: %s", error)
+            await tree.kill()
+            await tree.close()
+            return False
+        return True
+
+    async def _goes_on_with(self, tree: WorkerTree, stages: dict[str, float]) -> None:
+        self._tree = tree
+        self._reporting = tree.watch(self._backend.report())
+        await self._run_until_failure(self._go_on(stages))
 
     async def _go_on(self, stages: dict[str, float]) -> None:
         """Notes in `stages` when each stage begins: time.monotonic()."""

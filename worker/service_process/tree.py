@@ -2,6 +2,7 @@
 
 1. Make the shared resources: heartbeat, arenas, socket pairs, local socket.
 2. Start the engine process, which loads the model, the processes of its other ranks, and the store process.
+   Those of a standby wait before they touch the memory of KV.
 3. Start the transfer process, which needs the KV layout of the engine.
 4. Watch them. `WorkerTree.failure` completes with a TreeError as soon as a process dies or hangs. Only
    a store process that ends is started again.
@@ -15,9 +16,10 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import psutil
 
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
@@ -25,6 +27,7 @@ from baton.kv_transfer.config import MOST_PINS
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
+from baton.machine.background import raise_priority
 from baton.machine.system import describe_exit, make_directory, url_host
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
@@ -50,6 +53,7 @@ from baton.worker.service_process.inherited import Ends, StoreEnds
 from baton.worker.service_process.transfer_link import TransferLink
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", messages.StandsBy, EngineReady)
 
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
@@ -60,6 +64,8 @@ A killed engine process with a GPU exits only after the driver has freed its mem
 """
 STORE_AGAIN = 1.0
 """Seconds before a store process that has ended is started again."""
+HURRY = 0.1
+"""Seconds between two looks at the priority of a standby that is needed."""
 STOP_TIMEOUT = 5.0
 """Seconds that a process has to stop before it is killed."""
 
@@ -116,7 +122,7 @@ class WorkerTree:
         self, config: WorkerConfig, incarnation: int, kept_fds: Sequence[int] = (), replacements: int = 0
     ) -> None:
         """`kept_fds`: by rank, memory for KV that outlives the engine. The caller owns it. `replacements`:
-        how many trees this worker has had before."""
+        how many engines this worker has had before."""
         self._config = config
         self._replacements = replacements
         self._kept_fds = kept_fds
@@ -132,6 +138,10 @@ class WorkerTree:
         self._stopping = False
         self._engine_stopped = asyncio.Event()
         self._started = False
+        self.stands_by = asyncio.Event()
+        """Set when the engine process of a standby has all but the memory of KV."""
+        self._dog: asyncio.Task[None] | None = None
+        """Watches the start of the engine process."""
         self._engine: ChildProcess | None = None
         self._ranks: list[ChildProcess] = []  # from rank 1 on
         self._store: ChildProcess | None = None
@@ -149,15 +159,87 @@ class WorkerTree:
 
     # ------------------------------------------------------------ start
 
+    def start_standby(self) -> None:
+        """Starts the engine process and its ranks beside those that serve. They leave the memory of KV alone
+        until `start_engine`. `failure` completes with a StartError if they cannot start."""
+        self._spawn_engine(standby=True)
+        self._dog = self.watch(self._watchdog(START_SILENCE).watch())
+        self.watch(self._prepare())
+
+    async def _prepare(self) -> None:
+        await self._message(messages.StandsBy, lambda stage, fraction: None)
+        self.engine_link.remove_directory()
+        assert self._dog is not None, "it watches the start"
+        self._dog.cancel()  # the process sleeps
+        self.stands_by.set()
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether `start_standby` has been called, and `start_engine` has not returned."""
+        return self._engine is not None and not self._started
+
+    @property
+    def standby_bytes(self) -> int:
+        """Memory of the engine process and its ranks that no other process has."""
+        total = 0
+        for child in (self._engine, *self._ranks):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                total += psutil.Process(child.pid).memory_full_info().uss if child else 0
+        return total
+
     async def start_engine(self, progress: Callable[[str, float], None]) -> EngineReady:
-        """Starts the engine process and waits until it is ready.
+        """Starts the engine process and waits until it is ready. That of a standby goes on: the one before it
+        has been reaped.
 
         `progress` gets each start-up stage and the fraction of it that is done. Raises StartError if the
         user's configuration is the cause.
         """
+        if self._engine is None:
+            self._spawn_engine(standby=False)
+        else:
+            await self._hurry()
+            await self.engine_link.send(messages.TakeOver())
+        if self._store_ends is not None:
+            self.watch(self._keep_store(self._store_ends))
+        dog = self._watchdog(START_SILENCE)
+        self.watch(dog.watch())
+        ready = await self._message(EngineReady, progress)
+        self.engine_link.remove_directory()
+        dog.restart(self._config.deadlines.engine_dead)
+        self._started = True
+        return ready
+
+    async def _hurry(self) -> None:
+        """Waits until the standby stands by. It is needed now."""
+        while not self.stands_by.is_set():
+            for child in (self._engine, *self._ranks):
+                if child is not None:
+                    raise_priority(child.pid)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HURRY):  # a thread that starts then has a low priority again
+                    await self.stands_by.wait()
+
+    def _watchdog(self, limit: float) -> Watchdog:
+        assert self._engine is not None, "it has been started"
+        return Watchdog(self._engine.name, lambda: self.heartbeat.ticks, limit, EngineError)
+
+    async def _message(self, kind: type[M], progress: Callable[[str, float], None]) -> M:
+        """Waits for a message of this kind, during the start."""
+        while True:
+            match message := await self.engine_link.receive():
+                case messages.Progress(stage, fraction):
+                    progress(stage, fraction)
+                case messages.StartFailed(reason):
+                    raise StartError(reason)
+                case kind():
+                    return message
+                case _:
+                    raise AssertionError(f"unexpected message before {kind.__name__}: {message}")
+
+    def _spawn_engine(self, *, standby: bool) -> None:
         config = self._config
         start = EngineProcessConfig(
-            **self._rank_config("engine", 0),
+            **self._rank_config("engine", 0, standby),
             incarnation=self._incarnation,
             address=self.engine_link.address,
             heartbeat_fd=self.heartbeat.fd,
@@ -171,7 +253,7 @@ class WorkerTree:
             ],
         )
         for rank in range(1, config.ranks):
-            of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank))
+            of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank, standby))
             popen = spawn(RANK_MODULE, msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
             self._ranks.append(ChildProcess(of_rank.name, popen))
             self.watch(self._watch_exit(self._ranks[-1]))
@@ -181,25 +263,9 @@ class WorkerTree:
             transfer.ends.close_inherited()
         if self._store_ends is not None:
             self._store_ends.engine.close()
-            self.watch(self._keep_store(self._store_ends))
-        dog = Watchdog(start.name, lambda: self.heartbeat.ticks, START_SILENCE, EngineError)
-        self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
-        while True:
-            match message := await self.engine_link.receive():
-                case messages.Progress(stage, fraction):
-                    progress(stage, fraction)
-                case messages.StartFailed(reason):
-                    raise StartError(reason)
-                case EngineReady():
-                    self.engine_link.remove_directory()
-                    dog.restart(config.deadlines.engine_dead)
-                    self._started = True
-                    return message
-                case _:
-                    raise AssertionError(f"unexpected message before EngineReady: {message}")
 
-    def _rank_config(self, process: str, rank: int) -> dict[str, Any]:
+    def _rank_config(self, process: str, rank: int, standby: bool) -> dict[str, Any]:
         """The fields of `RankProcessConfig`."""
         config = self._config
         return {
@@ -213,6 +279,7 @@ class WorkerTree:
             "arenas": self._arenas(rank),
             "store_fds": () if self._store_ends is None else self._store_ends.of_rank(rank),
             "kept_fds": self._kept_fds[rank : None if rank == 0 else rank + 1],
+            "standby": standby,
         }
 
     def _arenas(self, rank: int) -> Arenas:
@@ -344,7 +411,7 @@ class WorkerTree:
             if child in self._ranks and self._rank_files is not None:
                 raise StartError(self._rank_files.reason)
             return  # the receiver of messages will raise StartError for its StartFailed
-        if self._ranks and not self._started:
+        if self._ranks and not self._started and not self.stands_by.is_set():
             await asyncio.sleep(CAUSE_SOON)  # if another rank could not start, its reason is reported first
         transfers = [transfer.process for transfer in self._transfers]
         causes = {(transfer, EXIT_ENGINE_GONE): self._engine for transfer in transfers}

@@ -1,0 +1,233 @@
+"""An engine process that stands by takes the place of one that ends."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.bench.survive import stages_in
+from baton.rpc import worker_pb2 as pb
+from baton.worker.service_process.standby import MOST_ENDS
+from tests.cluster_helpers import (
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    attached,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
+from tests.forked.popen import FORKS_AGAIN
+from tests.within import within
+
+from .test_replaced_engine import ENGINE, PROMPT, ids, kill, open_files, read, status, until_tokens
+from .test_weights import described, first_token, replacement, saved
+
+STANDBY = "engine standby"
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    directory = tmp_path_factory.mktemp("standby")
+    started = start_worker(
+        "decode", tiny_model(directory / "model"), directory, engine=ENGINE,
+        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
+    )  # fmt: skip
+    try:
+        yield started.wait_ready()
+    finally:
+        started.popen.kill()
+        started.popen.wait()
+
+
+async def next_standby(worker: WorkerProcess, stream: WorkerStream, before: psutil.Process) -> psutil.Process:
+    """Waits until another one than `before` stands by."""
+    while True:
+        if (await status(stream)).standby == "ready":
+            with contextlib.suppress(psutil.Error, IndexError, StopIteration):  # one ends, or starts
+                if (found := worker.child(STANDBY)) != before:
+                    return found
+        await stream.next_status()
+
+
+async def test_a_standby_takes_over_again_and_again(worker: WorkerProcess) -> None:
+    asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
+    service, engine, files = psutil.Process(worker.popen.pid), worker.child("engine"), []
+    async with attached(worker) as stream:
+        right = ids(await read(stream, await stream.submit_decode(asked)))
+        for _ in range(2):
+            standby = await within(next_standby(worker, stream, engine))
+            assert (await status(stream)).standby_memory_bytes > 0
+            files.append(open_files(worker))
+            decode_id = await stream.reserve(asked)
+            await until_tokens(stream, [decode_id], 50)
+            kill(worker)
+            tokens = await within(read(stream, decode_id))
+            assert ids(tokens) == right
+            again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
+            assert len(PROMPT) + again.output_index - again.cached_tokens <= 2 * 16
+            engine = worker.child("engine")
+            assert engine == standby
+            assert priorities(engine) == priorities(service), "no thread gives way any more"
+            assert killed_first(engine.pid) == killed_first(service.pid)
+        last = await within(next_standby(worker, stream, engine))
+        assert killed_first(last.pid) > killed_first(service.pid)
+        assert {*files} == {open_files(worker)}
+    assert len(stages_in(worker.log.read_text())["waking the standby"]) == 2
+    assert [*worker.run_dir.iterdir()] == [], "kill -9 would leave no file"
+    await assert_whole(worker)
+
+
+def priorities(process: psutil.Process) -> set[int]:
+    return {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
+
+
+def killed_first(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+async def test_a_standby_that_dies_is_followed_by_another_one(worker: WorkerProcess) -> None:
+    """Alone, and with the engine."""
+    asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
+    async with attached(worker) as stream:
+        right = ids(await read(stream, await stream.submit_decode(asked)))
+        first = await within(next_standby(worker, stream, worker.child("engine")))
+        first.kill()
+        second = await within(next_standby(worker, stream, first))
+        decode_id = await stream.reserve(asked)
+        await until_tokens(stream, [decode_id], 50)
+        for process in (second, worker.child("engine")):
+            process.kill()
+        assert ids(await within(read(stream, decode_id))) == right
+        await within(next_standby(worker, stream, second))
+    await assert_whole(worker)
+
+
+async def test_a_planned_restart_uses_code_that_is_new(worker: WorkerProcess) -> None:
+    """A version of Baton may have come on the disk since the standby was started."""
+    asked = request(PROMPT[1:], sampling(max_tokens=60, ignore_eos=True))
+    async with attached(worker) as stream:
+        right = ids(await read(stream, await stream.submit_decode(asked)))
+        old = await within(next_standby(worker, stream, worker.child("engine")))
+        log = worker.log.read_text()
+        decode_id = await stream.reserve(asked)
+        await until_tokens(stream, [decode_id], 20)
+        await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
+        assert not old.is_running()
+        assert ids(await within(read(stream, decode_id))) == right
+        await within(next_standby(worker, stream, worker.child("engine")))
+    assert [*stages_in(worker.log.read_text().removeprefix(log))] == [
+        "ending processes", "waking the standby", "mapping KV", "verifying KV",
+        "starting the transfer process", "submitting attempts",
+    ]  # fmt: skip
+    await assert_whole(worker)
+
+
+async def test_a_standby_has_the_newest_weights(worker: WorkerProcess, tmp_path: Path) -> None:
+    """One with other weights is never used, however soon the engine dies."""
+    path = saved(tmp_path / "trained", 7)
+    before = await first_token(worker)
+    async with attached(worker) as stream:
+        old = await within(next_standby(worker, stream, worker.child("engine")))
+    async with replacement(worker) as new:
+        await new.stage(path, "a")
+        await new.command(close=True)
+        await new.command(apply=True)
+    names, token = await described(worker), await first_token(worker)
+    assert token != before
+    async with attached(worker) as stream:
+        for ready in (False, True):
+            if ready:
+                old = await within(next_standby(worker, stream, old))
+            kill(worker)
+            while (await status(stream)).health != pb.WorkerStatus.HEALTH_SERVING:
+                pass  # it is replaced
+            assert await first_token(worker) == pytest.approx(token)
+            assert await described(worker) == names
+    await assert_whole(worker)
+
+
+async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_path: Path) -> None:
+    started = start_worker(
+        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE,
+        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
+    )  # fmt: skip
+    try:
+        worker = started.wait_ready()
+        async with attached(worker) as stream:
+            standby = worker.child("engine")
+            for _ in range(MOST_ENDS):
+                standby = await within(next_standby(worker, stream, standby))
+                standby.kill()
+            while (await within(status(stream))).standby != "ended":
+                pass
+            kill(worker)
+            while (await status(stream)).health != pb.WorkerStatus.HEALTH_SERVING:
+                pass
+            standby = await within(next_standby(worker, stream, standby))
+        assert await asyncio.to_thread(worker.stop) == 0
+        assert not standby.is_running()
+        assert [*worker.run_dir.iterdir()] == []
+    finally:
+        started.popen.kill()
+        started.popen.wait()
+
+
+@pytest.mark.long
+async def test_a_group_of_ranks_stands_by(tmp_path: Path) -> None:
+    """Whichever of the old ones dies. If one that stands by dies, all are started again."""
+    started = start_worker(
+        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE | {"tensor_parallel_size": 2},
+        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
+    )  # fmt: skip
+    try:
+        worker = started.wait_ready()
+        asked = request(PROMPT, sampling(max_tokens=60, ignore_eos=True))
+        async with attached(worker) as stream:
+            right = ids(await read(stream, await stream.submit_decode(asked)))
+            for kind in ("engine", "rank 1"):
+                first = await within(next_standby(worker, stream, worker.child("engine")))
+                worker.child("rank 1 standby").kill()
+                standby = await within(next_standby(worker, stream, first))
+                decode_id = await stream.reserve(asked)
+                await until_tokens(stream, [decode_id], 50)
+                worker.child(kind).kill()
+                tokens = await within(read(stream, decode_id))
+                assert ids(tokens) == right
+                assert worker.child("engine") == standby
+                again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
+                assert len(PROMPT) + again.output_index - again.cached_tokens <= 2 * 16
+        await assert_whole(worker)
+    finally:
+        started.popen.kill()
+        started.popen.wait()
+
+
+@pytest.mark.long
+async def test_nothing_leaks_in_50_kills(worker: WorkerProcess) -> None:
+    """Of an engine, of its standby and of both."""
+    params = sampling(max_tokens=100, ignore_eos=True)
+    async with attached(worker) as stream:
+        right = ids(await read(stream, await stream.submit_decode(request(PROMPT, params))))
+        counts, standby = [], worker.child("engine")
+        for number in range(50):
+            standby = await within(next_standby(worker, stream, standby))
+            memory = [psutil.Process(each.pid).memory_info().shared for each in worker.tree()]
+            counts.append((open_files(worker), len(worker.tree()), sum(memory)))
+            decode_id = await stream.reserve(request(PROMPT, params))
+            await until_tokens(stream, [decode_id], 20)
+            if number % 5 == 4:
+                standby.kill()
+            if number % 5 != 3:
+                kill(worker)
+            else:
+                standby.kill()
+            assert ids(await within(read(stream, decode_id))) == right
+        assert counts[5][:2] == counts[-1][:2]
+        assert counts[-1][2] <= 1.1 * counts[5][2]
+    await assert_whole(worker)
