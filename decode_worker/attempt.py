@@ -131,17 +131,14 @@ class DecodeAttempt(EngineAttempt):
 
     def _join(self, event: Injected) -> None:
         shared, stats, first = self.shared, event.stats, event.first_token
-        vocabulary = self.shared.engine.model_config.vocab_size
         self.to(State.DECODING)
         self.joined_at = time.monotonic()
         self.first_token_at = stats.commit_at
         fetch_us = stats.fetch_seconds * 1e6
         shared.trace.instant("joined", decode=self.id.hex(), bytes=stats.bytes, fetch_us=fetch_us)
         self.attempts.report(messages.KVInjected(self.origin, stats))
-        # These token ids come from a peer. An out-of-range id would crash the engine or the router.
-        if (largest := max((first.token_id, *first.top_ids))) >= vocabulary:
-            text = f"COMMIT names token {largest}, beyond the vocabulary of {vocabulary}"
-            self.lost(Code.ENGINE, text)
+        if defect := first.defect(shared.engine.model_config.vocab_size):
+            self.lost(Code.ENGINE, defect)
             return
         output = self.shared.engine.join(self.live_request, first.token_id, logprobs_of(first))
         self._repeat(output)

@@ -6,7 +6,7 @@ from functools import partial
 
 from baton.engine import EngineRequest, Output
 from baton.engine.core.live_request import LiveRequest
-from baton.worker.engine_process.attempt import Attempt, handed_over
+from baton.worker.engine_process.attempt import UNREAD, Attempt, handed_over
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading
 from baton.worker.engine_process.states import State
 from baton.worker.messages import Code
@@ -82,10 +82,8 @@ class PrefillAttempt(EngineAttempt):
 
     def _unread(self, reason: str) -> None:
         """No worker reads it any more under one of its ids."""
-        if reason == "deadline":
-            self.lost(Code.DROPPED, "not fetched before the hold deadline")
-        elif reason == "reused":
-            self.lost(Code.INVALID, "this id was used before: draw a new one")
+        if reason in UNREAD:
+            self.lost(*UNREAD[reason])
         else:
             self.close("finished")
 

@@ -40,7 +40,7 @@ from baton.vllm_worker.metadata import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
-from baton.worker.engine_process.attempt import AttemptTable, handed_over, logprobs_of
+from baton.worker.engine_process.attempt import UNREAD, AttemptTable, handed_over, logprobs_of
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.engine_process.states import State
@@ -53,10 +53,6 @@ request is wrong, and EngineGone."""
 
 _SERVED = ("acked", "finished")
 """Why a prefill is freed that has sent, or will send, its token to its router."""
-_DROPPED = {
-    "deadline": (Code.DROPPED, "not fetched before the hold deadline"),
-    "reused": (Code.INVALID, "this id was used before: draw a new one"),
-}
 _PREEMPTED = Code.DROPPED, "preempted: other requests needed its blocks"
 """By vLLM, if this worker has not closed the prefill."""
 
@@ -388,5 +384,5 @@ class Roles:
     def _released(self, prefill: VLLMAttempt, reason: str) -> None:
         self._sent(prefill)
         if reason not in _SERVED:
-            prefill.lost(*_DROPPED.get(reason, _PREEMPTED))
+            prefill.lost(*UNREAD.get(reason, _PREEMPTED))
         prefill.end_if_unused()

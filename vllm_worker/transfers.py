@@ -149,14 +149,9 @@ class Attendant:
             self._events.put(error)
 
     def _checked(self, event: Event | Began) -> Event | Began:
-        """The token ids of a COMMIT come from a peer. An out-of-range id would crash vLLM or the router."""
-        if not isinstance(event, Injected):
-            return event
-        largest = max(event.first_token.token_id, *event.first_token.top_ids, 0)
-        if largest < self._vocabulary:
-            return event
-        text = f"COMMIT names token {largest}, beyond the vocabulary of {self._vocabulary}"
-        return FetchFailed(event.decode_id, text, event.owner)
+        if isinstance(event, Injected) and (defect := event.first_token.defect(self._vocabulary)):
+            return FetchFailed(event.decode_id, defect, event.owner)
+        return event
 
     def _woken(self, receiver: Receiver) -> bool:
         """Carries out the orders. Returns whether the thread ends."""

@@ -54,6 +54,14 @@ class FirstToken(Message):
         """No +∞ and no NaN, which compares as false. −∞ is the logprob of a token that a grammar forbids."""
         return all(x is None or x < math.inf for x in (self.logprob, *self.top_logprobs))
 
+    def defect(self, vocabulary: int) -> str:
+        """Why an engine with so many tokens cannot take it. Empty: it can. The ids come from a peer, and one
+        out of range would crash the engine or the router."""
+        largest = max(self.token_id, *self.top_ids, 0)
+        if largest < vocabulary:
+            return ""
+        return f"COMMIT names token {largest}, beyond the vocabulary of {vocabulary}"
+
 
 Side = Literal["sender", "receiver"]
 """Of a session, as KV flows. The receiver connects. A worker may be both, in different sessions."""

@@ -7,7 +7,7 @@ an id. `states` has the rules.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +18,12 @@ from baton.machine.leases import Leases
 from baton.worker import messages
 from baton.worker.engine_process.states import TRANSITIONS, State
 from baton.worker.messages import Code, FromEngine, Origin, RequestCounts
+
+UNREAD: Mapping[str, tuple[Code, str]] = {
+    "deadline": (Code.DROPPED, "not fetched before the hold deadline"),
+    "reused": (Code.INVALID, "this id was used before: draw a new one"),
+}
+"""By the reason of `Released`: what a router is told of a prefill that no worker has read."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
