@@ -97,6 +97,26 @@ def turning(file: bytes, value: int) -> bytes:
     return file_of(PIL.Image.open(io.BytesIO(file)), "JPEG", exif=exif)
 
 
+def scanned(size: tuple[int, int], scans: int) -> bytes:
+    """A progressive JPEG that refines its last values so many times more than it needs to."""
+    file = file_of(PIL.Image.new("RGB", size, (9, 99, 200)), "JPEG", progressive=True)
+    last = file[file.rfind(b"\xff\xda") : -2]
+    return file[:-2] + last * scans + b"\xff\xd9"
+
+
+def with_sides(file: bytes, marker: bytes, skip: int, sides: bytes) -> bytes:
+    """The file with the sides that it claims, `skip` bytes behind a marker."""
+    at = file.index(marker) + skip
+    return file[:at] + sides + file[at + len(sides) :]
+
+
+def palette(width: int, height: int) -> bytes:
+    """A PNG of one bit a pixel."""
+    file = io.BytesIO()
+    PIL.Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
 HUGE = 1 << 13
 BOMBS: dict[str, tuple[Callable[[], bytes | str], int, str]] = {
     "claims 2^62 pixels": (lambda: bomb((1 << 31) - 1, (1 << 31) - 1), 400, "more than 67108864"),
@@ -122,6 +142,19 @@ BOMBS: dict[str, tuple[Callable[[], bytes | str], int, str]] = {
         lambda: b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b"," + bytes(10) + b";",
         400, "more than",
     ),
+    "a JPEG of 65500 × 65500": (
+        lambda: with_sides(file_of(picture(), "JPEG"), b"\xff\xc0", 5, struct.pack(">HH", 65500, 65500)),
+        400, "more than",
+    ),
+    "a WebP of 16383 × 16383": (
+        lambda: with_sides(frames("WEBP", 2, (8, 8)), b"VP8X", 12, struct.pack("<I", 16382)[:3] * 2),
+        400, "more than",
+    ),
+    "a row of 67 million pixels": (
+        lambda: chunked(HUGE * HUGE, 1, (b"IDAT", zeros(3 * HUGE * HUGE + (1 << 20)))), 400, "too narrow",
+    ),
+    "one bit a pixel": (lambda: palette(HUGE, HUGE), 200, ""),
+    "100 scans": (lambda: scanned((2048, 2048), 100), 200, ""),
     "progressive": (lambda: file_of(picture(size=(6000, 6000)), "JPEG", progressive=True), 200, ""),
     "an orientation that is none": (lambda: turning(file_of(picture()), 99), 200, ""),
     "nothing": (lambda: b"", 400, "none of PNG"),
@@ -148,6 +181,34 @@ async def test_bombs(cluster: Cluster) -> None:
     assert wrong == {}
     assert {pid: size for pid in pids(cluster) if (size := most_bytes(pid)) > MEMORY} == {}
     assert router.memory_info().rss < 4 * BODY + (1 << 30)
+    assert (await answer(cluster, file_of(picture())))[0] == 200
+
+
+def huge_images(count: int) -> list[str]:
+    """No two files are equal."""
+    pixels = b"IDAT", zeros(HUGE * (3 * HUGE + 1) + (1 << 20))
+    return [url_of(chunked(HUGE, HUGE, (b"tEXt", b"a\0%d" % i), pixels)) for i in range(count)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "urls",
+    [
+        pytest.param(lambda: [url_of(scanned((HUGE, HUGE), 4000))], id="4,000 scans"),
+        pytest.param(lambda: huge_images(200), id="200 images of as many pixels as may be"),
+    ],
+)
+async def test_what_takes_too_long_is_refused_and_others_are_served(
+    urls: Callable[[], list[str]], cluster: Cluster
+) -> None:
+    """A body has so many seconds of CPU time. Its child ends then, and another one is forked."""
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls()]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    status, found = await cluster.post("/v1/chat/completions", max_tokens=1, **body)
+    assert (status, found["error"]["message"][:47]) == (
+        400,
+        "the preparation of this request takes more than",
+    )
     assert (await answer(cluster, file_of(picture())))[0] == 200
 
 
