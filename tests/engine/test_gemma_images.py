@@ -128,7 +128,7 @@ def test_a_prefix_ends_behind_an_image_or_inside_it(
 ) -> None:
     path, reference = seeing(kind)
     engine = load(path, num_blocks=64, enable_prefix_caching=True, max_num_batched_tokens=24)
-    first, other, _ = pictures_of(kind)
+    first, *_ = pictures_of(kind)
     request = request_with(1, engine, [first])
     expected = expected_of(reference, request.prompt_ids, [first])
     inside = request.images[0].start + 9
@@ -139,8 +139,8 @@ def test_a_prefix_ends_behind_an_image_or_inside_it(
     [result] = run(engine, [request_with(3, engine, [first])]).values()
     assert result.tokens == expected
     assert result.outputs[0].cached_tokens >= request.images[0].stop > inside
-    if kind == "gemma4":
-        other = pixels_of(8, *first.shape[:2])
+    others = (pixels_of(seed, *first.shape[:2]) for seed in range(8, 40))
+    other = next(x for x in others if expected_of(reference, request.prompt_ids, [x]) != expected)
     changed = request_with(4, engine, [other])
     [result] = run(engine, [changed]).values()
     assert result.outputs[0].cached_tokens <= request.images[0].start
@@ -157,12 +157,17 @@ def test_tokens_do_not_depend_on_the_way_to_them(
 ) -> None:
     """After preemption, in steps that overlap, and in the exact mode."""
     path, reference = seeing("gemma3")
-    engine = load(path, **{"num_blocks": 64, "max_num_batched_tokens": 20, **config})
+    rounded = DEVICE == "cuda" and "batch_invariant" in config  # there is no exact product in float32 there
+    dtype = {"dtype": "bfloat16"} if rounded else {}
+    engine = load(path, **{"num_blocks": 64, "max_num_batched_tokens": 20, **config, **dtype})
     pictures = pictures_of("gemma3")
-    requests = [request_with(i, engine, [picture], seed=i) for i, picture in enumerate(pictures[:2])]
-    assert tokens_of(engine, requests) == [
-        expected_of(reference, request.prompt_ids, [picture])
-        for request, picture in zip(requests, pictures, strict=False)
+    first, second = (
+        [request_with(10 * turn + i, engine, [picture], seed=i) for i, picture in enumerate(pictures[:2])]
+        for turn in range(2)
+    )
+    assert tokens_of(engine, first) == [
+        tokens_of(engine, [request])[0] if rounded else expected_of(reference, request.prompt_ids, [picture])
+        for request, picture in zip(second, pictures, strict=False)
     ]
     assert (engine.stats().preemptions > 0) == ("num_blocks" in config)
     engine.close()

@@ -17,6 +17,8 @@ from tests.engine.test_live_weights import trained
 
 PROMPT = [3, 5, 7, 11] * 145
 SETTINGS: dict[str, Any] = {"device": DEVICE, "enable_prefix_caching": True, "num_blocks": None}
+if DEVICE == "cuda":
+    SETTINGS["gpu_memory_utilization"] = 0.3  # two engines are on it at a time
 
 
 def taken() -> int:

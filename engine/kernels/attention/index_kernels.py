@@ -6,8 +6,8 @@ rows go to memory: [rows, positions].
 
 *Choice.* `_select` has a program for a row, or for each piece of BLOCK positions if there are more than
 LARGEST. The chosen of all pieces then have a second choice among them. A program finds the least score that
-is chosen bit by bit: 32 times it counts the scores from a candidate on. So its time depends on the number of
-positions alone, and with equal scores the first positions are chosen. It writes what it chose in the order of
+is chosen bit by bit: up to 32 times it counts the scores from a candidate on, until they are as many as are
+chosen. With equal scores the first positions are chosen. It writes what it chose in the order of
 positions: a table whose entries are single slots, with which attention then reads the cache.
 """
 
@@ -66,6 +66,12 @@ def choice_of_chunk(
     return Choice(on_device[0], table, on_device[1], queries, longest, slots)
 
 
+def columns_of(stop: int, longest: int) -> int:
+    """The positions that rows choose from which see at most `stop` of the `longest` of a table. There are two
+    sizes, so that a prompt compiles nothing: those of one choice, and all."""
+    return min(longest, LARGEST) if stop <= LARGEST else longest
+
+
 def rows_at_once(longest: int, most: int) -> int:
     """Rows of a chunk: as many as the memory of scores has room for, and at most `most`."""
     return max(QUERIES, min(most, SCORES_BYTES // (4 * longest)))
@@ -89,9 +95,9 @@ def choose(queries: IndexQueries, keys: KV, choice: Choice) -> None:
         choice.work,
         scores,
         rows,
-        choice.queries,
         row_stride,
         columns,
+        QUERIES=choice.queries,
         BLOCK_SIZE=block_size,
         HEADS=heads,
         ROWS=max(16, triton.next_power_of_2(heads)),
@@ -147,7 +153,7 @@ def _launch_select(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "table_stride", "score_stride"])
+@triton.jit(do_not_specialize=["rows", "table_stride", "score_stride"])
 def _score(
     q,
     weights,
@@ -158,9 +164,9 @@ def _score(
     work,
     scores,
     rows,
-    queries,
     table_stride,
     score_stride,
+    QUERIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -176,23 +182,40 @@ def _score(
     heads, dims, offsets = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
     used = heads < HEADS
     table = block_tables + row * table_stride
-    last = tl.minimum(row + queries, rows)
+    last = tl.minimum(row + QUERIES, rows)
+    at = row * HEADS + heads
+    of_query = tl.load(q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
+    of_heads = tl.load(weights + at, mask=used, other=0.0)
+    # One query has one loop, whose keys are loaded ahead.
     for start in tl.range(begin, stop, BLOCK_N):
         positions = start + offsets
         inside = positions < stop
         block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
         key = tl.load(keys + slots[:, None] * HEAD_DIM + dims[None, :], mask=inside[:, None], other=0.0)
-        for query in tl.range(row, last):
-            at = query * HEADS + heads
-            of_query = tl.load(q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
-            of_heads = tl.load(weights + at, mask=used, other=0.0)
-            products = tl.dot(key, tl.trans(of_query), input_precision="tf32x3")
-            total = tl.sum(tl.maximum(products, 0.0) * of_heads[None, :], axis=1)
-            if scales is not None:
-                total *= tl.load(scales + slots, mask=inside, other=0.0)
-            seen = positions < tl.load(contexts + query)
-            tl.store(scores + query * score_stride + positions, total, mask=inside & seen)
+        of_slots = None
+        if scales is not None:
+            of_slots = tl.load(scales + slots, mask=inside, other=0.0)
+        if QUERIES == 1:
+            total = _of_query(key, of_slots, of_query, of_heads)
+            tl.store(scores + row * score_stride + positions, total, mask=inside)
+        else:
+            for query in tl.range(row, last):
+                at = query * HEADS + heads
+                of_query = tl.load(
+                    q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0
+                )
+                total = _of_query(key, of_slots, of_query, tl.load(weights + at, mask=used, other=0.0))
+                seen = positions < tl.load(contexts + query)
+                tl.store(scores + query * score_stride + positions, total, mask=inside & seen)
+
+
+@triton.jit
+def _of_query(key, of_slots, query, of_heads):
+    """The scores of the tile's positions."""
+    products = tl.dot(key, tl.trans(query), input_precision="tf32x3")
+    total = tl.sum(tl.maximum(products, 0.0) * of_heads[None, :], axis=1)
+    return total if of_slots is None else total * of_slots
 
 
 @triton.jit
@@ -237,11 +260,12 @@ def _select(
         at = tl.arange(0, BLOCK)
         found = _ordered(tl.load(scores + at, mask=at < valid, other=0.0))
         found = tl.where(at < valid, found, LEAST)
-        one = tl.full([], 1, tl.int32)
-        for i in tl.range(0, 32):
-            candidate = least ^ (one << (31 - i))
-            enough = tl.sum((found >= candidate).to(tl.int32), axis=0) >= MOST
-            least = tl.where(enough, candidate, least)
+        bit = tl.full([], 31, tl.int32)
+        while bit >= 0:
+            candidate = least ^ (tl.full([], 1, tl.int32) << bit)
+            enough = tl.sum((found >= candidate).to(tl.int32), axis=0)
+            least = tl.where(enough >= MOST, candidate, least)
+            bit = tl.where(enough == MOST, -1, bit - 1)
         missing = MOST - tl.sum((found > least).to(tl.int32), axis=0)
     table = block_tables + row * table_stride
     chosen, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -250,10 +274,12 @@ def _select(
         inside = at < valid
         score = tl.load(scores + at, mask=inside, other=0.0)
         order = _ordered(score)
-        equal = inside & (order == least)
-        ranks = equals + tl.cumsum(equal.to(tl.int32), axis=0)
-        taken = (inside & (order > least)) | (equal & (ranks <= missing))
-        places = chosen + tl.cumsum(taken.to(tl.int32), axis=0) - 1
+        equal, more = inside & (order == least), inside & (order > least)
+        # One scan counts both: those that are larger in the upper half of a number, equal ones in the lower.
+        counts = tl.cumsum((more.to(tl.int32) << 16) + equal.to(tl.int32), axis=0)
+        ranks, larger = equals + (counts & 0xFFFF), counts >> 16
+        taken = more | (equal & (ranks <= missing))
+        places = chosen + larger + tl.minimum(ranks, missing) - tl.minimum(equals, missing) - 1
         if positions is None:
             position = piece * BLOCK + at
         else:
@@ -265,8 +291,10 @@ def _select(
         else:
             tl.store(best + piece * MOST + to, score, mask=taken)
             tl.store(out + piece * MOST + to, position, mask=taken)
-        chosen += tl.sum(taken.to(tl.int32), axis=0)
-        equals += tl.sum(equal.to(tl.int32), axis=0)
+        total = tl.sum((more.to(tl.int32) << 16) + equal.to(tl.int32), axis=0)
+        before = equals
+        equals += total & 0xFFFF
+        chosen += (total >> 16) + tl.minimum(equals, missing) - tl.minimum(before, missing)
 
 
 def write_index(index: Index, rotary: Tensor, cache: KV, slots: Tensor) -> IndexQueries:

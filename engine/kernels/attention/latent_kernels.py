@@ -127,7 +127,8 @@ def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size:
     if dtype is torch.float32:
         return Form(16, 32, wgmma=False)  # larger tiles do not fit into shared memory
     sizes = shape.rank == latent_wgmma.RANK and shape.rope_dim == latent_wgmma.ROPE
-    if not fp8 and sizes and block_size % latent_wgmma.BLOCK_N == 0 and on_hopper():
+    tiles = block_size % latent_wgmma.BLOCK_N == 0 or block_size == 1
+    if not fp8 and sizes and tiles and on_hopper():
         return Form(latent_wgmma.ROWS, latent_wgmma.BLOCK_N, wgmma=True)
     return Form(16 if num_heads <= 16 else 32, 64, wgmma=False)
 
@@ -183,14 +184,15 @@ def tile_latent(
         if exact or chooses or short or not scratch.heads(_padded(stop)):
             expand()
             form, at_once = sparse if chooses else dense, MOST_EXACT if exact else MOST_ABSORBED
-            at_once = index_kernels.rows_at_once(longest, at_once) if chooses else at_once
+            columns = index_kernels.columns_of(stop, longest)
+            at_once = index_kernels.rows_at_once(columns, at_once) if chooses else at_once
             programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
             for begin in range(start, stop, at_once):
                 end = min(begin + at_once, stop)
                 rows = slice(row + begin - start, row + end - start)
                 table, choice, entries = metadata.block_tables[request], None, None
                 if chooses and most is not None:
-                    choice = choice_of_chunk(begin, end, table, longest, most, multiprocessors, exact=exact)
+                    choice = choice_of_chunk(begin, end, table, columns, most, multiprocessors, exact=exact)
                     table, entries = choice.slots, most
                 pieces = _pieces(begin, end, form.block_n, programs, device, entries, exact=exact)
                 tiling.append(Absorbed(rows, form, pieces, table, exact, choice))
@@ -274,7 +276,8 @@ def _pieces(
     begins = (np.arange(first[-1], dtype=np.int32) - first[rows]) * length[rows]
     work = np.stack((rows, begins, np.minimum(begins + length[rows], contexts[rows])), axis=1)
     on_device = upload([work, first], device)
-    return Pieces(on_device[0], on_device[1], on_device[0])  # no program counts the pieces that are finished
+    single = len(work) == len(contexts)
+    return Pieces(on_device[0], on_device[1], on_device[0], single=single)  # no program counts what is finished
 
 
 def choose_positions(queries: IndexQueries, keys: KV, tiling: LatentTiling) -> None:
@@ -310,9 +313,9 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
     row_stride = part.tables.stride(0) if part.tables.dim() == 2 else 0
     work, scale = (part.tables, part.pieces.work, part.pieces.first), heads.scale * LOG2_E.value
     arguments = (*work, partial, lse, latents, scale, row_stride)
-    shape = {"BLOCK_SIZE": block_size, "HEADS": num_heads, "ROWS": form.rows, "BLOCK_N": form.block_n}
+    shape = {"HEADS": num_heads, "ROWS": form.rows, "BLOCK_N": form.block_n}
+    shape["ENTRY"] = block_size if part.choice is None else 1
     if form.wgmma:
-        assert part.choice is None, "it reads whole blocks"
         latent_wgmma.attend(grid, queries, cached, *arguments, **shape)
     else:
         _attend_absorbed[grid](
@@ -322,7 +325,7 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
             scales,
             *arguments,
             **shape,
-            ENTRY=block_size if part.choice is None else 1,
+            BLOCK_SIZE=block_size,
             RANK=rank,
             ROPE=size - rank,
             HEAD_DIM=head_dim,

@@ -4,6 +4,10 @@ Query heads are the rows of both products (FlashMLA, DeepSeek 2025). Two warp gr
 of a tile's positions each in the first product, half of the latent's dimensions each in the second one. So no
 product is computed twice, and 64 rows of a result with 512 columns fit into their registers. Triton gives
 each warp group all columns of the first of two products, or some rows of the second one.
+
+A table has blocks of positions, of which tiles come by TMA, or single slots of chosen positions (ENTRY 1). No
+tile of a tensor has rows of any slots on Hopper, so each thread copies some columns of some slots (`cp.async`,
+as FlashMLA's sparse prefill does). It reads their places in the table a tile ahead.
 """
 
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -27,30 +32,60 @@ ROWS = 64  # query heads of a program: the rows of an instruction
 BLOCK_N = 64  # positions of a tile
 STAGES = gl.constexpr(2)  # tiles in shared memory
 RANK, ROPE = 512, 64  # the only sizes
-ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # of [rows, ROPE]
+WARPS = 8
+ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0]))  # of [rows, ROPE]
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0]))  # of [rows, RANK]
 
 
 def attend(grid: tuple[int, int], q: Tensor, cached: Tensor, *arguments: Any, **shape: int) -> None:
     """As `_attend_absorbed`, whose arguments follow. cached [slots, RANK + ROPE]."""
     swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
     tiles = [TensorDescriptor.from_tensor(cached, [BLOCK_N, size], swizzled) for size in (RANK, ROPE)]
-    _attend[grid](q, *tiles, *arguments, **shape, RANK=RANK, ROPE=ROPE, num_warps=8, **launch_options())
+    sizes = {"RANK": RANK, "ROPE": ROPE, "num_warps": WARPS}
+    _attend[grid](q, cached, *tiles, *arguments, **shape, **sizes, **launch_options())
 
 
 @gluon.jit
 def _load(
-    tile, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, BLOCK_SIZE: gl.constexpr
+    tile, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, ENTRY: gl.constexpr
 ):
     """Begins to load a tile of the piece, if there are so many."""
     start, stage = begin + tile * latents.shape[1], tile % STAGES
     inside = start < stop
-    slot = gl.load(table + start // BLOCK_SIZE, mask=inside, other=0) * BLOCK_SIZE + start % BLOCK_SIZE
+    slot = gl.load(table + start // ENTRY, mask=inside, other=0) * ENTRY + start % ENTRY
     done = loaded.index(stage)
     size: gl.constexpr = latent_tiles.block_type.nbytes + shared_tiles.block_type.nbytes
     mbarrier.expect(done, size, inside)
     tma.async_copy_global_to_shared(latent_tiles, [slot, 0], done, latents.index(stage), inside)
     to = shareds.index(stage)
     tma.async_copy_global_to_shared(shared_tiles, [slot, latents.shape[2]], done, to, inside)
+
+
+@gluon.jit
+def _slots(tile, begin, stop, table, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """The slots of a tile's positions. Those behind the last position of the piece have its slot: they add
+    nothing, and it has no NaN."""
+    position = begin + tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    return gl.load(table + gl.maximum(gl.minimum(position, stop - 1), 0))
+
+
+@gluon.jit
+def _copy(cache, slots, to, FIRST: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begins to copy columns of the cache, from FIRST on, of rows of SIZE."""
+    column = FIRST + gl.arange(0, to.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(to, cache + slots.to(gl.int64)[:, None] * SIZE + column)
+
+
+@gluon.jit
+def _gather(tile, begin, stop, cache, wide_slots, slots, latents, shareds, loaded):
+    """As `_load`, of positions in these slots, which each thread needs in two layouts."""
+    RANK: gl.constexpr = latents.shape[2]
+    SIZE: gl.constexpr = RANK + shareds.shape[2]
+    stage = tile % STAGES
+    if begin + tile * latents.shape[1] < stop:
+        _copy(cache, wide_slots, latents.index(stage), 0, SIZE, WIDE)
+        _copy(cache, slots, shareds.index(stage), RANK, SIZE, ROW)
+        async_copy.mbarrier_arrive(loaded.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -100,6 +135,7 @@ def _store(to, x, HEADS: gl.constexpr):
 @gluon.jit(do_not_specialize=["table_stride"])
 def _attend(
     q,
+    cache,
     latent_tiles,
     shared_tiles,
     block_tables,
@@ -110,13 +146,15 @@ def _attend(
     out,
     scale,
     table_stride,
-    BLOCK_SIZE: gl.constexpr,
+    ENTRY: gl.constexpr,
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     RANK: gl.constexpr,
     ROPE: gl.constexpr,
 ):
+    """ENTRY: as in `_attend_absorbed`, a multiple of BLOCK_N, or 1."""
+    GATHERS: gl.constexpr = ENTRY == 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -131,9 +169,14 @@ def _attend(
     alone = gl.load(first + row + 1) - gl.load(first + row) == 1
     latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
     shareds = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
-    loaded = barriers(STAGES, 1)
+    loaded = barriers(STAGES, gl.num_warps() * 32 if GATHERS else 1)
     for i in gl.static_range(STAGES):
-        _load(i, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, BLOCK_SIZE)
+        if GATHERS:
+            wide_slots = _slots(i, begin, stop, table, BLOCK_N, WIDE)
+            slots = _slots(i, begin, stop, table, BLOCK_N, ROW)
+            _gather(i, begin, stop, cache, wide_slots, slots, latents, shareds, loaded)
+        else:
+            _load(i, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, ENTRY)
     _inputs_ready()  # the cache was written by an earlier kernel than the one before this one
     q_latent = gl.allocate_shared_memory(dtype, [ROWS, RANK], SHARED)
     q_shared = gl.allocate_shared_memory(dtype, [ROWS, ROPE], SHARED)
@@ -148,8 +191,13 @@ def _attend(
     for i in range(gl.cdiv(stop - begin, BLOCK_N)):
         start, stage = begin + i * BLOCK_N, i % STAGES
         latent, shared = latents.index(stage), shareds.index(stage)
+        if GATHERS:
+            wide_slots = _slots(i + STAGES, begin, stop, table, BLOCK_N, WIDE)
+            slots = _slots(i + STAGES, begin, stop, table, BLOCK_N, ROW)
         mbarrier.wait(loaded.index(stage), i // STAGES & 1)
-        if start + BLOCK_N > stop:
+        if GATHERS:
+            fence_async_shared()
+        elif start + BLOCK_N > stop:
             clear(latent, stop - start, ROW, ROPE)
         scores = warpgroup_mma(q_latent, latent.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma(q_shared, shared.permute((1, 0)), scores, is_async=True)
@@ -162,9 +210,10 @@ def _attend(
         acc = warpgroup_mma(weighted, latent, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()  # both warp groups have read the tile
-        _load(
-            i + STAGES, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, BLOCK_SIZE
-        )
+        if GATHERS:
+            _gather(i + STAGES, begin, stop, cache, wide_slots, slots, latents, shareds, loaded)
+        else:
+            _load(i + STAGES, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, ENTRY)
 
     acc /= gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))[:, None]
     if alone:

@@ -37,6 +37,7 @@ class Pieces:
     """[requests + 1] int32: request i has the pieces [first[i], first[i + 1])."""
     finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
     sharing: "Sharing | None" = None  # None: each request has pieces of its own
+    single: bool = False  # the host knows that each request has one piece
 
 
 class Sharing(NamedTuple):
@@ -100,6 +101,8 @@ def partition(
 def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor, *, early: bool = False) -> None:
     """Writes out [requests, heads, size], for requests of several pieces. partial [pieces, queries, heads,
     size] and lse [pieces, queries, heads] float32 have their results. `early`: as in `next_may_begin`."""
+    if pieces.single:
+        return
     requests, heads, size = out.shape
     sharing = pieces.sharing
     _combine[(requests, heads)](
