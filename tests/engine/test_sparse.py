@@ -29,10 +29,17 @@ class SparseStep(LatentStep):
     """Requests that have index keys, too."""
 
     def __init__(
-        self, heads: int = 4, size: int = 32, *, num_heads: int = 4, interleaved: bool = False, **sizes: Any
+        self,
+        heads: int = 4,
+        size: int = 32,
+        *,
+        num_heads: int = 4,
+        most: int = MOST,
+        interleaved: bool = False,
+        **sizes: Any,
     ) -> None:
         super().__init__(SPANS, num_heads, decodes=[(299, 301)], **sizes)
-        index = IndexConfig(heads, size, MOST, interleaved)
+        index = self.of_index = IndexConfig(heads, size, most, interleaved)
         self.shape = replace(self.shape, index=index)
         tokens, blocks = len(self.metadata.slots), self.kv.shape[1:3]
         layer = IndexLayer(
@@ -113,7 +120,7 @@ class SparseStep(LatentStep):
             at = torch.arange(position + 1)
             slots = m.block_tables[request].long()[at // m.block_size] * m.block_size + at % m.block_size
             scores = (weight[:, None] * (q @ keys[slots].T).clamp_min(0)).sum(0).tolist()
-            best = sorted(range(position + 1), key=lambda i: (-scores[i], i))[:MOST]
+            best = sorted(range(position + 1), key=lambda i: (-scores[i], i))[: self.of_index.most_chosen]
             found.append(slots[sorted(best)])
         return found
 
@@ -165,20 +172,30 @@ def test_what_an_index_writes(
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "block_size", "dims", "dtype"),
+    ("heads", "block_size", "dims", "dtype", "most"),
     [
-        (16, 16, (32, 16, 16, 16), F32),
-        (5, 64, (64, 16, 16, 16), F16),
-        pytest.param(128, 64, (512, 128, 64, 128), BF16, marks=pytest.mark.gpu),
+        (16, 16, (32, 16, 16, 16), F32, MOST),
+        (5, 64, (64, 16, 16, 16), F16, MOST),
+        # One tile of positions, four of which the last is not full, and four whole ones.
+        *(
+            pytest.param(heads, 64, (512, 128, 64, 128), BF16, most, marks=pytest.mark.gpu)
+            for heads, most in ((128, MOST), (128, 200), (20, 256))
+        ),
     ],
 )
 def test_decodes_and_chunks(
-    triton_kernels: Kernels, on_cpu: bool, heads: int, block_size: int, dims: Any, dtype: torch.dtype
+    triton_kernels: Kernels,
+    on_cpu: bool,
+    heads: int,
+    block_size: int,
+    dims: Any,
+    dtype: torch.dtype,
+    most: int,
 ) -> None:
     """Of contexts below and above what a query chooses, and a chunk that begins below it."""
     kernels, device = (Kernels(), "cpu") if on_cpu else (triton_kernels, DEVICE)
     size = max(32, dims[2])  # some dimensions of a key are rotated
-    step = SparseStep(16, size, num_heads=heads, block_size=block_size, dims=dims, dtype=dtype)
+    step = SparseStep(16, size, num_heads=heads, most=most, block_size=block_size, dims=dims, dtype=dtype)
     queries, cache = step.write(kernels, device)
     out, kv, q = step.attend(kernels, device, queries, cache)
     choices, equal = step.choices(queries, cache), 0
