@@ -72,9 +72,9 @@ def columns_of(stop: int, longest: int) -> int:
     return min(longest, LARGEST) if stop <= LARGEST else longest
 
 
-def rows_at_once(longest: int, most: int) -> int:
-    """Rows of a chunk: as many as the memory of scores has room for, and at most `most`."""
-    return max(QUERIES, min(most, SCORES_BYTES // (4 * longest)))
+def rows_at_once(stop: int, longest: int, most: int) -> int:
+    """Rows of a chunk up to `stop`: as many as the memory of scores has room for, and at most `most`."""
+    return max(QUERIES, min(most, SCORES_BYTES // (4 * columns_of(stop, longest))))
 
 
 def choose(queries: IndexQueries, keys: KV, choice: Choice) -> None:
@@ -202,9 +202,7 @@ def _score(
         else:
             for query in tl.range(row, last):
                 at = query * HEADS + heads
-                of_query = tl.load(
-                    q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0
-                )
+                of_query = tl.load(q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
                 total = _of_query(key, of_slots, of_query, tl.load(weights + at, mask=used, other=0.0))
                 seen = positions < tl.load(contexts + query)
                 tl.store(scores + query * score_stride + positions, total, mask=inside & seen)

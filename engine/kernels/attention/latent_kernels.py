@@ -33,11 +33,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels.attention import index_kernels, latent_wgmma, prefill_wgmma
-from baton.engine.kernels.attention.index_kernels import Choice, choice_of_chunk
+from baton.engine.kernels.attention.index_kernels import Choice, choice_of_chunk, columns_of
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.online_softmax import LOG2_E, SEGMENT, SEGMENTS, Expanded, weigh
 from baton.engine.kernels.attention.paged import KV, AttentionMetadata, IndexQueries, parts
-from baton.engine.kernels.attention.pieces import Pieces, combine, most_pieces, partition
+from baton.engine.kernels.attention.pieces import COMBINED, Pieces, combine, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import SHORT, Shape, tile_work
 from baton.engine.kernels.fp8 import scale_of
@@ -184,15 +184,16 @@ def tile_latent(
         if exact or chooses or short or not scratch.heads(_padded(stop)):
             expand()
             form, at_once = sparse if chooses else dense, MOST_EXACT if exact else MOST_ABSORBED
-            columns = index_kernels.columns_of(stop, longest)
-            at_once = index_kernels.rows_at_once(columns, at_once) if chooses else at_once
+            at_once = index_kernels.rows_at_once(stop, longest, at_once) if chooses else at_once
             programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
             for begin in range(start, stop, at_once):
                 end = min(begin + at_once, stop)
                 rows = slice(row + begin - start, row + end - start)
                 table, choice, entries = metadata.block_tables[request], None, None
                 if chooses and most is not None:
-                    choice = choice_of_chunk(begin, end, table, columns, most, multiprocessors, exact=exact)
+                    choice = choice_of_chunk(
+                        begin, end, table, columns_of(stop, longest), most, multiprocessors, exact=exact
+                    )
                     table, entries = choice.slots, most
                 pieces = _pieces(begin, end, form.block_n, programs, device, entries, exact=exact)
                 tiling.append(Absorbed(rows, form, pieces, table, exact, choice))
@@ -277,7 +278,9 @@ def _pieces(
     work = np.stack((rows, begins, np.minimum(begins + length[rows], contexts[rows])), axis=1)
     on_device = upload([work, first], device)
     single = len(work) == len(contexts)
-    return Pieces(on_device[0], on_device[1], on_device[0], single=single)  # no program counts what is finished
+    return Pieces(
+        on_device[0], on_device[1], on_device[0], single=single
+    )  # no program counts what is finished
 
 
 def choose_positions(queries: IndexQueries, keys: KV, tiling: LatentTiling) -> None:
@@ -333,7 +336,10 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
             num_stages=STAGES,
             **launch_options(),
         )
-    combine(partial, lse, part.pieces, latents, early=True)
+    at_once = COMBINED  # in the exact mode the order of the sums is always the same
+    if not part.exact:  # all pieces of a row, if each row has equally many
+        at_once = min(COMBINED, triton.next_power_of_2(triton.cdiv(count, max(1, rows))))
+    combine(partial, lse, part.pieces, latents, early=True, at_once=at_once)
     _multiply_heads(latents, heads.values.mT, out, exact=part.exact)
 
 

@@ -5,9 +5,9 @@ of a tile's positions each in the first product, half of the latent's dimensions
 product is computed twice, and 64 rows of a result with 512 columns fit into their registers. Triton gives
 each warp group all columns of the first of two products, or some rows of the second one.
 
-A table has blocks of positions, of which tiles come by TMA, or single slots of chosen positions (ENTRY 1). No
-tile of a tensor has rows of any slots on Hopper, so each thread copies some columns of some slots (`cp.async`,
-as FlashMLA's sparse prefill does). It reads their places in the table a tile ahead.
+A table has blocks of positions, whose tiles come by TMA, or single slots of chosen positions (ENTRY 1). TMA
+has no tiles of rows anywhere on Hopper, so each thread copies some columns of some slots (`cp.async`, as
+FlashMLA's sparse prefill does). It reads the slots of a tile in the table one tile ahead.
 """
 
 from typing import Any
@@ -34,13 +34,13 @@ STAGES = gl.constexpr(2)  # tiles in shared memory
 RANK, ROPE = 512, 64  # the only sizes
 WARPS = 8
 ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0]))  # of [rows, ROPE]
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))  # of all tiles
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0]))  # of [rows, RANK]
 
 
 def attend(grid: tuple[int, int], q: Tensor, cached: Tensor, *arguments: Any, **shape: int) -> None:
     """As `_attend_absorbed`, whose arguments follow. cached [slots, RANK + ROPE]."""
-    swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
-    tiles = [TensorDescriptor.from_tensor(cached, [BLOCK_N, size], swizzled) for size in (RANK, ROPE)]
+    tiles = [TensorDescriptor.from_tensor(cached, [BLOCK_N, size], SHARED.value) for size in (RANK, ROPE)]
     sizes = {"RANK": RANK, "ROPE": ROPE, "num_warps": WARPS}
     _attend[grid](q, cached, *tiles, *arguments, **shape, **sizes, **launch_options())
 
@@ -49,7 +49,7 @@ def attend(grid: tuple[int, int], q: Tensor, cached: Tensor, *arguments: Any, **
 def _load(
     tile, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, ENTRY: gl.constexpr
 ):
-    """Begins to load a tile of the piece, if there are so many."""
+    """As `_begin`, a tile of one block."""
     start, stage = begin + tile * latents.shape[1], tile % STAGES
     inside = start < stop
     slot = gl.load(table + start // ENTRY, mask=inside, other=0) * ENTRY + start % ENTRY
@@ -70,6 +70,18 @@ def _slots(tile, begin, stop, table, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
+def _slots_ahead(tile, begin, stop, table, BLOCK_N: gl.constexpr, ENTRY: gl.constexpr):
+    """Of a tile that `_begin` will load, in the layouts of both copies. Nothing, if TMA loads it."""
+    slots = ()
+    if ENTRY == 1:
+        slots = (
+            _slots(tile, begin, stop, table, BLOCK_N, WIDE),
+            _slots(tile, begin, stop, table, BLOCK_N, ROW),
+        )
+    return slots
+
+
+@gluon.jit
 def _copy(cache, slots, to, FIRST: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """Begins to copy columns of the cache, from FIRST on, of rows of SIZE."""
     column = FIRST + gl.arange(0, to.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
@@ -77,23 +89,36 @@ def _copy(cache, slots, to, FIRST: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.
 
 
 @gluon.jit
-def _gather(tile, begin, stop, cache, wide_slots, slots, latents, shareds, loaded):
-    """As `_load`, of positions in these slots, which each thread needs in two layouts."""
-    RANK: gl.constexpr = latents.shape[2]
-    SIZE: gl.constexpr = RANK + shareds.shape[2]
-    stage = tile % STAGES
-    if begin + tile * latents.shape[1] < stop:
-        _copy(cache, wide_slots, latents.index(stage), 0, SIZE, WIDE)
-        _copy(cache, slots, shareds.index(stage), RANK, SIZE, ROW)
-        async_copy.mbarrier_arrive(loaded.index(stage), increment_count=False)
+def _begin(
+    tile, begin, stop, slots, cache, latent_tiles, shared_tiles, table, latents, shareds, loaded,
+    ENTRY: gl.constexpr,
+):  # fmt: skip
+    """Begins to load a tile of the piece, if there are so many. `slots`: from `_slots_ahead`."""
+    if ENTRY == 1:
+        RANK: gl.constexpr = latents.shape[2]
+        SIZE: gl.constexpr = RANK + shareds.shape[2]
+        if begin + tile * latents.shape[1] < stop:
+            stage = tile % STAGES
+            _copy(cache, slots[0], latents.index(stage), 0, SIZE, WIDE)
+            _copy(cache, slots[1], shareds.index(stage), RANK, SIZE, ROW)
+            async_copy.mbarrier_arrive(loaded.index(stage), increment_count=False)
+    else:
+        _load(tile, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, ENTRY)
 
 
 @gluon.jit
-def _load_queries(q, q_latent, q_shared, HEADS: gl.constexpr):
-    """q: of the first head. The heads of this program go to shared memory, in parts of the size of `ROW`."""
-    ROWS: gl.constexpr = q_latent.shape[0]
-    ROPE: gl.constexpr = q_shared.shape[1]
-    RANK: gl.constexpr = q_latent.shape[1]
+def _load_queries(
+    q,
+    dtype: gl.constexpr,
+    ROWS: gl.constexpr,
+    RANK: gl.constexpr,
+    ROPE: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """q: of the first head. The heads of this program go to shared memory, in parts of the size of `ROW`.
+    Returns their latents and what they share."""
+    q_latent = gl.allocate_shared_memory(dtype, [ROWS, RANK], SHARED)
+    q_shared = gl.allocate_shared_memory(dtype, [ROWS, ROPE], SHARED)
     head = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ROW))[:, None]
     q += head * (RANK + ROPE) + gl.arange(0, ROPE, gl.SliceLayout(0, ROW))[None, :]
     parts = ()
@@ -102,6 +127,7 @@ def _load_queries(q, q_latent, q_shared, HEADS: gl.constexpr):
     for i in gl.static_range(RANK // ROPE):
         q_latent.slice(i * ROPE, ROPE, dim=1).store(parts[i])
     q_shared.store(parts[RANK // ROPE])
+    return q_latent, q_shared
 
 
 @gluon.jit
@@ -154,33 +180,30 @@ def _attend(
     ROPE: gl.constexpr,
 ):
     """ENTRY: as in `_attend_absorbed`, a multiple of BLOCK_N, or 1."""
-    GATHERS: gl.constexpr = ENTRY == 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     dtype: gl.constexpr = q.dtype.element_ty
     piece = gl.program_id(1)
     row = gl.load(work + piece * 3).to(gl.int64)
     if row < 0:
         _inputs_ready()
         return
-    begin, stop = gl.load(work + piece * 3 + 1), gl.load(work + piece * 3 + 2)
+    begin, stop, pieces = (
+        gl.load(work + piece * 3 + 1),
+        gl.load(work + piece * 3 + 2),
+        gl.load(first + row + 1) - gl.load(first + row),
+    )
     table = block_tables + row * table_stride
-    alone = gl.load(first + row + 1) - gl.load(first + row) == 1
     latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
     shareds = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
-    loaded = barriers(STAGES, gl.num_warps() * 32 if GATHERS else 1)
+    loaded = barriers(STAGES, gl.num_warps() * 32 if ENTRY == 1 else 1)
     for i in gl.static_range(STAGES):
-        if GATHERS:
-            wide_slots = _slots(i, begin, stop, table, BLOCK_N, WIDE)
-            slots = _slots(i, begin, stop, table, BLOCK_N, ROW)
-            _gather(i, begin, stop, cache, wide_slots, slots, latents, shareds, loaded)
-        else:
-            _load(i, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, ENTRY)
+        slots = _slots_ahead(i, begin, stop, table, BLOCK_N, ENTRY)
+        _begin(
+            i, begin, stop, slots, cache, latent_tiles, shared_tiles, table, latents, shareds, loaded, ENTRY
+        )
     _inputs_ready()  # the cache was written by an earlier kernel than the one before this one
-    q_latent = gl.allocate_shared_memory(dtype, [ROWS, RANK], SHARED)
-    q_shared = gl.allocate_shared_memory(dtype, [ROWS, ROPE], SHARED)
-    _load_queries(q + row * (HEADS * (RANK + ROPE)), q_latent, q_shared, HEADS)
+    q_latent, q_shared = _load_queries(q + row * (HEADS * (RANK + ROPE)), dtype, ROWS, RANK, ROPE, HEADS)
     weighted = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], SHARED)
     fence_async_shared()
 
@@ -191,18 +214,16 @@ def _attend(
     for i in range(gl.cdiv(stop - begin, BLOCK_N)):
         start, stage = begin + i * BLOCK_N, i % STAGES
         latent, shared = latents.index(stage), shareds.index(stage)
-        if GATHERS:
-            wide_slots = _slots(i + STAGES, begin, stop, table, BLOCK_N, WIDE)
-            slots = _slots(i + STAGES, begin, stop, table, BLOCK_N, ROW)
+        slots = _slots_ahead(i + STAGES, begin, stop, table, BLOCK_N, ENTRY)
         mbarrier.wait(loaded.index(stage), i // STAGES & 1)
-        if GATHERS:
+        if ENTRY == 1:
             fence_async_shared()
         elif start + BLOCK_N > stop:
             clear(latent, stop - start, ROW, ROPE)
         scores = warpgroup_mma(q_latent, latent.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma(q_shared, shared.permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
-        scores = gl.where(start + column < stop, scores, float("-inf"))
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        scores = gl.where(start + column < stop, scores * scale, float("-inf"))
         m, total, weights, shrink = _weights(scores, m, total)
         weighted.store(weights.to(dtype))
         fence_async_shared()
@@ -210,13 +231,13 @@ def _attend(
         acc = warpgroup_mma(weighted, latent, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()  # both warp groups have read the tile
-        if GATHERS:
-            _gather(i + STAGES, begin, stop, cache, wide_slots, slots, latents, shareds, loaded)
-        else:
-            _load(i + STAGES, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, ENTRY)
+        _begin(
+            i + STAGES, begin, stop, slots, cache, latent_tiles, shared_tiles, table, latents, shareds,
+            loaded, ENTRY,
+        )  # fmt: skip
 
     acc /= gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))[:, None]
-    if alone:
+    if pieces == 1:
         _store(out + row * (HEADS * RANK), acc, HEADS)
     else:
         at = piece.to(gl.int64) * HEADS

@@ -22,7 +22,7 @@ from baton.engine.model_config import Span
 PIECES_PER_SM = 4  # programs for each multiprocessor, if the requests alone give fewer
 BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
-COMBINED = 32  # results of pieces that a program of `_combine` takes at once
+COMBINED = 32  # results of pieces that a program of `_combine` takes at once, at most
 MOST_HEAD = 256  # a program has more warps for larger heads
 FIELDS = 3  # of the work of a piece
 EXACT_FIELDS = tl.constexpr(6)
@@ -98,9 +98,18 @@ def partition(
     return result
 
 
-def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor, *, early: bool = False) -> None:
+def combine(
+    partial: Tensor,
+    lse: Tensor,
+    pieces: Pieces,
+    out: Tensor,
+    *,
+    early: bool = False,
+    at_once: int = COMBINED,
+) -> None:
     """Writes out [requests, heads, size], for requests of several pieces. partial [pieces, queries, heads,
-    size] and lse [pieces, queries, heads] float32 have their results. `early`: as in `next_may_begin`."""
+    size] and lse [pieces, queries, heads] float32 have their results. `early`: as in `next_may_begin`.
+    `at_once`: results that a program takes at once, a power of two. They decide the order of the sums."""
     if pieces.single:
         return
     requests, heads, size = out.shape
@@ -115,7 +124,7 @@ def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor, *, early:
         QUERIES=1 if sharing is None else sharing.queries,
         HEADS=heads,
         HEAD_DIM=size,
-        COMBINED=COMBINED,
+        COMBINED=at_once,
         EARLY=early,
         num_warps=1 if size <= MOST_HEAD else 8,
         **launch_options(),
