@@ -19,7 +19,7 @@ evicted, restored and counted. An array carries its kind, so processes that only
 
 import enum
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 FP8 = "float8_e4m3fn"
@@ -81,6 +81,30 @@ class Window:
         there."""
         first = position // self.length * self.length if self.chunked else position + 1 - self.length
         return max(0, first) // self.tile * self.tile
+
+    def reads(self, next_positions: Sequence[int]) -> list[Range]:
+        """What the tokens at these positions (ascending) read before them: ascending, disjoint."""
+        found: list[Range] = []
+        for position in next_positions:
+            first = self.first_read(position)
+            if found and first <= found[-1][1]:
+                first, _ = found.pop()
+            if first < position:
+                found.append((first, position))
+        return found
+
+
+def overlaps(ranges: Sequence[Range], others: Sequence[Range]) -> Iterator[Range]:
+    """The positions that are in both. Each is ascending and disjoint."""
+    i = j = 0
+    while i < len(ranges) and j < len(others):
+        start, stop = max(ranges[i][0], others[j][0]), min(ranges[i][1], others[j][1])
+        if start < stop:
+            yield start, stop
+        if ranges[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
 
 
 def first_read(windows: Collection[Window], position: int) -> int:
@@ -145,11 +169,12 @@ class CacheArray:
         """Of one token, or of one request, in one layer."""
         return self.heads * self.head_bytes
 
-    def read_of(self, ranges: Iterable[Range], next_position: int) -> Iterator[Range]:
-        """Of these positions, those that the token at `next_position` or a later one reads. 0: all. They
-        grow to full blocks."""
-        first = 0 if self.window is None else self.window.first_read(next_position)
-        read = ((max(start, first), stop) for start, stop in ranges if first < stop)
+    def read_of(self, ranges: Sequence[Range], next_positions: Sequence[int]) -> Iterator[Range]:
+        """Of these positions (ascending, disjoint), those before one of `next_positions` (ascending) that the
+        token there reads. None: all. They grow to full blocks."""
+        read: Iterator[Range] = iter(ranges)
+        if self.window is not None and next_positions:
+            read = overlaps(ranges, self.window.reads(next_positions))
         return read if self.block == 1 else (self.in_blocks(*each) for each in read)
 
     def in_blocks(self, start: int, stop: int, *, complete: bool = True) -> Range:

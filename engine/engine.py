@@ -325,15 +325,16 @@ class Engine:
         return None if live is None else self._prepare(live, time.monotonic())
 
     def start_part(
-        self, request: EngineRequest, ranges: Sequence[range], owner: Any = None
+        self, request: EngineRequest, ranges: Sequence[range], read_at: Sequence[int] = (), owner: Any = None
     ) -> LiveRequest | None:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
-        computes these ranges, each after `lives.begin_range`. The caller writes the KV of the positions
-        between them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. It
-        writes the states after the position before a range earlier: before `Hooks.layer_done` of the layer
-        before returns, those of the first layer before `lives.begin_range`. Returns None if there is no room
-        now."""
-        live = self.lives.start_part(request, ranges, owner)
+        computes these ranges, each after `lives.begin_range`. Other workers read KV of them where ranges of
+        theirs begin, at `read_at`. The caller writes the KV of the positions between them that the prefix
+        cache lacks, and of layers with windows what the ranges read. Of a layer it does so before
+        `Hooks.layer_done` returns. It writes the states after the position before a range earlier: before
+        `Hooks.layer_done` of the layer before returns, those of the first layer before `lives.begin_range`.
+        Returns None if there is no room now."""
+        live = self.lives.start_part(request, ranges, read_at, owner)
         return None if live is None else self._prepare(live, time.monotonic())
 
     def extend_reservation(self, live: LiveRequest, output_ids: Sequence[int]) -> bool:

@@ -5,8 +5,9 @@ It is a prefill of the prompt up to its last range, and the KV of the other posi
 that compute them. The *final* part has the last range: it samples, and hands over like any prefill.
 
 1. The part gets all its blocks at once, or is refused. It is computed after earlier prompts of its worker.
-2. For each other worker with an earlier range it fetches that KV. For each one with a later range it offers
-   its own KV, under an id for this pair of workers. So a transfer of one receiver never ends that of another.
+2. For each other worker with an earlier range it fetches that KV, of layers with windows what its own ranges
+   read. For each one with a later range it offers its own KV, under an id for this pair of workers. So a
+   transfer of one receiver never ends that of another.
 3. A range is computed when KV of the end of each earlier range has come: the steps that compute them have
    then started. If the first layer has states, those after the range before must have come, too.
 4. Each layer of that step writes its own KV, which leaves at once. Before its attention it waits until the
@@ -127,7 +128,8 @@ class PartAttempt(PrefillAttempt):
             return
         part_ranges = [range(of.start, of.stop) for of in plan if of.prefill_id == request.id]
         workers = {of.prefill_id: of for of in plan if of.prefill_id != request.id}
-        live = self.live = engine.start_part(request, part_ranges, owner=self)
+        read_at = [of.start for of in plan if of.prefill_id != request.id and of.start > part_ranges[0].start]
+        live = self.live = engine.start_part(request, part_ranges, read_at, owner=self)
         if live is None:
             for worker_id in workers:
                 sender.close(pair_id(request.id, worker_id), "gone")
@@ -146,12 +148,14 @@ class PartAttempt(PrefillAttempt):
             if offered_ranges := _before(part_ranges, worker_ranges[-1]):
                 opened_id = pair_id(request.id, worker_id)
                 self.outputs[opened_id] = offered_ranges[-1].stop
-                states_at = sorted(ends & {of.start for of in worker_ranges})
-                Reading(self, opened_id).open(offered_ranges[-1].stop, states_at)
+                worker_starts = [each.start for each in worker_ranges]
+                states_at = sorted(ends.intersection(worker_starts))
+                Reading(self, opened_id).open(offered_ranges[-1].stop, states_at, worker_starts)
                 sender.ready(opened_id, None, 0, min(cached, offered_ranges[-1].stop))
         if self.is_final:
             self.reading = Reading(self, request.id)
-            self.reading.open(part_ranges[-1].stop)
+            stop = part_ranges[-1].stop
+            self.reading.open(stop, next_positions=[stop])
             sender.ready(request.id, None, 0, cached)
         self.to(State.COMPUTING)
         self.attempts.counts.prompt_parts += 1
@@ -172,6 +176,7 @@ class PartAttempt(PrefillAttempt):
             incarnation=worker.incarnation,
             block_ids=tuple(live.blocks),
             ranges=wanted,
+            next_positions=sorted(starts),
             states_at=[stop for _, stop in wanted if stop in starts],
             state_slot=live.state_slot,
             owner=Writing(self, fetch_id),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.content import packed
+from baton.content.cache_kinds import Window, first_read
 from baton.engine.api.request import EngineRequest, Logprobs
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prompt_images import PromptImages
@@ -94,8 +95,23 @@ class SharedPrompt:
     """The end of the range that steps compute now. None: steps compute none, or all are computed."""
     awaits: Callable[[], bool] | None = None
     """Whether KV from other workers is still to come before that range. None: never."""
+    read_at: Sequence[int] = ()
+    """Where ranges of other workers begin, which read KV of this one before them."""
     unverified: bool = False
     """KV from other workers is not known to be complete."""
+    spans: dict[int, WindowSpan] = field(default_factory=dict)
+    """By position: what is read before it of layers with windows. Either a later range begins there, or one
+    of another worker. Written by `RequestMemory`."""
+    passed: deque[tuple[int, WindowSpan]] = field(default_factory=deque)
+    """What steps under way read of earlier ranges, with the ends of these."""
+
+    def read_by_others(self, windows: Collection[Window]) -> list[int]:
+        """Those of `read_at` from which a window reaches back to a range of this worker."""
+        return [
+            position
+            for position in self.read_at
+            if any(own.start < position and first_read(windows, position) < own.stop for own in self.ranges)
+        ]
 
 
 WHOLE = SharedPrompt()
@@ -196,8 +212,8 @@ class LiveRequest:
     """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
-    thin_before: int = 0
-    """Blocks before this one that it did not find in the prefix cache are thin (`prefix_cache`)."""
+    thin: Sequence[range] = ()
+    """The indices of blocks that are thin (`prefix_cache`). The prefix cache had none of these."""
     private: bool = False
     """Some of its KV is of weights before the present ones: what is computed from now on gets no name."""
     handed_over: bool = False
@@ -230,6 +246,12 @@ class LiveRequest:
         self.alone = self.request.alone
         self.asked = asked_of(self.request, max_model_len)
         self.token_ids = packed([*self.request.prompt_ids, *self.request.output_ids])
+
+    @property
+    def window_spans(self) -> "list[WindowSpan]":
+        """All that it reads of layers with windows."""
+        shared = self.shared
+        return [self.windows, *shared.spans.values(), *(span for _, span in shared.passed)]
 
     @property
     def order(self) -> tuple[int, bool, int, int]:

@@ -89,6 +89,7 @@ class PrefixCache:
         queries, hits: tokens that requests looked up, and how many of these were found.
         offload: the tiers with what the pools may have evicted, the fastest first: of blocks, then of states.
         copies: of the states of a model with state layers. None: another model.
+        windows: those of the arrays of tokens that layers keep.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class PrefixCache:
         self._block_size = pool.block_size
         self._root = content_root
         self._hooks = hooks
-        self._windows = windows
+        self.windows = windows
         # The names of blocks that are thin in all tiers. Those of `halved` are thin on the device alone.
         self._thin: set[bytes] = set()
         self._kept = kept
@@ -163,15 +164,15 @@ class PrefixCache:
             self.copies.clear()
 
     def publish(
-        self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: int = 0
+        self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: Sequence[range] = ()
     ) -> None:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
-        indices below `thin` are thin, and those without a window block."""
+        indices in `thin` are thin, and those without a window block."""
         entered: list[int] = []
         whole: list[int] = []
         for index in range(start, stop):
             name = names.blocks[index]
-            is_thin = index < thin or not self._pool.has_window(blocks[index])
+            is_thin = any(index in each for each in thin) or not self._pool.has_window(blocks[index])
             if name in self._thin and not is_thin:
                 self._forget_thin(name)
             elif name in self._halved and not is_thin:
@@ -245,7 +246,7 @@ class PrefixCache:
 
     def thin_before(self, position: int) -> int:
         """The index of the first block that is not thin, if a prompt came for the token at `position`."""
-        return -(-last_unread(self._windows, position) // self._block_size)
+        return -(-last_unread(self.windows, position) // self._block_size)
 
     def publish_states(self, names: PrefixNames, position: int, slot: int) -> None:
         """Names a copy of the states after this many tokens, which end a block. The states are verified."""
@@ -304,16 +305,15 @@ class PrefixCache:
         last, ends = -1, []
         for number, is_thin in enumerate(thin, first):
             last = number if is_thin else last
-            if last < first_read(self._windows, (number + 1) * size) // size:
+            if last < first_read(self.windows, (number + 1) * size) // size:
                 ends.append(number + 1 - first)
         return ends
 
     def usable_before(self, names: Sequence[bytes], position: int) -> int:
         """How many of these cached blocks a request can begin with, if the KV behind them comes from another
-        worker for the token at `position`: no window reaches from there to a thin block. 0: none of them is
-        thin."""
-        first = first_read(self._windows, position) // self._block_size
-        return next((i for i in range(first, len(names)) if self._is_thin_here(names[i])), len(names))
+        worker for the token at `position`: no window reaches from there to a thin block."""
+        read = range(first_read(self.windows, position) // self._block_size, -(-position // self._block_size))
+        return next((i for i in read if i < len(names) and self._is_thin_here(names[i])), len(names))
 
     def _is_thin_here(self, name: bytes) -> bool:
         return name in self._thin or name in self._halved

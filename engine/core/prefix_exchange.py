@@ -136,7 +136,8 @@ class PrefixExchange:
         """As `Import.end`."""
         names, (last, rest) = ended.missing.names, divmod(num_tokens, self._block_size)
         thin = 0 if all_positions else self._cache.thin_before(num_tokens)
-        self._cache.publish(names, ended.table, len(ended.table) - len(ended.blocks), last, thin=thin)
+        first = len(ended.table) - len(ended.blocks)
+        self._cache.publish(names, ended.table, first, last, thin=[range(thin)])
         if (slot := ended.state_slot) is not None:
             assert self._cache.copies is not None, "it gave the slot"
             if num_tokens and not rest:

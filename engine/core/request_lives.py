@@ -190,20 +190,21 @@ class RequestLives:
         return live
 
     def start_part(
-        self, request: EngineRequest, ranges: Sequence[range], owner: Any = None
+        self, request: EngineRequest, ranges: Sequence[range], read_at: Sequence[int] = (), owner: Any = None
     ) -> LiveRequest | None:
         """Gives a request its blocks at once. These ranges of its prompt are computed here, each after
-        `begin_range`, and the caller writes the KV of the other positions. None: no room."""
+        `begin_range`, and the caller writes the KV of the other positions, as far as the ranges read it.
+        `read_at`: as in `SharedPrompt`. None: no room."""
         live = self._new(request, owner)
-        hits, tokens = self.memory.hits(live, before=ranges[0].stop), len(live.token_ids)
-        window_need = self.memory.window_need(tokens, is_whole=True)
-        if not self._has_spare_room(tokens, hits, window_need):
+        live.shared = shared = SharedPrompt(deque(ranges), read_at=read_at, unverified=True)
+        hits, tokens = self.memory.hits(live), len(live.token_ids)
+        if not self._has_spare_room(tokens, hits, self.memory.window_need(tokens, shared)):
             return None
         live.handover = True
-        self.memory.take(live, tokens, hits, is_whole=True)
+        self.memory.take(live, tokens, hits)
         live.num_computed = live.num_cached
         uncached = (range(max(each.start, live.num_cached), each.stop) for each in ranges)
-        live.shared = SharedPrompt(deque(filter(None, uncached)), unverified=True)
+        shared.ranges = deque(filter(None, uncached))
         live.tag = self.shares.tag(request.tenant, live.num_left)
         states = self.memory.states
         if states is not None and live.shared.ranges and live.shared.ranges[0].start > live.num_cached:
@@ -217,6 +218,7 @@ class RequestLives:
         it, and waits for one prompt only."""
         shared = live.shared
         positions = shared.ranges.popleft()
+        self.memory.begin_range(live, positions.start)
         live.num_computed, shared.range_stop, shared.awaits = positions.start, positions.stop, awaits
         self._move(live, Phase.RUNNING)
 

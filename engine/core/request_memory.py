@@ -1,15 +1,16 @@
 """The blocks of KV of requests, and the names under which the prefix cache may have them. Pure."""
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget
-from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.request_states import RequestStates
 from baton.engine.core.step_builder import Schedule
+from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
 
 
 class RequestMemory:
@@ -44,12 +45,22 @@ class RequestMemory:
         """Free blocks that `take` takes."""
         return self.blocks_for(num_tokens) - len(hits) + self._pool.unreferenced(hits)
 
-    def window_need(self, num_tokens: int, *, is_whole: bool = False) -> int:
-        """Window blocks that `take` is promised. `is_whole` as there."""
+    def window_need(self, num_tokens: int, shared: SharedPrompt = WHOLE) -> int:
+        """Window blocks that `take` is promised, at most."""
         if self._windows is None:
             return 0
-        blocks = self.blocks_for(num_tokens)
-        return blocks if is_whole else self._windows.need(blocks)
+        most = self._windows.need(self.blocks_for(num_tokens))
+        return most + sum(self._kept_at(shared, 0, most, self._windows).values())
+
+    def _kept_at(self, shared: SharedPrompt, cached: int, most: int, windows: WindowBlocks) -> dict[int, int]:
+        """Beside what steps read from the first range on that is not `cached`, a part of a prompt keeps what
+        layers with windows read before these positions. The values: window blocks that are promised for it,
+        `most` for a range that begins there."""
+        uncached = [each.start for each in shared.ranges if each.stop > cached]
+        kept = dict.fromkeys(uncached[1:], most)
+        for position in shared.read_by_others(windows.windows):
+            kept[position] = min(most, self.blocks_for(position) - windows.first(position))
+        return kept
 
     def known(self, live: LiveRequest) -> int:
         """Blocks that any tier has of the beginning of a request."""
@@ -58,18 +69,18 @@ class RequestMemory:
         names = self._usable(live, self._cache)
         return self._cache.usable(names[: self._cache.known(names)])
 
-    def hits(self, live: LiveRequest, before: int | None = None, *, on_device: bool = True) -> list[int]:
+    def hits(self, live: LiveRequest, *, on_device: bool = True) -> list[int]:
         """Cached blocks of the pool that the request begins with, as in `PrefixCache.usable`. The states of a
         reservation come from a prefill worker, so it needs no copy of them. Of a part of a prompt, other
-        workers need the states that the model has at `before`, so its positions are computed from an earlier
-        one on. They also read its cached blocks, of which none may be thin."""
+        workers need the states after its first range, so its positions are computed from an earlier one on.
+        They also read its cached blocks, so far as their windows reach."""
         if self._cache is None:
             return []
-        names = self._usable(live, self._cache)
-        if before is not None and self.states is not None:
-            names = names[: (before - 1) // self._block_size]
-        if before is not None:
-            names = names[: self._cache.usable_before(names, 0)]
+        names, shared = self._usable(live, self._cache), live.shared
+        if shared.ranges and self.states is not None:
+            names = names[: (shared.ranges[0].stop - 1) // self._block_size]
+        for position in shared.read_by_others(self._cache.windows):
+            names = names[: self._cache.usable_before(names, position)]
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
             return blocks[: self._cache.usable_before(names[: len(blocks)], len(live.token_ids))]
@@ -134,8 +145,20 @@ class RequestMemory:
     def goes_on(self, live: LiveRequest) -> None:
         """Nothing but later steps of a request reads its KV."""
         if self._windows is not None:
-            live.windows.is_whole = False
-            self._windows.pass_to(live.windows, live.blocks, live.num_computed)
+            self._end_windows(live, live.window_spans[1:])
+
+    def _end_windows(self, live: LiveRequest, spans: Sequence[WindowSpan]) -> None:
+        assert self._windows is not None, "layers with windows have blocks of their own"
+        for span in spans:
+            self._windows.end(span, live.blocks)
+        live.shared.spans.clear()
+        live.shared.passed.clear()
+
+    def begin_range(self, live: LiveRequest, start: int) -> None:
+        """Steps of a part of a prompt go on with the range that begins there."""
+        if (span := live.shared.spans.pop(start, None)) is not None:
+            live.shared.passed.append((live.num_computed, live.windows))
+            live.windows = span
 
     @property
     def kept_windows(self) -> int:
@@ -160,6 +183,8 @@ class RequestMemory:
             return
         for live, chunk in schedule.chunks.items():
             if live.blocks:  # a decode may compute its token again, if a draft after it is wrong
+                while (passed := live.shared.passed) and passed[0][0] <= chunk.stop:
+                    windows.end(passed.popleft()[1], live.blocks)
                 position = chunk.stop if live in schedule.prompts else chunk.start
                 windows.pass_to(live.windows, live.blocks, position)
 
@@ -196,7 +221,7 @@ class RequestMemory:
         if self._states is not None:
             places, free_places = slots, self._states.free + len(released)
         elif self._windows is not None:
-            promised = sum(live.windows.promised for live in released)
+            promised = sum(span.promised for live in released for span in live.window_spans)
             places, free_places = windows, self._windows.free + promised
         if blocks <= free_blocks and places <= free_places:
             return True
@@ -234,44 +259,75 @@ class RequestMemory:
 
     # Giving and taking back
 
-    def take(
-        self, live: LiveRequest, num_tokens: int, hits: Sequence[int], *, is_whole: bool = False
-    ) -> None:
+    def take(self, live: LiveRequest, num_tokens: int, hits: Sequence[int]) -> None:
         """Gives the request blocks for the tokens, and a state slot. The first blocks are `hits`, those of
-        the method of this name, if there is room beside them. `is_whole`: it keeps all positions of layers
-        with windows, too. The request `fits`."""
-        window_need = self.window_need(num_tokens, is_whole=is_whole)
+        the method of this name, if there is room beside them. The request `fits`."""
+        window_need = self.window_need(num_tokens, live.shared)
         if self._budget is not None and not self.has_room(self.need(num_tokens, hits), 1, window_need, hits):
             hits = ()
         self._pool.share(hits)
         lacking, copy = self.blocks_for(num_tokens) - len(hits), None
-        comes = live.phase is Phase.RESERVED or is_whole  # other workers write the KV behind the hits
         if self.states is not None:
             copy = self.states.lend(live, len(hits))
-        if (windows := self._windows) is not None:
-            live.windows.is_whole = is_whole
-            windows.promise(live.windows, window_need)
-            position = len(live.token_ids) if comes else len(hits) * self._block_size
-            first = 0 if is_whole else windows.first(position)
-            windows.begin(live.windows, hits, first, len(hits))
+        if self._windows is not None:
+            self._begin_windows(live, num_tokens, hits)
         if self._budget is not None:  # which takes no memory of these hits, nor of the copy
             self._budget.provide(lacking, 0 if self.states is None else 1)
         known, remnant = self._adopt(live, hits)
         if self.states is not None:
             self.states.take(live, copy, self._branch(live, len(hits)))
         live.blocks = array("i", [*hits, *remnant, *self.allocate(lacking - len(remnant))])
-        if windows is not None and comes:
-            windows.reach(live.windows, live.blocks, len(live.blocks))
-        elif windows is not None:
-            windows.leave(live.windows, live.blocks, windows.first(known))
-            windows.reach(live.windows, live.blocks, self.blocks_for(known))
         live.num_cached = known
+        if self._windows is not None:
+            self._reach_windows(live)
+        if self._cache is not None and live.shared is not WHOLE:
+            live.thin = [*self._thin_of_part(live, self._cache)]
         live.num_verified = 0
         live.num_published = len(hits)
         if self._cache is not None:
             self._cache.used(self._names(live, self._cache).blocks[: len(hits)])
             self._cache.queries += len(live.token_ids)
             self._cache.hits += live.num_cached
+
+    def _next(self, live: LiveRequest, cached: int) -> int:
+        """The position that a step computes first. What is read before it, and not `cached`, comes from other
+        workers."""
+        if live.phase is Phase.RESERVED:
+            return len(live.token_ids)
+        return max(cached, next((each.start for each in live.shared.ranges if each.stop > cached), 0))
+
+    def _begin_windows(self, live: LiveRequest, num_tokens: int, hits: Sequence[int]) -> None:
+        """Keeps what the request reads of these cached blocks in layers with windows."""
+        windows, cached = self._windows, len(hits) * self._block_size
+        assert windows is not None, "layers with windows have blocks of their own"
+        most = windows.need(self.blocks_for(num_tokens))
+        windows.promise(live.windows, most)
+        spans = {self._next(live, cached): live.windows}
+        for position, count in self._kept_at(live.shared, cached, most, windows).items():
+            spans[position] = live.shared.spans[position] = WindowSpan()
+            windows.promise(spans[position], count)
+        for position, span in spans.items():
+            stop = min(len(hits), self.blocks_for(position))
+            windows.begin(span, hits, windows.first(position), stop)
+
+    def _reach_windows(self, live: LiveRequest) -> None:
+        """Gives the request window blocks for what it begins with, and for what comes."""
+        windows, cached = self._windows, live.num_cached
+        assert windows is not None, "layers with windows have blocks of their own"
+        position = self._next(live, cached)
+        windows.leave(live.windows, live.blocks, windows.first(position))
+        comes = live.phase is Phase.RESERVED
+        windows.reach(live.windows, live.blocks, len(live.blocks) if comes else self.blocks_for(position))
+        for position, span in live.shared.spans.items():
+            windows.reach(span, live.blocks, min(len(live.blocks), self.blocks_for(position)))
+
+    def _thin_of_part(self, live: LiveRequest, cache: PrefixCache) -> Iterator[range]:
+        """The blocks of a part of a prompt of which other workers send only what its ranges read."""
+        end = live.num_cached
+        for each in live.shared.ranges:
+            if each.start > end:
+                yield range(end // self._block_size, cache.thin_before(each.start))
+            end = max(end, each.stop)
 
     def allocate(self, blocks: int) -> list[int]:
         """As `BlockPool.allocate`, with memory of states where needed. There is room for them."""
@@ -301,7 +357,7 @@ class RequestMemory:
         if self._cache is None or self.states is not None or live.private or not end % self._block_size:
             return None
         index = end // self._block_size
-        if index != live.num_verified // self._block_size or index < live.thin_before:
+        if index != live.num_verified // self._block_size or any(index in each for each in live.thin):
             return None  # no chunk ends in the last block, or the block is thin
         if not self._pool.has_window(live.blocks[index]):
             return None
@@ -416,8 +472,8 @@ class RequestMemory:
             return
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:
-            names, thin = self._names(live, self._cache), live.thin_before
-            self._cache.publish(names, live.blocks, live.num_published, full, thin=thin)
+            names = self._names(live, self._cache)
+            self._cache.publish(names, live.blocks, live.num_published, full, thin=live.thin)
             live.num_published = full
         if self.states is not None:
             self.states.publish(live, computed)
@@ -433,21 +489,21 @@ class RequestMemory:
     def came(self, live: LiveRequest) -> None:
         """The KV of all its tokens came from another worker, behind its cached blocks."""
         if self._cache is not None:
-            live.thin_before = self._cache.thin_before(len(live.token_ids))
+            live.thin = [range(self._cache.thin_before(len(live.token_ids)))]
 
     def free(self, live: LiveRequest) -> None:
         if self.states is not None:
             self.states.free(live)
         remnant = self._remnant(live)
         if self._windows is not None:
-            self._windows.end(live.windows, live.blocks)
+            self._end_windows(live, live.window_spans)
         # The other worker has thin blocks before this one: these are whole here only.
         whole = 0 if self._cache is None else self._cache.thin_before(live.num_verified)
         self._pool.release(live.blocks, remnant, copied=live.handed_over, first_copied=whole)
         if remnant is not None and self._cache is not None:
             end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
             self._cache.remnant_kept(self._names(live, self._cache), end)
-        live.num_verified = live.thin_before = 0
+        live.num_verified, live.thin = 0, ()
         del live.blocks[:]
 
     def _usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:

@@ -40,8 +40,6 @@ class WindowSpan:
     """It reads the window blocks of the blocks with indices [first, stop)."""
     promised: int = 0
     """So many it may read at any time."""
-    is_whole: bool = False
-    """It reads all of its table, up to its end."""
 
     @property
     def owed(self) -> int:
@@ -53,6 +51,7 @@ class WindowBlocks:
 
     Attributes:
         of: int32 [blocks]: the window block of each block. `NULL`: it has none.
+        windows: those of the layers.
         most: window blocks that a request reads between two steps, at most.
         present: window blocks that have memory, with `NULL`.
         on_lost: is called with each block that another one took the window block from.
@@ -76,7 +75,7 @@ class WindowBlocks:
         self.most = window_blocks(windows, block_size)
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_short: Callable[[], None] = lambda: None
-        self._windows = windows
+        self.windows = windows
         self._shortest = max(1 if window.chunked else window.length for window in windows)
         self._block_size = block_size
         self._for_steps = -(-step_tokens // block_size)
@@ -109,7 +108,7 @@ class WindowBlocks:
     def first(self, position: int) -> int:
         """The index of the first block that the token at this position reads in all layers, and all later
         tokens."""
-        return first_read(self._windows, position) // self._block_size
+        return first_read(self.windows, position) // self._block_size
 
     def has(self, block: int) -> bool:
         return self.of[block] != NULL
@@ -148,7 +147,7 @@ class WindowBlocks:
 
     def leave(self, span: WindowSpan, table: Sequence[int], first: int) -> None:
         """The reader reads nothing before this index any more."""
-        if first <= span.first or span.is_whole:
+        if first <= span.first:
             return
         self._owed -= span.owed
         for index in range(span.first, min(first, span.stop)):
@@ -158,7 +157,6 @@ class WindowBlocks:
 
     def end(self, span: WindowSpan, table: Sequence[int]) -> None:
         """The reader reads nothing any more, and nothing is promised to it."""
-        span.is_whole = False
         self.leave(span, table, span.stop)
         self.promise(span, 0)
         span.first = span.stop = 0

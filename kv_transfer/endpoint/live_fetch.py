@@ -36,20 +36,29 @@ class LayersThere:
 
     A layer needs its states before it begins. So they count with the layer before: the first ones with −1."""
 
-    def __init__(self, ranges: Sequence[Range], layout: KVLayout, states_at: Sequence[int]) -> None:
-        """`states_at`: ends of ranges after which states come."""
+    def __init__(
+        self,
+        ranges: Sequence[Range],
+        layout: KVLayout,
+        states_at: Sequence[int],
+        next_positions: Sequence[int] = (),
+    ) -> None:
+        """`states_at`: ends of ranges after which states come. `next_positions`: as in `Fetch`."""
         self._ranges = ranges
         # Of each layer and range: heads of positions and of states that are not in their place.
         self._missing = {layer: [0] * len(ranges) for layer in range(-1, layout.num_layers)}
         for array, layers in zip(layout.arrays, layout.layers, strict=True):
-            for layer, (i, (start, stop)) in itertools.product(layers, enumerate(ranges)):
+            for layer, (i, each) in itertools.product(layers, enumerate(ranges)):
                 if array.per_token:
-                    self._missing[layer][i] += array.heads * (stop - start)
+                    read = array.read_of([each], next_positions)
+                    self._missing[layer][i] += array.heads * sum(stop - start for start, stop in read)
                 else:
-                    self._missing[layer - 1][i] += array.heads * (stop in states_at)
+                    self._missing[layer - 1][i] += array.heads * (each[1] in states_at)
         self._scatters: deque[tuple[Any, Slice]] = deque()  # under way, with their events
-        self._no_kv = {stop for _, stop in ranges}  # ends of ranges of which nothing came
-        self.beginning: set[int] = set()  # ends of ranges of which something came, until `began`
+        of_ranges = zip(ranges, zip(*self._missing.values(), strict=True), strict=True)
+        # Ends of ranges of which something came, or of which no layer gets anything, until `began`.
+        self.beginning = {stop for (_, stop), missing in of_ranges if not any(missing)}
+        self._no_kv = {stop for _, stop in ranges} - self.beginning  # ends of ranges of which nothing came
 
     def arrived(self, piece: Slice) -> None:
         stop = piece.token_start + piece.token_count

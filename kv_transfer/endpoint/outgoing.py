@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from baton.content.cache_kinds import first_read
+from baton.content.cache_kinds import overlaps
 from baton.kv_transfer.layout import KVLayout, Range, Slice, cut, intersect, rank_of, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.protocol.messages import FirstToken
@@ -40,6 +40,7 @@ class OutgoingPrefill:
     ended: str | None = None
     states_at: tuple[int, ...] = ()  # the positions after which its states are sent
     is_part: bool = False  # of a shared prompt: a transfer gets states only at the ends of its ranges
+    next_positions: tuple[int, ...] = ()  # it has arrays with windows as far as they are read there; or all
     owner: Any = None  # of the engine, for `Released`
 
 
@@ -62,11 +63,10 @@ class Slicing:
     """Cuts KV and states into slices that fit the slots of a transfer. Each slice has heads of one rank."""
 
     def __init__(self, layout: KVLayout, ranks: int, *, frees_windows: bool = False) -> None:
-        """`ranks`: of the sender. `frees_windows`: a prefill keeps only what the next token reads of arrays
-        with windows, unless it is a part."""
+        """`ranks`: of the sender. `frees_windows`: a prefill without `next_positions` keeps only what the
+        next token reads of arrays with windows."""
         self._layout = layout
-        windows = {array.window for array in layout.arrays if array.window is not None}
-        self._freed = windows if frees_windows else set()
+        self._frees_windows = frees_windows
         # Of each array of the layout. Ranks may hold the same head.
         self._heads = [
             sorted({array.heads_of(rank, ranks) for rank in range(ranks)}) for array in layout.arrays
@@ -83,17 +83,17 @@ class Slicing:
     def can_serve(self, transfer: OutgoingTransfer) -> bool:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
         prefill, last = transfer.prefill, transfer.ranges[-1][1] if transfer.ranges else 0
-        if self._freed and not prefill.is_part:
-            kept = first_read(self._freed, prefill.num_tokens)
-            of_arrays = zip(self._layout.arrays, transfer.reads, strict=True)
-            if any(reads and reads[0][0] < kept for array, reads in of_arrays if array.window in self._freed):
-                return False
+        kept_at = prefill.next_positions or ((prefill.num_tokens,) if self._frees_windows else ())
+        if kept_at:
+            for array, reads in zip(self._layout.arrays, transfer.reads, strict=True):
+                if array.window and reads != [*overlaps(reads, array.window.reads(kept_at))]:
+                    return False
         least = max(array.bytes if array.per_token else array.head_bytes for array in self._layout.arrays)
         return last <= prefill.num_tokens and least <= transfer.slot_bytes
 
-    def reads(self, ranges: Sequence[Range], next_position: int) -> list[list[Range]]:
-        """Of each array, the positions in `ranges` that a peer reads. `next_position`: as in `Fetch`."""
-        return [[*array.read_of(ranges, next_position)] for array in self._layout.arrays]
+    def reads(self, ranges: Sequence[Range], next_positions: Sequence[int]) -> list[list[Range]]:
+        """Of each array, the positions in `ranges` that a peer reads. `next_positions`: as in `Fetch`."""
+        return [[*array.read_of(ranges, next_positions)] for array in self._layout.arrays]
 
     def add(self, transfer: OutgoingTransfer, ready: ReadyLayer) -> None:
         """Adds the slices of all arrays of the layer to the transfer."""

@@ -184,14 +184,20 @@ class Pump:
             self.channel.send(local.Offer(prefill_id))
 
     def open(
-        self, prefill_id: bytes, table: Any, num_tokens: int, states_at: Sequence[int] | None, owner: Any
+        self,
+        prefill_id: bytes,
+        table: Any,
+        num_tokens: int,
+        states_at: Sequence[int] | None,
+        next_positions: Sequence[int],
+        owner: Any,
     ) -> None:
         self.expect(prefill_id)
         prefill = self._prefills[prefill_id]
         assert prefill.table is None, "a prefill was opened twice"
         prefill.table, prefill.num_tokens, prefill.is_part = table, num_tokens, states_at is not None
         prefill.states_at = (num_tokens,) if states_at is None else tuple(states_at)
-        prefill.owner = owner
+        prefill.next_positions, prefill.owner = tuple(next_positions), owner
         if prefill.transfer is not None:
             self._slice_ready(prefill.transfer)
 
@@ -289,7 +295,7 @@ class Pump:
         account.window = m.window
         large = account.reached and self._exported_slot_bytes > m.slot_bytes
         slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
-        reads = self._slicing.reads(m.ranges, m.next_position)
+        reads = self._slicing.reads(m.ranges, m.next_positions)
         transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges, reads)
         prefill.transfer = transfer
         self.fetched.add(prefill.id)

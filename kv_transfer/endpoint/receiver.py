@@ -87,7 +87,7 @@ class Receiver:
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         request = local.FetchIn(
             os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, (num_tokens,),
-            next_position=num_tokens,
+            next_positions=(num_tokens,),
         )  # fmt: skip
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot, owner)
         if replaced is not None:  # scatters of the replaced fetch may still write to these blocks
@@ -102,20 +102,23 @@ class Receiver:
         incarnation: int,
         block_ids: Sequence[int],
         ranges: Sequence[Range],
+        next_positions: Sequence[int] = (),
         states_at: Sequence[int] = (),
         state_slot: int = 0,
         owner: Any = None,
     ) -> None:
         """Fetches these positions (ascending, disjoint, perhaps none) of a prompt that a step of another
-        worker computes, and the states after `states_at`, which are ends of ranges. `poll` reports the
-        beginning of each range. Steps may touch the other positions of the blocks meanwhile. A fetch that
-        fails is not tried again."""
+        worker computes, and the states after `states_at`, which are ends of ranges. Of an array with a
+        window, only the positions come that the tokens at `next_positions` read, where ranges of this worker
+        begin. `poll` reports the beginning of each range. Steps may touch the other positions of the blocks
+        meanwhile. A fetch that fails is not tried again."""
         request = local.FetchIn(
-            os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), tuple(states_at)
-        )
+            os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), tuple(states_at),
+            next_positions=tuple(next_positions),
+        )  # fmt: skip
         stop = ranges[-1][1] if ranges else 0
         fetch = self._open(fetch_id, request, block_ids, stop, state_slot, owner)
-        fetch.layers = LayersThere(ranges, self._layout, states_at)
+        fetch.layers = LayersThere(ranges, self._layout, states_at, next_positions)
 
     def wait_for_layer(
         self, fetch_ids: Collection[bytes], layer: int, stop: int, until: float, tick: Callable[[], None]

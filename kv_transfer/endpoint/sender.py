@@ -87,15 +87,18 @@ class Sender:
         num_tokens: int,
         state_slot: int = 0,
         states_at: Sequence[int] | None = None,
+        next_positions: Sequence[int] = (),
         owner: Any = None,
     ) -> None:
         """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`, which
         has the `owner`. So does the slot of its states, if the layout has states.
 
         `states_at`: of a part of a shared prompt, the positions after which its states are sent, if the
-        transfer asks for a range that ends there. None: those after `num_tokens` are sent, in any case."""
+        transfer asks for a range that ends there. None: those after `num_tokens` are sent, in any case.
+        `next_positions`: of a part, the positions where peers go on, ascending. Of arrays with windows it has
+        what is read there."""
         table = self._pump.pool.table(block_ids, num_tokens, state_slot)
-        self._order(self._pump.open, prefill_id, table, num_tokens, states_at, owner)
+        self._order(self._pump.open, prefill_id, table, num_tokens, states_at, next_positions, owner)
 
     def extend(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
         """The prefill has these blocks now: more than at `open`, for an engine that allocates chunk by chunk.

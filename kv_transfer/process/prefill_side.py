@@ -310,7 +310,7 @@ class PrefillSide:
                             session.slot_bytes,
                             slots,
                             fetch.ranges,
-                            fetch.next_position,
+                            fetch.next_positions,
                         )
                     )
                 case local.ReleasedOut(_, reason):

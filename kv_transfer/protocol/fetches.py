@@ -146,7 +146,7 @@ class Fetches:
             slot_bytes=self._slot_bytes,
             states_at=request.states_at,
             narrows=bool(request.chunks),
-            next_position=request.next_position,
+            next_positions=request.next_positions,
         )
         transfer = Transfer(request, source, incoming, now, now)
         self.open[transfer.id] = source.transfers[transfer.id] = transfer
@@ -330,7 +330,7 @@ class Fetches:
         if m.chunks:
             fetch = FetchContent(m.chunks, m.ranges[0][0] // CHUNK_TOKENS)
         else:
-            fetch = Fetch(m.prefill_id, m.attempt, m.ranges, m.next_position)
+            fetch = Fetch(m.prefill_id, m.attempt, m.ranges, m.next_positions)
         return [Send(source.session, transfer.id, fetch)]
 
     def _abort(self, transfer: Transfer, reason: Reason) -> list[Effect]:

@@ -141,7 +141,7 @@ class HeldPrefills:
         until = now + self._deadlines.pin
         held = self.held[pin_id] = HeldKV(pin_id, finished=True, since=now, pinned_until=until)
         start, stop = (chunk * CHUNK_TOKENS for chunk in (waiting.first_chunk, waiting.first_chunk + chunks))
-        fetch = msgspec.structs.replace(waiting.fetch, ranges=((start, stop),), next_position=stop)
+        fetch = msgspec.structs.replace(waiting.fetch, ranges=((start, stop),), next_positions=(stop,))
         have = Send(waiting.session, waiting.transfer_id, Have(chunks))
         return [have, *self._start(held, waiting.transfer_id, waiting.session, fetch, now)]
 

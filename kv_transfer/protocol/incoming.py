@@ -39,12 +39,12 @@ class Incoming:
         slot_bytes: int,
         states_at: Sequence[int] = (),
         narrows: bool = False,
-        next_position: int = 0,
+        next_positions: Sequence[int] = (),
     ) -> None:
         """Positions `ranges` (ascending, disjoint). `layout` is that of the sender, as far as it is known:
         see `sent_as`. `states_at`: the positions after which arrays of a request were asked for, if
         the layout has some. `narrows`: they come after one of these, and `narrow` says after which.
-        `next_position`: as in `Fetch`."""
+        `next_positions`: as in `Fetch`."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.frames = 0  # verified
@@ -53,7 +53,7 @@ class Incoming:
         self._seen: set[int] = set()  # sequence numbers
         self._states_at = states_at
         self._narrows = narrows
-        self._next_position = next_position
+        self._next_positions = next_positions
         self._slot_bytes = slot_bytes
         self.sent_as(layout)
         # Of each array: heads of a frame → disjoint positions that so came, ascending, neighbours joined. An
@@ -89,7 +89,7 @@ class Incoming:
     def _ask(self) -> None:
         """Of each array, the positions that come if each token has it, and how many these are."""
         arrays = self.layout.arrays
-        self._asked = [[*array.read_of(self.ranges, self._next_position)] for array in arrays]
+        self._asked = [[*array.read_of(self.ranges, self._next_positions)] for array in arrays]
         self._positions = [sum(stop - start for start, stop in asked) for asked in self._asked]
 
     @property
@@ -172,7 +172,7 @@ class Incoming:
         asked = self._positions
         if stop not in self._states_at and self._narrows:
             raise Fault("frame_range", f"a frame came of states that are not those after {stop}")
-        self.ranges, self._states_at, self._next_position = ((start, stop),), (stop,), stop
+        self.ranges, self._states_at, self._next_positions = ((start, stop),), (stop,), (stop,)
         self._ask()
         for (number, layer), heads in self._covered.items():
             if not (array := self.layout.arrays[number]).per_token:

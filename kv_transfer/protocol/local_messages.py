@@ -100,7 +100,7 @@ class StartOut(Local):
     slot_bytes: int
     window: int  # slots that the session may have on their way
     ranges: tuple[tuple[int, int], ...]
-    next_position: int = 0  # as in `Fetch`
+    next_positions: tuple[int, ...] = ()  # as in `Fetch`
 
 
 class PinOut(Local):
@@ -174,7 +174,7 @@ class FetchIn(Local):
     ranges: tuple[tuple[int, int], ...]
     states_at: tuple[int, ...] = ()  # the positions after which states are asked for, ascending
     chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
-    next_position: int = 0  # as in `Fetch`. FETCH_CONTENT: the end of what came
+    next_positions: tuple[int, ...] = ()  # as in `Fetch`. FETCH_CONTENT: the end of what came
 
 
 class CancelIn(Local):

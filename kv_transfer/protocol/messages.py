@@ -6,6 +6,7 @@ before it is read, and its fields are validated while it is decoded. Nothing els
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -119,9 +120,8 @@ class Fetch(Message):
     prefill_id: Id
     attempt: U64  # of decode: a FETCH of a newer attempt ends the transfers of older ones
     ranges: Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=MAX_RANGES)]  # [start, stop), ascending
-    next_position: U32 = (
-        0  # that the receiver computes: of an array with a window, what is read there. 0: all
-    )
+    next_positions: Annotated[tuple[U32, ...], Meta(max_length=MAX_RANGES)] = ()
+    """Where the receiver goes on, ascending: of an array with a window, what is read there. Empty: all."""
 
 
 class FetchContent(Message):
@@ -300,3 +300,6 @@ def _check_ranges(message: Fetch) -> None:
             text = f"FETCH: ranges must be ascending, disjoint and not empty: {start}, {stop}"
             raise ProtocolError("message", text)
         previous = stop
+    positions = message.next_positions
+    if any(later <= earlier for earlier, later in pairwise(positions)):
+        raise ProtocolError("message", f"FETCH: next positions must be ascending: {positions}")

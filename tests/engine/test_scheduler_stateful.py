@@ -90,6 +90,7 @@ class Operations:
         self.rng = random.Random(seed)
         self.flights: list[Flight] = []
         self.unverified: set[bytes] = set()  # parts with KV of other workers
+        self.of_parts: dict[bytes, list[range]] = {}
         self.begun: dict[bytes, range] = {}  # of parts, the ranges that steps may compute
         self.waiting_for: set[bytes] = set()  # parts before whose range KV of other workers is to come
         self.importing: list[Import] = []
@@ -225,7 +226,7 @@ class Operations:
         stops = [self.scale * cut for cut in cuts]
         ranges = list(starmap(range, zip(stops[::2], stops[1::2], strict=True)))
         free = self.free
-        live = self.scheduler.lives.start_part(request, ranges)
+        live = self.scheduler.lives.start_part(request, ranges, read_at=stops[1:-1:2])
         if live is None:
             assert self.free == free
             return
@@ -234,6 +235,7 @@ class Operations:
             assert live.num_cached < ranges[0].stop, "other workers need the states there"
         assert live.num_left == sum(map(len, live.shared.ranges)) > 0
         self.unverified.add(live.id)
+        self.of_parts[live.id] = ranges
 
     def begin_range(self, live: LiveRequest, *, waits: bool) -> None:
         first = self.begun[live.id] = live.shared.ranges[0]

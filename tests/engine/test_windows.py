@@ -97,7 +97,7 @@ def expected(path: Path, requests: Sequence[EngineRequest]) -> list[list[int]]:
 def needed(layout: KVLayout, start: int, stop: int) -> int:
     """Bytes of what the token at `stop` and later ones read of positions from `start` on."""
     return sum(
-        array.bytes * len(layers) * sum(b - a for a, b in array.read_of([(start, stop)], stop))
+        array.bytes * len(layers) * sum(b - a for a, b in array.read_of([(start, stop)], [stop]))
         for array, layers in layout.token_arrays
     )
 
@@ -131,7 +131,7 @@ def test_a_handover_brings_what_windows_read(
     with closing(prefill), closing(decode):
         pair = Pair(prefill, decode)
         assert pair.run(waves[0]) == expected(path, waves[0])
-        part = decode.engine.start_part(request(400, 30), [range(430)])
+        part = decode.engine.start_part(request(200, 0), [range(200)], read_at=[200])
         assert part is not None
         assert part.num_cached == 0, "other workers would read what is not there"
         decode.engine.cancel(part)

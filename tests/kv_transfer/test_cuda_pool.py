@@ -320,7 +320,7 @@ def test_an_entry_of_the_registry_makes_a_kind(
     slices = Slicing(layout, ranks=1)
     account = SenderSlots(SLOTS).account(1)
     ranges = ((7, TOKENS),)
-    reads = slices.reads(ranges, 0)
+    reads = slices.reads(ranges, ())
     transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ranges, reads)
     for layer in (0, 1):
         slices.add(transfer, ReadyLayer(layer, 0, TOKENS, None))
@@ -392,15 +392,23 @@ def test_a_long_prompt_has_one_table_of_window_blocks(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("frees_windows", "is_part", "next_position", "serves"),
-    [(True, False, TOKENS, True), (True, False, 0, False), (True, True, 0, True), (False, False, 0, True)],
+    ("frees_windows", "kept_at", "next_positions", "serves"),
+    [
+        (True, (), (TOKENS,), True),
+        (True, (), (), False),
+        (False, (), (), True),
+        (False, (TOKENS // 2, TOKENS), (TOKENS,), True),
+        (False, (TOKENS // 2, TOKENS), (TOKENS // 2,), True),
+        (False, (TOKENS // 2,), (TOKENS,), False),
+        (False, (TOKENS // 2,), (), False),
+    ],
 )
 def test_what_was_freed_is_not_sent(
-    frees_windows: bool, is_part: bool, next_position: int, serves: bool
+    frees_windows: bool, kept_at: tuple[int, ...], next_positions: tuple[int, ...], serves: bool
 ) -> None:
     layout, ranges = of_windows(16, [0] * BLOCKS).layout, ((0, TOKENS),)
     slicing = Slicing(layout, 1, frees_windows=frees_windows)
-    prefill = OutgoingPrefill(b"", num_tokens=TOKENS, is_part=is_part)
-    account, reads = SenderSlots(SLOTS).account(1), slicing.reads(ranges, next_position)
+    prefill = OutgoingPrefill(b"", num_tokens=TOKENS, next_positions=kept_at)
+    account, reads = SenderSlots(SLOTS).account(1), slicing.reads(ranges, next_positions)
     transfer = OutgoingTransfer(b"", prefill, account, SLOT_BYTES, False, ranges, reads)
     assert slicing.can_serve(transfer) is serves

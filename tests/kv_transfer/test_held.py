@@ -149,7 +149,7 @@ CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2)
 def pinned() -> HeldPrefills:
     held = table()
     assert held.fetch_content(T1, A, CONTENT, 0) == [PinOut(PIN, CONTENT.chunks, 2)]
-    fetch = Fetch(PIN, 0, ((128, 256),), 256)
+    fetch = Fetch(PIN, 0, ((128, 256),), (256,))
     assert held.pinned(PIN, 2, 1) == [Send(A, T1, Have(2)), StartTransfer(PIN, T1, A, fetch)]
     return held
 

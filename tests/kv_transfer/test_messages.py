@@ -58,6 +58,8 @@ def test_each_side_reads_its_own_messages_and_no_other(side: Any) -> None:
         (FrameType.FETCH, [ID, 0, [[2 * i, 2 * i + 1] for i in range(1025)]]),
         (FrameType.FETCH, [ID, 0]),
         (FrameType.FETCH, [ID, 0, [[0, 5]], "more"]),
+        (FrameType.FETCH, [ID, 0, [[0, 5]], [5, 5]]),
+        (FrameType.FETCH, [ID, 0, [[0, 5]], [*range(1025)]]),
         (FrameType.FETCH_CONTENT, [[ID[:15]], 0]),
         (FrameType.FETCH_CONTENT, [[], 0]),
         (FrameType.FETCH_CONTENT, [[ID] * 2049, 0]),

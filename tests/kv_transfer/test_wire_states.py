@@ -76,7 +76,7 @@ def asked(decode: Any, fake: wire.FakePrefill) -> tuple[wire.Lane, bytes]:
     )  # fmt: skip
     lane = fake.accept()
     transfer, message = lane.expect(wire.FETCH)
-    assert message == [b"p" * 16, 0, [[0, 10]], 10]
+    assert message == [b"p" * 16, 0, [[0, 10]], [10]]
     assert lane.read()[0] == wire.CREDIT
     assert lane.granted == 3 + 1, "a frame for the layer with KV and for each state, and one for the lane"
     return lane, transfer

@@ -20,7 +20,7 @@ def slices(n: int) -> list[tuple[dict[str, int], bytes]]:
 
 def asked(lane: wire.Lane) -> bytes:
     transfer, message = lane.expect(wire.FETCH)
-    assert message == [b"p" * 16, 0, [[0, 10]], 10]
+    assert message == [b"p" * 16, 0, [[0, 10]], [10]]
     kind, _, _, payload = lane.read()
     assert (kind, wire.unpack(payload)) == (wire.CREDIT, [4, False])  # a frame a layer, and one for the lane
     return transfer

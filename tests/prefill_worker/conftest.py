@@ -190,6 +190,14 @@ class Worker:
             assert self._hear(10.0), f"{len(self._slices)} slices"
         return [self._slices.pop(0) for _ in range(count)]
 
+    def slices_of(self, size: int) -> list[tuple[Header, bytes]]:
+        """Slices of so many bytes that the sender has handed over."""
+        found: list[tuple[Header, bytes]] = []
+        while (left := size - sum(header.length for header, _ in found)) > 0:
+            found += self.slices(1)
+        assert not left
+        return found
+
     def _hear(self, within: float) -> bool:
         """Takes what the sender says, and gives it back its slots."""
         if not wait([self.outgoing.fileno()], within):
@@ -251,10 +259,16 @@ class Worker:
         self.outgoing.send(local.ReleasedOut(prefill_id, reason))
         self.move()
 
-    def fetched(self, prefill_id: bytes, transfer_id: bytes, *ranges: tuple[int, int]) -> None:
-        """Another worker asks for these positions."""
+    def fetched(
+        self,
+        prefill_id: bytes,
+        transfer_id: bytes,
+        *ranges: tuple[int, int],
+        next_positions: tuple[int, ...] = (),
+    ) -> None:
+        """Another worker asks for these positions, to go on from `next_positions`."""
         self.outgoing.send(
-            local.StartOut(prefill_id, transfer_id, 1, SLOT_BYTES, SLOTS, ranges),
+            local.StartOut(prefill_id, transfer_id, 1, SLOT_BYTES, SLOTS, ranges, next_positions),
             local.Granted(1, CREDIT, False),
         )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
+from baton.engine import kernels
 from baton.kv_transfer import Began, FetchFailed, Injected
 from baton.kv_transfer.protocol import local_messages as local
 from baton.prefill_worker import parts
@@ -17,14 +20,16 @@ from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json
+from tests.engine.conftest import save_tiny
 from tests.worker.test_states import HYBRID
 
-from .conftest import STREAM, Worker, decode_here, plan, workers
+from .conftest import SLOTS, STREAM, Worker, decode_here, plan, workers
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 PAIR = pair_id(A, B)
 KINDS = {"attention": {}, "states": HYBRID}
 """Changes of the tiny model."""
+WINDOWS: dict[str, dict[str, Any]] = {"Gemma3Text": {}, "Mistral": {"sliding_window": 40}}
 PLAN = plan((A, 1, 0, 16), (B, 2, 16, 30))
 
 
@@ -266,3 +271,91 @@ def test_a_part_with_several_ranges_computes_each_after_the_range_before(path: P
         first.released(pair_id(A, B), "acked")
         last.released(pair_id(B, A), "acked")
         last.cancel(B)
+
+
+@pytest.mark.parametrize("kind", ["Gemma3Text", "Mistral"])
+def test_a_part_gets_what_windows_of_its_ranges_read(kind: str, tmp_path: Path) -> None:
+    """Of some layers, or of all. What is not sent is NaN. Later prompts begin with what is cached."""
+    save_tiny(tmp_path, kind, vocab_size=1000, max_position_embeddings=1024, **WINDOWS[kind])
+    plans = [
+        ([(A, 1, 0, 300), (B, 2, 300, 600), (A, 1, 600, 660), (B, 2, 660, 760)], {A: 0, B: 0}),
+        ([(A, 1, 0, 700), (B, 2, 700, 800)], {A: 656, B: 760}),
+        ([(A, 1, 0, 400), (B, 2, 400, 700), (A, 1, 700, 800), (B, 2, 800, 900)], {A: 296, B: 800}),
+    ]
+    options = {"load_format": "auto", "num_blocks": 300, "block_size": 8, "max_num_batched_tokens": 128}
+    with (
+        workers(tmp_path, 2, enable_prefix_caching=True, **options) as [first, last],
+        workers(tmp_path, **options) as [alone],
+    ):
+        for worker in (first, last):
+            for cache in worker.engine.caches:
+                kernels.parts(cache)[0].fill_(math.nan)
+        for ranges, cached in plans:
+            share(first, last, ranges, cached)
+            alone.prefill(C, ranges[-1][3], handover=False)
+            alone.compute()
+            token, expected = (of.of(messages.Tokens)[-1].tokens[-1].token for of in (last, alone))
+            assert token == expected
+
+
+def share(
+    first: Worker,
+    last: Worker,
+    ranges: list[tuple[bytes, int, int, int]],
+    cached: dict[bytes, int],
+) -> None:
+    """The workers A and B compute a prompt, and a decode worker gets its KV. `cached`: positions that each
+    has."""
+    of = {A: first, B: last}
+    layout = kv_layout(first.engine)
+    starts = {each: tuple(start for name, _, start, _ in ranges if name == each) for each in of}
+
+    def needed(start: int, stop: int, next_positions: Sequence[int]) -> int:
+        return sum(
+            array.bytes * len(layers) * sum(b - a for a, b in array.read_of([(start, stop)], next_positions))
+            for array, layers in layout.token_arrays
+            if start < stop
+        )
+
+    for name, worker in of.items():
+        worker.forget()
+        worker.prefill(name, max(stop for each, _, _, stop in ranges if each == name), plan=plan(*ranges))
+        attempt = worker.context.attempts.find(name)
+        assert attempt is not None
+        assert attempt.live_request.num_cached == cached[name]
+    fetches: dict[bytes, local.FetchIn] = {}
+    for near, far in ((A, B), (B, A)):
+        if starts[far][0] < starts[near][-1]:
+            fetch = fetches[near] = of[near].asks()
+            assert fetch.next_positions == starts[near]
+            of[far].fetched(
+                fetch.prefill_id, fetch.transfer_id, *fetch.ranges, next_positions=fetch.next_positions
+            )
+    sent = 0
+    for name, _, start, stop in ranges:
+        near, far = of[name], B if name == A else A
+        near.compute()
+        if far in fetches and start < starts[far][-1]:
+            size = needed(max(start, cached[far]), stop, starts[far])
+            sent += size
+            slices = near.slices_of(size)
+            while slices:
+                of[far].arrive(slices[:SLOTS])
+                del slices[:SLOTS]
+                for event in of[far].receiver.poll():
+                    event.owner.handle(event)
+    for name in fetches:
+        of[name].complete(of[B if name == A else A].told(local.CommitOut))
+    while not last.tokens:
+        for event in last.receiver.poll():
+            event.owner.handle(event)
+    prompt = ranges[-1][3]
+    assert sent < needed(0, prompt, ())
+    last.fetched(B, b"t" * 16, (0, prompt), next_positions=(prompt,))
+    for header, data in last.slices_of(needed(0, prompt, (prompt,))):
+        assert np.isfinite(np.frombuffer(data, np.float32)).all(), header
+    last.released(B, "acked")
+    for name in fetches:
+        of[B if name == A else A].released(fetches[name].prefill_id, "acked")
+    first.settle()
+    last.settle()

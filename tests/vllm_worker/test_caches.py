@@ -125,7 +125,7 @@ def test_a_kind_that_is_not_known_is_blocks_of_bytes() -> None:
     kv = found_in(cache, of_group).kv
     [array] = kv.layout.arrays
     assert (array.head_bytes, array.block, array.window) == (12, BLOCK, Window(20, tile=1))
-    assert list(array.read_of([(0, 70)], 70)) == [(48, 80)], "full blocks"
+    assert list(array.read_of([(0, 70)], [70])) == [(48, 80)], "full blocks"
     [[[rows]]] = kv.planes
     assert torch.equal(rows[0][3].reshape(-1).view(torch.uint8), cache[3].flatten())
 

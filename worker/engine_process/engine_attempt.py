@@ -132,11 +132,14 @@ class Reading(MemoryLease):
     """Other workers may read the blocks and the state slot under this id, until the sender reports that none
     does. The sender reads nothing before `open`, and a FETCH waits."""
 
-    def open(self, num_tokens: int, states_at: Sequence[int] | None = None) -> None:
+    def open(
+        self, num_tokens: int, states_at: Sequence[int] | None = None, next_positions: Sequence[int] = ()
+    ) -> None:
         """As `Sender.open`."""
         live = self.keep()
         sender = self.attempt.shared.sender
-        sender.open(self.id, tuple(live.blocks), num_tokens, live.state_slot, states_at, self)
+        table = tuple(live.blocks)
+        sender.open(self.id, table, num_tokens, live.state_slot, states_at, next_positions, self)
 
     def revoke(self, reason: Reason) -> None:
         self.attempt.shared.sender.close(self.id, reason)

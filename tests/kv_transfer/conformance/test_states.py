@@ -82,7 +82,7 @@ def assert_everything(pair: Pair, decode_id: bytes, blocks: list[int], start: in
     requests from slot 1 to slot 3."""
     event = pair.event(decode_id)
     states = [(x, of) for x, of in zip(LEDGER.arrays, LEDGER.layers, strict=True) if not x.per_token]
-    read = {of.name: next(of.read_of([(start, n)], n)) for of, _ in LEDGER.token_arrays}
+    read = {of.name: next(of.read_of([(start, n)], [n])) for of, _ in LEDGER.token_arrays}
     size = sum((n - read[of.name][0]) * of.bytes * len(layers) for of, layers in LEDGER.token_arrays)
     size += sum(x.bytes * len(of) for x, of in states)
     assert (event.stats.bytes, event.stats.tokens) == (size, n - start)
