@@ -239,7 +239,7 @@ def flat(scores: Sequence[Sequence[Sequence[float]]]) -> list[float]:
 
 
 def _add(report: Report, name: str, off: Sequence[float]) -> None:
-    report.add(Row(name, float(np.mean(off)), "nats a token, mean", p99=float(np.percentile(off, 99))))
+    report.add(Row(name, float(np.mean(off)), "nats a token, mean", p99=contract.percentile(off, 0.99)))
     report.add(Row(f"{name}.max", float(np.max(off)), "nats"))
 
 

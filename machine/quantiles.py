@@ -20,4 +20,4 @@ def percentiles(
 ) -> np.ndarray:
     """The `percentile` of each q. Sorts the values once. float64, shape [qs]."""
     assert len(values), "no values"
-    return np.quantile(values, qs, weights=weights, method="inverted_cdf")
+    return np.quantile(values, qs, weights=weights, method="inverted_cdf")  # noqa: TID251
