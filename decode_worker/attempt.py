@@ -1,7 +1,7 @@
 """One decode: what it does when its router, the KV receiver, the engine or a prefill here reports."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,9 +40,6 @@ class DecodeAttempt(EngineAttempt):
     deadline: float  # time.monotonic(), before which the KV must arrive
     writing: Writing | None = None  # of the fetch that is under way
     taking: Taking | None = None
-    again: Callable[[], None] | None = None
-    """Asks the engine again for blocks. It moves memory meanwhile, so that there is room. None: it has
-    answered."""
 
     # ------------------------------------------------------------ to its KV
 
@@ -52,7 +49,7 @@ class DecodeAttempt(EngineAttempt):
         self.shared.trace.instant("added", attempt=self.id.hex())
         self.live = self.shared.engine.start(request, owner=self)
         if self.live is None:
-            self._no_room(partial(self.compute, request, fetched))
+            self.no_room(partial(self.compute, request, fetched))
             return
         self.again = None
         self.to(State.COMPUTING)
@@ -62,18 +59,11 @@ class DecodeAttempt(EngineAttempt):
         """Reserves blocks for the KV of another worker, and fetches it."""
         self.live = self.shared.engine.reserve(request, owner=self)
         if self.live is None:
-            self._no_room(partial(self.reserve, request))
+            self.no_room(partial(self.reserve, request))
             return
         self.again = None
         self.attempts.reserved(self)
         self._fetch()
-
-    def _no_room(self, again: Callable[[], None]) -> None:
-        """Holds nothing and waits for no other attempt: only for steps, which move memory."""
-        if self.shared.engine.lives.is_moving_memory:
-            self.again = again
-        else:
-            self.lost(Code.NO_ROOM, self.shared.no_room())
 
     def _fetch(self) -> None:
         """Starts a fetch of what the prefix cache lacks. It replaces an earlier fetch of the attempt."""

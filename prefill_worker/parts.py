@@ -4,7 +4,9 @@ A *plan* names ranges of positions, in order, and the worker of each. The ranges
 It is a prefill of the prompt up to its last range, and the KV of the other positions comes from the workers
 that compute them. The *final* part has the last range: it samples, and hands over like any prefill.
 
-1. The part gets all its blocks at once, or is refused. It is computed after earlier prompts of its worker.
+1. The part gets all its blocks at once, or is refused. If steps move memory for it (`engine.core.elastic`),
+   it asks again after each of them, and holds nothing meanwhile. It is computed after earlier prompts of its
+   worker.
 2. For each other worker with an earlier range it fetches that KV, of layers with windows what its own ranges
    read. For each one with a later range it offers its own KV, under an id for this pair of workers. So a
    transfer of one receiver never ends that of another.
@@ -131,10 +133,11 @@ class PartAttempt(PrefillAttempt):
         read_at = [of.start for of in plan if of.prefill_id != request.id and of.start > part_ranges[0].start]
         live = self.live = engine.start_part(request, part_ranges, read_at, owner=self)
         if live is None:
-            for worker_id in workers:
+            self.no_room(partial(self.start, request, plan))
+            for worker_id in workers if self.closed else ():
                 sender.close(pair_id(request.id, worker_id), "gone")
-            self.lost(Code.NO_ROOM, "no room for a part of a prompt now")
             return
+        self.again = None
         cached = live.num_cached
         uncached = [range(max(of.start, cached), of.stop) for of in part_ranges if of.stop > cached]
         self.is_final = plan[-1].prefill_id == request.id

@@ -126,3 +126,6 @@ class PrefillRole(Role):
                 self._served.serve(event)
             else:
                 event.owner.handle(event)
+        for attempt in [*self._attempts]:
+            if isinstance(attempt, PartAttempt) and attempt.again is not None and not attempt.closed:
+                attempt.again()

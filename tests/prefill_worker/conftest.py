@@ -73,7 +73,14 @@ class Worker:
         self._inbox: list[Any] = []
         self._slices: list[tuple[Header, bytes]] = []
         self.context = Context(
-            stand_in(EngineProcessConfig, engine=config, files=None, incarnation=incarnation, kept_fds=()),
+            stand_in(
+                EngineProcessConfig,
+                engine=config,
+                files=None,
+                incarnation=incarnation,
+                kept_fds=(),
+                standby=False,
+            ),
             stand_in(ServiceLink, send=lambda message: None),
             Heartbeat.create(),
             Transport(ArenaEnd(sending, self.arena), ArenaEnd(receiving, self.landing), trace),

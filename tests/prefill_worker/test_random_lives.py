@@ -26,6 +26,7 @@ from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.layout import Range, cut, slice_bytes
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.prefill_worker.parts import PartAttempt
 from baton.worker import messages
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.paged_kv import kv_layout
@@ -345,7 +346,7 @@ def test_an_illegal_step_names_both_states() -> None:
         attempt.to(State.FETCHING)
 
 
-def test_a_decode_waits_while_memory_moves_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_waits_while_memory_moves_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as another request decodes, a step moves one unit. So the worker does not say "no room"."""
     model = tiny_model(tmp_path)
     edit_json(model / "config.json", **HYBRID)
@@ -361,12 +362,14 @@ def test_a_decode_waits_while_memory_moves_for_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(budget, "go_on", lambda seconds: go_on(0.0))
     life.decode(21, "", 0)
     life.reaches(State.DECODING)
-    for _ in range(12):
+    for _ in range(8):
         life.decode(5, "peer", 0)
         life.decode(5, "", 0)
+        life.part("pa")
     attempts = worker.context.attempts
     waiting = [attempt for attempt in attempts if attempt.state is State.NEW]
     assert len(waiting) > 2, "a unit has some states"
+    assert any(isinstance(attempt, PartAttempt) for attempt in waiting[:-1])
     worker.cancel(waiting.pop().id)
     steps = 0
     while any(attempt.state is State.NEW for attempt in waiting):

@@ -20,6 +20,7 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.protocol.messages import Reason
 from baton.worker.engine_process.attempt import Attempt, AttemptTable, Lease
+from baton.worker.messages import Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,21 @@ class EngineAttempt(Attempt):
     """Tokens with KV that came from another worker's prefix cache for this attempt."""
     live: LiveRequest | None = None
     """Its request in the engine. None: it has not come there, or a decode has taken it over."""
+    again: Callable[[], None] | None = None
+    """Asks the engine again for blocks. It moves memory meanwhile, so that there is room. None: it has
+    answered."""
 
     @property
     def live_request(self) -> LiveRequest:
         assert self.live is not None, "the engine has it"
         return self.live
+
+    def no_room(self, again: Callable[[], None]) -> None:
+        """Holds nothing and waits for no other attempt: only for steps, which move memory."""
+        if self.shared.engine.lives.is_moving_memory:
+            self.again = again
+        else:
+            self.lost(Code.NO_ROOM, self.shared.no_room())
 
     def stop(self) -> None:
         """The blocks are free when no step and no lease uses them."""
