@@ -67,6 +67,8 @@ class Autoscaler:
         self._supervisor.set_pools(
             {a: pool for a, s in samples.items() if (pool := named_pool(s.status)) is not None}
         )
+        # Workers in a pause look idle, and requests wait in the routers: neither says what the load needs.
+        paused = any(s.status.pause or s.status.released for s in samples.values() if not s.silent)
         needed: dict[Pool, Needed | None] = {}
         sizes: dict[Pool, int] = {}
         starting: set[Pool] = set()
@@ -74,13 +76,14 @@ class Autoscaler:
             states = self._supervisor.pool(pool)
             ready = [str(state.ready["address"]) for state in states if state.ready is not None]
             known = [samples[address] for address in ready if address in samples]
-            needed[pool] = self._balancer.needed(now, pool, known, self._held)
+            needed[pool] = None if paused else self._balancer.needed(now, pool, known, self._held)
             sizes[pool] = len(states)
             if any(state.phase != "ready" and not state.crash_loop for state in states):
                 starting.add(pool)
         workers = {pool: None if need is None else need.workers for pool, need in needed.items()}
         wanted = self._balancer.decide(now, workers, sizes, starting)
         await self._resize(sizes, wanted, samples)
+        unknown = "the cluster is paused" if paused else "no worker has measured its speed yet"
         self._supervisor.pools = {
             pool: {
                 "size": wanted[pool],
@@ -88,7 +91,7 @@ class Autoscaler:
                 "least": scalers[pool].least,
                 "most": scalers[pool].most,
                 "needed": None if need is None else round(need.workers, 2),
-                "why": need.why if need else "no worker has measured its speed yet",
+                "why": need.why if need else unknown,
             }
             for pool, need in needed.items()
         }

@@ -146,7 +146,8 @@ class Scaler:
     _shrunk: float = -math.inf
 
     def decide(self, now: float, needed: float | None, size: int, *, starting: bool) -> int:
-        """The new size of a pool of `size` workers, some of which may still be starting.
+        """The new size of a pool of `size` workers, some of which may still be starting. `needed` None: it is
+        not known.
 
         `starting`: some of them are. They may meet the need soon, so the pool does not grow. It may shrink,
         because a worker for which no machine has room would keep `starting` true forever.
@@ -154,6 +155,7 @@ class Scaler:
         if size < self.least or size > self.most:
             return min(max(size, self.least), self.most)
         if needed is None:
+            self._needed.clear()  # what was needed before says nothing of what is needed after it
             return size
         self._needed.append((now, needed))
         while now - self._needed[0][0] > self.shrink_after:

@@ -239,6 +239,28 @@ async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None
     await eventually(lambda: "prefill 1" not in pools.names())
 
 
+async def test_in_a_pause_pools_keep_their_size(pools: Pools) -> None:
+    await eventually(lambda: bool(pools.supervisor.pools))
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: "decode 1" in pools.names())
+    pools.load("prefill", pause=pb.PAUSE_STEPS)
+    pools.load("decode", pause=pb.PAUSE_STEPS, blocks_free=512)
+    polls, poll = [], pools.autoscaler._poll
+
+    async def counted(now: float) -> None:
+        await poll(now)
+        polls.append(pools.supervisor.pools["decode"]["why"])
+
+    pools.autoscaler._poll = counted  # type: ignore[method-assign]
+    pools.router.held = 9000
+    await eventually(lambda: polls.count("the cluster is paused") >= 30)  # it would shrink after 10 s
+    assert pools.names() == ["decode 0", "decode 1", "prefill 0"], "requests that wait make no pool grow"
+    pools.router.held = 0
+    pools.load("prefill", pause=pb.PAUSE_NONE)
+    pools.load("decode", pause=pb.PAUSE_NONE)
+    await eventually(lambda: "decode 1" not in pools.names())
+
+
 async def test_tokens_held_are_read_from_the_metrics_of_a_router(tmp_path: Path) -> None:
     said = 'baton:tokens_waiting{role="router"} 9.0\n'
     pages = {"/metrics": said + 'baton:tokens_waiting_for_turn{role="router"} 7.0\n'}

@@ -143,15 +143,16 @@ def test_the_error_ratio_counts_each_error_of_the_server() -> None:
 def test_a_full_decode_pool_grows_by_what_waits_for_room(
     overlays: dict[str, list[Object]], tmp_path: Path
 ) -> None:
-    """A share of at most 1 would let it grow by a quarter at a time."""
+    """A share of at most 1 would let it grow by a quarter at a time. A pause tells no use."""
     spec = {"groups": groups(overlays["plain"], "baton-autoscaling")}
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
     series = {
-        'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="a"}': "1",
-        'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="b"}': "0.5",
-        'vllm:num_requests_running{job="baton-decode",namespace="n",pod="a"}': "60",
-        'vllm:num_requests_running{job="baton-decode",namespace="n",pod="b"}': "20",
-        'baton:requests_waiting_for_room{job="baton",namespace="n",pod="r"}': "120",
+        'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="a"}': "1 1",
+        'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="b"}': "0.5 0.5",
+        'vllm:num_requests_running{job="baton-decode",namespace="n",pod="a"}': "60 60",
+        'vllm:num_requests_running{job="baton-decode",namespace="n",pod="b"}': "20 20",
+        'baton:requests_waiting_for_room{job="baton",namespace="n",pod="r"}': "120 120",
+        'baton:paused{job="baton",namespace="n",pod="r"}': "0 2",
     }
     name = 'baton_decode_kv_usage{namespace="n",pod="%s"}'
     asked = {
@@ -162,9 +163,10 @@ def test_a_full_decode_pool_grows_by_what_waits_for_room(
     test = {
         "interval": "5s",
         "input_series": [{"series": name, "values": value} for name, value in series.items()],
-        "promql_expr_test": [asked],
+        "promql_expr_test": [asked, {"expr": "baton_decode_kv_usage", "eval_time": "5s", "exp_samples": []}],
     }
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]}))
+    tests = {"rule_files": ["rules.yaml"], "evaluation_interval": "5s", "tests": [test]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(tests))
     command = [find("promtool"), "test", "rules", str(tmp_path / "test.yaml")]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
