@@ -1,14 +1,11 @@
 """The calling side of SetAdapters: gives all workers the same adapters, or none of them others."""
 
-import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
 
 from grpc.aio import AioRpcError
 
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.channel import connect
-from baton.rpc.stubs import WorkerStub
+from baton.rpc.all_workers import answers, connected, to_the_end
 from baton.rpc.tls import TlsFiles
 
 Replies = Mapping[str, pb.AdapterSet | AioRpcError]
@@ -38,12 +35,7 @@ async def change_adapters(
 
     `workers`: what each has. `within`: seconds in which a worker must answer. A task that is cancelled waits
     for the end, so that no worker is left behind."""
-    changing = asyncio.create_task(_change(workers, wanted, secret, tls, within))
-    try:
-        await asyncio.shield(changing)
-    except asyncio.CancelledError:
-        await asyncio.wait([changing])
-        raise
+    await to_the_end(_change(workers, wanted, secret, tls, within))
 
 
 async def _change(
@@ -75,16 +67,5 @@ async def set_adapters(
 ) -> Replies:
     """Asks each worker to have these adapters. The answer of one that takes more than `within` seconds is
     DEADLINE_EXCEEDED: it may load them later, and routers know it then."""
-    async with contextlib.AsyncExitStack() as until_the_end:
-        calls = []
-        for address, adapters in asked.items():
-            channel = await until_the_end.enter_async_context(connect(address, secret, tls))
-            calls.append(_set(WorkerStub(channel), adapters, within))
-        return dict(zip(asked, await asyncio.gather(*calls), strict=True))
-
-
-async def _set(stub: WorkerStub, adapters: pb.AdapterSet, within: float) -> pb.AdapterSet | AioRpcError:
-    try:
-        return await stub.SetAdapters(adapters, timeout=within)
-    except AioRpcError as error:
-        return error
+    async with connected(asked, secret, tls) as stubs:
+        return await answers({x: stub.SetAdapters(asked[x], timeout=within) for x, stub in stubs.items()})

@@ -14,7 +14,7 @@ import grpc
 from grpc.aio import AioRpcError
 
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.channel import connect
+from baton.rpc.all_workers import answers, connected
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
 
@@ -53,9 +53,8 @@ class Workers:
         self._until_the_end = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> "Workers":
-        for address in self._addresses:
-            opened = connect(address, self._secret, self._tls)
-            self._stubs[address] = WorkerStub(await self._until_the_end.enter_async_context(opened))
+        opened = connected(self._addresses, self._secret, self._tls)
+        self._stubs = await self._until_the_end.enter_async_context(opened)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -112,21 +111,18 @@ class Workers:
     async def _all(
         self, call: Callable[[WorkerStub, float], Awaitable[pb.WorkerStatus]]
     ) -> list[pb.WorkerStatus]:
-        addresses = list(self._stubs)
-        within = [CONNECT_WITHIN if each in self._may_lack else ANSWER_WITHIN for each in addresses]
-        calls = map(call, self._stubs.values(), within)
-        found = await asyncio.gather(*calls, return_exceptions=True)
+        calls = {
+            address: call(stub, CONNECT_WITHIN if address in self._may_lack else ANSWER_WITHIN)
+            for address, stub in self._stubs.items()
+        }
         faults, statuses = dict[str, AioRpcError](), list[pb.WorkerStatus]()
-        for address, status in zip(addresses, found, strict=True):
-            if isinstance(status, AioRpcError):
-                if address in self._may_lack and status.code() in _NO_ANSWER:
-                    del self._stubs[address]
-                    continue
-                faults[address] = status
-            elif isinstance(status, BaseException):
-                raise status
-            else:
+        for address, status in (await answers(calls)).items():
+            if not isinstance(status, AioRpcError):
                 statuses.append(status)
+            elif address in self._may_lack and status.code() in _NO_ANSWER:
+                del self._stubs[address]
+            else:
+                faults[address] = status
         if faults:
             raise NotPaused(faults)
         return statuses

@@ -15,7 +15,7 @@ from typing import Self
 from grpc.aio import AioRpcError
 
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.channel import connect
+from baton.rpc.all_workers import answers, connected, to_the_end
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
 
@@ -84,10 +84,9 @@ class Replacement:
         self._until_the_end = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        for address in self._addresses:
-            opened = connect(address, self._secret, self._tls)
-            channel = await self._until_the_end.enter_async_context(opened)
-            self._calls[address] = _Call(WorkerStub(channel))
+        opened = connected(self._addresses, self._secret, self._tls)
+        stubs = await self._until_the_end.enter_async_context(opened)
+        self._calls = {address: _Call(stub) for address, stub in stubs.items()}
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -119,12 +118,7 @@ class Replacement:
     async def _apply(self, calls: "Mapping[str, _Call]", version: str) -> None:
         await _all(calls, pb.WeightsCommand(close=True))
         command = pb.WeightsCommand(apply=True, version=version)
-        applying = asyncio.create_task(_all(calls, command))
-        try:
-            await asyncio.shield(applying)
-        except asyncio.CancelledError:
-            await asyncio.wait([applying])
-            raise
+        await to_the_end(_all(calls, command))
 
 
 async def replace_weights(
@@ -161,14 +155,9 @@ class _Call:
 
 async def _all(calls: Mapping[str, _Call], command: pb.WeightsCommand) -> list[pb.WeightsReport]:
     """The reports of all workers. Raises NotReplaced."""
-    sent = [call.report(command) for call in calls.values()]
-    found = await asyncio.gather(*sent, return_exceptions=True)
-    faults = dict[str, AioRpcError | None]()
-    for address, report in zip(calls, found, strict=True):
-        if report is None or isinstance(report, AioRpcError):
-            faults[address] = report
-        elif isinstance(report, BaseException):
-            raise report
+    replies = await answers({address: call.report(command) for address, call in calls.items()})
+    reports = [reply for reply in replies.values() if isinstance(reply, pb.WeightsReport)]
+    faults = {x: reply for x, reply in replies.items() if not isinstance(reply, pb.WeightsReport)}
     if faults:
-        raise NotReplaced(faults, changed=command.apply and len(calls) > len(faults))
-    return [report for report in found if isinstance(report, pb.WeightsReport)]
+        raise NotReplaced(faults, changed=command.apply and bool(reports))
+    return reports

@@ -1,0 +1,46 @@
+"""Calls to all workers at the same time, for what changes all of them: `adapters`, `pause`, `weights`."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+from grpc.aio import AioRpcError
+
+from baton.rpc.channel import connect
+from baton.rpc.stubs import WorkerStub
+from baton.rpc.tls import TlsFiles
+
+T = TypeVar("T")
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    addresses: Iterable[str], secret: bytes, tls: TlsFiles | None
+) -> AsyncIterator[dict[str, WorkerStub]]:
+    """Stubs by address, while the context is open."""
+    async with contextlib.AsyncExitStack() as opened:
+        channels = {each: await opened.enter_async_context(connect(each, secret, tls)) for each in addresses}
+        yield {address: WorkerStub(channel) for address, channel in channels.items()}
+
+
+async def answers(calls: Mapping[str, Awaitable[T]]) -> dict[str, T | AioRpcError]:
+    """What each call returns, or its error, by address. Raises what no worker has caused, when all calls have
+    ended."""
+    found = await asyncio.gather(*calls.values(), return_exceptions=True)
+    replies = dict[str, T | AioRpcError]()
+    for address, reply in zip(calls, found, strict=True):
+        if isinstance(reply, BaseException) and not isinstance(reply, AioRpcError):
+            raise reply
+        replies[address] = reply
+    return replies
+
+
+async def to_the_end(change: Coroutine[Any, Any, T]) -> T:
+    """Waits for the change, also in a task that is cancelled: no worker is left behind the others."""
+    changing = asyncio.create_task(change)
+    try:
+        return await asyncio.shield(changing)
+    except asyncio.CancelledError:
+        await asyncio.wait([changing])
+        raise
