@@ -98,10 +98,12 @@ class Costs(Local):
 
 
 class Encoded(Local):
-    """Connector → engine process: what vLLM's encoder is given in the next step."""
+    """Connector → engine process: what vLLM's encoder was given since the start, and how long that took."""
 
     images: int
     tokens: int
+    seconds: float
+    token_seconds: float  # of late, for each token; 0: not known
 
 
 class Blind(Local):

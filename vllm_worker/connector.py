@@ -121,6 +121,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         most = config.max_num_batched_tokens if config.enable_chunked_prefill else 0
         graph = vllm_config.compilation_config.max_cudagraph_capture_size
         self._steps = MixedSteps(usual, most, settings.ttit_target, settings.ttit_target_steps, graph)
+        self._encoded = 0, 0, 0.0, 0.0  # that the engine process knows
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
         self._transfers: Transfers | None = None  # of rank 0
@@ -243,11 +244,19 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 request_id, blocks, computed, count, anew=request_id in cached.resumed_req_ids
             )
         for request_id, images in scheduler_output.scheduled_encoder_inputs.items():
-            scheduler.encoded(request_id, images)
+            steps.encodes(scheduler.encodes(request_id, images))
         metadata = scheduler.take()
         metadata.number = steps.begins(now := time.monotonic())
         if self._settings.attach:  # else there is no router to be told
             metadata.costs = steps.news(now)
+            encoded = (
+                scheduler.images,
+                scheduler.image_tokens,
+                steps.encode_seconds,
+                steps.encode_token_seconds,
+            )
+            if encoded != self._encoded:
+                metadata.encoded = self._encoded = encoded
         return metadata
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -23,6 +23,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from baton.content import IMAGE_NAME_BYTES
 from baton.content.images import ImageSettings, Sizing, image_settings, processor_settings
 from baton.engine import Image
 from baton.engine.loader.hf_config import reader_of
@@ -50,6 +51,12 @@ class Images:
         self.settings = settings
         self._llm = llm
 
+    async def check(self) -> None:
+        """Raises ValueError if vLLM makes other tokens of an image than routers do."""
+        rows, columns = self.settings.grid(*self.settings.size(512, 512))
+        pixels = bytes(self.settings.pixel_bytes(rows, columns))
+        await self._processed([Image(bytes(IMAGE_NAME_BYTES), 0, rows, columns, pixels)])
+
     async def prompt(self, token_ids: list[int], images: Sequence[Image]) -> dict[str, Any]:
         """Returns the input of vLLM's engine: these tokens with these images. Raises ValueError for images of
         which vLLM makes other tokens."""
@@ -75,10 +82,11 @@ class Images:
         }
         made: Any = await self._llm.renderer.process_for_engine_async(given, arrival_time=0.0)
         counts = [place.get_num_embeds() for place in made["mm_placeholders"]["image"]]
-        if counts != [image.stop - image.start for image in images]:
+        expected = [image.stop - image.start for image in images]
+        if counts != expected:
             raise ValueError(
-                f"vLLM's processor makes {counts} tokens of the images, which have other grids: leave out "
-                "--mm-processor-kwargs of --vllm-args"
+                f"vLLM's processor makes {counts} tokens of images that have {expected}: leave out "
+                "--mm-processor-kwargs of --vllm-args, or add --language-model-only"
             )
         return list(made["mm_kwargs"]["image"])
 

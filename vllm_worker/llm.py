@@ -110,7 +110,10 @@ class VLLM:
 
     async def warm_up(self) -> None:
         """vLLM compiles some functions when they are first needed, for longer than a step may take. On a GPU,
-        large prompts show what a token costs."""
+        large prompts show what a token costs. Raises ValueError if images have other tokens than in routers.
+        """
+        if self._images is not None:
+            await self._images.check()
         requests = [([0, 0], params) for params in _WARM_UP]
         if self._engine.device == "cuda":
             config, model = self._llm.vllm_config.scheduler_config, self._llm.model_config

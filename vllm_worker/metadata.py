@@ -161,8 +161,8 @@ class StepMetadata:
     """Of the step."""
     costs: list[StepStats] = field(default_factory=list)
     """What steps cost now, if that has changed."""
-    encoded: tuple[int, int] = (0, 0)
-    """Images that the encoder is given, and their tokens."""
+    encoded: tuple[int, int, float, float] | None = None
+    """What the encoder was given, as in `Encoded`, if that has changed."""
     blind: list[bytes] = field(default_factory=list)
     """Decode ids of requests that need images which are not here."""
 
@@ -222,6 +222,7 @@ class ConnectorScheduler:
         self._requests: dict[str, _Prompt | Fetch] = {}  # a fetch: until it has blocks
         self._unseen: dict[str, _Unseen] = {}
         self._image_tokens: dict[str, Sequence[int]] = {}
+        self.images = self.image_tokens = 0
         self._metadata = StepMetadata()
 
     def expect(
@@ -277,11 +278,13 @@ class ConnectorScheduler:
             self._metadata.blind.append(unseen.decode_id)
         return True
 
-    def encoded(self, request_id: str, images: Sequence[int]) -> None:
-        """The encoder is given these images of the request in the step."""
-        if (tokens := self._image_tokens.get(request_id)) is not None:
-            count, before = self._metadata.encoded
-            self._metadata.encoded = count + len(images), before + sum(tokens[i] for i in images)
+    def encodes(self, request_id: str, images: Sequence[int]) -> int:
+        """The encoder is given these images of the request in the step. Returns their tokens."""
+        if (all_tokens := self._image_tokens.get(request_id)) is None:
+            return 0
+        self.images += len(images)
+        self.image_tokens += (tokens := sum(all_tokens[i] for i in images))
+        return tokens
 
     def allocated(self, request_id: str, blocks: Blocks, to_fetch: int) -> None:
         """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the

@@ -10,6 +10,9 @@ is longer than short. And the first step of such a request only decodes, if the 
 Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
 chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that. A
 step with more tokens than the largest graph takes several times as long, so none with decodes has more.
+
+vLLM encodes an image whole, in the step that computes its first token. Such a step says what images cost, and
+not what tokens cost.
 """
 
 import math
@@ -46,12 +49,18 @@ class _Step:
     context: int = 0  # positions that decodes read
     prompt_tokens: int = 0
     positions: float = 0.0  # sum over the prompt tokens
+    image_tokens: int = 0  # that are encoded
     number: int = 0
     scheduled_at: float = 0.0
 
 
 class MixedSteps:
-    """Times are in seconds of any clock."""
+    """Times are in seconds of any clock.
+
+    Attributes:
+        encode_seconds: since the start: what steps with images have taken beyond their tokens.
+        encode_token_seconds: of these, for each token of an image. 0: not known.
+    """
 
     def __init__(
         self, usual: int, most: int, target: float | None, target_steps: float = LONG, graph: int = 0
@@ -79,6 +88,12 @@ class MixedSteps:
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
         self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
         self._told = ""
+        self._encoding = Average(DECAY)
+        self.encode_seconds = 0.0
+
+    @property
+    def encode_token_seconds(self) -> float:
+        return self._encoding.value
 
     def expect(self, request_id: str, tokens: int, due: float, gap_cost: float | None) -> None:
         """vLLM has a new request, and computes so many tokens of its prompt. 0: another worker does.
@@ -115,6 +130,10 @@ class MixedSteps:
             if prompt.gap_cost is not None:
                 self._decoding[request_id] = prompt.gap_cost
 
+    def encodes(self, image_tokens: int) -> None:
+        """The step encodes images with so many tokens."""
+        self._step.image_tokens += image_tokens
+
     def begins(self, now: float) -> int:
         """All requests of the step are scheduled. Returns its number."""
         step, self._step = self._step, _Step(number=self._step.number + 1)
@@ -135,6 +154,9 @@ class MixedSteps:
                 continue
             seconds, self._over_at = now - max(self._over_at, step.scheduled_at), now
             limit = self._meters.chunk_limit
+            if step.image_tokens:
+                self._encoded(step, seconds)
+                continue
             if not step.prompt_tokens:
                 self._decodes.append(seconds)
                 seconds = sum(self._decodes) / len(self._decodes)
@@ -144,13 +166,22 @@ class MixedSteps:
                 self._decodes.clear()
                 if step.decodes:
                     self._mixed_at = now
-                    expected = limit.decode_seconds(Batch(step.decodes, step.context, 0))
-                    expected += step.prompt_tokens * self._alone
-                    self._launches.add(max(0.0, seconds - expected))
+                    self._launches.add(max(0.0, seconds - self._expected(step)))
                 elif step.prompt_tokens < LEAST:
                     continue  # vLLM may have compiled functions: that is no speed
             position = step.positions / step.prompt_tokens if step.prompt_tokens else 0.0
             self._meters.record(step.decodes, step.prompt_tokens, seconds, position, step.context)
+
+    def _encoded(self, step: _Step, seconds: float) -> None:
+        if self._alone:
+            spent = max(0.0, seconds - self._expected(step))
+            self.encode_seconds += spent
+            self._encoding.add(spent / step.image_tokens)
+
+    def _expected(self, step: _Step) -> float:
+        """Seconds of a step for its decodes and the tokens of prompts."""
+        prompts, limit = step.prompt_tokens * self._alone, self._meters.chunk_limit
+        return prompts + (limit.decode_seconds(Batch(step.decodes, step.context, 0)) if step.decodes else 0.0)
 
     def bound(self, now: float) -> int:
         """Most tokens of each prompt in a step that is scheduled now. 0: all that the step has room for. So a

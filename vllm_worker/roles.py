@@ -85,7 +85,7 @@ class Roles:
         config: EngineProcessConfig,
         ready: messages.EngineReady,
     ) -> None:
-        self.load = Load(sees=ready.images is not None)
+        self.load = Load(encoded=None if ready.images is None else Encoded(0, 0, 0.0, 0.0))
         self._attempts = attempts
         self._generate = generate
         self._tell = tell
@@ -353,9 +353,8 @@ class Roles:
             case Costs(costs):
                 self.load.costs = costs
                 return
-            case Encoded(images, tokens):
-                self.load.images += images
-                self.load.image_tokens += tokens
+            case Encoded():
+                self.load.encoded = message
                 return
         attempt_id = message.prefill_id if isinstance(message, Started | Released) else message.decode_id
         if (attempt := self._attempts.find(attempt_id)) is None:

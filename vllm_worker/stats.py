@@ -6,6 +6,7 @@ from typing import Any
 
 from baton.engine import EngineStats
 from baton.engine.api.stats import EncoderStats, StepStats
+from baton.vllm_worker.attachment import Encoded
 from baton.vllm_worker.attempt import VLLMAttempt
 
 
@@ -13,8 +14,6 @@ from baton.vllm_worker.attempt import VLLMAttempt
 class Load:
     """What vLLM's steps say together."""
 
-    sees: bool = False
-    """vLLM takes images."""
     usage: float = 0.0
     """Share of the blocks that requests hold."""
     running: int = 0
@@ -25,10 +24,8 @@ class Load:
     hits: int = 0
     costs: StepStats = field(default_factory=StepStats)
     """As the connector says."""
-    images: int = 0
-    """That vLLM's encoder was given, as the connector says."""
-    image_tokens: int = 0
-    """Of these."""
+    encoded: Encoded | None = None
+    """As the connector says. None: vLLM takes no images."""
 
     def step(self, scheduler: Any, iteration: Any) -> None:
         """A step has ended. vLLM's statistics of it may be None."""
@@ -58,20 +55,20 @@ class Load:
             prefix_cache_queries=self.queries,
             prefix_cache_hits=self.hits,
             prefill_position=0.0,  # it computes no part of a shared prompt
-            encoder=self._encoder if self.sees else None,
+            encoder=None if self.encoded is None else _encoder(self.encoded),
             **{each.name: getattr(self.costs, each.name) for each in fields(self.costs)},
         )
 
-    @property
-    def _encoder(self) -> EncoderStats:
-        """vLLM tells no times, and not what it keeps."""
-        return EncoderStats(
-            self.images,
-            self.image_tokens,
-            seconds=0.0,
-            hits=0,
-            waiting=0,
-            kept_bytes=0,
-            token_seconds=0.0,
-            queue_seconds=0.0,
-        )
+
+def _encoder(encoded: Encoded) -> EncoderStats:
+    """vLLM does not tell what its encoder keeps, and no image waits for it: its prompt does."""
+    return EncoderStats(
+        encoded.images,
+        encoded.tokens,
+        encoded.seconds,
+        hits=0,
+        waiting=0,
+        kept_bytes=0,
+        token_seconds=encoded.token_seconds,
+        queue_seconds=0.0,
+    )

@@ -214,7 +214,7 @@ class Transfers:
             *map(Started, metadata.started),
             *computed,
             *map(Costs, metadata.costs),
-            *([Encoded(*metadata.encoded)] if metadata.encoded[0] else ()),
+            *([Encoded(*metadata.encoded)] if metadata.encoded else ()),
             *map(Blind, metadata.blind),
         ]
         if messages:

@@ -110,6 +110,7 @@ def test_only_prefill_encodes(cluster: VLLMCluster, model: Seeing) -> None:
     begins as another, and one that differs in its image."""
     first, second, long = picture(1), picture(2, 21, 30), "Look at it and say what it is. " * 3
     before = encoded(cluster)
+    cluster.ask(prompt=[5] * 300, max_tokens=2)  # which shows what text costs
     answer = cluster.chat(messages=messages_of("Look:", first, "then", second, "?"), max_tokens=TOKENS)
     assert answer["choices"][0]["token_ids"] == model.tokens("Look:", first, "then", second, "?")
     assert answer["usage"]["prompt_tokens"] == len(model.ids("Look:", first, "then", second, "?"))
@@ -124,6 +125,7 @@ def test_only_prefill_encodes(cluster: VLLMCluster, model: Seeing) -> None:
             cluster.until_cached(role, ids, 64, [span])
     assert cached == [0, 96, 0], "all that blocks of the second prompt share with the first"
     assert encoded(cluster) == {"prefill": before["prefill"] + 2, "decode": before["decode"]}
+    assert cluster.workers()["prefill"]["status"]["encode_token_seconds"] > 0
     cluster.assert_whole()
 
 
@@ -175,3 +177,13 @@ def test_a_preempted_decode_is_computed_where_its_image_is_encoded(model: Seeing
         assert metric(cluster.url, "baton:retries_total", 'cause="handed_back"') > 0
         assert encoded(cluster)["decode"] == 0
         cluster.assert_whole()
+
+
+def test_other_tokens_than_those_of_routers_are_refused(model: Seeing, tmp_path: Path) -> None:
+    more = """--enforce-eager --mm-processor-kwargs '{"max_pixels": 1024}'"""
+    cluster = VLLMCluster(model.path, tmp_path, *FLAGS, "--vllm-args", more, sees=True)
+    try:
+        assert cluster.process.wait(200) == 1
+        assert "leave out --mm-processor-kwargs of --vllm-args" in cluster.output()
+    finally:
+        cluster.kill()

@@ -247,10 +247,8 @@ def test_images_that_are_encoded_count() -> None:
     scheduler = ConnectorScheduler(named=True)
     scheduler.expect("a", {}, 100, [20, 30])
     scheduler.expect("b", {}, 100, [7])
-    scheduler.encoded("a", [1])
-    scheduler.encoded("b", [0])
-    assert scheduler.take().encoded == (2, 37)
-    assert scheduler.take().encoded == (0, 0)
+    assert scheduler.encodes("a", [1]) == 30
+    assert scheduler.encodes("b", [0]) == 7
+    assert (scheduler.images, scheduler.image_tokens) == (2, 37)
     scheduler.finished("a", None)
-    scheduler.encoded("a", [0])
-    assert scheduler.take().encoded == (0, 0)
+    assert scheduler.encodes("a", [0]) == 0

@@ -292,3 +292,31 @@ def test_routers_place_prompts_beside_decodes_by_what_vllms_steps_cost(ahead: in
     found = plan(PrefillRequest(key=1, tokens=1000, answer=150), NOTHING, fleet_of(loads, workers))
     assert isinstance(found, Plan)
     assert workers[found.ranges[0].worker].address == computes, found.costs
+
+
+def test_steps_with_images_say_what_images_cost() -> None:
+    """And not what a step costs, so bounds stay as they are."""
+    vllm = VLLM().learned()
+    bound, costs = vllm.steps.bound(vllm.now), vllm.steps.news(vllm.now)
+    for decodes in (False, True):
+        for _ in range(20):
+            vllm.steps.scheduled("i", 0, 300)
+            vllm.steps.encodes(200)
+            if decodes:
+                vllm.steps.scheduled("d", 100, 1)
+            number = vllm.steps.begins(vllm.now)
+            vllm.now += STEP * decodes + 300 * TOKEN + 200 * 0.005
+            vllm.steps.over(number, vllm.now)
+    assert vllm.steps.encode_token_seconds == pytest.approx(0.005, rel=0.01)
+    assert vllm.steps.encode_seconds == pytest.approx(40 * 200 * 0.005, rel=0.01)
+    assert vllm.steps.bound(vllm.now) == bound
+    assert costs
+    assert not vllm.steps.news(vllm.now)
+
+
+def test_images_have_no_costs_until_those_of_tokens_are_known() -> None:
+    vllm = VLLM()
+    vllm.steps.scheduled("i", 0, 300)
+    vllm.steps.encodes(200)
+    vllm.steps.over(vllm.steps.begins(vllm.now), vllm.now + 1.0)
+    assert (vllm.steps.encode_token_seconds, vllm.steps.encode_seconds) == (0.0, 0.0)

@@ -14,7 +14,7 @@ from baton.content import extend_names, salted
 from baton.engine import EngineConfig, EngineRequest, Image, Logprobs, SamplingParams
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Encoded, Pool, Started
+from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Pool, Started
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.metadata import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
@@ -550,9 +550,3 @@ async def test_a_prompt_without_its_pixels_is_refused(worker: Worker, decodes: b
     assert worker.failures() == [Code.INVALID]
     assert not worker.fields
     assert worker.idle
-
-
-async def test_what_the_encoder_is_given_counts(worker: Worker) -> None:
-    for _ in range(2):
-        worker.roles.heard(Encoded(2, 30))
-    assert (worker.roles.load.images, worker.roles.load.image_tokens) == (4, 60)

@@ -9,7 +9,7 @@ import msgspec
 from baton.engine import EngineStats, MixedStep
 from baton.engine.api.stats import StepStats
 from baton.machine.step_model import StepModel
-from baton.vllm_worker.attachment import Costs
+from baton.vllm_worker.attachment import Costs, Encoded
 from baton.vllm_worker.stats import Load
 from tests.vllm_worker.played import played
 
@@ -55,6 +55,8 @@ def test_what_steps_cost_is_what_the_connector_says() -> None:
 
 def test_only_a_model_that_takes_images_has_an_encoder() -> None:
     assert stats(Load()).encoder is None
-    encoder = stats(Load(sees=True, images=3, image_tokens=45)).encoder
+    said = Encoded(3, 45, 0.9, 0.02)
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Encoded)
+    encoder = stats(Load(encoded=said)).encoder
     assert encoder is not None
-    assert (encoder.images, encoder.tokens) == (3, 45)
+    assert (encoder.images, encoder.tokens, encoder.seconds, encoder.token_seconds) == (3, 45, 0.9, 0.02)
