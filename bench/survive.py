@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from baton.machine.tracing import time_of_day
 
 STREAMS, SHORT_STREAMS = 8, 4
 KILLS, SHORT_KILLS = 20, 2
+KILLS_NO_STANDBY = 5
 BETWEEN = 10
 """Tokens that each client gets between two kills."""
 REPEAT = 5  # of the texts of prompts: they have up to some 200 tokens
@@ -52,6 +54,7 @@ ANSWER = 96
 """Tokens of an answer. They end at any time, before a kill and after it."""
 STEPS, SHORT_STEPS = 256, 64
 BATCH, CONTEXT = 4, 128
+STANDS_BY = "an engine process stands by"
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
 MOST_RECOMPUTED, SLOWEST_STEP = 128, 1.005
 
@@ -107,7 +110,7 @@ class Kills:
     pauses: list[float]
     """Seconds of the longest one, by kill."""
     stages: dict[str, list[float]]
-    """Seconds of each stage of the replacement, by kill."""
+    """Seconds of each stage of a pause, by kill: from the kill to the first token of the last stream."""
 
 
 @contextmanager
@@ -126,8 +129,10 @@ def started(*flags: str, of_router: Sequence[str] = ()) -> Iterator[LocalCluster
         yield cluster
 
 
-async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int) -> Kills:
-    """The clients send requests until there were so many kills."""
+async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int, *, standby: bool = False) -> Kills:
+    """The clients send requests until there were so many kills. With `standby`, an engine process stands by
+    at each of them."""
+    log = cluster.of("decode")[0].log
     clients = [Client(case) for case in asked]
     moments: list[float] = []
 
@@ -143,6 +148,8 @@ async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int) -> Ki
         try:
             for _ in range(kills):
                 await all_have_more(BETWEEN)
+                stood_by = len(moments) + 1 if standby else 0
+                await until(lambda stood_by=stood_by: log.read_text().count(STANDS_BY) >= stood_by, running)
                 moments.append(time.monotonic())
                 cluster.of("decode")[0].kill("engine")
             await all_have_more(BETWEEN)
@@ -158,8 +165,38 @@ async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int) -> Ki
         streams,
         [max(of_kill) for of_kill in zip(*recomputed, strict=True)],
         [max(stream.gap_around(moment) or 0.0 for stream in streams) for moment in moments],
-        stages_in(cluster.of("decode")[0].log.read_text()),
+        stages_in(log.read_text()) | ends_of_pauses(log.read_text(), moments, streams),
     )
+
+
+def ends_of_pauses(log: str, moments: Sequence[float], streams: Sequence[Stream]) -> dict[str, list[float]]:
+    """What comes before the stages that the worker knows, and after them."""
+    noticed, gone_on = (
+        [datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").timestamp() for at in re.findall(line, log, re.M)]
+        for line in (
+            r"^(\S+ \S+) .*: another engine process goes on$",
+            r"^(\S+ \S+) .*another engine process goes on after",
+        )
+    )
+    if not gone_on:
+        return {}
+    killed_at = [time_of_day(moment) / 1e9 for moment in moments]
+    first = []  # tokens that were on the way at the kill came before
+    for moment, kill, at in zip(moments, killed_at, gone_on, strict=True):
+        again = moment + at - kill
+        next_tokens = (
+            [t for t in stream.arrivals if t > again] for stream in streams if stream.started <= moment
+        )
+        first.append(max((min(times) - again for times in next_tokens if times), default=0.0))
+    return {
+        "detection": [at - kill for at, kill in zip(noticed, killed_at, strict=True)],
+        "first step": first,
+    }
+
+
+def standby_memory(log: str) -> float:
+    """GiB of the first standby of a worker."""
+    return float(re.findall(STANDS_BY + r", with ([\d.]+) GiB", log)[0])
 
 
 def stages_in(log: str) -> dict[str, list[float]]:
@@ -212,8 +249,12 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     with started() as cluster:
         ends = asyncio.run(killed(cluster, asked, 1))
     # Else answers would go on at the prefill worker, where no kill reaches them.
-    with started("--replace-engine", of_router=["--no-overflow"]) as cluster:
-        stays = asyncio.run(killed(cluster, asked, args.kills))
+    alone = ["--no-overflow"]
+    with started("--replace-engine", "--no-standby", of_router=alone) as cluster:
+        starts = asyncio.run(killed(cluster, asked, min(args.kills, KILLS_NO_STANDBY)))
+    with started("--replace-engine", of_router=alone) as cluster:
+        stays = asyncio.run(killed(cluster, asked, args.kills, standby=True))
+        memory = standby_memory(cluster.of("decode")[0].log.read_text())
         leaks = leaks_when_idle(cluster.url)
         exits = len(cluster.of("decode")[0].exits)
     verdict = judge(stays.streams, right)
@@ -228,9 +269,11 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     most = max(stays.recomputed)
     report.add(Row("survive.cpu.recomputed", most, "tokens a stream", goal=MOST_RECOMPUTED))
     report.add(Row("survive.cpu.recomputed_without", max(ends.recomputed), "tokens a stream"))
-    report.add_median("survive.cpu.pause", stays.pauses, "s")
-    for name, seconds in stays.stages.items():
-        report.add_median(f"survive.cpu.pause.{name.replace(' ', '_')}", seconds, "s")
+    for name, kills in (("pause", stays), ("pause_no_standby", starts)):
+        report.add_median(f"survive.cpu.{name}", kills.pauses, "s")
+        for stage, seconds in kills.stages.items():
+            report.add_median(f"survive.cpu.{name}.{stage.replace(' ', '_')}", seconds, "s")
+    report.add(Row("survive.cpu.standby_memory", memory, "GiB"))
     report.add_median("survive.cpu.pause_without", ends.pauses, "s")
     step_seconds(report, SHORT_STEPS if args.short else STEPS)
 

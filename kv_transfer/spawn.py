@@ -85,6 +85,36 @@ class TransferStart(msgspec.Struct, frozen=True):
     parent_pid: int
 
 
+class WaitingTransfer:
+    """A transfer process that imports its modules, and then waits for `start`. It ends with this process,
+    when `service` is closed here, or on SIGTERM.
+
+    The channels and `service` are the transfer process's ends. They are closed here, so that the other ends
+    show when it dies.
+    """
+
+    def __init__(
+        self, *, sending: ArenaEnd, receiving: ArenaEnd, heartbeat: Heartbeat, service: socket.socket
+    ) -> None:
+        self._fds = sending.fds, receiving.fds, heartbeat.fd, service.fileno()
+        inherited = *sending.fds, *receiving.fds, heartbeat.fd, service.fileno()
+        self.process = _spawn_waiting("baton.kv_transfer.process", pass_fds=inherited)
+        for end in (sending, receiving):
+            end.channel.close()
+        service.close()
+
+    def start(self, config: TransferConfig, secret: bytes) -> None:
+        """It listens and serves. Its service then gets `Ready`."""
+        start = TransferStart(config, *self._fds, os.getpid())
+        # What a process is started with stays readable in /proc/PID/environ: the secret comes by a pipe.
+        _tell(self.process, msgspec.json.encode(start) + b"\n" + secret.hex().encode())
+
+    def close(self) -> None:
+        """It has ended, or ends: without `start` nothing else will come."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
 def spawn_transfer(
     config: TransferConfig,
     *,
@@ -94,20 +124,10 @@ def spawn_transfer(
     service: socket.socket,
     secret: bytes,
 ) -> subprocess.Popen[bytes]:
-    """Starts a transfer process. It ends with this process, when `service` is closed here, or on SIGTERM.
-
-    The channels and `service` are the transfer process's ends. They are closed here, so that the other ends
-    show when it dies.
-    """
-    start = TransferStart(config, sending.fds, receiving.fds, heartbeat.fd, service.fileno(), os.getpid())
-    fds = *start.sending_fds, *start.receiving_fds, start.heartbeat_fd, start.service_fd
-    # What a process is started with stays readable in /proc/PID/environ: the secret goes through the pipe.
-    lines = msgspec.json.encode(start) + b"\n" + secret.hex().encode()
-    process = spawn("baton.kv_transfer.process", lines, pass_fds=fds)
-    for end in (sending, receiving):
-        end.channel.close()
-    service.close()
-    return process
+    """Starts a transfer process, as `WaitingTransfer`."""
+    waiting = WaitingTransfer(sending=sending, receiving=receiving, heartbeat=heartbeat, service=service)
+    waiting.start(config, secret)
+    return waiting.process
 
 
 def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -117,13 +137,22 @@ def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.P
     The child's environment does not have the cluster secret. The child dies with the thread that spawned it
     (`machine.system.die_with_parent`): call it from one that lives as long as this process.
     """
+    child = _spawn_waiting(module, pass_fds=pass_fds)
+    _tell(child, lines)
+    return child
+
+
+def _spawn_waiting(module: str, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """As `spawn`. The child waits for its lines."""
     environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
     environment |= python_path()
-    child = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=pass_fds, env=environment
     )
+
+
+def _tell(child: subprocess.Popen[bytes], lines: bytes) -> None:
     assert child.stdin is not None
     # If the child is already dead, its exit says so.
     with contextlib.suppress(BrokenPipeError), child.stdin:
         child.stdin.write(lines + b"\n")
-    return child

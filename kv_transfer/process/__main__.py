@@ -1,6 +1,7 @@
 """The transfer process: sockets, checksums, credits and deadlines of one worker. No torch, no CUDA.
 
-On stdin come `spawn.TransferStart` as one line of JSON, and the cluster secret in hexadecimal.
+It imports its modules, and waits. On stdin come `spawn.TransferStart` as one line of JSON, and the cluster
+secret in hexadecimal.
 
 It is one thread, whose loop serves the engine's two channels, the service socket, the listener, the clock
 and, where there are no movers, all lanes.
@@ -99,7 +100,6 @@ class TransferProcess:
     def run(self, parent_pid: int) -> int:
         """Serves until SIGTERM, or until the service closes its socket. Returns the exit code."""
         signal.signal(signal.SIGTERM, self._stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
         self._watch_channels()
         self._loop.watch(self._service.fileno(), select.EPOLLIN, self._from_service)
         self._watch_listener()
@@ -267,7 +267,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> int:
-    start = msgspec.json.decode(sys.stdin.readline(), type=spawn.TransferStart)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    if not (line := sys.stdin.readline()):
+        return 0  # the worker has ended, or does not need it
+    start = msgspec.json.decode(line, type=spawn.TransferStart)
     secret, config = bytes.fromhex(sys.stdin.readline()), start.config
     die_with_parent(start.parent_pid)
     raise_descriptor_limit()

@@ -17,6 +17,7 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.process.tcp import _connecting
+from baton.kv_transfer.spawn import WaitingTransfer
 from baton.kv_transfer.wait import wait
 from baton.machine.system import url_host
 from tests.kv_transfer.transfer_process import TransferProcess, deadlines, logging_to
@@ -176,3 +177,14 @@ def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
     assert wait([watch], WITHIN), "the transfer process lives on"
     os.close(watch)
     assert parent.wait(WITHIN) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
+
+
+def test_one_that_waits_ends_when_it_is_not_needed() -> None:
+    (_, sending), (_, receiving) = kv.ArenaEnd.pair(4, 4096), kv.ArenaEnd.pair(4, 4096)
+    _, service = kv.channel_pair()
+    waiting = WaitingTransfer(
+        sending=sending, receiving=receiving, heartbeat=kv.Heartbeat.create(), service=service
+    )
+    assert waiting.process.poll() is None
+    waiting.close()
+    assert waiting.process.wait(WITHIN) == 0

@@ -309,7 +309,7 @@ class Service:
             return False
         try:
             await self._goes_on_with(tree, stages)
-        except (StartError, EngineError) as error:
+        except (StartError, TreeError) as error:
             if not self._backend.replacing:
                 raise
             log.error("the standby cannot take over: %s", error)

@@ -22,10 +22,10 @@ import msgspec
 import psutil
 
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, channel_pair
 from baton.kv_transfer.config import MOST_PINS
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
-from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, WaitingTransfer, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.background import raise_priority
 from baton.machine.system import describe_exit, make_directory, url_host
@@ -85,19 +85,22 @@ class Transfer:
         end, self._service_end = channel_pair()
         self.link = TransferLink(end)
         self.process: ChildProcess | None = None
+        self._waiting: WaitingTransfer | None = None
 
-    def spawn(self, start: TransferConfig, heartbeat: Heartbeat, secret: bytes) -> ChildProcess:
+    def spawn(self, heartbeat: Heartbeat) -> ChildProcess:
+        """It waits for `start`."""
         sending, receiving = self.ends.transfer
-        popen = spawn_transfer(
-            start,
-            sending=sending,
-            receiving=receiving,
-            heartbeat=heartbeat,
-            service=self._service_end,
-            secret=secret,
+        self._waiting = WaitingTransfer(
+            sending=sending, receiving=receiving, heartbeat=heartbeat, service=self._service_end
         )
-        self.process = ChildProcess(self.name, popen)
+        self.process = ChildProcess(self.name, self._waiting.process)
         return self.process
+
+    async def start(self, start: TransferConfig, secret: bytes) -> int:
+        """Returns the port of its lanes."""
+        assert self._waiting is not None, "it is spawned"
+        self._waiting.start(start, secret)
+        return await self.link.ready()
 
     async def stop(self) -> None:
         """Closes its lanes, and waits for its exit."""
@@ -107,6 +110,8 @@ class Transfer:
             await self.process.end(STOP_TIMEOUT)
 
     def close(self) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
         self.link.close()
         self._service_end.close()
         self.ends.close()
@@ -171,6 +176,8 @@ class WorkerTree:
         self.engine_link.remove_directory()
         assert self._dog is not None, "it watches the start"
         self._dog.cancel()  # the process sleeps
+        for transfer in self._transfers:
+            self._spawn_transfer(transfer)
         self.stands_by.set()
 
     @property
@@ -304,12 +311,15 @@ class WorkerTree:
 
     async def _start_transfer(self, transfer: Transfer, start: TransferConfig) -> int:
         """Returns the port of its lanes."""
-        process, link = transfer.spawn(start, self.heartbeat, self._config.secret), transfer.link
-        self.watch(self._watch_exit(process))
-        port = await link.ready()
+        if transfer.process is None:
+            self._spawn_transfer(transfer)
+        port = await transfer.start(start, self._config.secret)
         silence = max(MIN_TRANSFER_SILENCE, self._config.deadlines.engine_dead)
-        self.watch(Watchdog(process.name, lambda: link.reports, silence).watch())
+        self.watch(Watchdog(transfer.name, lambda: transfer.link.reports, silence).watch())
         return port
+
+    def _spawn_transfer(self, transfer: Transfer) -> None:
+        self.watch(self._watch_exit(transfer.spawn(self.heartbeat)))
 
     def _image_config(self, of_kv: TransferConfig, engine: EngineReady) -> TransferConfig:
         """Of embeddings, which come from encoders: no peer needs to know the port."""
