@@ -5,7 +5,7 @@
 #
 # STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid exact drafts kv overlap disagg agents flip reuse ranks
 # (default: all, in this order; the last five where there are two GPUs), overlap_8000, store (needs Mooncake), vllm (needs vLLM),
-# groups (two GPUs, which the workers then share, or more), disagg_70b (four).
+# groups (two GPUs, which the workers then share, or more), images (three), disagg_70b (four).
 # DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
 # decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
@@ -112,6 +112,9 @@ groups() { # a handover between workers with several GPUs
                 --tokens "$tokens" --batch 32 --json "$out/overlap_${prefill}to${decode}_$tokens.json" </dev/null
         done
     done <<< $'2 1\n1 2\n2 2'
+}
+images() { # on three GPUs: an encoder of its own, against workers that encode
+    python3 -m baton.bench.images --device cuda --seeds 1 --json "$out/images.json"
 }
 disagg_70b() { # on four GPUs
     local serve='python3 -m baton.cluster.cli serve --model {model} --load-format dummy --max-model-len 33000'

@@ -32,21 +32,64 @@ SHAPES["llama-3.1-8b-two-layers"] = SHAPES[DENSE] | {"num_hidden_layers": 2}
 SHAPES["qwen3-30b-a3b-12-layers"] = SHAPES[MOE] | {"num_hidden_layers": 12}  # four workers share a GPU
 
 
+OF_IMAGES = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
+"""The tokens of Qwen3-VL for images."""
+OF_PATCHES = {
+    "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    "processor_class": "Qwen3VLProcessor",
+}  # fmt: skip
+PROCESSORS = {
+    "preprocessor_config.json": {
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+    },
+    "video_preprocessor_config.json": {
+        "size": {"shortest_edge": 4096, "longest_edge": 25165824},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    },
+}
+"""Of Qwen3-VL, as published, less `OF_PATCHES`. Other engines read the second, too."""
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }} {% else %}{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }} {% else %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
 def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
     """Writes `directory`/`name`, which `--model` accepts with `--load-format dummy`. Returns its path.
 
     With `tokenizer` a router can serve the model: every token id is a word. The words of load tests are among
-    them, since unknown words are one and the same token, and prompts of it would share their KV.
+    them, since unknown words are one and the same token, and prompts of it would share their KV. A model that
+    takes images gets the files of its processor, too.
     """
     where = directory / name
     where.mkdir(parents=True, exist_ok=True)
     (where / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
     if tokenizer:
-        count = SHAPES[name]["vocab_size"]
-        words = dict.fromkeys(("w0", *WORDS, *(f"w{i}" for i in range(1, count))))
-        made = Tokenizer(WordLevel(dict(zip(words, range(count), strict=False)), unk_token="w0"))
+        shape = SHAPES[name]
+        count = shape.get("text_config", shape)["vocab_size"]
+        words = [*dict.fromkeys(("w0", *WORDS, *(f"w{i}" for i in range(1, count))))][:count]
+        of_images = {
+            shape[f"{key}_id"]: special for key, special in OF_IMAGES.items() if f"{key}_id" in shape
+        }
+        for token, special in of_images.items():
+            words[token] = special
+        made = Tokenizer(WordLevel({word: token for token, word in enumerate(words)}, unk_token="w0"))
+        made.add_special_tokens([*of_images.values()])
+        if of_images:
+            for file, settings in PROCESSORS.items():
+                (where / file).write_text(json.dumps(settings | OF_PATCHES))
+            (where / "chat_template.jinja").write_text(TEMPLATE)
         made.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
         made.decoder = ByteLevel()  # pyrefly: ignore[read-only]
         made.save(str(where / "tokenizer.json"))
-        (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        about = {"tokenizer_class": "PreTrainedTokenizerFast"} | (OF_IMAGES if of_images else {})
+        (where / "tokenizer_config.json").write_text(json.dumps(about))
     return where

@@ -20,33 +20,28 @@ A side that did not start, or a machine that was taken away, costs only what it 
 same line again with --resume, and the reports of the earlier run in --reports.
 """
 
-import contextlib
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 
 from baton.bench import contract
 from baton.bench.contract import Report, Row
 from baton.bench.disagg.loads import ENGINE_LOADS, LOADS, SHORT, TRACE_S, Load, command, trace_load, warm_up
-from baton.bench.harness.processes import Server
+from baton.bench.disagg.sides import SERVE, Side, started
 from baton.bench.load.measurement.quantiles import MIN_BLOCKS, QUANTILES, Series, interval
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.machine.python_path import python_path
-from baton.machine.system import free_port
 
-START_S = 900.0
 FIXED = ("ttft.p50", "ttft.p99", "gap.p99")
 FIGURES = {
     "agents": (
@@ -65,40 +60,12 @@ TOTALS = {
 }  # fmt: skip
 """Rows of `baton bench` → their units. The report has their means over the seeds."""
 REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate and seed; with --short
-SERVE = f"{sys.executable} -m baton.cluster.cli serve --port {{port}} "
 ON_DEVICE = {
     "cpu": "--device cpu --dtype float32 --num-threads 1",
     "cuda": "--model {model} --load-format dummy --max-model-len {context}",
 }
 Request = dict[str, np.ndarray]
 """In ms: "ttft", "gap", "e2e.per_token", and "ttft.first" or "ttft.later"; one has no values."""
-
-
-class Side(NamedTuple):
-    """One deployment: its name, and the command line that runs `count` times, each with `gpus`."""
-
-    name: str
-    count: int
-    command: str
-    gpus: int | None = None
-    """None: a single process sees all GPUs, and each of several has one."""
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        name, count, command = text.split(maxsplit=2)
-        count, _, gpus = count.partition("x")
-        return cls(name, int(count), command, int(gpus) if gpus else None)
-
-    def gpus_of(self, number: int, first: int) -> str | None:
-        """CUDA_VISIBLE_DEVICES of a process, if the side has the GPUs from `first` on, of those that this
-        process sees. None: all."""
-        if self.gpus is None and self.count == 1:
-            return None
-        each = self.gpus or 1
-        numbers = range(first + number * each, first + (number + 1) * each)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = None if visible is None else visible.split(",")
-        return ",".join(str(number) if names is None else names[number] for number in numbers)
 
 
 @dataclass
@@ -113,27 +80,6 @@ class Measured:
 
 Found = dict[str, dict[str, Measured]]
 """By load and level, then by side."""
-
-
-@contextlib.contextmanager
-def started(side: Side, model: Path, first_gpu: int = 0) -> Iterator[str]:
-    """Starts the processes of a side. Yields their URLs when each has answered."""
-    servers: dict[str, Server] = {}
-    body = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
-    with contextlib.ExitStack() as until_the_end:
-        for number in range(side.count):
-            port = str(free_port())
-            gpus = side.gpus_of(number, first_gpu)
-            words = shlex.split(side.command)
-            words = [word.replace("{port}", port).replace("{model}", str(model)) for word in words]
-            server = servers[f"http://127.0.0.1:{port}"] = Server(
-                side.name, words, None, {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-            )
-            until_the_end.callback(server.stop)
-        deadline = time.monotonic() + START_S
-        for url, server in servers.items():
-            server.until_answers(f"{url}/v1/completions", deadline, body)
-        yield ",".join(servers)
 
 
 def run(url: str, arguments: Sequence[str], out: Path) -> None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import http.server
 import json
 import multiprocessing
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,8 +29,9 @@ import typer.main
 import uvloop
 from grpc.aio import Channel
 
-from baton.bench import contract, flip, split
+from baton.bench import contract, flip, images, split
 from baton.bench.disagg import __main__ as disagg
+from baton.bench.disagg.sides import Side
 from baton.bench.harness.cluster import LocalCluster, Worker
 from baton.bench.harness.workers import Driver, Workers
 from baton.bench.kv import __main__ as kv
@@ -55,6 +58,7 @@ ON_GPU = (
     "elastic",
     "engine",
     "flip",
+    "images",
     "kernels",
     "kv",
     "overlap",
@@ -425,6 +429,84 @@ def test_the_script_for_gpus_has_each_step_that_it_names() -> None:
     told = script.partition("# STEP: ")[2].partition("# DIR")[0]
     steps = set(re.findall(r"\w+", re.sub(r"\([^)]*\)", "", told)))
     assert steps == set(re.findall(r"^([a-z0-9_]+)\(\) \{", script, re.M))
+
+
+class AnswersAtOnce(http.server.BaseHTTPRequestHandler):
+    """Serves one model, whose answers have two tokens."""
+
+    asked: ClassVar[list[int]] = []
+    """Images of each request."""
+
+    def do_GET(self) -> None:
+        self._send(json.dumps({"data": [{"id": "m"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = body["messages"][0]["content"]
+        self.asked.append(sum(part["type"] == "image_url" for part in content))
+        deltas = [{"role": "assistant"}, {"content": "a"}, {"content": "b"}]
+        events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
+        self._send("".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode())
+
+    def _send(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", "application/json" if self.command == "GET" else "text/event-stream")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_runs_images(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, real = list[str](), images.measured
+
+    def started(side: Side, model: Path) -> contextlib.nullcontext[str]:
+        turns.append(side.name)
+        check_flags(*side.command.format(model=model, port=8000).split()[3:])
+        return contextlib.nullcontext(f"http://127.0.0.1:{server.server_port}")
+
+    def shortened(urls: Sequence[str], seed: int, args: Any) -> Any:
+        args.seconds = 0.01
+        return real(urls, seed, args)
+
+    monkeypatch.setattr(images, "started", started)
+    monkeypatch.setattr(images, "measured", shortened)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), AnswersAtOnce) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        flags = (
+            "--ttft",
+            "60000",
+            "--first-rate",
+            "500",
+            "--streams",
+            "1",
+            "--at-once",
+            "6",
+            "--pixels",
+            "64x64",
+        )
+        rows = run("images", "--device", "cpu", "--short", *flags)
+        server.shutdown()
+    assert turns == ["pool", "inside"]
+    assert rows["images.pool.rate"] == rows["images.inside.rate"] == 750
+    assert rows.keys() > {
+        "images.one",
+        "images.repeat",
+        "images.at_once.6",
+        "images.rate",
+        "images.pool.gaps",
+    }
+    assert {0, 1, 2, 4} == set(AnswersAtOnce.asked), "six at once are four and two"
+
+
+@pytest.mark.parametrize(("limit", "found"), [(5.3, 5.25), (0.3, 0.25), (0.01, 0.0)])
+async def test_the_highest_rate_is_found(limit: float, found: float) -> None:
+    async def holds(rate: float) -> bool:
+        return rate <= limit
+
+    assert await images.highest(holds, 1.0, 4) == found
 
 
 def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
