@@ -270,7 +270,8 @@ async def measured(urls: Sequence[str], seed: int, args: Any) -> Figures:
         for url in urls:
             async with http.get(f"{url}/v1/models") as answer:
                 models.append((await answer.json())["data"][0]["id"])
-        pictures = Pictures(*args.pixels, seed)
+        width, height = args.pixels
+        pictures = Pictures(width, height, seed)
         return await Turn(Client(http, urls, models, seed), urls, pictures, args).figures()
 
 
@@ -289,8 +290,8 @@ def rows(found: dict[str, list[Figures]], args: Any) -> list[Row]:
         if name != "gaps" and pairs:
             ratio, spread = contract.paired_ratio(*zip(*pairs, strict=True))
             goal, better = GOALS.get(name) if args.side else None, "higher" if name == "rate" else "lower"
-            compared = {"ratio": ratio, "ratio_to": theirs, "spread": spread, "goal": goal, "better": better}
-            made.append(Row(f"images.{name}", made[-2].value, unit, **compared))
+            compared: dict[str, Any] = {"ratio_to": theirs, "spread": spread, "goal": goal, "better": better}
+            made.append(Row(f"images.{name}", made[-2].value, unit, ratio=ratio, **compared))
     return made
 
 
