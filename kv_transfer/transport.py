@@ -73,6 +73,20 @@ class PagedKV:
         start = self.tables[piece.array][piece.layer] * each
         return start, start + (each if per_token else 1)
 
+    def blocks(self, piece: Slice, block_ids: Sequence[int], state_slot: int) -> tuple[Sequence[int], int]:
+        """The blocks with the positions of a slice, and where it begins in the first one; or its slot, and
+        0."""
+        array, (start, stop) = self.layout.arrays[piece.array], self.part(piece, len(block_ids) + 1)
+        if not array.per_token:
+            return [state_slot if start == len(block_ids) else block_ids[start]], 0
+        size = self.block_size_of(piece.array)
+        first, offset = divmod(piece.token_start, size)
+        last = -(-(piece.token_start + piece.token_count) // size)
+        blocks = block_ids[start + first : min(start + last, stop)]
+        if array.window is not None and self.window_blocks is not None:
+            blocks = self.window_blocks[[*blocks]].tolist()
+        return blocks, offset
+
 
 class Released(Local, frozen=True):
     """Nothing reads the prefill's blocks any more. Reported exactly once for each `open` and `serve`."""

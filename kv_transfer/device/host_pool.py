@@ -72,10 +72,12 @@ class HostPool:
     def enter_thread(self) -> None:
         pass
 
-    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Sequence[int]:
-        """The blocks, and behind them the slot of the states."""
+    def table(
+        self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0
+    ) -> tuple[Sequence[int], int]:
+        """The blocks, and the slot of the states."""
         assert self._kv.holds(block_ids, num_tokens), "more positions than blocks"
-        return [*block_ids, state_slot]
+        return list(block_ids), state_slot
 
     def record(self) -> Event:
         return None
@@ -143,28 +145,22 @@ class HostPool:
         self, item: Staged, held: Window, dense: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
-        number, window_blocks = item.piece.array, self._kv.window_blocks
-        blocks, array = (
-            item.table[slice(*self._kv.part(item.piece, len(item.table)))],
-            self._layout.arrays[number],
-        )
+        number = item.piece.array
+        blocks, start = self._kv.blocks(item.piece, *item.table)
         block_size = self._kv.block_size_of(number)
-        if not array.per_token:
+        if not self._layout.arrays[number].per_token:
             first, last = self._heads[number]
-            block_size = last - first
-        elif array.window is not None and window_blocks is not None:
-            first, last = held.start // block_size, -(-(held.start + held.count) // block_size)
-            blocks = [0] * first + window_blocks[blocks[first:last]].tolist()
+            block_size, start = last - first, held.start
         heads = slice(held.first_head, held.first_head + held.heads)
         for plane, whole in zip(self._planes[item.piece.array], dense, strict=True):
             rows = plane[item.piece.layer]
             items = whole.view(rows[0].dtype)
             staged = items[:, held.dense_start :, held.dense_head : held.dense_head + held.heads]
             for pool, of_row in zip(rows, staged, strict=True):
-                is_joined, stop = pool.shape[0] == 1, held.start + held.count
-                for position, row, count in runs(blocks, block_size, held.start, stop, joined=is_joined):
+                is_joined, stop = pool.shape[0] == 1, start + held.count
+                for position, row, count in runs(blocks, block_size, start, stop, joined=is_joined):
                     block, offset = (0, row) if is_joined else divmod(row, block_size)
-                    at = position - held.start
+                    at = position - start
                     yield pool[block, offset : offset + count, heads], of_row[at : at + count]
 
 
@@ -208,8 +204,10 @@ class NoPool(HostPool):
     def __init__(self) -> None:
         self._planes = []
 
-    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Sequence[int]:
-        return block_ids
+    def table(
+        self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0
+    ) -> tuple[Sequence[int], int]:
+        return block_ids, state_slot
 
     def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         return None

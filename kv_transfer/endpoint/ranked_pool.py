@@ -244,17 +244,10 @@ class RankedPool:
 
     def _copy(self, item: Staged, ready: _Ready, memory: int | None, *, into_pool: bool) -> local.Copy:
         """With the blocks of the slice alone, which all tables of the other rank get."""
-        kv, piece, start = self._kv, item.piece, 0
-        blocks, array = item.table.block_ids, self._layout.arrays[piece.array]
-        if kv.tables:
-            blocks = blocks[slice(*kv.part(piece, len(blocks) + 1))]
-        if array.per_token or not kv.tables:
-            first, start = divmod(piece.token_start, size := kv.block_size_of(piece.array))
-            blocks = blocks[first : -(-(piece.token_start + piece.token_count) // size)]
-        if array.window is not None and kv.window_blocks is not None:
-            blocks = kv.window_blocks[list(blocks)].tolist()
-        table = [*blocks] * kv.num_tables, item.table.state_slot
-        item = replace(item, piece=replace(piece, token_start=start), table=table)
+        of = item.table
+        blocks, start = self._kv.blocks(item.piece, of.block_ids, of.state_slot)
+        table = [*blocks] * self._kv.num_tables, of.state_slot
+        item = replace(item, piece=replace(item.piece, token_start=start), table=table)
         return local.Copy(item, into_pool, ready.layers_ready, memory)
 
     def _copies(self, rank0: Event | None) -> _Copies:

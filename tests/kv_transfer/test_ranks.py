@@ -94,7 +94,7 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
     made: list[tuple[str, Sequence[int]]] = []
     table = HostPool.table
 
-    def noted(pool: HostPool, block_ids: Sequence[int], *args: int) -> Sequence[int]:
+    def noted(pool: HostPool, block_ids: Sequence[int], *args: int) -> tuple[Sequence[int], int]:
         made.append((threading.current_thread().name, block_ids))
         return table(pool, block_ids, *args)
 
