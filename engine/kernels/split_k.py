@@ -41,8 +41,8 @@ class Tiling(NamedTuple):
         return {**blocks, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def parts_of(out: Tensor, splits: int, tiles: int, block_n: int, block_m: int) -> Tensor:
-    """Scratch memory for the parts. Without splits the kernel has no use for it."""
+def partials_of(out: Tensor, splits: int, tiles: int, block_n: int, block_m: int) -> Tensor:
+    """Scratch memory for the partial sums. Without splits the kernel has no use for it."""
     if splits == 1:
         return out
     return torch.empty(splits, tiles, block_n, block_m, dtype=torch.float32, device=out.device)
@@ -88,7 +88,7 @@ def multiply(
     _linear[(triton.cdiv(rows, shape.block_m), tiles, shape.splits)](
         *operands(x, weight, scales, shape),
         bias,
-        parts_of(out, shape.splits, tiles, shape.block_n, shape.block_m),
+        partials_of(out, shape.splits, tiles, shape.block_n, shape.block_m),
         finished,
         out,
         rows,
@@ -111,7 +111,7 @@ def _linear(
     weight_tiles,
     weight_scales,
     bias,
-    parts,
+    partials,
     finished,
     out,
     rows,
@@ -156,7 +156,7 @@ def _linear(
             acc = tl.dot(w, tl.trans(x), acc)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(1), split, SPLITS)
+        acc, is_last = add_partials(acc, partials, finished, tile, tl.num_programs(1), split, SPLITS)
     if is_last:
         if weight_scales is not None and not GROUPED:
             acc = times_scales(acc, x_scales + row, weight_scales + column, is_row, is_column, True)
@@ -164,14 +164,14 @@ def _linear(
 
 
 @triton.jit
-def add_parts(acc, parts, finished, tile, tiles, split, SPLITS: tl.constexpr):
-    """Returns the sum of all parts of a tile, and whether this program is the last one and has it.
+def add_partials(acc, partials, finished, tile, tiles, split, SPLITS: tl.constexpr):
+    """Returns the sum of all partial sums of a tile, and whether this program is the last one and has it.
 
-    acc [n, m] float32: this program's part. parts [splits, tiles, n, m] float32: scratch memory. finished
+    acc [n, m] float32: this program's. partials [splits, tiles, n, m] float32: scratch memory. finished
     [tiles] int32: 0 before and after."""
     n, m = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     part = tiles * acc.shape[0] * acc.shape[1]
-    own = parts + tile * acc.shape[0] * acc.shape[1] + n[:, None] * acc.shape[1] + m[None, :]
+    own = partials + tile * acc.shape[0] * acc.shape[1] + n[:, None] * acc.shape[1] + m[None, :]
     tl.store(own + split * part, acc)
     is_last = finishes_last(finished, tile, SPLITS)
     if is_last:

@@ -25,7 +25,7 @@ from baton.kv_transfer.endpoint.store_orders import StoreOrders
 from baton.kv_transfer.protocol.local_messages import StoreLayout
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.shared_store import READERS, Units
-from baton.kv_transfer.shared_store.chunk_object import label, name_of, part_of
+from baton.kv_transfer.shared_store.chunk_object import label, name_of, section_of
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
 
@@ -104,10 +104,10 @@ class SharedStore:
         tokens = (first_chunk + len(chunks)) * CHUNK_TOKENS
         table = self._orders.pool.table(block_ids, tokens, state_slot or 0)
         fetch = self._fetches[fetch_id] = _Fetch(fetch_id, first_chunk, table, owner)
-        names, parts = [label(salt, name) for name in chunks], range(1, len(self._units.objects))
-        ends = range(len(chunks), 0, -1) if parts else range(0)
+        names, sections = [label(salt, name) for name in chunks], range(1, len(self._units.objects))
+        ends = range(len(chunks), 0, -1) if sections else range(0)
         ends = [end for end in ends if not (first_chunk + end) * CHUNK_TOKENS % self._block_size]
-        states = [label(salt, chunks[end - 1], parts[-1]) for end in ends]  # the last one that is written
+        states = [label(salt, chunks[end - 1], sections[-1]) for end in ends]  # the last one that is written
 
         def answered(there: list[bool]) -> None:
             fetch.found_at = time.monotonic()
@@ -117,11 +117,11 @@ class SharedStore:
             count = [*there[: len(names)], False].index(False)
             for name, is_there in zip(names, there, strict=False):
                 self._on_known(name_of(name), is_there)
-            if parts:
+            if sections:
                 with_states = zip(ends, there[len(names) :], strict=False)
                 count = next((end for end, is_there in with_states if is_there and end <= count), 0)
-            last = chunks[count - 1 : count]
-            fetch.objects = [*names[:count], *(label(salt, name, part) for name in last for part in parts)]
+            of_states = (label(salt, name, i) for name in chunks[count - 1 : count] for i in sections)
+            fetch.objects = [*names[:count], *of_states]
             fetch.chunks, fetch.stop = count, len(fetch.objects)
 
         self._orders.order(answered, [*names, *states], is_urgent=True)
@@ -172,8 +172,8 @@ class SharedStore:
 
     def offer(self, salt: bytes, name: bytes, chunk: int, *, states: bool = False) -> None:
         """The prefix cache has this chunk, at this position in its prompt, or the states after it."""
-        for part in range(1, len(self._units.objects)) if states else (0,):
-            self.offers.offer(label(salt, name, part), chunk)
+        for section in range(1, len(self._units.objects)) if states else (0,):
+            self.offers.offer(label(salt, name, section), chunk)
 
     @property
     def session(self) -> int:
@@ -246,13 +246,13 @@ class SharedStore:
                 if number >= fetch.stop:
                     came(unit)
                     continue
-                chunk, part = fetch.first_chunk + number, part_of(fetch.objects[number])
-                _, event = self._orders.pool.scatter(self._orders.staged(unit, part, chunk, fetch.table))
+                chunk, section = fetch.first_chunk + number, section_of(fetch.objects[number])
+                _, event = self._orders.pool.scatter(self._orders.staged(unit, section, chunk, fetch.table))
                 fetch.copying += 1
                 self._orders.copy(event, partial(copied, unit))
 
         self._orders.order(answered, [fetch.objects[number] for number in numbers], units, is_urgent=True)
 
     def _knows(self, name: bytes, is_there: bool) -> None:
-        if not part_of(name):
+        if not section_of(name):
             self._on_known(name_of(name), is_there)

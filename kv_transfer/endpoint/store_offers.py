@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.endpoint.store_orders import StoreOrders
-from baton.kv_transfer.shared_store.chunk_object import name_of, part_of
+from baton.kv_transfer.shared_store.chunk_object import name_of, section_of
 
 OFFERS = 1 << 14
 """Objects that wait to be written. One more replaces the oldest."""
@@ -107,7 +107,7 @@ class StoreOffers:
         if self._writing >= self._orders.units.count // 2 or not self._orders.free:
             return
         name, chunk = self._lacking.popleft()
-        lent = self._lend(name_of(name), part_of(name), chunk)
+        lent = self._lend(name_of(name), section_of(name), chunk)
         if lent is None:  # evicted meanwhile
             return
         if lent is LATER:
@@ -119,7 +119,7 @@ class StoreOffers:
         tokens = len(lent.block_ids) and (chunk + 1) * CHUNK_TOKENS
         pool = self._orders.pool
         table = pool.table(lent.block_ids, tokens, lent.state_slot)
-        event = pool.gather(self._orders.staged(unit, part_of(name), chunk, table, by_rank=True))
+        event = pool.gather(self._orders.staged(unit, section_of(name), chunk, table, by_rank=True))
 
         def gathered() -> None:
             lent.release()

@@ -100,10 +100,12 @@ class StoreOrders:
         for units, then in orders.values():
             then([False] * len(units))
 
-    def staged(self, unit: int, part: int, chunk: int, table: Any, *, by_rank: bool = False) -> list[Staged]:
+    def staged(
+        self, unit: int, section: int, chunk: int, table: Any, *, by_rank: bool = False
+    ) -> list[Staged]:
         """The slices of an object. `by_rank`: those that each rank writes."""
         units, start, found = self.units, chunk * CHUNK_TOKENS, []
-        for slot, piece in enumerate(units.objects[part], unit * units.slots):
+        for slot, piece in enumerate(units.objects[section], unit * units.slots):
             if piece.token_count:
                 piece = replace(piece, token_start=start)
             of_ranks = units.of_ranks(piece) if by_rank else [piece]

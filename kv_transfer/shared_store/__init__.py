@@ -5,7 +5,7 @@
     fetches what prompts lack    ── exists, get ▶ copies, then verifies ◀─── reads ◀───────────────────
     scatters verified units      ◀── answers ──
 
-An object is the KV of one chunk of 64 tokens, all layers, in the layout of the wire, or a part of the states
+An object is the KV of one chunk of 64 tokens, all layers, in the layout of the wire, or a section of states
 after one. So it fits any block size and any number of ranks. `chunk_object` seals it. A *unit* is the memory
 of one object, in an arena that the engine and the store process map. Nothing in the store is trusted, and any
 object may vanish: a wrong one is a miss.
@@ -168,7 +168,7 @@ class Units(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def objects(self) -> Sequence[Sequence[Slice]]:
-        """The slices of the KV of a chunk, and then of each part of the states, all at position 0."""
+        """The slices of the KV of a chunk, and then of each section of the states, all at position 0."""
         layout, most = self.layout, self.object_slots - 1
         states = [
             piece
@@ -189,8 +189,8 @@ class Units(msgspec.Struct, frozen=True, dict=True):
             for layer in self.layout.layers[number]
         ]
 
-    def object_bytes(self, part: int) -> int:
-        return len(self.objects[part]) * self.slot_bytes + SEAL_BYTES
+    def object_bytes(self, section: int) -> int:
+        return len(self.objects[section]) * self.slot_bytes + SEAL_BYTES
 
     def of_ranks(self, piece: Slice) -> list[Slice]:
         """The slice as ranks write it: the heads of each."""
@@ -204,10 +204,10 @@ class Units(msgspec.Struct, frozen=True, dict=True):
             if first < last
         ]
 
-    def memory(self, arena: memoryview, unit: int, part: int) -> memoryview:
+    def memory(self, arena: memoryview, unit: int, section: int) -> memoryview:
         """The object in a unit."""
         at = unit * self.slots * self.slot_bytes
-        return arena[at : at + self.object_bytes(part)]
+        return arena[at : at + self.object_bytes(section)]
 
     def map(self, memory_fd: int) -> Arena:
         """The units in memory of `memory_file`. All processes give it the same size."""

@@ -34,7 +34,7 @@ from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, StoreOpened, StoreOrder
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, READERS, StoreGone, StoreStart, Units, max_age
-from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, part_of
+from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, section_of
 from baton.kv_transfer.shared_store.client import ClientProcess
 from baton.kv_transfer.wait import wait
 from baton.machine.system import die_with_parent
@@ -163,7 +163,7 @@ class StoreProcess:
         period, places = self._periods[0], []
         for name, unit in zip(order.names, order.units, strict=True):
             own, place = self._places(client, name, unit)
-            _join_heads(self._units, self._arena, unit, part_of(name))
+            _join_heads(self._units, self._arena, unit, section_of(name))
             self._seal.seal(name, period, own)
             _copy(client.memory[place[0] :][: place[1]], own)
             places.append(place)
@@ -193,7 +193,7 @@ class StoreProcess:
 
     def _places(self, client: ClientProcess, name: bytes, unit: int) -> tuple[memoryview, tuple[int, int]]:
         """The memory of an object: in the arena, and in what the client has."""
-        own = self._units.memory(self._arena.memory, unit, part_of(name))
+        own = self._units.memory(self._arena.memory, unit, section_of(name))
         return own, (unit * self._units.object_slots * self._units.slot_bytes, own.nbytes)
 
 
@@ -202,10 +202,10 @@ def _copy(to: memoryview, of: memoryview) -> None:
     np.frombuffer(to, np.uint8)[:] = np.frombuffer(of, np.uint8)
 
 
-def _join_heads(units: Units, arena: Arena, unit: int, part: int) -> None:
+def _join_heads(units: Units, arena: Arena, unit: int, section: int) -> None:
     """Ranks wrote their heads, each into slots of its own. Makes slices with all heads of these."""
     first = unit * units.slots
-    for at, piece in enumerate(units.objects[part], first):
+    for at, piece in enumerate(units.objects[section], first):
         if len(cuts := units.of_ranks(piece)) == 1:
             continue
         whole = _planes(units, piece, arena.slot(at))

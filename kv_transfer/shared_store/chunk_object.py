@@ -1,10 +1,10 @@
-"""An object of the shared store: KV of one chunk or a part of states, sealed with the cluster secret. Pure.
+"""An object of the shared store: KV of one chunk or a section of states, sealed by the cluster secret. Pure.
 
     KV of each layer with KV, or slices of states, each in a slot │ nonce │ tag
 
 The tag is that of AES-256-GCM over all before it. Without encryption the KV is authenticated data: its MAC
 takes a tenth of the time of a keyed hash. The key of the object in the store, and the key of the cipher, are
-keyed hashes of what the object is: version, model, layout, tenant, content name, part, and the period in
+keyed hashes of what the object is: version, model, layout, tenant, content name, section, and the period in
 which it was written. So an object of another kind, or under another name, is a miss, and the store learns no
 name.
 
@@ -30,13 +30,13 @@ _TENANT = 16
 """A salt begins with that of its API key: so many bytes."""
 
 
-def label(salt: bytes, name: bytes, part: int = 0) -> bytes:
-    """Names an object. `part`: 0 is the KV of the chunk with this name; 1, 2, … are the states after it."""
-    return salt[:_TENANT].ljust(_TENANT, b"\0") + part.to_bytes(2) + name
+def label(salt: bytes, name: bytes, section: int = 0) -> bytes:
+    """Names an object. `section`: 0 is the KV of the chunk with this name; 1, 2, … are states after it."""
+    return salt[:_TENANT].ljust(_TENANT, b"\0") + section.to_bytes(2) + name
 
 
-def part_of(name: bytes) -> int:
-    """The part in a label."""
+def section_of(name: bytes) -> int:
+    """The section in a label."""
     return int.from_bytes(name[_TENANT : _TENANT + 2])
 
 

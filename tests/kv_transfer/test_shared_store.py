@@ -166,7 +166,7 @@ class Worker:
         self.start_process(store)
 
     def _of_rank(self, rank: int, ranks: int) -> kv.PagedKV:
-        held = [slice(*part.heads_of(rank, ranks)) for part in self.layout.arrays]
+        held = [slice(*section.heads_of(rank, ranks)) for section in self.layout.arrays]
         return paged(
             [x[..., held[0], :] for x in self.layers], self.block_size, self.layout, "cpu", rank, ranks,
             scales=[x[:, :, held[0]] for x in self.scales],
@@ -199,9 +199,9 @@ class Worker:
             self._thread.join(10)
             assert not self._thread.is_alive()
 
-    def _lend(self, name: bytes, part: int, chunk: int) -> Lent:
+    def _lend(self, name: bytes, section: int, chunk: int) -> Lent:
         self.pinned.append(name)
-        blocks = () if part else [*range(len(self.layers[0][0]))]
+        blocks = () if section else [*range(len(self.layers[0][0]))]
         return Lent(blocks, 1, lambda: self.pinned.remove(name))
 
     def _knows(self, name: bytes, there: bool) -> None:
@@ -518,11 +518,11 @@ def test_what_the_pool_has_no_room_to_keep_is_written_later(two: tuple[DictStore
     store, worker, _ = two
     hold, refused = worker._lend, [NAMES[0]] * 3 + [NAMES[2]]
 
-    def without_room(name: bytes, part: int, chunk: int) -> Lent:
+    def without_room(name: bytes, section: int, chunk: int) -> Lent:
         if name in refused:
             refused.remove(name)
             return LATER
-        return hold(name, part, chunk)
+        return hold(name, section, chunk)
 
     worker.store.offers._lend = without_room
     worker.offer(NAMES[:4])

@@ -116,10 +116,10 @@ class StoreSource:
         link.paused_until = 0.0 if link.token_seconds and not store.unanswered else math.inf
         return is_new
 
-    def lend(self, name: bytes, part: int, chunk: int) -> Lent | None:
+    def lend(self, name: bytes, section: int, chunk: int) -> Lent | None:
         """As in `SharedStore`."""
         exchange = self._exchange
-        if part:
+        if section:
             lease = exchange.lend_states(name)
             return None if lease is None else Lent((), lease.slot, lease.end)
         if not exchange.is_whole(name):

@@ -34,7 +34,7 @@ from baton.engine.kernels.fp8 import outer_scales, quantize
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.quantized import int4_gemv
 from baton.engine.kernels.quantized.four_bits import of_planes, outside_loop, tiles, two_planes, values
-from baton.engine.kernels.split_k import MAX_SPLITS, Tiling, add_parts, counters, parts_of, store_tile
+from baton.engine.kernels.split_k import MAX_SPLITS, Tiling, add_partials, counters, partials_of, store_tile
 
 MAX_FEW_ROWS = 32
 MAX_EXACT_ROWS = 128
@@ -141,7 +141,7 @@ class Int4Linear(LinearMethod):
             of_x,
             of_w,
             self._bias,
-            parts_of(out, shape.splits, row_tiles * columns, shape.block_n, shape.block_m),
+            partials_of(out, shape.splits, row_tiles * columns, shape.block_n, shape.block_m),
             self._finished,
             out,
             rows,
@@ -165,7 +165,7 @@ def _int4_linear(
     x_scales,
     row_scales,
     bias,
-    parts,
+    partials,
     finished,
     out,
     rows,
@@ -200,8 +200,8 @@ def _int4_linear(
     is_last = True
     if SPLITS > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        acc, is_last = add_parts(
-            acc, parts, finished, tile, tl.num_programs(0) * tl.num_programs(1), split, SPLITS
+        acc, is_last = add_partials(
+            acc, partials, finished, tile, tl.num_programs(0) * tl.num_programs(1), split, SPLITS
         )
     if is_last:
         if row_scales is not None:
