@@ -10,6 +10,7 @@ from typing import Literal
 from baton.content import CHUNK_TOKENS, Tier
 from baton.machine.step_model import StepModel
 from baton.router.policy import placement as policy
+from baton.router.policy import regime
 from baton.router.policy.answers import AnswerLengths
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.fleet import Fleet
@@ -92,6 +93,7 @@ class Router:
         self._queue: deque[Request] = deque()
         self._sent_tokens = 0  # prompt tokens in the window: workers have them, without a first token
         self._window = policy.PrefillWindow()
+        self._apart = False
         for row, worker in self._seen.items():
             self._loads.join(worker.address, block_size=BLOCK, now=self.clock.now, serving=False)
             self._caches.join(row, worker.load)
@@ -144,6 +146,9 @@ class Router:
         speed = self._loads.tokens_per_s()
         budgets = len(self._prefills) * [BUDGET]
         self._window = policy.prefill_window(budgets, speed, decodes if self.kind == "policy" else [])
+        rows = self._prefills, self._seen.keys() - self._prefills
+        pools = ([self._seen[row] for row in sorted(pool)] for pool in rows)
+        self._apart = regime.apart(*pools, self._loads.demand())
 
     def _dispatch(self) -> None:
         while self._queue:
@@ -177,6 +182,7 @@ class Router:
             splits=self.kind == "policy" and self.splits,
             attached_rows=(1 << len(self.workers)) - 1,
             prefix_fetches=self.kind == "policy",
+            apart=self._apart,
         )
         answer = self._answers.expected(request.answer_names, 0, request.max_answer)
         asked = PrefillRequest(

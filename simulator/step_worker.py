@@ -109,6 +109,7 @@ class Worker:
         self._tokens = 0  # that a request would have got in all steps up to now
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._computed = 0  # prompt tokens
+        self._generated = 0
         self._joined = self._stepping = False
 
     # ------------------------------------------------------------ requests
@@ -218,6 +219,7 @@ class Worker:
             prefill_position=self._meters.prefill_position,
             step_seconds=self._meters.step_seconds,
             prompt_tokens=self._computed,
+            generation_tokens=self._generated,
             long_chunk_tokens=long.tokens,
             long_chunk_seconds=long.seconds,
             fastest_step_seconds=limit.fastest_seconds,
@@ -352,6 +354,7 @@ class Worker:
         self._under_way = 0
         self._meters.record(decodes, tokens, seconds, position, self._context)
         self._computed += tokens
+        self._generated += decodes + len(computed)
         self._tokens += 1
         self._context += decodes
         outcome.seconds = now

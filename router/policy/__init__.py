@@ -13,4 +13,5 @@ in `simulator`.
 4. Its costs: `placement.place` compares a handover with one worker that computes the prompt and decodes, by
    the model of steps that each worker reports (`machine.step_model`, `pace`). `split.split` shares a prompt
    between several workers. `Prefixes` names a worker that has more of the prompt cached.
+5. `regime.apart` decides for the whole fleet what single plans do not find: prefill workers decode nothing.
 """

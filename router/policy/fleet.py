@@ -56,6 +56,7 @@ class Fleet:
         overflow: one worker may compute a prompt and decode.
         splits: several workers may compute a prompt.
         prefix_fetches: a worker may fetch what another one has cached.
+        apart: prefill workers leave all decodes to decode workers with room, as in `regime`.
     """
 
     now: float
@@ -74,6 +75,7 @@ class Fleet:
     overflow: bool = True
     splits: bool = True
     prefix_fetches: bool = True
+    apart: bool = False
 
     @property
     def lost_decode(self) -> bool:

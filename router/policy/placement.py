@@ -26,9 +26,7 @@ A short step takes the geometric mean of G and of the fastest step, as in the en
 many tokens of prompts as may be, a step takes `step_model.long_seconds`. So a worker that decodes computes
 prompts for that time less what its decodes add to such a step, and they take that much longer than alone. A
 prompt beside decodes also waits for the step under way, and its last step is not full. A request that is
-handed over waits for the end of a step. One that decodes alone may wait for a step of another prompt. While
-two workers could not compute all prompts beside their decodes, these count as if all came to the prefill
-worker, so that it gets no decodes.
+handed over waits for the end of a step. One that decodes alone may wait for a step of another prompt.
 
 So prompts go where they come first and disturb least. Decodes spread over all workers when their steps are
 long, unless prompts there would wait for them. Under a load that gains from it, two workers act as a prefill
@@ -140,17 +138,13 @@ class Offer:
             return 0.0
         return pace.added(alone, answer=pace.decodes * self._gap_weight / pace.gap_cost)
 
-    def decode_cost(self, others: float = 0.0) -> float:
-        """Of the decode at this worker. 0: it is unknown. `others`: how busy prompts make another worker that
-        are to come here."""
+    def decode_cost(self) -> float:
+        """Of the decode at this worker. 0: it is unknown."""
         pace, request = self.pace, self.request
         if not pace.gap:
             return 0.0
         answer, now, busy, late = request.answer, pace.now, pace.busy, pace.late
         own = self.target / pace.gap / answer
-        if others:
-            busy = min(MOST_BUSY, busy + others)
-            _, late = pace.gap_of(now, busy)
         then = pace.steps(pace.decodes + 1, pace.context + request.tokens, pace.gap_cost + own)
         gap, late_then = pace.gap_of(then, busy)
         gaps = own * late_then + pace.gap_cost * (late_then - late)
@@ -279,11 +273,11 @@ def _inline(place: Place, worker: Offer, reason: Reason, costs: Mapping[str, flo
     )
 
 
-def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
+def place(prefill: Offer | None, decodes: Sequence[Offer], *, apart: bool = False) -> Plan:
     """Returns where a request goes: the plan with the least cost.
 
     `prefill`: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
-    `decodes`: decode workers with room."""
+    `decodes`: decode workers with room. `apart`: the prefill worker decodes nothing."""
     answer = decodes[0].request.answer
     inline, best, joined, to = math.inf, decodes[0], math.inf, decodes[0]
     for found in decodes:
@@ -296,11 +290,8 @@ def place(prefill: Offer | None, decodes: Sequence[Offer]) -> Plan:
     if prefill is None:  # the only way to compute the prompt
         return _inline("decode", best, "no_prefill", {"decode": inline}, alone)
     costs = {"handover": prefill.prompt_cost + prefill.memory_cost() + joined, "decode": inline}
-    if prefill.room and prefill.pace.gap:
-        # If prompts take more time beside decodes than both have, one worker must be free of decodes.
-        needs_all = prefill.pace.prompt_share + decodes[0].pace.prompt_share > 2
-        decode = prefill.decode_cost(decodes[0].pace.busy if needs_all else 0.0)
-        costs["prefill"] = prefill.prompt_cost + decode + prefill.memory_cost(answer)
+    if prefill.room and prefill.pace.gap and not apart:
+        costs["prefill"] = prefill.prompt_cost + prefill.decode_cost() + prefill.memory_cost(answer)
     match min(costs, key=costs.__getitem__):
         case "prefill":
             return _inline("prefill", prefill, "no_handover", costs, alone)

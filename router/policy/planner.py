@@ -121,7 +121,7 @@ def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | 
     offer = _offer(request, fleet, prefixes, fleet.workers[decode].status.gap_target_seconds)
     if fleet.overflow:
         offers = [placement.offer(fleet, request, row, cached, prefixes.source(row)) for row, cached in rows]
-        found = placement.place(offer, offers)
+        found = placement.place(offer, offers, apart=fleet.apart)
     elif offer is not None:
         found = placement.handover(offer, decode)
     else:

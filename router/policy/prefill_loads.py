@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,28 @@ class PrefillWork:
     """In which they should be computed, if none is ahead. 0: in those of as many tokens of other prompts."""
 
 
+class Demand(NamedTuple):
+    """What all clients ask lately, as the workers report it.
+
+    Attributes:
+        prompts: that come in a second.
+        prompt: tokens of one that are not cached, on average.
+        variation: the mean square of these tokens, divided by the square of their mean.
+        position: mean position of these tokens.
+        output: tokens of answers in a second.
+        context: positions that a token of an answer reads, on average.
+        gap_cost: what a second more in one gap costs, on average, as in `EngineRequest`.
+    """
+
+    prompts: float
+    prompt: float
+    variation: float
+    position: float
+    output: float
+    context: float
+    gap_cost: float
+
+
 @dataclass(slots=True)
 class _Worker:
     name: str
@@ -77,9 +100,31 @@ class _Worker:
     others: int = 0
     """Tokens of the prefills of other routers in the last report."""
     load_speeds: Mapping[Tier, float] = field(default_factory=dict)
-    computed: int = 0
-    """Prompt tokens since its start, as last reported."""
+    computed: int | None = None
+    """Prompt tokens since its start, as last reported. None: there was no report."""
+    generated: int = 0
+    """Tokens of answers since its start, as last reported."""
     prompt_rate: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+    output_rate: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+    # Of these tokens, on average:
+    position: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+    context: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+    gap_cost: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+
+    def rates(self, status: pb.WorkerStatus, now: float) -> None:
+        """Counts what the worker computed since the last report."""
+        before, passed = self.computed, now - self.reported_at
+        if before is not None and passed <= 0:
+            return
+        if before is not None:  # a worker may have run for days before the first report
+            computed = max(0, status.prompt_tokens - before)
+            self.prompt_rate.add(computed, passed, steps=passed)
+            self.output_rate.add(max(0, status.generation_tokens - self.generated), passed, steps=passed)
+            self.position.add(status.prefill_position * computed, computed, steps=passed)
+            if decodes := status.requests_decoding:
+                self.context.add(status.decode_context / decodes * passed, passed, steps=passed)
+                self.gap_cost.add(status.gap_cost / decodes * passed, passed, steps=passed)
+        self.computed, self.generated, self.reported_at = status.prompt_tokens, status.generation_tokens, now
 
 
 class PrefillLoads:
@@ -96,6 +141,7 @@ class PrefillLoads:
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
         self._prompts = Average(PROMPTS_DECAY)
+        self._squares = Average(PROMPTS_DECAY)
         self._reused = Average(PROMPTS_DECAY)
         self._speed = np.ones(0)
         # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
@@ -223,10 +269,7 @@ class PrefillLoads:
         tokens_waiting += status.encode_queue_seconds * self._speed.item(row)
         worker.tokens, worker.at = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
         self._changed(row)
-        passed = now - worker.reported_at
-        if passed > 0:
-            worker.prompt_rate.add(max(0, status.prompt_tokens - worker.computed), passed, steps=passed)
-            worker.computed, worker.reported_at = status.prompt_tokens, now
+        worker.rates(status, now)
 
     def _guess_speeds(self) -> None:
         """Workers without a measured speed get the mean of the others."""
@@ -245,6 +288,7 @@ class PrefillLoads:
         worker.own += work.tokens
         worker.sent.append(work)
         self._prompts.add(work.tokens)
+        self._squares.add(work.tokens * work.tokens)
         self._reused.add(work.cached, work.cached + work.tokens)
         self._changed(row)
         self.index.expect(row, work.chunks)
@@ -297,6 +341,30 @@ class PrefillLoads:
     def reuse(self) -> float:
         """Share of the tokens of recent prompts of this router that were cached."""
         return self._reused.value
+
+    def demand(self) -> Demand | None:
+        """What comes to the workers of both pools. None: no prompt or no answer lately."""
+        computed = generated = position = context = gap_cost = 0.0
+        for worker in self._workers:
+            if worker is not None:
+                prompts, output = worker.prompt_rate.value, worker.output_rate.value
+                computed += prompts
+                generated += output
+                position += prompts * worker.position.value
+                context += output * worker.context.value
+                gap_cost += output * worker.gap_cost.value
+        prompt = self.mean_prompt
+        if not (computed and generated and prompt):
+            return None
+        return Demand(
+            computed / prompt,
+            prompt,
+            self._squares.value / (prompt * prompt),
+            position / computed,
+            generated,
+            context / generated,
+            gap_cost / generated,
+        )
 
     def tokens_per_s(self) -> float:
         """Measured speed of all workers that may be chosen; 0 if none is known."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from baton.machine.step_model import LARGE
 from baton.router.config import RouterConfig
 from baton.router.policy import placement as policy
+from baton.router.policy import regime
 from baton.router.policy.answers import AnswerLengths
 from baton.router.policy.decode import DecodePool, FreeCapacity
 from baton.router.policy.fleet import Fleet
@@ -23,7 +24,7 @@ from baton.rpc import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 1.0
-"""How often the prefill window is updated. Workers report as often."""
+"""How often the prefill window and the regime are updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
 """It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
 
@@ -53,6 +54,7 @@ class WorkerPool(Roster):
         self._window = policy.PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
         self._window_pools = 0, 0  # workers of both pools then
+        self._apart = False  # as in `Fleet`
         self.prompts = 0
         self._config = config
         self._rng = random.Random()
@@ -141,6 +143,7 @@ class WorkerPool(Roster):
             overflow=config.overflow,
             splits=config.split_prompts,
             prefix_fetches=config.prefix_fetches,
+            apart=self._apart,
         )
 
     def free_capacity(self) -> FreeCapacity:
@@ -167,6 +170,8 @@ class WorkerPool(Roster):
                 tokens_per_s=self._prompt_speed(),
                 others=self.loads.tokens_of_others(),
             )
+            prefills, decodes = (self.ready(pool) for pool in (pb.POOL_PREFILL, pb.POOL_DECODE))
+            self._apart = self._config.overflow and regime.apart(prefills, decodes, self.loads.demand())
             self._window_until, self._window_pools = now + WINDOW_SECONDS, pools
         return self._window
 

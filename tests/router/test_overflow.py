@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.content import prompt_hints
+from baton.router.policy import regime
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
@@ -257,3 +258,16 @@ async def test_spare_speed_of_decode_workers_widens_the_window(cluster: Cluster)
     await offering(cluster)
     cluster.pool._window_until = 0.0
     assert cluster.pool.prefill_window().tokens == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
+
+
+async def test_the_regime_is_decided_with_the_window(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        regime,
+        "apart",
+        lambda prefills, decodes, demand: len(prefills) == len(decodes) == 1 and demand is None,
+    )
+    cluster.pool._window_until = 0.0
+    cluster.pool.prefill_window()
+    assert cluster.pool.fleet().apart

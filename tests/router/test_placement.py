@@ -144,14 +144,12 @@ def test_the_best_decode_worker_decodes() -> None:
     assert chosen(full, offer(gap=0.0, row=5), prefill=None)[2] == "no_prefill", "also if nothing is known"
 
 
-def test_prompts_that_decodes_leave_no_time_for_need_a_worker_without_decodes() -> None:
-    """Steps of 7 ms leave no worker time for the prompts of both."""
-    tight = {"gap": 0.0060, "decodes": 14, "context": 14 * 2000.0}
-    prefill, decode = offer(row=1, rate=20_000.0, **tight), offer(rate=20_000.0, **tight)
-    assert prefill.pace.prompt_share > 1, "they queue"
-    found = place(prefill, [decode])
-    assert found.costs["prefill"] > prefill.prompt_cost + prefill.decode_cost()
-    assert found.costs["prefill"] == prefill.prompt_cost + prefill.decode_cost(decode.pace.busy)
+def test_a_prefill_worker_that_leaves_decodes_to_others_gets_none() -> None:
+    prefill, decode = offer(row=1, rate=5_000.0), offer(**AGENTS)
+    assert place(prefill, [decode]).place == "prefill"
+    found = place(prefill, [decode], apart=True)
+    assert (found.place, found.decode) == ("handover", 0)
+    assert "prefill" not in found.costs
 
 
 def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> None:

@@ -287,6 +287,39 @@ def test_utilisation_follows_what_the_worker_computed() -> None:
     assert loads.utilisation(loads.join("b", block_size=16, now=161.0)) == 0
 
 
+def test_the_first_report_of_a_worker_says_nothing_about_its_rate() -> None:
+    """A router attaches to a worker that has run for days."""
+    loads = PrefillLoads()
+    row = loads.join("a:1", block_size=16, now=0)
+    loads.reported(row, status(0, SPEED, prompt_tokens=10**9, generation_tokens=10**9), 1e-4)
+    assert loads.prompt_rate(row) == 0
+    assert loads.demand() is None
+    loads.reported(row, status(0, SPEED, prompt_tokens=10**9 + 500), 1.0001)
+    assert loads.prompt_rate(row) == pytest.approx(500)
+
+
+def test_demand_is_what_came_to_workers_of_both_pools() -> None:
+    loads = PrefillLoads()
+    prefill = loads.join("a:1", block_size=16, now=0)
+    decode = loads.join("b:1", block_size=16, now=0, serving=False)
+    for row in (prefill, decode):
+        loads.reported(row, status(0, SPEED), 0)
+    for tokens in (100, 300):
+        loads.sent(prefill, PrefillWork(tokens), 0)
+    counts = {"prompt_tokens": 300, "prefill_position": 50.0}
+    loads.reported(prefill, status(0, SPEED, **counts), 1)
+    assert loads.demand() is None, "no answers"
+    decodes = {"requests_decoding": 4, "decode_context": 4000, "gap_cost": 0.4, "generation_tokens": 80}
+    loads.reported(decode, status(0, SPEED, prompt_tokens=100, prefill_position=90.0, **decodes), 1)
+    demand = loads.demand()
+    assert demand is not None
+    mean = loads.mean_prompt
+    assert demand.prompts == pytest.approx(400 / mean)
+    assert demand.variation == pytest.approx((100**2 * 0.98 + 300**2) / 1.98 / mean**2)
+    assert demand.position == pytest.approx((300 * 50 + 100 * 90) / 400)
+    assert (demand.output, demand.context, demand.gap_cost) == pytest.approx((80, 1000, 0.1))
+
+
 def test_a_speed_beside_decodes_is_that_of_this_worker_alone() -> None:
     loads = PrefillLoads()
     row, other = (loads.join(name, block_size=16, now=0.0) for name in ("a", "b"))
