@@ -146,9 +146,11 @@ class Router:
         speed = self._loads.tokens_per_s()
         budgets = len(self._prefills) * [BUDGET]
         self._window = policy.prefill_window(budgets, speed, decodes if self.kind == "policy" else [])
-        rows = self._prefills, self._seen.keys() - self._prefills
-        pools = ([self._seen[row] for row in sorted(pool)] for pool in rows)
-        self._apart = regime.apart(*pools, self._loads.demand())
+        of_prefill, of_decode = (
+            [seen for row, seen in self._seen.items() if (row in self._prefills) is prefills]
+            for prefills in (True, False)
+        )
+        self._apart = regime.apart(of_prefill, of_decode, self._loads.demand())
 
     def _dispatch(self) -> None:
         while self._queue:

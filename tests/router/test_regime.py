@@ -44,7 +44,8 @@ def workers(
 def decided(
     model: StepModel | None, demand: Demand | None, pools: tuple[int, int] = (1, 1), **given: Any
 ) -> bool:
-    return apart(*(workers(count, model, **given) for count in pools), demand)
+    prefills, decodes = (workers(count, model, **given) for count in pools)
+    return apart(prefills, decodes, demand)
 
 
 @pytest.mark.parametrize("pools", [(1, 1), (2, 2), (500, 500)], ids=str)
