@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _BYTES = CacheKind("bytes", Unit.TOKEN)
+_DRAFTS = "draft_model.", "mtp."
 _PIECE_BYTES = 4096
 """Most bytes of the pieces into which a state is cut, so that it fits into any slot."""
 
@@ -88,8 +89,8 @@ def caches_of(caches: Mapping[str, Cache], groups: Sequence[Any], num_blocks: in
     own = {_address(caches[name]) for name in specs}
     if unknown := sorted(x for x in caches.keys() - specs.keys() if _address(caches[x]) not in own):
         raise ValueError(f"vLLM has no group for the caches of {', '.join(unknown)}")
-    numbers = {number: i for i, number in enumerate(sorted({layer_number(name) for name in caches}))}
-    by_name = {name: numbers[layer_number(name)] for name in caches}
+    numbers = {place: i for i, place in enumerate(sorted({layer_place(name) for name in caches}))}
+    by_name = {name: numbers[layer_place(name)] for name in caches}
     layers: list[dict[str, _LayerCache]] = [{} for _ in numbers]
     seen: set[tuple[int, int]] = set()
     for name, (group, spec) in sorted(specs.items(), key=lambda item: (by_name[item[0]], item[0])):
@@ -99,7 +100,7 @@ def caches_of(caches: Mapping[str, Cache], groups: Sequence[Any], num_blocks: in
         found = _layer_cache(name, caches[name], group, spec, num_blocks, heads)
         of_layer = layers[by_name[name]]
         if found.array.name in of_layer:  # as the keys of an indexer beside a latent
-            part = name.partition(f".{layer_number(name)}.")[2]
+            part = name.partition(f".{layer_place(name)[1]}.")[2]
             found = replace(found, array=replace(found.array, name=part))
         of_layer[found.array.name] = found
     layout = KVLayout.of([[each.array for each in of_layer.values()] for of_layer in layers])
@@ -172,12 +173,13 @@ def keeps_states(spec: Any) -> bool:
     return hasattr(spec, "shapes")
 
 
-def layer_number(name: str) -> int:
-    """Returns the number of a layer: 3 for `model.layers.3.self_attn.attn`."""
+def layer_place(name: str) -> tuple[bool, int]:
+    """Returns whether a layer makes drafts and has a number of its own, so that it is computed after all
+    others, and its number: 3 for `model.layers.3.self_attn.attn`."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise ValueError(f"vLLM's layer {name!r} has {len(numbers)} numbers in its name, and should have one")
-    return numbers[0]
+    return name.startswith(_DRAFTS), numbers[0]
 
 
 def _layer_cache(

@@ -93,6 +93,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 "BatonConnector cannot tell which adapter (LoRA) the other server of a proxy has: use `baton "
                 "serve --engine vllm --enable-lora`, or start vLLM without it"
             )
+        self._groups = kv_cache_config.kv_cache_groups
+        self._has_states = any(keeps_states(group.kv_cache_spec) for group in self._groups)
         self._refuse_what_is_not_supported()
         if not self._settings.attach:  # else the worker has checked it
             check_version(
@@ -106,8 +108,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             from baton.vllm_worker.cpu_experts import add_collectives
 
             add_collectives()
-        self._groups = kv_cache_config.kv_cache_groups
-        self._has_states = any(keeps_states(group.kv_cache_spec) for group in self._groups)
+        if current_platform.is_cpu() and vllm_config.speculative_config is not None:
+            from baton.vllm_worker.cpu_drafts import repeat_what_drafts_are_sampled_with
+
+            repeat_what_drafts_are_sampled_with()
         # A client expects the first token from the decode server, which computes the last position again.
         # Blocks behind a window are gone then, and states would have the position twice.
         recomputed = int(len(self._groups) > 1 and not self._settings.attach)
@@ -120,7 +124,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         usual = config.long_prefill_token_threshold
         most = config.max_num_batched_tokens if config.enable_chunked_prefill else 0
         graph = vllm_config.compilation_config.max_cudagraph_capture_size
-        self._steps = MixedSteps(usual, most, settings.ttit_target, settings.ttit_target_steps, graph)
+        self._steps = MixedSteps(
+            usual, most, settings.ttit_target, settings.ttit_target_steps, graph,
+            vllm_config.num_speculative_tokens,
+        )  # fmt: skip
         self._encoded = 0, 0, 0.0, 0.0  # that the engine process knows
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
@@ -134,7 +141,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._process: TransferProcess | None = None
 
     def _refuse_what_is_not_supported(self) -> None:
-        groups, parallel = self._kv_cache_config.kv_cache_groups, self._vllm_config.parallel_config
+        groups, parallel = self._groups, self._vllm_config.parallel_config
+        if self._has_states and self._vllm_config.speculative_config is not None:
+            raise ValueError(
+                "BatonConnector does not support speculative decoding of a model with states: start vLLM "
+                "without it"
+            )
         aligned = self._vllm_config.cache_config.mamba_cache_mode == "align"
         within = any(getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0) for group in groups)
         if current_platform.is_cpu() and aligned and within:
@@ -401,7 +413,6 @@ def check_config(config: VllmConfig) -> None:
     if config.parallel_config.world_size != config.parallel_config.tensor_parallel_size:
         raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
     refused = {
-        "speculative decoding": config.speculative_config,
         "microbatches": config.parallel_config.use_ubatching,  # a layer would be saved in parts
     }
     for name, setting in refused.items():

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,7 +120,9 @@ class VLLM:
             config, model = self._llm.vllm_config.scheduler_config, self._llm.model_config
             size = min(config.max_num_batched_tokens, model.max_model_len - _LARGE.max_tokens)
             requests += [([i] * size, _LARGE) for i in range(3)]  # no prefix of another, which is cached
-        for ids, params in requests:
+        for ids, wanted in requests:
+            drafts = self._llm.vllm_config.speculative_config is not None
+            params = replace(wanted, min_p=0.0) if drafts else wanted  # vLLM has no min_p with drafts
             request = engine.EngineRequest(os.urandom(16), ids, sampling=params)
             fields = sampling(request, only_first=False, scores_prompt=True)
             async for _ in self.generate(request, fields, 0):

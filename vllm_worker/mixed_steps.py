@@ -63,11 +63,14 @@ class MixedSteps:
     """
 
     def __init__(
-        self, usual: int, most: int, target: float | None, target_steps: float = LONG, graph: int = 0
-    ) -> None:
+        self, usual: int, most: int, target: float | None, target_steps: float = LONG, graph: int = 0,
+        drafts: int = 0,
+    ) -> None:  # fmt: skip
         """`usual`: vLLM's bound for steps without decodes. 0: none. `most`: 0 if vLLM computes each prompt in
-        one step. `graph`: tokens of the largest CUDA graph. 0: none. The others are those of `ChunkLimit`."""
+        one step. `graph`: tokens of the largest CUDA graph. 0: none. `drafts`: of a decode in a step. vLLM's
+        bound holds for decodes, too. The others are those of `ChunkLimit`."""
         self._most = most
+        self._rows = 1 + drafts
         beside_decodes = min(usual or most, most, graph or most)
         self._costs = LearnedSteps(row_sizes(MOST_DECODES), token_sizes(max(usual, most, 1)))
         self._meters = Meters(ChunkLimit(self._costs, target, beside_decodes, target_steps))
@@ -116,7 +119,7 @@ class MixedSteps:
 
     def scheduled(self, request_id: str, computed: int, count: int) -> None:
         """The step computes `count` tokens of the request after the first `computed`."""
-        if count > 1:
+        if count > self._rows or (count > 1 and request_id in self._prompts):
             self._step.prompt_tokens += count
             self._step.positions += count * (computed + count / 2)
         else:
@@ -185,19 +188,19 @@ class MixedSteps:
 
     def bound(self, now: float) -> int:
         """Most tokens of each prompt in a step that is scheduled now. 0: all that the step has room for. So a
-        step that should only decode has a token of each prompt."""
+        step that should only decode has as many tokens of each prompt as of a decode."""
         if not self._decoding or not self._most:
             return self._usual
         if self._joined and not self._spared:
-            return 1
+            return self._rows
         limit, prompts = self._meters.chunk_limit, self._prompts.values()
         may_join_at = now if self._handed_over else math.inf
         waiting = [(prompt.left, prompt.due) for prompt in prompts]
         tokens = limit.tokens(self._batch, waiting, now, may_join_at)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
-        tokens = int(min(tokens, self._graph - len(self._decoding)))
-        return max(1, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
+        tokens = int(min(tokens, self._graph - len(self._decoding) * self._rows))
+        return max(self._rows, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
 
     @property
     def _batch(self) -> Batch:

@@ -4,8 +4,10 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
-from baton.engine import EngineConfig
+from baton.engine import EngineConfig, SpeculativeConfig
 from baton.worker.group import Group
 
 _RENAMED = {"num_blocks": "num_gpu_blocks_override"}
@@ -46,8 +48,6 @@ def engine_args(
     for name in _MEANINGLESS:
         if getattr(engine, name):
             raise ValueError(f"{_flag(name)}: has no meaning with --engine vllm; leave it out")
-    if engine.speculative_config is not None:
-        raise ValueError("--speculative-config: is of Baton's own engine; leave it out with --engine vllm")
     if engine.kv_cache_dtype != "auto":
         raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: --engine vllm supports only auto")
     if engine.quantization not in ("auto", "fp8"):
@@ -63,6 +63,9 @@ def engine_args(
     except ValueError as error:
         raise ValueError(f"--vllm-args: {error}") from error
     _check_args(args)
+    drafts = "--speculative-config"
+    if engine.speculative_config is not None and any(arg.startswith(drafts) for arg in args):
+        raise ValueError(f"{drafts}: it is also in --vllm-args; give it once")
     return (*args, *(() if group is None else _of_group(group, experts=experts)))
 
 
@@ -89,6 +92,8 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
         if (value := getattr(engine, name)) != "auto":
             line += [_flag(name), value]
     line.append("--enable-prefix-caching" if engine.enable_prefix_caching else "--no-enable-prefix-caching")
+    if (drafts := engine.speculative_config) is not None:
+        line += ["--speculative-config", json.dumps(_of_drafts(drafts))]
     if engine.enable_expert_parallel:
         line.append("--enable-expert-parallel")
     if engine.language_model_only:
@@ -101,6 +106,14 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
     if engine.device == "cuda" and not any(map(_GRAPHS.match, more)):
         line += ["--compilation-config", json.dumps(_LARGE_GRAPHS)]
     return [*line, *more]
+
+
+def _of_drafts(drafts: SpeculativeConfig) -> dict[str, Any]:
+    """Returns what the method has, in vLLM's form, whose names are the same."""
+    fields = asdict(drafts)
+    if drafts.method != "ngram":
+        del fields["prompt_lookup_max"], fields["prompt_lookup_min"]
+    return {name: value for name, value in fields.items() if value != ""}
 
 
 def _of_group(group: Group, *, experts: bool) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def _with_triton() -> tempfile.TemporaryDirectory[str]:
     return packages
 
 
-def _environment(v2: bool, home: Path) -> dict[str, str]:
+def _environment(v2: bool, home: Path, drafts: dict[str, Any]) -> dict[str, str]:
     assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
     environment = os.environ | {
         "PYTHONPATH": PATHS,
@@ -54,6 +54,8 @@ def _environment(v2: bool, home: Path) -> dict[str, str]:
     }
     # vLLM keeps there what it knows of each class of models. To learn it, a process imports all of vLLM.
     environment.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+    if drafts.get("method") == "ngram":
+        environment["PYTHONPATH"] += f":{Path(__file__).with_name('plain_numba')}"
     if v2:
         environment["PYTHONPATH"] += f":{_with_triton().name}"
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -65,13 +67,14 @@ class Server:
 
     def __init__(self, model: Path, *, v2: bool = False, **options: Any) -> None:
         """`v2`: with vLLM's model runner V2, and the Triton of this environment."""
-        self.preemptions = self.cached = self.bounded = 0
+        self.preemptions = self.cached = self.accepted = self.bounded = 0
         questions, answers = os.pipe(), os.pipe()
         self._questions, self._answers = os.fdopen(questions[1], "w"), os.fdopen(answers[0])
         given = [str(model), json.dumps(options), str(questions[0]), str(answers[1])]
+        environment = _environment(v2, model, options.get("speculative_config", {}))
         self._popen = ForkedPopen(
             [VLLM_PYTHON, "-m", "tests.vllm_worker.vllm_server", *given],
-            env=_environment(v2, model), pass_fds=(questions[0], answers[1]),
+            env=environment, pass_fds=(questions[0], answers[1]),
         )  # fmt: skip
         self.process = psutil.Process(self._popen.pid)
         os.close(questions[0])
@@ -85,7 +88,7 @@ class Server:
     def answers(self, requests: Sequence[Request]) -> Answers:
         self._questions.write(json.dumps(requests) + "\n")
         self._questions.flush()
-        found, self.preemptions, self.cached, self.bounded = json.loads(self.line())
+        found, self.preemptions, self.cached, self.accepted, self.bounded = json.loads(self.line())
         return [(tokens, params) for tokens, params in found]
 
     def kill(self) -> None:

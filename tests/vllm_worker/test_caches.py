@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.content.cache_kinds import LATENT, STATE, CacheArray, Window
-from baton.vllm_worker.caches import Caches, Heads, caches_of, clear_rest, layer_number
+from baton.vllm_worker.caches import Caches, Heads, caches_of, clear_rest, layer_place
 from baton.vllm_worker.metadata import Begun, BlockTable, block_ids
 from tests.layouts import kv_layout
 from tests.vllm_worker.groups import attention, group
@@ -158,6 +158,7 @@ def test_bytes_that_are_no_words_are_refused() -> None:
 
 
 def test_a_layer_has_one_number() -> None:
-    assert layer_number("model.layers.31.self_attn.attn") == 31
+    assert layer_place("model.layers.31.self_attn.attn") == (False, 31)
+    assert layer_place("mtp.layers.0.self_attn.attn") == (True, 0), "after all others"
     with pytest.raises(ValueError, match="should have one"):
-        layer_number("model.blocks.3.mtp.0.attn")
+        layer_place("model.blocks.3.mtp.0.attn")

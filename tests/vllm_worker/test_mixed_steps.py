@@ -134,6 +134,22 @@ def test_a_prompt_of_few_tokens_alone_shows_no_speed() -> None:
     assert costs.step_seconds == pytest.approx(MOST * TOKEN)
 
 
+def test_a_decode_with_its_drafts_is_no_prompt() -> None:
+    """vLLM's bound holds for decodes, too, and vLLM dies if it cuts the first drafts of a request off."""
+    steps = MixedSteps(0, MOST, None, drafts=3)
+    steps.expect("handed over", 0, 0.0, COSTLY)
+    steps.joined()
+    assert steps.bound(0.0) == 4
+    steps.scheduled("handed over", 100, 4)
+    steps.begins(0.0)
+    assert (steps._under_way[-1].decodes, steps._under_way[-1].prompt_tokens) == (1, 0)
+    steps.expect("prompt", 6, 0.0, None)
+    for computed in (0, 4):
+        steps.scheduled("prompt", computed, 4 if computed == 0 else 2)
+        steps.begins(0.0)
+    assert [step.prompt_tokens for step in steps._under_way] == [0, 4, 2]
+
+
 def test_costs_are_said_once() -> None:
     vllm = VLLM()
     assert vllm.steps.news(vllm.now) == [StepStats()]

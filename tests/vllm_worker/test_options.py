@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine import EngineConfig
+from baton.engine import EngineConfig, SpeculativeConfig
 from baton.vllm_worker.options import command_line, engine_args
 from baton.vllm_worker.transfer_process import Settings
 from baton.vllm_worker.version import check_version
@@ -35,6 +35,22 @@ def test_options_have_vllms_names() -> None:
     assert line[-1] == "--enforce-eager"
     assert not {"--max-model-len", "--quantization", "--block-size", "--device"} & set(line)
     assert "--no-enable-prefix-caching" in command_line(config(), ())
+
+
+def test_drafts_have_vllms_form() -> None:
+    def given(**fields: Any) -> Any:
+        drafts = SpeculativeConfig(num_speculative_tokens=2, **fields)
+        return json.loads(dict(pairwise(command_line(config(speculative_config=drafts), ())))[option])
+
+    option = "--speculative-config"
+    two = {"num_speculative_tokens": 2}
+    assert given() == {"method": "ngram", **two, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    assert given(method="eagle3", model="a/head") == {"method": "eagle3", **two, "model": "a/head"}
+    assert given(method="mtp") == {"method": "mtp", **two}
+    other = '--speculative-config {"method":"suffix"}'
+    assert engine_args(config(), other)
+    with pytest.raises(ValueError, match="it is also in --vllm-args; give it once"):
+        engine_args(config(speculative_config=SpeculativeConfig()), other)
 
 
 def test_there_is_room_for_the_adapters_of_the_start() -> None:

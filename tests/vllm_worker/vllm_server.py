@@ -87,7 +87,7 @@ def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: Tex
         outputs = engine.generate(prompts, params, use_tqdm=False)
         told = [[list(x.outputs[0].token_ids), x.kv_transfer_params] for x in outputs]
         counts: Any = engine.get_metrics()
-        names = "vllm:num_preemptions", "vllm:prefix_cache_hits"
+        names = "vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_accepted_tokens"
         found = [sum(x.value for x in counts if x.name == name) for name in names]
         print(json.dumps([told, *found, *bounded]), file=answers, flush=True)
 

@@ -1,0 +1,90 @@
+"""vLLM engines that draft tokens hand over KV, that of draft layers, too. Tokens are those without drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.draft_checkpoints import random_eagle
+from tests.vllm_worker import served
+from tests.vllm_worker.engines import GREEDY, Request, generated, prompts_of, save_model
+from tests.vllm_worker.test_attached_vllm import SAMPLED, TOKENS, pair
+
+DRAFTS = 3
+LENGTHS = [129, 60, 3, 700, 100]
+
+
+def drafting(method: str, model: Path, head: Path) -> dict[str, Any]:
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
+    match method:
+        case "ngram":
+            drafts |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        case "eagle3":
+            about: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 2048}
+            random_eagle(
+                head,
+                model,
+                eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+                bos_token_id=None,
+                eos_token_id=0,
+                **about,
+            )
+            drafts["model"] = str(head)
+        case "draft_model":
+            drafts["model"] = str(model)
+    return drafts
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "draft_model"])
+async def test_tokens_are_those_without_drafts(tmp_path: Path, method: str) -> None:
+    """The draft model is the model itself: if its KV came too early, or not at all, few drafts would be
+    right. The head is random, and always wrong."""
+    model = save_model(tmp_path / "model")
+    both = {"speculative_config": drafting(method, model, tmp_path / "head")}
+    prompts = prompts_of(LENGTHS, 1)
+    greedy = GREEDY | {"max_tokens": TOKENS}
+    async with pair(model, 1, both, max_model_len=1024) as (prefill, decode):
+        prefill_ids, decode_ids = ([os.urandom(16) for _ in prompts] for _ in range(2))
+        prefills: list[Request] = [
+            (prompt, SAMPLED, prefill.sends(x)) for prompt, x in zip(prompts, prefill_ids, strict=True)
+        ]
+        decodes: list[Request] = [
+            (prompt, greedy, prefill.fetched_by(decode_id, prefill_id))
+            for prompt, decode_id, prefill_id in zip(prompts, decode_ids, prefill_ids, strict=True)
+        ]
+        first, found = await asyncio.gather(prefill.answers(prefills), decode.answers(decodes))
+        continued = [prompt + token for prompt, token in zip(prompts, first, strict=True)]
+        assert found == generated(model, continued, TOKENS - 1)
+        most = len(prompts) * (TOKENS - 1) * DRAFTS / (DRAFTS + 1)
+        assert decode.server.accepted >= {"ngram": 1, "eagle3": 0, "draft_model": 0.8 * most}[method]
+        local = await decode.answers([(prompts[0], greedy, {"first_token": 7})])
+        assert local == generated(model, [[*prompts[0], 7]], TOKENS - 1), "a prefill of the same worker"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_workers_that_draft(tmp_path: Path) -> None:
+    """Steps bring several tokens. A stream goes on when its worker is killed."""
+    model = served.save_model(tmp_path / "model")
+    drafts = json.dumps(drafting("draft_model", model, tmp_path / "head"))
+    reference, [prompt] = served.Reference(model), served.prompts_of([200], 3)
+    with served.serving(
+        model, tmp_path, "--vllm-args", f"--enforce-eager --speculative-config '{drafts}'"
+    ) as cluster:
+        events, tokens = cluster.stream(prompt=prompt, max_tokens=100), list[int]()
+        for _ in range(3):
+            tokens += next(events)
+        cluster.process_of("decode 0 engine::EngineCore").kill()
+        tokens += itertools.chain.from_iterable(events)
+        assert tokens == reference.tokens(prompt, 100)
+        cluster.until_restarted("decode 0", 1)
+        assert cluster.ask(prompt=prompt, max_tokens=30)["token_ids"] == tokens[:30]
+        cluster.assert_whole()
