@@ -110,10 +110,9 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
 
 def _of_drafts(drafts: SpeculativeConfig) -> dict[str, Any]:
     """Returns what the method has, in vLLM's form, whose names are the same."""
-    fields = asdict(drafts)
-    if drafts.method != "ngram":
-        del fields["prompt_lookup_max"], fields["prompt_lookup_min"]
-    return {name: value for name, value in fields.items() if value != ""}
+    looked_up = drafts.method == "ngram"
+    fields = asdict(drafts).items()
+    return {x: value for x, value in fields if value != "" and (looked_up or not x.startswith("prompt_"))}
 
 
 def _of_group(group: Group, *, experts: bool) -> tuple[str, ...]:
