@@ -27,6 +27,7 @@ from baton.engine.kernels.upload import upload
 
 BLOCK_N = 128  # positions of a tile; pieces are cut at multiples of it
 QUERIES = 8  # of a prompt that share the keys that a program reads
+SCORE_WARPS, SCORE_STAGES = 4, 2  # of `_score`
 WAVES = 4  # programs of a prompt for each that runs at once
 LARGEST = 32768  # scores of a program of `_select`
 MOVED = 2048  # of these at a time, when it writes what it chose
@@ -103,8 +104,8 @@ def choose(queries: IndexQueries, keys: KV, choice: Choice) -> None:
         ROWS=max(16, triton.next_power_of_2(heads)),
         HEAD_DIM=head_dim,
         BLOCK_N=BLOCK_N,
-        num_warps=4,
-        num_stages=2,
+        num_warps=SCORE_WARPS,
+        num_stages=SCORE_STAGES,
         **launch_options(),
     )
     first, positions, pieces = triton.next_power_of_2(columns), None, 1
