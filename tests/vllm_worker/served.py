@@ -266,30 +266,36 @@ def serving(model: Path, directory: Path, *flags: str, sees: bool = False) -> It
 def joined(cluster: VLLMCluster, *flags: str) -> Iterator[tuple[Front, Front]]:
     """Starts Baton's engine beside the vLLM workers of a cluster. Yields a router of a pair in which it
     prefills, and one of a pair in which it decodes."""
-    common = ["--model", str(cluster.model)]
     engine = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *flags]
-    environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET}
-    roles: list[subprocess.Popen[bytes]] = []
     fronts: list[Front] = []
-    try:
-        with forking():
-            for role, other in (("prefill", "decode"), ("decode", "prefill")):
-                theirs = cluster.workers()[other]["address"]
-                worker = ["--port", str(port := free_port()), *common, *engine]
-                front = Front(free_port())
-                router = [
-                    "--port", str(front.port), "--no-overflow", "--served-model-name", "tiny", *common,
-                    "--worker", f"127.0.0.1:{port}", "--worker", theirs,
-                ]  # fmt: skip
-                for name, line in ((role, worker), ("router", router)):
-                    process, told = spawn(name, *line, environment=environment)
-                    roles.append(process)
-                    with told:
-                        assert "ready" in json.loads([*told][-1])
-                fronts.append(front)
+    with contextlib.ExitStack() as roles:
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            worker = ["--port", str(port := free_port()), "--model", str(cluster.model), *engine]
+            roles.enter_context(_started(role, *worker))
+            theirs = cluster.workers()[other]["address"]
+            fronts.append(roles.enter_context(routed(cluster, f"127.0.0.1:{port}", theirs, "--no-overflow")))
         yield fronts[0], fronts[1]
+
+
+@contextlib.contextmanager
+def routed(cluster: VLLMCluster, *given: str) -> Iterator[Front]:
+    """Starts another router. `given`: addresses of workers, and flags."""
+    front = Front(free_port())
+    flags = [word for each in given for word in ([each] if each.startswith("--") else ["--worker", each])]
+    named = ["--served-model-name", "tiny", "--model", str(cluster.model)]
+    with _started("router", "--port", str(front.port), *named, *flags):
+        yield front
+
+
+@contextlib.contextmanager
+def _started(role: str, *flags: str) -> Iterator[None]:
+    """A role that is ready, and ends afterwards."""
+    with forking():
+        process, told = spawn(role, *flags, environment=os.environ | {"BATON_CLUSTER_SECRET": SECRET})
+        with told:
+            assert "ready" in json.loads([*told][-1])
+    try:
+        yield
     finally:
-        for process in reversed(roles):
-            process.terminate()
-        for process in roles:
-            process.wait(STOP_S)
+        process.terminate()
+        process.wait(STOP_S)

@@ -22,7 +22,7 @@ from tests.engine.conftest import IMAGE_TOKEN, TINY_QWEN3_VL, save_seeing_tokeni
 from tests.engine.test_images import expected_of
 from tests.system.test_images import content_of, data_url
 
-from .served import VLLMCluster, joined, serving
+from .served import VLLMCluster, joined, routed, serving
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 TOKENS = 60
@@ -156,6 +156,17 @@ def test_pairs_with_batons_engine(cluster: VLLMCluster, model: Seeing) -> None:
             counts = {role: worker["status"]["images_encoded"] for role, worker in workers.items()}
             assert counts["decode"] == 0
             front.assert_whole()
+
+
+def test_a_decode_worker_alone_encodes(cluster: VLLMCluster, model: Seeing) -> None:
+    """Also an image that stands in a prompt twice. It is encoded once."""
+    before, image = encoded(cluster), picture(8)
+    with routed(cluster, cluster.workers()["decode"]["address"]) as front:
+        parts = ("Look:", image, "then", image, "?")
+        answer = front.chat(messages=messages_of(*parts), max_tokens=TOKENS)
+        assert answer["choices"][0]["token_ids"] == model.tokens(*parts)
+        front.assert_whole()
+    assert encoded(cluster) == {"prefill": before["prefill"], "decode": before["decode"] + 1}
 
 
 def test_a_preempted_decode_is_computed_where_its_image_is_encoded(model: Seeing, tmp_path: Path) -> None:
