@@ -274,6 +274,7 @@ class FrontOptions(ServerTlsOptions):
             "openai_gptoss",
             "qwen3",
             "seed_oss",
+            "step3p5",
             "none",
         ]
         | None

@@ -21,6 +21,8 @@ class Way:
     end: str = "</think>"
     label: str = ""
     """What follows `start`, and is no reasoning."""
+    newlines: bool = False
+    """A newline before `end` belongs to it, and one behind it."""
     in_messages: bool = False
     """The output is a list of messages, as `harmony` reads them."""
 
@@ -44,6 +46,7 @@ REASONING: dict[str, Way] = {
     "kimi_k2": Way(),
     "seed_oss": Way(start="<seed:think>", end="</seed:think>"),
     "gemma4": Way(start="<|channel>", end="<channel|>", label="thought\n"),
+    "step3p5": Way(newlines=True),
     # The model always reasons first. It may leave out <think>.
     "deepseek_r1": Way("reasoning"),
     "mistral": Way(start="[THINK]", end="[/THINK]"),
@@ -60,6 +63,7 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_r1", ("think>", "<｜Assistant｜>")),
     ("kimi_k2", ("think>", "<|im_middle|>")),
     ("glm45", ("think>", "<arg_key>")),
+    ("step3p5", ("<think>", "<|im_start|>tool_response")),
     ("qwen3", ("<think>",)),
     ("qwen3", ("</think>",)),
 )
@@ -90,6 +94,8 @@ class ReasoningParser:
         self._mark = ""  # the text that may become the mark
         self._end = Marker(way.end)
         self.end = way.end
+        self._newlines = way.newlines and beginning != "answer"
+        self._newline = ""  # held back: the end of the reasoning may follow it
 
     @property
     def over(self) -> bool:
@@ -101,20 +107,31 @@ class ReasoningParser:
         if self._state == "begin":
             text = self._begin(text)
         if self._state != "reasoning":
-            return "", text
+            return "", self._without_newline(text)
         text = self._without_label(text)
         reasoning, content = self._end.split(text)
+        if self._newlines and (reasoning or content is not None):
+            whole = self._newline + reasoning
+            reasoning = whole.removesuffix("\n")
+            self._newline = "" if content is not None else whole[len(reasoning) :]
         if content is None:
             return reasoning, ""
         self._state = "answer"
-        return reasoning, content
+        return reasoning, self._without_newline(content)
 
     def finish(self) -> tuple[str, str]:
         """Returns the reasoning and the content that were held back, at the end of the output."""
         if self._state == "begin":
             held = "".join(self._space) + self._mark
             return (held, "") if self._beginning == "reasoning" else ("", held)
-        return self._end.held, ""
+        return self._newline + self._end.held, ""
+
+    def _without_newline(self, answer: str) -> str:
+        """The first text of the answer behind the reasoning, without its first newline."""
+        if self._newlines and answer:
+            self._newlines = False
+            return answer.removeprefix("\n")
+        return answer
 
     def _without_label(self, text: str) -> str:
         at = 0
@@ -138,4 +155,5 @@ class ReasoningParser:
         if self._start.startswith(self._mark):
             return ""
         self._state = "reasoning" if self._beginning == "reasoning" else "answer"
+        self._newlines &= self._state == "reasoning"
         return "".join(self._space) + self._mark

@@ -88,6 +88,10 @@ CALLS_OF_F = "<|channel|>commentary to=functions.{}<|message|>{}<|call|>"
         ("gemma4", "<|channel>though", "", ""),
         ("gemma4", "<|channel>analysis<channel|>b", "analysis", "b"),
         ("gemma4", "<|chan", "", "<|chan"),
+        ("step3p5", "<think>\na\n\n</think>\n\nb\n", "\na\n", "\nb\n"),
+        ("step3p5", "<think>a</think>b", "a", "b"),
+        ("step3p5", "<think>a\n\n</th", "a\n\n</th", ""),
+        ("step3p5", "\na", "", "\na"),
         (
             "openai_gptoss",
             HARMONY,
@@ -200,6 +204,7 @@ def test_the_parser_follows_from_the_chat_template():
         "glm45": "<think></think><arg_key>",
         "gemma4": "{{ '<|channel>thought\n' + text + '\n<channel|>' }}<|tool_call>",
         "qwen3": "]~b]ai\n<think>\n<minimax:tool_call>",
+        "step3p5": "{{- '<|im_start|>tool_response\\n' }}{{- '<|im_start|>assistant\\n<think>\\n' }}",
         None: "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|>",  # Kimi-Linear
     }.items():
         assert reasoning_of(marks) == way

@@ -122,6 +122,9 @@ CASES = [
     ("mistral", "[TOOL_CALLS][[TOOL_CALLS]now{}", "[", [OTHER]),
     ("qwen3_coder", "Sure!\n\n<tool_call>\n<function=edit>\n<parameter=path>\n/a\n</parameter>\n<parameter=line>\n"  # noqa: E501
      "2\n</parameter>\n</function>\n</tool_call>", "Sure!", [("edit", '{"path": "/a", "line": 2}')]),
+    # MiMo-V2-Flash writes values without line breaks around them. Step-3.7 has those of Qwen3-Coder.
+    ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=path>/a && b</parameter>\n<parameter=line>2</parameter>\n"  # noqa: E501
+     "</function>\n</tool_call>", "", [("edit", '{"path": "/a && b", "line": 2}')]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"  # noqa: E501
      "</tool_call>", "", [OTHER, OTHER]),
     ("qwen3_coder", '<tool_call><function=edit><parameter=text>\n  "<p> </par> é\\\n\n</parameter>\n<parameter=any>'  # noqa: E501
