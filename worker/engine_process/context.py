@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+from baton.content import vocabulary_fingerprint
 from baton.engine import CachedBlock, Engine, Hooks, build_engine
 from baton.engine.core.live_request import LiveRequest
+from baton.engine.loader import checkpoint_path, tokenizer_source
+from baton.engine.loader.tokenizer_json import vocabulary
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
+from baton.machine.background import at_low_priority
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
@@ -19,6 +23,13 @@ from baton.worker.engine_process.prefix_fetches import PrefixLinks
 from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.start import EngineProcessConfig, stand_by
 from baton.worker.ipc import ServiceLink
+
+
+@cache
+def vocabulary_of(tokenizer: str) -> str:
+    """The fingerprint of a vocabulary. That of a large one takes a second. Raises ValueError if the file
+    cannot be read."""
+    return vocabulary_fingerprint(vocabulary(tokenizer))
 
 
 @dataclass(slots=True)
@@ -64,6 +75,8 @@ class Context:
         self.cached_chunks.evicted(name)
 
     def _wait_for_turn(self) -> None:
+        engine = self.config.engine
+        at_low_priority(partial(vocabulary_of, tokenizer_source(engine, str(checkpoint_path(engine)))))
         self.link.send(messages.StandsBy())
         self.link.wait_for(messages.TakeOver)
         if (files := self.config.files) is not None:

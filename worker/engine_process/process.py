@@ -3,14 +3,12 @@
 import gc
 from collections.abc import Callable
 
-from baton.content import vocabulary_fingerprint
 from baton.engine import Engine
-from baton.engine.loader.tokenizer_json import vocabulary
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
-from baton.worker.engine_process.context import Context
+from baton.worker.engine_process.context import Context, vocabulary_of
 from baton.worker.engine_process.embeddings import embedding_layout
 from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.kv_events import KVEvents
@@ -78,7 +76,7 @@ def _ready(engine: Engine) -> messages.EngineReady:
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
         offload_blocks=sum(tier.num_places for tier in engine.offload if not tier.of_states),
-        vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
+        vocabulary_fingerprint=vocabulary_of(engine.tokenizer),
         attention_doubles_at=model.attention_doubles_at,
         numerics=engine.numerics,
         images=None if model.vision is None else model.vision.settings,

@@ -218,10 +218,12 @@ class WorkerTree:
 
     async def _hurry(self) -> None:
         """Waits until the standby stands by. It is needed now."""
-        while not self.stands_by.is_set():
+        while True:
             for child in (self._engine, *self._ranks):
                 if child is not None:
-                    raise_priority(child.pid)
+                    raise_priority(child.pid)  # a library may have made threads for later, too
+            if self.stands_by.is_set():
+                return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HURRY):  # a thread that starts then has a low priority again
                     await self.stands_by.wait()
