@@ -7,6 +7,7 @@
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import le, lt
@@ -21,6 +22,13 @@ SAME_MODEL = "Give the router and all workers the same --model and --revision."
 VERSION = "version of its weights"
 NEW_WEIGHTS = (
     "Run `baton weights` with the newest checkpoint: a worker that starts again has the weights of --model."
+)
+LAYOUT = "KV layout"
+_TILE = re.compile(r"%\d+")
+"""Where in a layout it says at which positions that of a window may begin (`content.cache_kinds`)."""
+SAME_ENGINE = (
+    "Give all workers the same --engine: Baton's and vLLM's keep {} of this model in other units "
+    "(docs/operations.md, vLLM workers)."
 )
 LOAD_ADAPTERS = "Put the adapter's files on its host, or unload the adapter (/v1/unload_lora_adapter)."
 WAIT_FOR_WEIGHTS = "Wait: the router accepts it when it has them."
@@ -74,6 +82,9 @@ def check_fit(
             remedy = f"Give all workers the same {flags}. The one accepted first may be the wrong one."
             if any(name == VERSION for name, *_ in differing):
                 remedy = NEW_WEIGHTS
+            elif [name for name, *_ in differing][:1] == [LAYOUT]:  # the models agree
+                layouts = {_TILE.sub("", each.layout_fingerprint) for each in (described, accepted)}
+                remedy = SAME_ENGINE.format("windows" if len(layouts) == 1 else "caches")
             raise RefusedWorker(f"it differs from {other} in: {found}", remedy)
 
 
@@ -105,7 +116,7 @@ def _differing(
         else:
             yield part, described.model, accepted.model, MODEL_FLAGS
     if described.layout_fingerprint != accepted.layout_fingerprint:
-        yield "KV layout", described.layout_fingerprint, accepted.layout_fingerprint, MODEL_FLAGS
+        yield LAYOUT, described.layout_fingerprint, accepted.layout_fingerprint, MODEL_FLAGS
     if described.dtype != accepted.dtype and FP8 not in (described.dtype, accepted.dtype):  # FP8 is converted
         yield "KV dtype", described.dtype, accepted.dtype, ("--dtype",)
 
