@@ -134,6 +134,7 @@ def _handles(tensors: Mapping[str, torch.Tensor]) -> str:
         if tensor.numel():
             try:
                 with torch.cuda.device(tensor.device):
+                    torch.cuda.synchronize()  # the values are there, and this thread has the context
                     base, _ = cuda_driver.allocation(base)
                     memory[base] = memory.get(base) or cuda_driver.export_handle(base).hex()
             except (CudaError, OSError, ValueError) as error:
@@ -145,8 +146,6 @@ def _handles(tensors: Mapping[str, torch.Tensor]) -> str:
             "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
             "memory": list(memory).index(base) if tensor.numel() else 0, "offset": tensor.data_ptr() - base,
         }  # fmt: skip
-    for device in {tensor.device for tensor in tensors.values()}:
-        torch.cuda.synchronize(device)
     return json.dumps({"memory": [*memory.values()], "tensors": found})
 
 

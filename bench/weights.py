@@ -10,6 +10,8 @@ prompts are sent again.
     gap          the longest gap of a running stream around a change; …_kept: in a pause that keeps its KV
     pause        how long no worker served
     read         how long a worker read and checked weights, beside its steps
+
+With `--trainer` a trainer in another process gives the weights (`bench.trainer`), on CPUs or GPUs.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import baton.bench.contract as contract
+import baton.bench.trainer as trainer
 from baton.bench.contract import Report, Row
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
 from baton.bench.harness.streams import (
@@ -47,6 +50,8 @@ CHANGES, SHORT_CHANGES = 6, 2
 """Half of them keep KV."""
 ANSWER, LONG_ANSWER = 64, 256
 """Tokens of an answer after a change, and of one that runs while weights change."""
+TOKENS, SHORT_TOKENS = 50_000, 512
+"""Of the answers after each change, with `--trainer`."""
 BEGUN = 4
 """Tokens that each stream has when weights change."""
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
@@ -161,11 +166,19 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def main() -> int:
-    p = contract.parser(__doc__ or "", devices=("cpu",))
-    counts = {"changes": (CHANGES, SHORT_CHANGES), "streams": (STREAMS, SHORT_STREAMS)}
+    p = contract.parser(__doc__ or "")
+    p.add_argument("--trainer", action="store_true", help="a trainer gives the weights (always on a GPU)")
+    counts = {
+        "changes": (CHANGES, SHORT_CHANGES),
+        "streams": (STREAMS, SHORT_STREAMS),
+        "tokens": (TOKENS, SHORT_TOKENS),
+    }
     args = contract.with_counts(p, **counts)
     report = Report.of("weights", args)
-    measure(args, report)
+    if args.trainer or args.device == "cuda":
+        trainer.measure(args, report)
+    else:
+        measure(args, report)
     return report.finish()
 
 

@@ -52,8 +52,9 @@ class DeviceFile:
         memory, tensors = found.get("memory"), found.get("tensors")
         if not isinstance(memory, list) or not isinstance(tensors, dict):
             raise ValueError(f"{path}: must have a list of memory, and tensors by name")
-        opened: list[int] = []
-        weakref.finalize(self, _close, opened, torch.cuda.current_stream())
+        opened, stream = list[int](), torch.cuda.current_stream()
+        stream.synchronize()  # this thread has the context of the device now
+        weakref.finalize(self, _close, opened, stream)
         spans = list[tuple[int, int]]()
         for handle in memory:
             try:

@@ -67,8 +67,9 @@ ON_GPU = (
     "split",
     "store",
     "vllm",
+    "weights",
 )
-ON_CPU = ("quality", "router", "routing_sim", "survive", "weights")
+ON_CPU = ("quality", "router", "routing_sim", "survive")
 ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
@@ -631,6 +632,7 @@ def test_runs_flip(
         "store",
         "survive",
         "weights",
+        "weights --trainer",
     ],
 )
 def test_the_short_form_runs_with_real_processes(
