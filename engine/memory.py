@@ -6,6 +6,7 @@ import torch
 
 from baton.engine.api.config import MemoryPart
 from baton.engine.core.request_lives import RequestLives
+from baton.engine.execution.commands import Commands
 from baton.engine.execution.elastic_cache import ElasticCache
 from baton.engine.execution.memory_saver import MemorySaver
 from baton.engine.step_loop import StepLoop
@@ -20,14 +21,21 @@ class EngineMemory:
     """
 
     def __init__(
-        self, parts: Mapping[MemoryPart, MemorySaver | ElasticCache], lives: RequestLives, loop: StepLoop
+        self,
+        parts: Mapping[MemoryPart, MemorySaver | ElasticCache],
+        lives: RequestLives,
+        loop: StepLoop,
+        followers: Commands | None,
     ) -> None:
-        """`parts`: of `EngineConfig.enable_memory_saver`; else empty."""
+        """`parts`: of `EngineConfig.enable_memory_saver`; else empty. `followers`: the other ranks."""
         self.released: set[MemoryPart] = set()
         self.lost_weights = False
         self._parts = parts
         self._lives = lives
         self._loop = loop
+        self._followers = followers
+        self._lacking: set[MemoryPart] = set()
+        """What this rank has released. The others may lack it longer."""
 
     @property
     def is_whole(self) -> bool:
@@ -58,13 +66,21 @@ class EngineMemory:
                     self._lives.cache.clear_device()
             else:
                 self.lost_weights = True
-            self._parts[part].release()
             self.released.add(part)
+            if part not in self._lacking:
+                self._parts[part].release()
+                self._lacking.add(part)
+            if self._followers is not None:
+                self._followers.memory(part, release=True)
         torch.cuda.empty_cache()
 
     def resume(self, parts: Collection[MemoryPart]) -> None:
-        """Takes the memory of these parts again. Raises `MemoryError` if the device has not as much; what
-        came before is there then."""
+        """Takes the memory of these parts again. Raises `MemoryError` if a device has not as much; what came
+        before is there then. The call can be repeated."""
         for part in [part for part in parts if part in self.released]:
-            self._parts[part].resume()
+            if part in self._lacking:
+                self._parts[part].resume()
+                self._lacking.remove(part)
+            if self._followers is not None:
+                self._followers.memory(part, release=False)
             self.released.remove(part)

@@ -141,15 +141,8 @@ class WorkerConfig:
             raise ValueError("--replace-engine: only for Baton's engine on CPUs; leave it out")
         if self.standby and not self.replace_engine:
             raise ValueError("a standby: only with --replace-engine")
-        if self.engine.enable_memory_saver:
-            if self.engine.tensor_parallel_size > 1:
-                raise ValueError(
-                    "--enable-memory-saver: only with --tensor-parallel-size 1; leave one of them out"
-                )
-            if self.replace_engine:
-                raise ValueError(
-                    "--enable-memory-saver: not with --replace-engine, whose KV outlives the engine"
-                )
+        if self.engine.enable_memory_saver and self.replace_engine:
+            raise ValueError("--enable-memory-saver: not with --replace-engine, whose KV outlives the engine")
         self._check_transfer()
 
     def _check_transfer(self) -> None:

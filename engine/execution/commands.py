@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
+from baton.engine.api.config import MemoryPart
 from baton.engine.execution.inputs import aligned
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.step import ARRAYS, DIMENSIONS, NUMBERS, Step, arrays_of, assembled, numbers_of
@@ -46,6 +47,8 @@ class Kind(IntEnum):
     """Compute with those from now on."""
     DROP = 6
     """They are not wanted."""
+    MEMORY = 7
+    """Give the memory of a part back to the device, or take it again."""
 
 
 class Stage(NamedTuple):
@@ -56,6 +59,14 @@ class Stage(NamedTuple):
     path: str
 
 
+class Memory(NamedTuple):
+    """A command to give memory back, or to take it again."""
+
+    part: MemoryPart
+    release: bool
+
+
+PARTS: Sequence[MemoryPart] = get_args(MemoryPart)
 Moves = list[tuple[int, int, bool]]
 """Moves of memory, as in `ModelRunner.move`."""
 MOST_MOVES = 64
@@ -92,7 +103,7 @@ class Commands:
         self._wakes, self._reading = files.wakes, files.readings
         slots = LINE * (1 + len(files.wakes))
         reports = slots + SLOTS * self._slot_bytes
-        size = reports + (16 + MOST_REASON) * (1 + len(files.wakes))
+        size = reports + 2 * (16 + MOST_REASON) * (1 + len(files.wakes))
         os.ftruncate(files.commands, size)
         memory = mmap.mmap(files.commands, size)
         self._memory = np.frombuffer(memory, dtype=np.uint8)
@@ -100,7 +111,8 @@ class Commands:
         self._done = self._memory[:slots].view(np.int64).reshape(-1, LINE // 8)[:, 0]
         self._slots = self._memory[slots:reports].reshape(SLOTS, self._slot_bytes)
         # By rank, how its last reading of weights ended.
-        self._reports = self._memory[reports:].reshape(-1, 16 + MOST_REASON)
+        # Then, why it has no memory.
+        self._reports, self._lacks = self._memory[reports:].reshape(2, -1, 16 + MOST_REASON)
         self._readings = 0
         self._written = 0
         self._layers = 0  # of `waited`, on this rank
@@ -170,6 +182,18 @@ class Commands:
 
         return wait
 
+    def memory(self, part: MemoryPart, *, release: bool) -> None:
+        """The other ranks give the memory of a part back, or take it again. Returns when all have. Raises
+        `MemoryError` with the reason of a rank whose device has not as much."""
+        self._next([Kind.MEMORY, PARTS.index(part), release])
+        self._publish()
+        self._wait()
+        for rank, report in enumerate(self._lacks[1:], 1):
+            if length := int(report[:8].view(np.int64)[0]):
+                raise MemoryError(
+                    f"rank {rank}: {report[16 : 16 + length].tobytes().decode(errors='replace')}"
+                )
+
     def replace(self) -> Callable[[], None]:
         """The other ranks compute with the weights that they have read. Returns what waits until they do."""
         self._next([Kind.REPLACE])
@@ -204,10 +228,16 @@ class Commands:
         head[0] = number  # last: rank 0 looks at it
         os.eventfd_write(self._reading, 1)
 
-    def received(self, rank: int) -> Iterator[Step | Moves | Stage | Kind | None]:
-        """The commands in order, until `stop`: a step to run, moves of memory, weights to read, `REPLACE`,
-        `DROP`, or None to sample the step that was run last. The arrays of a step are valid until the next
-        command is asked for."""
+    def lacks(self, rank: int, reason: str) -> None:
+        """Why a rank has not taken the memory that was asked for last. Empty: it has."""
+        report, encoded = self._lacks[rank], reason.encode()[:MOST_REASON]
+        report[16 : 16 + len(encoded)] = np.frombuffer(encoded, np.uint8)
+        report[:8].view(np.int64)[0] = len(encoded)
+
+    def received(self, rank: int) -> Iterator[Step | Moves | Stage | Memory | Kind | None]:
+        """The commands in order, until `stop`: a step to run, moves of memory, weights to read, memory to
+        give back or to take, `REPLACE`, `DROP`, or None to sample the step that was run last. The arrays of a
+        step are valid until the next command is asked for."""
         for number in range(1, 1 << 62):
             os.eventfd_read(self._wakes[rank - 1])
             slot = self._slots[(number - 1) % SLOTS]
@@ -219,6 +249,9 @@ class Commands:
             elif kind == Kind.STAGE:
                 _, reading, length = slot[:24].view(np.int64).tolist()
                 yield Stage(reading, slot[24 : 24 + length].tobytes().decode())
+            elif kind == Kind.MEMORY:
+                _, part, release = slot[:24].view(np.int64).tolist()
+                yield Memory(PARTS[part], bool(release))
             elif kind in (Kind.REPLACE, Kind.DROP):
                 yield Kind(kind)
             else:

@@ -1,7 +1,7 @@
 """The ranks of a model that spans several devices: how they join, and what those from 1 on do.
 
 start, together with rank 0 ──▶ run or sample, as rank 0 does ──▶ … ──▶ stop
-                                  read, replace or drop weights
+                                  read, replace or drop weights; give memory back, or take it
 """
 
 import os
@@ -12,8 +12,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from baton.engine.api.config import EngineConfig
-from baton.engine.execution.commands import Commands, Kind, Stage
+from baton.engine.api.config import EngineConfig, MemoryPart
+from baton.engine.execution.commands import Commands, Kind, Memory, Stage
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.host_ranks import HostRanks
@@ -63,6 +63,7 @@ class Follower:
         )
         self._runner = started.runner
         self._commands = commands(config, started, files)
+        self._memory, self._released = started.memory, set[MemoryPart]()
         self._weights = RankWeights(started.loaded, self._commands, ranks.rank)
 
     def run(self, layer_done: Callable[[Step], LayerDone]) -> None:
@@ -78,6 +79,8 @@ class Follower:
                 self._runner.follow(command)
             elif isinstance(command, Stage):
                 self._weights.stage(command)
+            elif isinstance(command, Memory):
+                self._set_memory(command)
             elif isinstance(command, Kind):
                 self._weights.replace() if command is Kind.REPLACE else self._weights.drop()
             else:
@@ -87,6 +90,23 @@ class Follower:
                 launched = self._runner.run(command, done)
         self._weights.close()
         self._runner.stop()
+
+    def _set_memory(self, command: Memory) -> None:
+        """Rank 0 orders it while no step is under way. What is done already stays."""
+        reason, part = "", self._memory[command.part]
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if command.release and command.part not in self._released:
+            part.release()
+            self._released.add(command.part)
+            torch.cuda.empty_cache()
+        elif not command.release and command.part in self._released:
+            try:
+                part.resume()
+                self._released.remove(command.part)
+            except MemoryError as error:
+                reason = str(error) or "no memory is left"
+        self._commands.lacks(self.ranks.rank, reason)
 
 
 class RankWeights:

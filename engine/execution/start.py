@@ -142,7 +142,7 @@ def start_rank(
     of_weights = _memory_saver(config, device)
     if of_weights is not None:
         with memory_for("the weights", "choose a smaller --model"):
-            of_weights.take(tensors((model, drafter)))
+            of_weights.take(tensors((model, drafter), beside=ranks))
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     of_model = layer_caches(model_config, limits.dtype, limits.kv_dtype, drafts=head is not None)
     # Where no step is launched before the tokens of the last one are known, drafts cost no step anything. A

@@ -32,9 +32,9 @@ def pairs(kept: object, new: object, name: str = "model") -> Iterator[Pair]:
     yield from _pairs(kept, new, name, set())
 
 
-def tensors(x: object) -> Iterator[Tensor]:
-    """All tensors of a model, each once."""
-    return _tensors(x, set())
+def tensors(x: object, *, beside: object = None) -> Iterator[Tensor]:
+    """All tensors of a model, each once, without those of `beside`, which it refers to."""
+    return _tensors(x, {id(beside)})
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:

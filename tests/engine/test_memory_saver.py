@@ -1,5 +1,7 @@
 """Memory that an engine gives back for a while: the system has it meanwhile, and answers stay right."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,43 @@ def test_what_cannot_be_had_again_stays_released_until_it_can(
     engine.loop.frozen = False
     assert answer(engine, 2) == (wanted, 0)
     assert len(opened) > 1
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks are threads here")
+def test_each_rank_gives_its_memory_back_and_all_have_it_again_or_wait(
+    tmp_path: Path, ranks: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, "Llama", max_position_embeddings=1024)
+    after = trained(before, tmp_path)
+    settings: dict[str, Any] = {"enable_prefix_caching": True, "num_blocks": 64, "block_size": 16}
+    wanted = answer(load(after, dtype="float32", **settings), 1)[0][0]
+    engine = ranks(before, 2, enable_memory_saver=True, **settings)
+    first, used = answer(engine, 1)[0][0], taken()
+    engine.loop.frozen = True
+    release, released = MemorySaver.release, list[MemorySaver]()
+    monkeypatch.setattr(MemorySaver, "release", lambda saver: released.append(saver) or release(saver))
+    engine.memory.release(["kv_cache", "weights"])
+    assert len({id(saver) for saver in released}) == 4, "two parts on two ranks"
+    assert taken() < used
+    resume, ranks_that_lack = MemorySaver.resume, [1]
+
+    def full(saver: MemorySaver) -> None:
+        if threading.current_thread() is not threading.main_thread() and ranks_that_lack:
+            ranks_that_lack.pop()
+            raise MemoryError("no page is left")
+        resume(saver)
+
+    monkeypatch.setattr(MemorySaver, "resume", full)
+    with pytest.raises(MemoryError, match="rank 1: no page is left"):
+        engine.memory.resume(["weights"])
+    assert engine.memory.released == {"kv_cache", "weights"}
+    engine.memory.resume(["weights", "kv_cache"])
+    engine.replace_weights(engine.stage_weights(str(after)), "1")
+    assert engine.memory.is_whole
+    engine.loop.frozen = False
+    assert answer(engine, 2)[0][0] == wanted != first
 
 
 def test_tensors_that_share_memory_share_it_in_the_saver(tmp_path: Path) -> None:

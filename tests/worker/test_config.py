@@ -46,10 +46,6 @@ def config(**fields: Any) -> WorkerConfig:
             "--enable-memory-saver: not with --replace-engine",
         ),
         ({"standby": True}, "a standby: only with --replace-engine"),
-        (
-            {"engine": EngineConfig("model", enable_memory_saver=True, tensor_parallel_size=2)},
-            "--enable-memory-saver: only with --tensor-parallel-size 1",
-        ),
         ({"drain_timeout": 1e6}, "--drain-timeout: 1000000.0"),
     ],
 )

@@ -51,10 +51,14 @@ def saved(directory: Path, seed: int, missing: str = "", intermediate_size: int 
     return directory
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
+def worker(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcess]:
+    """With one rank, or with two."""
     directory = tmp_path_factory.mktemp("weights")
-    started = start_worker("prefill", tiny_model(directory / "model"), directory, engine=TINY)
+    engine = TINY | {"tensor_parallel_size": request.param}
+    started = start_worker("prefill", tiny_model(directory / "model"), directory, engine=engine)
     try:
         yield started.wait_ready()
     finally:
