@@ -3,7 +3,8 @@
 To process a client's text may take seconds, and may crash the library that does it. In a child it does not
 block the event loop, and a crash ends only the child. The parent writes requests to a socket, the child
 replies to it. Both are frames: a length of four bytes, little-endian, then the payload. The first frame of a
-child is its pid. It ends when its socket is closed.
+child is its pid. Beside a reply a child may leave bytes in a file in memory that both have. It ends when its
+socket is closed.
 
 Children are forked by a process that has loaded what they need, so a child starts within milliseconds and
 takes little memory. All router processes of a host have one such process. `preparation.pipe` is its side.
@@ -24,10 +25,12 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any, NamedTuple
 
 import msgspec
 
+from baton.content.images import CHANNELS, MOST_PIXELS
 from baton.machine import oom_kills
 from baton.machine.python_path import python_path
 from baton.machine.system import process_end
@@ -46,6 +49,8 @@ _DYING_SECONDS = 1.0
 _RESTART_SECONDS = 0.5
 _CHECK_SECONDS = 10.0
 _LONG_SECONDS = 0.1
+MOST_SHARED_BYTES = CHANNELS * MOST_PIXELS
+"""Beside a reply."""
 _SLICE_BYTES = 256 << 10
 """Bytes of one write. To copy a whole body into a transport would block the loop for milliseconds."""
 
@@ -154,13 +159,15 @@ class ForkServer:
             for router_end, child_end in pairs:
                 router_ends.enter_context(router_end)
                 child_ends.enter_context(child_end)
-            socket.send_fds(self._socket, [kind.encode()], [child_end.fileno() for _, child_end in pairs])
+            shared = router_ends.enter_context(open(os.memfd_create("shared"), "rb+", buffering=0))  # noqa: ASYNC230
+            fds = [*(child_end.fileno() for _, child_end in pairs), shared.fileno()]
+            socket.send_fds(self._socket, [kind.encode()], fds)
             streams = []
             for router_end, _ in pairs:
                 streams.append(await asyncio.open_unix_connection(sock=router_end))
                 router_ends.callback(streams[-1][1].close)  # if the caller is cancelled
             router_ends.pop_all()
-        return _Process(*streams[0], *streams[1])
+        return _Process(*streams[0], *streams[1], shared)
 
     async def close(self) -> None:
         """Ends it with its children, unless it is another process's."""
@@ -181,6 +188,7 @@ class _Process:
     requests: asyncio.StreamWriter
     ends: asyncio.StreamReader
     alive: asyncio.StreamWriter
+    shared: FileIO
     pid: int = 0
 
     @property
@@ -205,10 +213,20 @@ class _Process:
         self.close()
         return code
 
+    def take(self) -> bytes:
+        """What the child has left beside its reply. Its memory is free then."""
+        size = min(os.fstat(self.shared.fileno()).st_size, MOST_SHARED_BYTES)
+        if not size:
+            return b""
+        found = os.pread(self.shared.fileno(), size, 0)
+        os.ftruncate(self.shared.fileno(), 0)
+        return found
+
     def close(self) -> None:
-        """Closes both sockets."""
+        """Closes both sockets and the file."""
         self.requests.close()
         self.alive.close()
+        self.shared.close()
 
 
 class Child:
@@ -219,8 +237,8 @@ class Child:
         self._kind = kind
         self._process: _Process | None = None
 
-    async def call(self, parts: Sequence[Frame]) -> bytes:
-        """Sends `parts` as one frame and returns the reply. Raises ChildDied."""
+    async def call(self, parts: Sequence[Frame]) -> tuple[bytes, bytes]:
+        """Sends `parts` as one frame. Returns the reply, and what is beside it. Raises ChildDied."""
         if self._process is not None and self._process.is_dead:
             await self.end()
         if self._process is None:
@@ -229,7 +247,8 @@ class Child:
             except OSError as error:  # the machine has no memory or no process left
                 raise ChildDied(error.errno or 0, started=False) from error
             process.pid = int(await self._exchange(process, None))
-        return await self._exchange(self._process, parts)
+        process = self._process
+        return await self._exchange(process, parts), process.take()
 
     async def _exchange(self, process: _Process, parts: Sequence[Frame] | None) -> bytes:
         """Sends a frame, unless `parts` is None, and reads one."""
@@ -285,9 +304,9 @@ class ChildPool:
         self._idle = [Child(server, kind) for _ in range(count)]
         self._waiting: FairQueue[str, _Waiting] = FairQueue()
         self._busy_long: set[Child] = set()
-        self._calls: set[asyncio.Task[bytes]] = set()
+        self._calls: set[asyncio.Task[tuple[bytes, bytes]]] = set()
 
-    async def ask(self, key: str, *parts: Frame, too_much: InvalidRequest) -> Any:
+    async def ask(self, key: str, *parts: Frame, too_much: InvalidRequest) -> tuple[Any, bytes]:
         """As `call`, but also raises ApiErrors in place of ChildDied: `too_much` if the child died of the
         request."""
         try:
@@ -297,8 +316,9 @@ class ChildPool:
                 raise too_much from died
             raise ApiError(f"the router has no process for this request: {died}") from died
 
-    async def call(self, key: str, *parts: Frame) -> Any:
-        """Sends `parts` as one request for the client's API key `key`. Returns the answer.
+    async def call(self, key: str, *parts: Frame) -> tuple[Any, bytes]:
+        """Sends `parts` as one request for the client's API key `key`. Returns the answer, and what the child
+        has left beside it.
 
         When the caller is cancelled, the child finishes and its reply is dropped. When a child is killed from
         outside, the request is sent once more, unless the kernel killed for want of memory. Raises ChildDied,
@@ -306,20 +326,20 @@ class ChildPool:
         """
         kills = oom_kills()
         try:
-            return read_answer(await self._call(key, parts))
+            return _read(*await self._call(key, parts))
         except ChildDied as died:
             died.caused_by_request |= died.killed and oom_kills() > kills
             if died.caused_by_request or not died.killed:
                 raise
-        return read_answer(await self._call(key, parts))
+        return _read(*await self._call(key, parts))
 
-    async def _call(self, key: str, parts: Sequence[Frame]) -> bytes:
+    async def _call(self, key: str, parts: Sequence[Frame]) -> tuple[bytes, bytes]:
         size = sum(map(len, parts))
         is_long = self._count > 1 and (size > self._long_bytes or key in self._slow)
         child = await self._acquire(key, is_long)
         began = time.monotonic()
 
-        def over(_: asyncio.Task[bytes]) -> None:
+        def over(_: asyncio.Task[tuple[bytes, bytes]]) -> None:
             # The bytes of a request do not tell how long it takes.
             seconds = time.monotonic() - began
             self._waiting.charge(key, seconds)
@@ -367,6 +387,10 @@ class ChildPool:
             if first.is_long:
                 self._busy_long.add(child)
             first.acquired.set_result(child)
+
+
+def _read(reply: bytes, shared: bytes) -> tuple[Any, bytes]:
+    return read_answer(reply), shared
 
 
 def read_answer(reply: bytes) -> Any:

@@ -43,7 +43,7 @@ class PlacedImage(NamedTuple):
     start: int
     rows: int
     columns: int
-    pixels: bytes
+    pixels: bytes | memoryview
     """Red, green and blue of each pixel, row by row."""
 
 

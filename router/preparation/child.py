@@ -87,7 +87,8 @@ class Preparer:
         head = request_head(kind, served, history, key.cache_salt, files)
         too_much = InvalidRequest(f"the preparation of this request takes more than {self._limits}")
         parts = head, *files.values(), raw
-        return read_prepared(await self._children.ask(key.name, *parts, too_much=too_much), expect)
+        answer, pixels = await self._children.ask(key.name, *parts, too_much=too_much)
+        return read_prepared(answer, expect, pixels)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -120,8 +121,10 @@ def request_head(
     return json.dumps(head).encode() + b"\n" + history
 
 
-def read_prepared(answer: Any, expect: Callable[[int], None] = lambda tokens: None) -> Prepared | bytes:
-    """Raises NeedsFiles."""
+def read_prepared(
+    answer: Any, expect: Callable[[int], None] = lambda tokens: None, pixels: bytes = b""
+) -> Prepared | bytes:
+    """`pixels`: of all images that have only a length in the answer. Raises NeedsFiles."""
     if isinstance(answer, bytes):
         return answer
     if isinstance(answer, dict):
@@ -131,7 +134,14 @@ def read_prepared(answer: Any, expect: Callable[[int], None] = lambda tokens: No
     kind = ChatOptions if is_chat else CompletionOptions
     prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
     chosen = kind.model_validate_json(options)
-    placed = [[PlacedImage(*image) for image in of_prompt] for of_prompt in images]
+    rest = memoryview(pixels)
+    placed = list[list[PlacedImage]]()
+    for of_prompt in images:
+        placed.append([])
+        for image in of_prompt:
+            if isinstance(size := image[-1], int):
+                image[-1], rest = rest[:size], rest[size:]
+            placed[-1].append(PlacedImage(*image))
     return Prepared(chosen, prompts, echoes, starts, beginning, repeated, placed, bad_words)
 
 
@@ -141,7 +151,7 @@ def main(title: str, memory_bytes: str, control: str) -> None:
     tokenizer = ModelTokenizer.restored(sys.stdin.buffer.read())
 
     def serve() -> None:
-        pipe.serve(partial(answer_to, tokenizer), CPU_SECONDS)
+        pipe.serve(lambda request: share_pixels(answer_to(tokenizer, request)), CPU_SECONDS)
 
     if tokenizer.images is not None:
         with suppress(Unsupported):  # each request with an image is told
@@ -163,6 +173,20 @@ def answer_to(tokenizer: ModelTokenizer, request: bytes) -> list[Any] | dict[str
         return _sent(prepare(kind, rest[length:], tokenizer, served, history, bytes.fromhex(salt), files))
     except NeedsFiles as needed:
         return {"urls": needed.urls}
+
+
+def share_pixels(answer: list[Any] | dict[str, Any] | bytes) -> list[Any] | dict[str, Any] | bytes:
+    """Leaves the pixels of an answer for the router, and their lengths in their places."""
+    if isinstance(answer, list) and answer[-1]:
+        with open(pipe.SHARED, "wb", buffering=0, closefd=False) as file:
+            file.seek(0)
+            for of_prompt in answer[-1]:
+                for number, image in enumerate(of_prompt):
+                    written = 0
+                    while written < len(image.pixels):
+                        written += file.write(memoryview(image.pixels)[written:])
+                    of_prompt[number] = image._replace(pixels=written)
+    return answer
 
 
 def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:

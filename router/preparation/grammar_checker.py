@@ -39,7 +39,7 @@ class GrammarChecker:
         name = hashlib.blake2b(demand.text).digest()
         if name not in self._valid:
             too_much = InvalidRequest(f"{demand.param}: too much to compile", param=demand.param)
-            structure = await self._children.ask(key, demand.text, too_much=too_much)
+            structure, _ = await self._children.ask(key, demand.text, too_much=too_much)
             self._valid[name] = structure and Structure(**structure)
             if len(self._valid) > _CACHED:
                 self._valid.popitem(last=False)

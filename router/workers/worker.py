@@ -403,10 +403,11 @@ class Worker:
             attempt.span.end()
         self.loads.ended(self.row, work, computed=computed, now=time.monotonic())
 
-    def send_pixels(self, pixels: bytes) -> None:
+    def send_pixels(self, pixels: bytes | memoryview) -> None:
         """Sends those of an image of the attempt that is submitted next."""
         for begin in range(0, len(pixels), PIXELS_PART):
-            self.send(pb.RouterMessage(pixels=pb.Pixels(data=pixels[begin : begin + PIXELS_PART])))
+            part = bytes(pixels[begin : begin + PIXELS_PART])
+            self.send(pb.RouterMessage(pixels=pb.Pixels(data=part)))
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:

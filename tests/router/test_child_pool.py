@@ -89,6 +89,8 @@ def reply(request):
         for part in parts:
             ctypes.memset(part, 1, 1 << 16)
             libc.free(part)
+    if request[:4] == b"left":
+        os.pwrite(pipe.SHARED, request * 1000, 0)
     if request[:4] == b"wait":
         time.sleep(0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
@@ -102,7 +104,7 @@ import asyncio, sys
 from baton.router.child_pool import ChildPool, ForkServer
 async def main():
     pool = ChildPool(ForkServer({COMMAND!r}, b"hello"), "test", 1)
-    print((await pool.call("", b"a")).split()[0].decode(), flush=True)
+    print((await pool.call("", b"a"))[0].split()[0].decode(), flush=True)
     await pool.call("", b"hang " + sys.argv[1].encode())
 asyncio.run(main())
 """
@@ -124,7 +126,8 @@ async def make() -> AsyncIterator[Make]:
 
 
 async def call(pool: ChildPool, *parts: bytes, key: str = "") -> tuple[int, bytes]:
-    pid, _, rest = (await pool.call(key, *parts)).partition(b" ")
+    answer, _ = await pool.call(key, *parts)
+    pid, _, rest = answer.partition(b" ")
     return int(pid), rest
 
 
@@ -138,6 +141,20 @@ async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
     first, rest = await call(pool, b"a", b"b" * 1_000_000)
     assert rest == b"hello a" + b"b" * 1_000_000 + b" ", "BATON_API_KEY is not in its environment"
     assert await call(pool, b"c") == (first, b"hello c ")
+
+
+async def test_what_a_child_leaves_beside_an_answer_comes_with_it(make: Make):
+    pool = make()
+    for request, left in ((b"left long", 9000), (b"a", 0), (b"left", 4000)):
+        answer, beside = await pool.call("", request)
+        assert request in answer
+        assert beside == request * 1000 if left else not beside
+    [child] = pool._idle
+    assert child._process is not None
+    shared = child._process.shared
+    assert os.fstat(shared.fileno()).st_size == 0, "its memory is free"
+    await pool.close()
+    assert shared.closed
 
 
 async def test_a_machine_without_a_free_process_fails_one_request(
@@ -285,7 +302,7 @@ async def test_a_key_with_short_requests_that_take_long_waits_for_others(
     order: list[str] = []
     now, child_call = 0.0, Child.call
 
-    async def timed(child: Child, parts: Any) -> bytes:
+    async def timed(child: Child, parts: Any) -> tuple[bytes, bytes]:
         nonlocal now
         now += 1.0 if parts == (b"slow",) else 0.01
         return await child_call(child, parts)

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import random
 import struct
 import zlib
@@ -13,13 +14,14 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+from msgspec import msgpack
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from baton.content.images import ImageSettings
 from baton.router.api import jobs
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
-from baton.router.preparation import images
-from baton.router.preparation.child import answer_to, read_prepared, request_head
+from baton.router.preparation import images, pipe
+from baton.router.preparation.child import answer_to, read_prepared, request_head, share_pixels
 from baton.router.preparation.prepare import NeedsChild, NeedsFiles, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.engine.conftest import IMAGE_TOKEN, save_seeing_tokenizer, save_tiny
@@ -146,6 +148,23 @@ def test_tokens_of_images_stand_where_the_template_puts_them(tokenizer: ModelTok
     assert json.loads(bytes(counted))["count"] == len(found.prompts[0])  # type: ignore[arg-type]
     with pytest.raises(NeedsChild):
         prepared(tokenizer, chat(*urls), in_child=False)
+
+
+def test_pixels_are_beside_the_answer_of_a_child(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A later answer that is shorter has only its own."""
+    with (tmp_path / "shared").open("wb+") as file:
+        monkeypatch.setattr(pipe, "SHARED", file.fileno())
+        for sizes in ([(40, 24), (16, 80)], [(32, 32)]):
+            body = chat(*(url_of(file_of(picture(size=size))) for size in sizes))
+            frame = request_head("chat", SERVED) + json.dumps(body).encode()
+            expected = read_prepared(answer_to(tokenizer, frame))
+            answer = msgpack.decode(msgpack.encode(share_pixels(answer_to(tokenizer, frame))))
+            assert len(str(answer)) < 5000
+            size = os.fstat(file.fileno()).st_size
+            assert read_prepared(answer, pixels=os.pread(file.fileno(), size, 0)) == expected
+            os.ftruncate(file.fileno(), 0)
 
 
 def test_files_that_are_fetched_are_images_as_those_in_a_body(tokenizer: ModelTokenizer) -> None:
