@@ -69,6 +69,7 @@ def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: Tex
         "enforce_eager": True,
         "max_model_len": 2048,
         "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": 512,  # vLLM touches all of them, and takes 1 GiB for itself
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,
     }
