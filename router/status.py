@@ -126,10 +126,13 @@ async def request_timeline(services: Services, request_id: str) -> dict[str, Any
     ended = services.metrics.history.find(request_id)
     if ended is None:
         return None
-    workers = [worker for worker in services.pool.connections if worker.address in ended.addresses]
-    answers = await asyncio.gather(*(worker.phases(request_id) for worker in workers))
+    asked = [*services.pool.encoders.ready]  # each may have had an image of it
+    asked += [worker for worker in services.pool.connections if worker.address in ended.addresses]
+    answers = await asyncio.gather(*(worker.phases(request_id) for worker in asked))
     phases = {
-        str(worker): [plain(each) for each in found] for worker, found in zip(workers, answers, strict=True)
+        str(worker): [plain(each) for each in found]
+        for worker, found in zip(asked, answers, strict=True)
+        if found or not worker.encodes
     }
     return history.timeline(ended, phases)
 

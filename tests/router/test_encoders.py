@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from baton.machine.tracing import Tracer
+from baton.router import status
+from baton.router.active_request import Services
 from baton.router.admission.queue import Admission
 from baton.router.api.jobs import PlacedImage
 from baton.router.config import RouterConfig
@@ -20,6 +23,7 @@ from baton.router.workers.roster import Roster
 from baton.router.workers.worker import Attempt, NotEncoded, SendQueue, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 from tests.loop_clock import Clock
+from tests.stand_in import stand_in
 
 WAIT = 60.0
 
@@ -138,6 +142,24 @@ async def test_metrics_have_a_pool_of_encoders_once_there_was_one() -> None:
     for encoder in fleet.encoders:
         fleet.lose(encoder)
     assert 'pool="encode",role="router",state="ready"} 0.0' in metrics.exposition().decode()
+
+
+async def test_a_timeline_has_the_encoders_of_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet()
+    first, _ = fleet.encoders
+
+    async def phases(worker: Worker, name: str) -> list[pb.Phase]:
+        return [pb.Phase(kind="encode", seconds=0.5)] if worker is first and name == "a" else []
+
+    monkeypatch.setattr(Worker, "phases", phases)
+    monkeypatch.setattr(status.history, "timeline", lambda ended, phases: phases)
+    pool = stand_in(WorkerPool, connections=[*fleet.encoders, fleet.worker], encoders=fleet.roster.encoders)
+    ended: Any = SimpleNamespace(addresses={fleet.worker.address})
+    found: Any = SimpleNamespace(history=SimpleNamespace(find=lambda name: ended))
+    shown = await status.request_timeline(stand_in(Services, pool=pool, metrics=found), "a")
+    assert shown is not None
+    assert shown.keys() == {str(first), str(fleet.worker)}
+    assert [each["kind"] for each in shown[str(first)]] == ["encode"]
 
 
 async def test_the_encoder_with_the_least_wait_gets_an_image() -> None:

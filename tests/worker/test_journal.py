@@ -82,6 +82,15 @@ def test_a_prompt_with_images_has_a_span_for_the_encoder(receiver: Receiver) -> 
     assert encode.end - encode.start == pytest.approx(3e9, abs=1e6)
 
 
+def test_an_encoder_makes_a_span_for_an_image(receiver: Receiver) -> None:
+    worker, now = Worker("encode", receiver), time.monotonic()
+    worker.journal.encoded(messages.Encoded(1, worker.submit(), now, now + 2, 2040))
+    assert [(each.kind, each.seconds) for each in worker.journal.phases("mine")] == [("encode", 2)]
+    span = worker.spans(1)["encode"]
+    assert (span.parent, span.process) == (worker.parent, "baton-encode 2")
+    assert span.attributes["baton.image_tokens"] == 2040
+
+
 def test_a_decode_makes_spans(receiver: Receiver) -> None:
     worker, now = Worker("decode", receiver), time.monotonic()
     origin = worker.submit()
