@@ -51,6 +51,8 @@ class CachedBlocks:
 
     def _stored(self, event: dict[str, Any]) -> None:
         parent, tokens, size = event["parent_block_hash"], event["token_ids"], event["block_size"]
+        if len(tokens) != len(event["block_hashes"]) * size:
+            return  # some blocks have no hash, as those behind a window, and it is not said which
         keys = event.get("extra_keys") or [None] * len(event["block_hashes"])  # by block
         if parent is None:
             name, tail, images = salted(self._root, bytes.fromhex(_salt(keys[0] or ()))), list[int](), []
@@ -58,10 +60,7 @@ class CachedBlocks:
             name, tail, images = end
         else:
             return  # it was evicted since then
-        # Blocks behind a window are null, and have no hash. Their tokens are published.
-        null = len(tokens) // size - len(event["block_hashes"])
-        blocks = [(None, None)] * null + [*zip(map(_name, event["block_hashes"]), keys, strict=True)]
-        for i, (block, keys_of) in enumerate(blocks):
+        for i, (block, keys_of) in enumerate(zip(map(_name, event["block_hashes"]), keys, strict=True)):
             # Positions of images count from the first token of `tail`. One may be in several blocks.
             images = [*dict.fromkeys([*images, *_images(keys_of or (), len(tail))])]
             tail, names = [*tail, *tokens[i * size : (i + 1) * size]], []
@@ -69,7 +68,7 @@ class CachedBlocks:
             named = len(names) * CHUNK_TOKENS
             tail, name = tail[named:], (names or [name])[-1]
             images = [ImageSpan(x.start - named, x.stop - named, x.name) for x in images if x.stop > named]
-            if block is not None and block not in self._ends:  # else two requests have computed it
+            if block not in self._ends:  # else two requests have computed it
                 self._ends[block] = name, tail, images
                 self.chunks.add(block, names)
 

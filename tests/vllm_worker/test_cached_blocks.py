@@ -80,8 +80,9 @@ def test_only_blocks_of_one_group_count() -> None:
 
 def test_blocks_behind_a_window_have_no_hash() -> None:
     cache = Cache(64)
-    assert list(cache.store([3], None, PROMPT[:192], group_idx=1)) == [HINTS[2]]
-    assert list(cache.store([4], 3, PROMPT[192:], group_idx=1)) == [HINTS[3]]
+    assert cache.store([3], None, PROMPT[:192], group_idx=1, extra_keys=[None]) == {}
+    assert cache.store([], None, PROMPT[:64], group_idx=1, extra_keys=[]) == {}
+    assert cache.store([4], 3, PROMPT[192:], group_idx=1) == {}
 
 
 def test_a_block_that_two_requests_computed_is_one() -> None:
