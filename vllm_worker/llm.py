@@ -100,11 +100,7 @@ class VLLM:
         most = 0 if lora is None else min(lora.max_cpu_loras or lora.max_loras, MOST_ADAPTERS)
         self.adapters = Adapters(self._add_adapter, self._remove_adapter, most)
         self._gate = Gate(vllm_config.model_config.get_vocab_size())
-        settings = (
-            None
-            if config.engine.language_model_only
-            else settings_of(self._llm, checkpoint_path(config.engine))
-        )
+        settings = settings_of(self._llm, checkpoint_path(config.engine))
         self._images = None if settings is None else Images(self._llm, settings)
         # It would compile again what the gate has tried, and hold up the event loop meanwhile.
         backend_guidance.validate_guidance_grammar = lambda *_, **__: None

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -198,3 +199,29 @@ def test_other_tokens_than_those_of_routers_are_refused(model: Seeing, tmp_path:
         assert "leave out --mm-processor-kwargs of --vllm-args" in cluster.output()
     finally:
         cluster.kill()
+
+
+def test_gemma_serves_text_alone(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, "Gemma3", head_dim=32, query_pre_attn_scalar=32)
+    save_seeing_tokenizer(model, "<start_of_image>")
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    for token in range(150, 154):  # vLLM looks for these
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["\n" * (token - 149)] = vocabulary.pop(f"<{token}>")
+    file.write_text(json.dumps(tokenizer))
+    tokens = {"image_token": "<|image_pad|>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    (model / "tokenizer_config.json").write_text(json.dumps(about))
+    settings = {"image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor"}
+    settings |= {"size": {"height": 32, "width": 32}, "image_seq_length": 16}
+    (model / "preprocessor_config.json").write_text(json.dumps(settings))
+    limits = ("--max-model-len", "128", "--num-blocks", "100", "--max-num-seqs", "8")
+    dummy = "--load-format", "dummy"  # vLLM does not know the names of tensors that transformers writes
+    with serving(model, tmp_path, *limits, *dummy, sees=True) as cluster:
+        assert len(cluster.ask(prompt=[5, 6, 7], max_tokens=4)["token_ids"]) == 4
+        with pytest.raises(HTTPError) as refused:
+            cluster.chat(messages=messages_of("Look:", picture(9)), max_tokens=4)
+        assert refused.value.code == 400
+        assert b"Gemma with --engine vllm" in refused.value.read()
