@@ -126,7 +126,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         graph = vllm_config.compilation_config.max_cudagraph_capture_size
         self._steps = MixedSteps(
             usual, most, settings.ttit_target, settings.ttit_target_steps, graph,
-            vllm_config.num_speculative_tokens,
+            0 if (drafts := vllm_config.speculative_config) is None else drafts.num_speculative_tokens,
         )  # fmt: skip
         self._encoded = 0, 0, 0.0, 0.0  # that the engine process knows
         # Requests of a router that begin with an output, until their first step.
@@ -147,9 +147,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 "BatonConnector does not support speculative decoding of a model with states: start vLLM "
                 "without it"
             )
-        aligned = self._vllm_config.cache_config.mamba_cache_mode == "align"
         within = any(getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0) for group in groups)
-        if current_platform.is_cpu() and aligned and within:
+        if (
+            within
+            and current_platform.is_cpu()
+            and self._vllm_config.cache_config.mamba_cache_mode == "align"
+        ):
             raise ValueError(
                 "vLLM for CPUs cannot cache prefixes of a model with Mamba-2: add --no-enable-prefix-caching"
             )
