@@ -149,6 +149,7 @@ async def test_a_standby_has_the_newest_weights(worker: WorkerProcess, tmp_path:
                 pass  # it is replaced
             assert await first_token(worker) == pytest.approx(token)
             assert await described(worker) == names
+    assert "cannot take over" not in worker.log.read_text(), "one with the old weights is not even asked"
     await assert_whole(worker)
 
 
