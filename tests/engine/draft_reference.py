@@ -33,10 +33,15 @@ class _Reference:
         raise NotImplementedError
 
     @torch.inference_mode()
+    def read(self, ids: list[int]) -> None:
+        """Later guesses follow beginnings of these tokens: hidden states of these are those of all tokens."""
+        states = self.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        self.states = self.taken(tuple(state[0] for state in states))
+
+    @torch.inference_mode()
     def guesses(self, ids: list[int], count: int) -> list[int]:
         """What follows these tokens. All but the newest one have hidden states of the model."""
-        states = self.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-        hidden, tokens = self.taken(tuple(state[0] for state in states)), ids[1:]
+        hidden, tokens = self.states[: len(ids) - 1], ids[1:]
         for _ in range(count):
             last = self.layer(self.model.model.embed_tokens(torch.tensor(tokens)), hidden)[-1:]
             tokens, hidden = [*tokens, self.token(last[0])], torch.cat((hidden, last))

@@ -64,11 +64,11 @@ def test_the_policy_is_no_worse_than_a_fixed_split_and_than_colocated_engines(lo
 def test_an_idle_prompt_is_shared_as_planned() -> None:
     """By three workers: one that computes the end of prompts, where attention takes long, counts as no slower
     than the others."""
-    idle = Load(30_000, 2, 0.01)
+    idle = Load(30_000, 2, 0.03)
     shared, whole = (
-        simulate(idle, "policy", requests=20, workers=3, prefills=2, splits=x) for x in (True, False)
+        simulate(idle, "policy", requests=12, workers=3, prefills=2, splits=x) for x in (True, False)
     )
-    assert shared.places == {"split": 20}
+    assert shared.places == {"split": 12}
     assert shared.quantiles().ttft < 0.45 * whole.quantiles().ttft
 
 
@@ -77,7 +77,7 @@ def test_shared_prompts_come_earlier_and_others_hardly_later() -> None:
     Without that the second ratio was 1.6."""
     seeds, load = range(1, 4), Load(8000, 200, 3)
     shared, whole = (
-        [simulate(load, "policy", requests=400, workers=4, seed=s, splits=x).quantiles() for s in seeds]
+        [simulate(load, "policy", requests=250, workers=4, seed=s, splits=x).quantiles() for s in seeds]
         for x in (True, False)
     )
     assert statistics.mean(x.ttft for x in shared) < 0.85 * statistics.mean(x.ttft for x in whole)
