@@ -81,7 +81,7 @@ class DeviceFile:
             return self._last[1]
         self._last = None  # before the next one takes as much memory
         place = self._places[name]
-        found = torch.empty(*place.shape, dtype=place.dtype, device=self._device)
+        found = torch.empty(tuple(place.shape), dtype=place.dtype, device=self._device)
         if found.numel():
             stream = torch.cuda.current_stream().cuda_stream
             cuda_driver.copy(found.data_ptr(), place.address, found.nbytes, stream)

@@ -147,7 +147,9 @@ def test_a_file_that_lies_is_refused_and_opens_nothing(
     edit: Any, message: str, tmp_path: Path, driver: Callable[[Mapping[str, torch.Tensor]], Driver]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    gpu = driver({"a": torch.ones(3), "b": torch.ones(5, 3), "none": torch.ones(0, 3)})
+    gpu = driver(
+        {"a": torch.ones(3), "b": torch.ones(5, 3), "none": torch.ones(0, 3), "scale": torch.tensor(2.0)}
+    )
     checkpoint = Checkpoint(tmp_path / "update", tmp_path, "cuda")
     checkpoint.write(gpu.state)
     path = checkpoint.directory / FILE
