@@ -1,6 +1,8 @@
 """Files of a checkpoint that another worker sends: what is right arrives, and what lies leaves nothing."""
 
+import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -11,7 +13,12 @@ from baton.worker.service_process import checkpoint_files
 from baton.worker.service_process.backend import Refused
 from baton.worker.service_process.checkpoint_files import CheckpointFiles
 
-FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 10, "none.json": b""}
+FILES = {
+    "config.json": b"{}",
+    250 * "n" + ".json": b"a long name",
+    "model.safetensors": bytes(range(256)) * 10,
+    "none.json": b"",
+}
 
 
 def begin(name: str, size: int) -> pb.CheckpointPart:
@@ -100,6 +107,33 @@ async def test_a_worker_that_lies_is_refused_and_nothing_stays(
         await CheckpointFiles.received(each(parts), str(tmp_path))
     assert descriptors() == before
     assert not list(tmp_path.iterdir())
+
+
+async def test_a_copy_that_is_cancelled_writes_to_no_file_that_is_opened_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, goes_on, wrote, write = threading.Event(), threading.Event(), threading.Event(), os.write
+
+    def slow(fd: int, data: bytes) -> int:
+        writes.set()
+        goes_on.wait()
+        count = write(fd, data)
+        wrote.set()
+        return count
+
+    monkeypatch.setattr(os, "write", slow)
+    copying = asyncio.create_task(CheckpointFiles.received(each([begin("a.json", 3), more(b"abc")]), None))
+    await asyncio.to_thread(writes.wait)
+    copying.cancel()
+    for _ in range(10):  # turns of the loop in which the cancellation would close the files
+        await asyncio.sleep(0)
+    later = tmp_path / "later"
+    with later.open("wb", buffering=0):
+        goes_on.set()
+        await asyncio.to_thread(wrote.wait)
+        with pytest.raises(asyncio.CancelledError):
+            await copying
+    assert later.read_bytes() == b""
 
 
 async def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ what it reads from there as it does with any checkpoint.
 """
 
 import asyncio
+import contextlib
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -58,7 +59,8 @@ class CheckpointFiles:
 
     @classmethod
     async def received(cls, parts: AsyncIterator[pb.CheckpointPart], run_dir: str | None) -> Self:
-        """Copies the files that another worker sends to memory. Raises Refused."""
+        """Copies the files that another worker sends to memory. Raises Refused, or `OSError` if the
+        system has no descriptor or no memory for them."""
         found, room, left, fd = cls(run_dir), available_memory(), 0, -1
         try:
             async for part in parts:
@@ -67,12 +69,12 @@ class CheckpointFiles:
                     room, left = room - part.size, part.size
                     if room < 0:
                         raise Refused(f"the weights need {-room >> 20} MiB of memory more than the host has")
-                    fd = os.memfd_create(part.name, os.MFD_CLOEXEC)
+                    fd = os.memfd_create("checkpoint", os.MFD_CLOEXEC)  # not `part.name`: it may be too long
                     found._add(part.name, fd)
                 elif fd < 0 or not 0 < len(part.data) <= left:
                     raise Refused("the other worker sent bytes of no file")
                 else:
-                    await asyncio.to_thread(_write, fd, part.data)
+                    await _write(fd, part.data)
                     left -= len(part.data)
             if left or not found._files:
                 raise Refused("the other worker ended in the middle of a file")
@@ -88,9 +90,13 @@ class CheckpointFiles:
         Path(self._directory.name, name).symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
 
     async def send(self, write: Callable[[pb.CheckpointPart], Awaitable[object]]) -> None:
-        """Sends all files. They may be closed meanwhile. Raises Refused."""
-        copies = {name: os.dup(fd) for name, fd in self._files.items()}
-        try:
+        """Sends all files. They may be closed meanwhile. Raises Refused, or `OSError` if no descriptor is
+        left."""
+        with contextlib.ExitStack() as opened:
+            copies = dict[str, int]()
+            for name, fd in self._files.items():
+                copies[name] = os.dup(fd)
+                opened.callback(os.close, copies[name])
             for name, fd in copies.items():
                 at, size = 0, os.fstat(fd).st_size
                 await write(pb.CheckpointPart(name=name, size=size))
@@ -100,9 +106,6 @@ class CheckpointFiles:
                         raise Refused(f"{name} has become shorter")
                     await write(pb.CheckpointPart(data=data))
                     at += len(data)
-        finally:
-            for fd in copies.values():
-                os.close(fd)
 
     def close(self) -> None:
         for fd in self._files.values():
@@ -121,7 +124,17 @@ def _check(part: pb.CheckpointPart, left: int, files: dict[str, int]) -> None:
         raise Refused(f"the other worker sent a file {name[:40]!r}, which no checkpoint has")
 
 
-def _write(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
+async def _write(fd: int, data: bytes) -> None:
+    """Also if the caller is cancelled, it returns when the thread writes no more: the number of a descriptor
+    that is closed may become that of a socket."""
+
+    def write() -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
+    try:
+        await asyncio.shield(writing)
+    finally:
+        await asyncio.wait([writing])

@@ -127,7 +127,10 @@ class WeightsReplacement:
             weights = self._backend.weights
             if self._files is None or weights is None or weights.version != version:
                 raise Refused(f"it has no weights of version {version[:MAX_VERSION]}")
-            await self._files.send(write)
+            try:
+                await self._files.send(write)
+            except OSError as error:
+                raise Refused(f"it cannot read its weights: {error}") from error
 
     async def _stage(self, stage: pb.StageWeights) -> tuple[CheckpointFiles, WeightsStaged]:
         """The engine reads the weights, from the path or from another worker. Raises Refused."""
@@ -155,6 +158,10 @@ class WeightsReplacement:
                 return await CheckpointFiles.received(aiter(parts), self._backend.run_dir)
         except AioRpcError as error:
             raise Refused(f"{why}; {stage.peer}: {error.details()}") from error
+        except OSError as error:
+            raise Refused(
+                f"{why}; the weights of {stage.peer} cannot be copied to memory: {error}"
+            ) from error
 
     async def _apply(self, weights: pb.StageWeights, files: CheckpointFiles, *, keeps_kv: bool) -> None:
         replaced = await self._backend.replace_weights(weights.version, files.path)
