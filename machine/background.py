@@ -31,9 +31,10 @@ def _lower() -> None:
 
 def raise_priority(pid: int) -> None:
     """Gives the threads of a child the priority of this process, if the system lets it."""
-    with suppress(OSError):  # it may have ended, or a thread
+    with suppress(OSError):  # it may have ended
         for thread in os.listdir(f"/proc/{pid}/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0))
+            with suppress(ProcessLookupError):  # the thread has ended since then, and others have not
+                os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def killed_first(than: int, *, first: bool, proc: Path = Path("/proc")) -> None:

@@ -1,5 +1,6 @@
 """What a process that gives way may and may not do."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -58,3 +59,18 @@ def test_a_child_that_is_needed_may_get_the_priority_of_its_parent() -> None:
         assert os.getpriority(os.PRIO_PROCESS, child.pid) in (priority(), lowered), "few users may raise it"
         child.kill()
     raise_priority(child.pid)
+
+
+def test_a_thread_that_has_ended_keeps_no_other_thread_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, raised, set_priority = subprocess.Popen([sys.executable, "-c", ""]), list[int](), os.setpriority
+    ended.wait()
+
+    def record(which: int, thread: int, value: int) -> None:
+        with contextlib.suppress(PermissionError):
+            set_priority(which, thread, value)
+        raised.append(thread)
+
+    monkeypatch.setattr(os, "listdir", lambda _: [str(ended.pid), str(threading.get_native_id())])
+    monkeypatch.setattr(os, "setpriority", record)
+    raise_priority(os.getpid())
+    assert raised == [threading.get_native_id()]
