@@ -35,13 +35,16 @@ class EngineLink:
     shared memory if that is full: a full disk must not keep a worker from starting again. The engine process
     may make further sockets there.
 
-    Raises ValueError if the directory cannot be made.
+    Raises ValueError if the directory cannot be made, or no descriptor is left.
     """
 
     def __init__(self, run_dir: str | None) -> None:
         self._directory: str | None = None
-        self._context = zmq.asyncio.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.PAIR)
+        try:
+            self._context = zmq.asyncio.Context(io_threads=1)
+            self._socket = self._context.socket(zmq.PAIR)
+        except zmq.ZMQError as error:
+            raise ValueError(f"no socket for the engine process: {error.strerror}") from error
         _bound(self._socket)
         try:
             self._listen(run_dir)

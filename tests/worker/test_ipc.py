@@ -1,6 +1,8 @@
 """The local socket between service and engine process."""
 
+import contextlib
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -64,6 +66,21 @@ async def test_an_engine_whose_service_does_not_read_gives_up(
 async def test_a_missing_run_directory_is_a_start_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--run-dir .*missing: No such file"):
         EngineLink(str(tmp_path / "missing"))
+
+
+async def test_a_process_without_a_free_descriptor_gets_a_start_error(tmp_path: Path) -> None:
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(ValueError, match="Too many open files"):
+            EngineLink(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
 
 
 @pytest.mark.parametrize(
