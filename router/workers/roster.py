@@ -147,35 +147,35 @@ class Roster:
         same = {str(other): other.description for other in others if other not in older}
         check_fit(worker.description, self._model, same)
         self.adapters.check(worker.description)
-        outdated, rolls_for = (
-            [other for each in older for other in others[each]],
-            worker.description.weights.rolls_for,
-        )
-        if 0 < rolls_for < math.inf:
-            for other in outdated:
-                other.rolls_until = min(other.rolls_until, time.monotonic() + rolls_for)
-        else:
-            self._outdate(outdated)
+        outdated = [other for each in older for other in others[each]]
+        self._outdate(outdated, worker.description.weights.rolls_for)
         self._accepted.setdefault(must_agree(worker.description), {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
     def redescribed(self, worker: Worker, description: pb.WorkerDescription) -> None:
         """An attached worker has got other adapters or weights, while its attempts stay. All workers get the
         weights, after each has stopped to take work. So those with other ones get no work until they say the
-        same. Raises RefusedWorker."""
+        same, unless workers get them some after others. Raises RefusedWorker."""
         if worker.encodes:
             raise RefusedWorker("it is an encoder, and has described itself before")
         if worker.redescribed(description):
             self.release(worker)
             newest = must_agree(worker.description)
-            self._outdate([other for key, same in self._accepted.items() if key != newest for other in same])
+            outdated = [other for key, same in self._accepted.items() if key != newest for other in same]
+            self._outdate(outdated, worker.description.weights.rolls_for)
             self.accept(worker)
             self.availability_changed(worker)
         self.adapters.told(worker, set_of(worker.description))
 
-    def _outdate(self, workers: Iterable[Worker]) -> None:
+    def _outdate(self, workers: Iterable[Worker], rolls_for: float = 0.0) -> None:
+        """These workers get no work until they have newer weights. `rolls_for`: seconds in which they still
+        do."""
+        now = time.monotonic()
         for worker in workers:
-            worker.outdated_since = time.monotonic()
+            if 0 < rolls_for < math.inf:
+                worker.rolls_until = min(worker.rolls_until, now + rolls_for)
+                continue
+            worker.outdated_since = now
             self.release(worker)
             self.availability_changed(worker)
 

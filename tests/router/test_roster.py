@@ -218,3 +218,23 @@ def test_a_worker_that_describes_other_adapters_computes_with_the_same_weights()
     assert first.ready
     assert first.description.weights.version == "v2"
     assert not second.ready
+
+
+def test_workers_that_wait_for_their_turn_serve_while_another_one_gets_weights_and_keeps_its_kv() -> None:
+    roster, workers = made(2)
+    first, second = workers
+    for worker in workers:
+        attach(roster, worker, pb.POOL_DECODE)
+    changed = pb.WorkerDescription()
+    changed.CopyFrom(first.description)
+    changed.weights.MergeFrom(pb.StageWeights(version="v2", named_at=2, rolls_for=600))
+    changed.model_fingerprint += "; version=v2"
+    roster.redescribed(first, changed)
+    assert first.ready
+    assert second.ready, "its turn comes later"
+    assert roster.rolls
+    second.rolls_until = 0.0  # its turn did not come
+    roster.reported(second, pb.WorkerStatus(health="HEALTH_SERVING", pool=pb.POOL_DECODE))
+    assert first.ready
+    assert not second.ready
+    assert not roster.rolls
