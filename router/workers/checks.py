@@ -26,6 +26,8 @@ NEW_WEIGHTS = (
 LAYOUT = "KV layout"
 _TILE = re.compile(r"%\d+")
 """Where in a layout it says at which positions that of a window may begin (`content.cache_kinds`)."""
+_LAYERS = re.compile(r"\blayers=\d+")
+SAME_DRAFTS = "Give all workers the same --speculative-config: the layers of its drafts keep KV, too."
 SAME_ENGINE = (
     "Give all workers the same --engine: Baton's and vLLM's keep {} of this model in other units "
     "(docs/operations.md, vLLM workers)."
@@ -83,9 +85,15 @@ def check_fit(
             if any(name == VERSION for name, *_ in differing):
                 remedy = NEW_WEIGHTS
             elif [name for name, *_ in differing][:1] == [LAYOUT]:  # the models agree
-                layouts = {_TILE.sub("", each.layout_fingerprint) for each in (described, accepted)}
-                remedy = SAME_ENGINE.format("windows" if len(layouts) == 1 else "caches")
+                remedy = _same_layout(described.layout_fingerprint, accepted.layout_fingerprint)
             raise RefusedWorker(f"it differs from {other} in: {found}", remedy)
+
+
+def _same_layout(*layouts: str) -> str:
+    """The remedy for two KV layouts of one model."""
+    if len({tuple(_LAYERS.findall(layout)) for layout in layouts}) > 1:
+        return SAME_DRAFTS
+    return SAME_ENGINE.format("windows" if len({_TILE.sub("", each) for each in layouts}) == 1 else "caches")
 
 
 def must_agree(described: pb.WorkerDescription) -> tuple[str, ...]:

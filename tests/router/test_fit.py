@@ -68,6 +68,11 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
         ({"dtype": "float32"}, r"in: KV dtype \(float32, there bfloat16\)$", "the same --dtype. The one"),
         ({"model_fingerprint": "of another form"}, "in: of another form ", "--model"),
         ({"layout_fingerprint": "l2"}, r"in: KV layout \(l2, there l1\)$", "the same --engine: .* caches of"),
+        (
+            {"layout_fingerprint": "kv10 layers=33 @32 attention.kv=2x2x16"},  # drafts of vLLM
+            r"in: KV layout",
+            "the same --speculative-config: ",
+        ),
         ({"layout_fingerprint": "l1%1"}, r"in: KV layout", "the same --engine: .* windows of this model"),
         (
             {"layout_fingerprint": "l2", "model_fingerprint": "model=m2; weights=w1; format=gguf"},
