@@ -234,14 +234,16 @@ class Turn:
 
     @asynccontextmanager
     async def _beside(self, rate: float) -> AsyncIterator[None]:
-        """Image requests at this rate."""
+        """Image requests at this rate. Raises RuntimeError if one failed: it held up no text."""
 
         async def send() -> None:
+            asked = []
             async with asyncio.TaskGroup() as tasks:
                 while not stop.is_set():
                     body = await asyncio.to_thread(self._body)
-                    tasks.create_task(self._client.ask(body))
+                    asked.append(tasks.create_task(self._client.ask(body)))
                     await asyncio.sleep(1 / rate)
+            first_tokens([task.result() for task in asked])
 
         stop = asyncio.Event()
         sending = asyncio.create_task(send()) if rate else None

@@ -6,6 +6,7 @@ A stand-in replaces workers and `baton bench`. `make test-long` runs some benche
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import http.server
@@ -33,6 +34,7 @@ from baton.bench import contract, flip, images, split
 from baton.bench.disagg import __main__ as disagg
 from baton.bench.disagg.sides import Side
 from baton.bench.harness.cluster import LocalCluster, Worker
+from baton.bench.harness.streams import new_session
 from baton.bench.harness.workers import Driver, Workers
 from baton.bench.kv import __main__ as kv
 from baton.bench.kv import exported
@@ -500,6 +502,26 @@ def test_runs_images(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         "images.pool.gaps",
     }
     assert {0, 1, 2, 4} == set(AnswersAtOnce.asked), "six at once are four and two"
+
+
+async def test_gaps_beside_image_requests_that_fail_are_no_result() -> None:
+    asked = threading.Event()
+
+    class Refuses(AnswersAtOnce):
+        def do_POST(self) -> None:
+            self.send_error(503)
+            asked.set()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        async with new_session() as session:
+            client = images.Client(session, [url], ["m"], seed=0)
+            turn = images.Turn(client, [url], images.Pictures(64, 64, seed=0), None)
+            with pytest.raises(RuntimeError, match="a request failed"):
+                async with turn._beside(rate=50.0):
+                    await asyncio.to_thread(asked.wait, 60)
+        server.shutdown()
 
 
 @pytest.mark.parametrize(("limit", "found"), [(5.3, 5.25), (0.3, 0.25), (0.01, 0.0)])
