@@ -27,8 +27,16 @@ class Replaced:
     read_seconds: float
     """The longest that a worker read and checked them."""
     pause: float
-    """Seconds in which no worker served, or the most in which some did not, if they changed one after the
-    other."""
+    """Seconds in which no worker served, or the most in which those that changed together did not."""
+    at_once: int = 0
+    """Workers that changed together; 0: all."""
+
+    @property
+    def outage(self) -> str:
+        """For the user."""
+        if self.at_once:
+            return f"{self.at_once} at a time did not serve, for {self.pause:.2f} s at most"
+        return f"no worker served for {self.pause:.2f} s"
 
 
 class NotReplaced(Exception):
@@ -36,7 +44,7 @@ class NotReplaced(Exception):
 
     Attributes:
         faults: the errors of these workers, by address. None: a worker ended the call without a reason.
-        changed: the other workers have the new weights. False: all workers have those of before.
+        changed: some workers have the new weights. False: all workers have those of before.
     """
 
     def __init__(self, faults: Mapping[str, AioRpcError | None], *, changed: bool) -> None:
@@ -47,9 +55,7 @@ class NotReplaced(Exception):
     @property
     def outcome(self) -> str:
         """For the user."""
-        return (
-            "Other workers have the new weights: try again." if self.changed else "No weights have changed."
-        )
+        return "Some workers have the new weights: try again." if self.changed else "No weights have changed."
 
 
 ROLLS_FOR = 600.0
@@ -132,7 +138,7 @@ async def replace_weights(
     NotReplaced."""
     async with Replacement(addresses, secret, tls) as replacement:
         nbytes, seconds = await replacement.stage(weights)
-        return Replaced(nbytes, seconds, await replacement.apply(at_once=at_once))
+        return Replaced(nbytes, seconds, await replacement.apply(at_once=at_once), at_once)
 
 
 class _Call:

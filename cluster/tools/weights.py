@@ -47,8 +47,7 @@ async def _replace(
             why = "it ended the call" if fault is None else refusal(fault, "replace its weights")
             faults.append(f"{names[address]}: {why}")
         raise ValueError(f"{'; '.join(faults)}. {error.outcome}") from error
-    which = f"{at_once} workers each did not serve" if at_once else "no worker served"
     return (
         f"{len(workers)} workers compute with {path}, version {version}: "
-        f"{done.nbytes / 1e9:.3g} GB read in {done.read_seconds:.1f} s, {which} for {done.pause:.2f} s."
+        f"{done.nbytes / 1e9:.3g} GB read in {done.read_seconds:.1f} s, {done.outage}."
     )

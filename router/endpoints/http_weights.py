@@ -40,8 +40,7 @@ class HttpWeights:
             done = await replace_weights(list(names), weights, config.secret, config.cluster_tls, at_once)
         except NotReplaced as error:
             raise failed(self._calls, error, names, "model_path") from error
-        which = f"{at_once} workers each did not serve" if at_once else "no worker served"
-        text = f"{len(names)} workers compute with {weights.path}; {which} for {done.pause:.2f} s"
+        text = f"{len(names)} workers compute with {weights.path}; {done.outage}"
         found = {"success": True, "message": text, "weight_version": weights.version}
         return web.json_response({**found, "num_paused_requests": 0})
 

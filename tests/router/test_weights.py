@@ -228,7 +228,7 @@ async def test_workers_change_in_turns_and_a_fault_ends_the_change(
         await within(workers[2].until(lambda worker: worker.asked))
         assert [worker.weights.version for worker in workers] == ["v2", "v2", ""]
         workers[2].applies.set()
-        await going_on
+        assert (await going_on).outage.startswith("1 at a time did not serve, for ")
         assert workers[2].weights.version == "v2"
         assert workers[0].weights.rolls_for == 600
         await workers[1].kill()

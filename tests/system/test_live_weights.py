@@ -247,7 +247,7 @@ async def test_workers_change_one_after_the_other_and_the_others_serve(
                 answers += await asyncio.gather(*(read(http, url, case) for case in CASES))
         done = await changing
         assert done.exit_code == 0, done.stderr
-        assert "1 workers each did not serve for" in done.stdout
+        assert "1 at a time did not serve, for" in done.stdout
         new = await expected(url, CASES, at_once=12)
         assert all(new[case] != old[case] for case in CASES)
         for stream in answers:
