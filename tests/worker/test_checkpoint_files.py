@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.loader import device_file
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import checkpoint_files
 from baton.worker.service_process.backend import Refused
@@ -69,6 +70,20 @@ async def test_files_stay_readable_when_their_names_are_gone(
     assert list(tmp_path.iterdir()) == [source]
 
 
+async def test_memory_of_a_trainers_gpu_is_not_read_once_more(tmp_path: Path) -> None:
+    source, before = tmp_path / "source", descriptors()
+    source.mkdir()
+    (source / "config.json").write_bytes(b"{}")
+    (source / f"model-00001-of-00001{device_file.SUFFIX}").write_bytes(b"{}")
+    opened = CheckpointFiles.opened(source, str(tmp_path))
+    assert opened.path == str(source), "the trainer leaves its copy there"
+    with pytest.raises(Refused, match=r"from a trainer's GPUs: they are at .*source"):
+        await sent(opened)
+    opened.close()
+    assert descriptors() == before
+    assert list(tmp_path.iterdir()) == [source]
+
+
 async def test_one_file_is_a_checkpoint_too(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     opened = CheckpointFiles.opened(tmp_path / "model.gguf", None)
@@ -93,6 +108,7 @@ async def test_one_file_is_a_checkpoint_too(tmp_path: Path) -> None:
         ([begin(".json", 0)], "a file '.json', which"),
         ([begin("a\n.json", 0)], "which no checkpoint has"),
         ([begin("a.pt", 0)], "a file 'a.pt', which"),
+        ([begin("a.cuda.json", 0)], "a file 'a.cuda.json', which"),
         ([begin(251 * "a" + ".json", 0)], "which no checkpoint has"),
         ([begin("a.json", 1 << 60)], "MiB of memory more than the host has"),
         ([begin(f"{i}.json", 0) for i in range(5)], "a file '4.json', which"),

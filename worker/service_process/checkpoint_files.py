@@ -6,6 +6,10 @@
 So a worker that starts later gets the weights from any worker that has them, also when the trainer has
 removed them, or when its host never had them. The engine finds the files as links in a directory. It checks
 what it reads from there as it does with any checkpoint.
+
+Weights on GPUs of a trainer have files with handles (`engine.loader.device_file`). The trainer changes that
+memory later, and leaves a copy in memory of the host at the path. So these files are not opened here, and an
+engine process reads the path.
 """
 
 import asyncio
@@ -23,6 +27,8 @@ from baton.worker.service_process.backend import Refused
 KINDS = (".json", ".safetensors", ".gguf")
 SECOND_FORMAT = "consolidated"
 """Files with the same weights once more begin so."""
+HANDLES = ".cuda.json"
+"""Files with handles of a trainer's GPU memory end so."""
 PART = 1 << 20
 """Bytes of a message. The event loop copies it."""
 MOST_FILES, MOST_NAME = 2048, 255
@@ -47,6 +53,9 @@ class CheckpointFiles:
         found = cls(run_dir)
         try:
             names = sorted(source.iterdir()) if source.is_dir() else [source]
+            if any(file.name.endswith(HANDLES) for file in names):
+                found.path = str(source)
+                return found
             for file in names:
                 if file.suffix in KINDS and not file.name.startswith(SECOND_FORMAT) and file.is_file():
                     found._add(file.name, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
@@ -92,6 +101,8 @@ class CheckpointFiles:
     async def send(self, write: Callable[[pb.CheckpointPart], Awaitable[object]]) -> None:
         """Sends all files. They may be closed meanwhile. Raises Refused, or `OSError` if no descriptor is
         left."""
+        if not self._files:
+            raise Refused(f"it has read the weights from a trainer's GPUs: they are at {self.path}")
         with contextlib.ExitStack() as opened:
             copies = dict[str, int]()
             for name, fd in self._files.items():
@@ -120,7 +131,8 @@ def _check(part: pb.CheckpointPart, left: int, files: dict[str, int]) -> None:
     if left:
         raise Refused("the other worker began a file in the middle of another")
     plain = name.isprintable() and "/" not in name and name[0] != "." and len(name.encode()) <= MOST_NAME
-    if not plain or not name.endswith(KINDS) or name in files or len(files) == MOST_FILES:
+    is_kind = name.endswith(KINDS) and not name.endswith(HANDLES)
+    if not plain or not is_kind or name in files or len(files) == MOST_FILES:
         raise Refused(f"the other worker sent a file {name[:40]!r}, which no checkpoint has")
 
 
