@@ -168,8 +168,8 @@ def start_rank(
     use = _measure(config, runner, limits, model_config.full_step, encoding, progress) if on_gpu else None
     if use is not None and of_weights is not None:
         use = replace(use, weights=use.weights + of_weights.nbytes)
-    shares = config.elastic_memory if config.elastic_memory is not None else not on_gpu
-    pages = _pages(device, ranks) if (limits.state_bytes or limits.windows) and shares else None
+    shares = moves_memory(config, limits, on_gpu=on_gpu)
+    pages = _pages(device, ranks) if shares else None
     pool = size_pool(config, model_config, limits, use, ranks, pages)
     root_of = partial(
         content_root,
@@ -351,6 +351,13 @@ def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -
         encoder.rehearse(rows, columns, bytes(settings.pixel_bytes(rows, columns)))
     peak = torch.cuda.max_memory_allocated(device) - allocated
     return max(peak, torch.cuda.max_memory_reserved(device) - reserved)
+
+
+def moves_memory(config: EngineConfig, limits: CacheLimits, *, on_gpu: bool) -> bool:
+    """Whether KV shares its memory with states or window blocks."""
+    if config.elastic_memory is None:  # no model with windows has run with it on a GPU
+        return bool(limits.state_bytes or limits.windows) and not (on_gpu and limits.windows)
+    return config.elastic_memory and bool(limits.state_bytes or limits.windows)
 
 
 def _pages(device: torch.device, ranks: Ranks) -> int | None:

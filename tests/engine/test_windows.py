@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import baton.bench.shapes as bench
 import baton.kv_transfer as kv
 from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams
@@ -25,6 +26,7 @@ from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_exchange import Pin
 from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.memory_sizing import CacheLimits, PoolSize
+from baton.engine.execution.start import moves_memory
 from baton.engine.execution.warmup import rehearsal_in, warm_up
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf
@@ -317,6 +319,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma-4": ("Gemma4ForCausalLM", {}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "on_cpu", "on_gpu"),
+    [("gpt-oss-20b", True, False), ("bamba-9b", True, True), ("llama-3.1-8b", False, False)],
+)
+def test_what_shares_its_memory_by_default(name: str, on_cpu: bool, on_gpu: bool) -> None:
+    sizes = SHAPES[name][1] if name in SHAPES else bench.SHAPES[name]
+    architectures = [SHAPES[name][0]] if name in SHAPES else sizes["architectures"]
+    config = model_config_from_hf({**sizes, "architectures": architectures}, {}, "shape")
+    limits = CacheLimits(torch.bfloat16, 128, 131072, cache_spec(config, torch.bfloat16))
+    default = EngineConfig(name)
+    assert moves_memory(default, limits, on_gpu=False) == on_cpu
+    assert moves_memory(default, limits, on_gpu=True) == on_gpu
+    assert moves_memory(replace(default, elastic_memory=True), limits, on_gpu=True) == on_cpu
+    assert not moves_memory(replace(default, elastic_memory=False), limits, on_gpu=False)
 
 
 @pytest.mark.parametrize(("name", "before", "after"), [("gpt-oss-20b", 162, 288), ("gemma-4", 55, 125)])
