@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 _ALIKE = {
     "baton:workers",
     "baton:workers_left_out",
+    "baton:paused",
     "baton:router_start_time_seconds",
     "baton:certificate_expiry_time_seconds",
     "baton:expected_wait_seconds",
