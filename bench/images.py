@@ -20,7 +20,7 @@ On two H200 beside two vLLM engines, with dummy weights of Qwen3-VL-8B:
         --side 'vllm 2 vllm serve {model} --load-format dummy --max-model-len 33000 --port {port}
                 --max-num-seqs 256 --limit-mm-per-prompt.image 8'
 
-With three GPUs and `--encode 1` on one side: leave both out.
+With three GPUs, leave out --side: encoders of their own are compared with workers that encode.
 """
 
 import asyncio

@@ -60,7 +60,7 @@ class WeightsOptions:
     path: str = argument("Checkpoint with the new weights, at the same place on the hosts of all workers.")
     max_unavailable: int | None = opt(
         None,
-        "So many workers change at the same time, and the others serve. All do without it.",
+        "Change so many workers at a time, while the others serve. Without it all change at once.",
         "N",
         check=between(1, 10_000),
     )

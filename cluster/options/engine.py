@@ -216,8 +216,8 @@ class EngineOptions:
     )
     no_standby: bool = opt(
         False,
-        "With --replace-engine: start that process when it is needed, not before. It takes no memory for "
-        "weights of its own.",
+        "With --replace-engine: start the next engine process only when it is needed. Until then it takes no "
+        "memory.",
     )
     block_size: int | None = opt(
         None,

@@ -367,7 +367,7 @@ class UpdateWeightsBody(BaseModel):
     weight_version: WeightLabel | None = None
     """Begins the name of the version, which has a random part, too: no other weights may have its name."""
     max_unavailable: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """So many workers change at the same time, and the others serve. None: all change, and none serves."""
+    """So many workers change at a time, while the others serve. None: all change at once, and none serves."""
     load_format: Literal["auto"] | None = None
     abort_all_requests: Literal[False] | None = None
     keep_pause: Literal[False] | None = None
