@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid exact drafts kv overlap disagg agents flip reuse ranks
+# STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid windows exact drafts kv overlap disagg agents flip reuse ranks
 # (default: all, in this order; the last five where there are two GPUs), overlap_8000, store (needs Mooncake), vllm (needs vLLM),
 # groups (two GPUs, which the workers then share, or more), images (three), disagg_70b (four).
 # DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
@@ -20,7 +20,7 @@ while (($#)); do
     esac
 done
 if ! ((${#steps[@]})); then
-    steps=(tests kernels engine fp8 fp8_kv int4 moe latent hybrid exact drafts kv overlap)
+    steps=(tests kernels engine fp8 fp8_kv int4 moe latent hybrid windows exact drafts kv overlap)
     (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg agents flip reuse ranks)
 fi
 mkdir -p "$out"
@@ -54,6 +54,12 @@ hybrid() {
     done
     python3 -m baton.bench.overlap --device cuda --long 128000 --json "$out/overlap_long.json"
     python3 -m baton.bench.kernels --device cuda --model-shape bamba-9b --json "$out/bamba_kernels.json"
+}
+windows() {
+    for shape in gpt-oss-20b gemma-4-e4b; do
+        python3 -m baton.bench.engine --device cuda --model-shape $shape --json "$out/$shape.json"
+        python3 -m baton.bench.engine --device cuda --model-shape $shape --positions --json "$out/positions_$shape.json"
+    done
 }
 fp8_kv() {
     python3 -m baton.bench.engine --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv.json"

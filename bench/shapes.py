@@ -24,6 +24,10 @@ GATED_DELTA, KIMI_DELTA = "qwen3.5-35b-a3b", "kimi-linear-48b-a3b"
 HYBRIDS = BAMBA, GRANITE, GATED_DELTA, KIMI_DELTA
 """Models with state layers."""
 
+GPT_OSS, GEMMA = "gpt-oss-20b", "gemma-4-e4b"
+WINDOWED = GPT_OSS, GEMMA
+"""Models with windows: a mixture of experts, and one whose last layers read the KV of others."""
+
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
     file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).with_name("models").iterdir())
 }

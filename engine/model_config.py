@@ -525,9 +525,10 @@ class ModelConfig:
         return round(self._parameters(self.experts.num_experts if self.experts else 0))
 
     def parameters_read(self, tokens: int) -> float:
-        """As `num_parameters`, but only with the experts that a step of `tokens` tokens is expected to read.
-        With one token: the *active* parameters."""
-        return self._parameters(self.experts.read_by(tokens) if self.experts else 0)
+        """As `num_parameters`, but only with the experts that a step of `tokens` tokens is expected to read,
+        and without the table of the layers. With one token: the *active* parameters."""
+        read = self._parameters(self.experts.read_by(tokens) if self.experts else 0)
+        return read - self.layer_table_parameters
 
     @property
     def full_step(self) -> int:
@@ -554,12 +555,19 @@ class ModelConfig:
         """Number of parameters of the input embedding and the output projection."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
 
+    @property
+    def layer_table_parameters(self) -> int:
+        """Number of parameters of the table from which each layer gets an input of a token. A step reads a row
+        of it for each of its tokens."""
+        gemma = self.gemma
+        return 0 if gemma is None else self.num_layers * gemma.layer_input * gemma.layer_vocab
+
     def weight_bytes(self, embedding: float, output: float, matrix: float) -> int:
-        """Bytes of all weights, from the bytes of one parameter: of the input embedding, of an output
-        projection that is not tied to it, and of the other matrices."""
-        one = self.vocab_size * self.hidden_size
-        tables = one * (embedding if self.tie_embeddings else embedding + output)
-        return round(tables + (self.num_parameters - self.embedding_parameters) * matrix)
+        """Bytes of all weights, from the bytes of one parameter: of the input embedding and the table of the
+        layers, of an output projection that is not tied to it, and of the other matrices."""
+        one, of_layers = self.vocab_size * self.hidden_size, self.layer_table_parameters
+        tables = one * (embedding if self.tie_embeddings else embedding + output) + of_layers * embedding
+        return round(tables + (self.num_parameters - self.embedding_parameters - of_layers) * matrix)
 
     def _parameters(self, experts: float) -> float:
         """Number of parameters with this many experts in each layer that has experts."""
@@ -596,7 +604,12 @@ class ModelConfig:
             wider = len(step.rope.layers) * (step.local_heads - self.num_heads)
             states = self.hidden_size * (2 * self.head_dim * wider + wider + self.num_layers * self.num_heads)
         if (gemma := self.gemma) is not None:
-            wide = 2 * self.hidden_size * gemma.head_dim * (self.num_heads + gemma.num_kv_heads)
-            states = len(gemma.wide_layers) * (wide - attention)
-            states += self.num_layers * gemma.layer_input * (gemma.layer_vocab + 3 * self.hidden_size)
+            states = self.layer_table_parameters + self.num_layers * gemma.layer_input * 3 * self.hidden_size
+            for layer, source in enumerate(gemma.sources):
+                wide, shared = layer in gemma.wide_layers, source != layer
+                of_wide, local = (gemma.head_dim, gemma.num_kv_heads), (self.head_dim, self.num_kv_heads)
+                head_dim, kv_heads = of_wide if wide else local
+                kept = 0 if shared else kv_heads * (1 if wide and gemma.k_is_v else 2)
+                states += self.hidden_size * head_dim * (2 * self.num_heads + kept) - attention
+                states += mlp if shared and gemma.double_wide else 0
         return with_attention * attention + states + dense * mlp + sparse + self.embedding_parameters

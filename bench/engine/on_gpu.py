@@ -7,6 +7,7 @@ the time of the bytes that a step reads and writes.
 
 Of a mixture of experts only those with tokens are read: `.experts` is their number, per layer and step,
 counted while the requests decode. A model with state layers is compared with the dense shape in the same run.
+Of a layer with a window the KV in it is read. A layer that reads the KV of another one reads its bytes, too.
 
 `.predicted` says how well the engine's model of steps predicts them (`drive.predicted_steps`).
 
@@ -38,10 +39,11 @@ from baton.bench.engine.drive import (
 )  # fmt: skip
 from baton.bench.engine.floor import Floor, Fp8Floor
 from baton.bench.kernels.cases import BYTES_PER_S
-from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SHAPES, SPARSE, write_shape
+from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SHAPES, SPARSE, WINDOWED, write_shape
+from baton.content import cache_kinds
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.loader.hf_config import model_config_from_hf
-from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
+from baton.engine.models.cache_spec import SharedCache
 
 CONTEXT = 1064
 BUDGET, LONGEST = 16384, 131072
@@ -132,6 +134,12 @@ HYBRID_CASE = Case(
     floor=None,
     over_floor=1.15,
 )
+WINDOWED_CASE = Case(
+    "engine.windows",
+    _NO_BOUND,
+    _NO_PREFILL_BOUND | {(1, 32000): None},
+    floor=None,
+)
 LATENT_CASES = {
     None: Case(
         "engine.latent",
@@ -166,6 +174,8 @@ def case_of(args: argparse.Namespace) -> Case | None:
     """None if the shape is not measured in this format."""
     if args.model_shape in HYBRIDS:
         return None if args.quantization or args.kv_cache_dtype else HYBRID_CASE
+    if args.model_shape in WINDOWED:
+        return None if args.quantization or args.kv_cache_dtype else WINDOWED_CASE
     if args.model_shape in (LATENT, SPARSE):
         cases = SPARSE_CASES if args.model_shape == SPARSE else LATENT_CASES
         return None if args.kv_cache_dtype else cases.get(args.quantization)
@@ -287,7 +297,7 @@ def engine_of(
             load_format="dummy",
             quantization=args.quantization or "auto",
             kv_cache_dtype=args.kv_cache_dtype or "auto",
-            max_model_len=LONGEST if args.model_shape in HYBRIDS else longest,
+            max_model_len=LONGEST if args.model_shape in (*HYBRIDS, *WINDOWED) else longest,
             enable_prefix_caching=False,
             max_num_seqs=running,
             max_num_batched_tokens=BUDGET,
@@ -327,11 +337,23 @@ def experts_read(engine: Engine, batch: int, context: int) -> float:
 
 
 def bytes_moved(engine: Any, case: Case, batch: int, context: int, experts: float | None) -> float:
-    """Bytes that a decode step reads and writes: weights, KV, and the states of each request both ways.
-    `experts`: as in `weight_bytes`."""
-    cache = engine.cache_spec
-    of_request = context * cache_bytes_per_token(cache) + 2 * state_bytes_per_request(cache)
-    return weight_bytes(engine, case, batch, experts) + batch * of_request
+    """Bytes that a decode step reads and writes. `experts`: as in `weight_bytes`."""
+    return weight_bytes(engine, case, batch, experts) + batch * cache_bytes_moved(engine, context)
+
+
+def cache_bytes_moved(engine: Any, positions: int) -> int:
+    """Bytes of the cache of one request that a decode at so many positions reads: the KV in the window of a
+    layer, the latents that an index chooses, and states, which it writes, too."""
+    latent, moved = engine.model_config.latent, 0
+    chosen = latent.index.most_chosen if latent is not None and latent.index is not None else positions
+    for layer in engine.cache_spec:
+        read = engine.cache_spec[layer.source] if isinstance(layer, SharedCache) else layer
+        for array in read.arrays:
+            seen = positions if array.window is None else min(positions, array.window.length)
+            tokens = min(seen, chosen) if array.kind == cache_kinds.LATENT else seen
+            ways = 1 if array.per_token else 2
+            moved += ways * array.bytes_of(array.heads, tokens)
+    return moved
 
 
 def weight_bytes(engine: Any, case: Case, batch: int, experts: float | None) -> float:

@@ -3,7 +3,8 @@
 The requests of a decode row join with a cache of zeros, as if their KV had come from a prefill worker. So a
 row at 128,000 positions takes seconds, and each request has memory of its own. A row whose KV does not fit is
 left out. `.floor` is the time of the bytes that a step reads: the weights, and of the cache what attention
-reads. With an index that is all index keys, and the latents of the chosen positions.
+reads. With an index that is all index keys, and the latents of the chosen positions. With a window it is the
+KV in the window.
 """
 
 import argparse
@@ -14,9 +15,8 @@ from typing import Any
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row, median_ms
 from baton.bench.engine.drive import drain, greedy, prompt, step_gaps
-from baton.bench.engine.on_gpu import LONGEST, Case, case_of, engine_of, prefill_ms, weight_bytes
+from baton.bench.engine.on_gpu import LONGEST, Case, bytes_moved, case_of, engine_of, prefill_ms
 from baton.bench.kernels.cases import BYTES_PER_S
-from baton.content.cache_kinds import LATENT
 
 BATCHES = (1, 8, 32, 64)
 POSITIONS = (2000, 8000, 32000, 128000)
@@ -46,8 +46,7 @@ def _add(report: Report, case: Case, engine: Any, batch: int, positions: int, st
     if gaps is None:
         return
     name, took = f"{case.name}.decode.b{batch}.at{positions}", median_ms(gaps)
-    read = weight_bytes(engine, case, batch, None) + batch * cache_bytes_read(engine, positions)
-    floor = read / BYTES_PER_S * 1e3
+    floor = bytes_moved(engine, case, batch, positions, None) / BYTES_PER_S * 1e3
     report.add(Row(name, took, "ms", p99=contract.percentile(gaps, 0.99) * 1e3))
     report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="the floor, same run"))
 
@@ -70,17 +69,6 @@ def decode_gaps(engine: Any, batch: int, positions: int, steps: int) -> list[flo
     gaps = step_gaps(engine, batch, steps, MARGIN)
     drain(engine)
     return gaps
-
-
-def cache_bytes_read(engine: Any, positions: int) -> int:
-    """Of the cache of one request, by a decode at so many positions."""
-    latent, read = engine.model_config.latent, 0
-    chosen = latent.index.most_chosen if latent is not None and latent.index is not None else positions
-    for layer in engine.cache_spec:
-        for array in layer.arrays:
-            tokens = min(positions, chosen) if array.kind == LATENT else positions
-            read += array.bytes_of(array.heads, tokens)
-    return read
 
 
 def clear(engine: Any) -> None:

@@ -670,7 +670,7 @@ def test_the_short_form_runs_with_real_processes(
 
 
 def test_decodes_at_many_positions_need_no_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton.bench.engine import positions
+    from baton.bench.engine import on_gpu, positions
     from baton.engine import EngineConfig, build_engine
 
     sparse = TINY_SPARSE | {"architectures": ["GlmMoeDsaForCausalLM"], "hidden_act": "silu"}
@@ -684,4 +684,37 @@ def test_decodes_at_many_positions_need_no_prompts(tmp_path: Path, monkeypatch: 
     assert positions.decode_gaps(engine, 8, 200, 6) is None, "no room"
     engine.assert_whole()
     of_layers = engine.model_config.num_layers * 4
-    assert positions.cache_bytes_read(engine, 100) == of_layers * (100 * 32 + 12 * 48)
+    assert on_gpu.cache_bytes_moved(engine, 100) == of_layers * (100 * 32 + 12 * 48)
+
+
+OF_KV = 2 * 2
+"""K and V, in bfloat16."""
+# of a layer whose positions are all read, and of one with a window
+OSS_LAYER = 12 * 8 * 64 * OF_KV, 12 * 8 * 64 * OF_KV
+GEMMA_LAYER = 7 * 2 * 512 * OF_KV, 35 * 2 * 256 * OF_KV
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "per_position", "active"),
+    [("gpt-oss-20b", 128, OSS_LAYER, 3.61e9), ("gemma-4-e4b", 512, GEMMA_LAYER, 4.64e9)],
+)
+def test_a_step_of_a_model_with_windows_has_the_floor_of_what_it_reads(
+    name: str, window: int, per_position: tuple[int, int], active: float
+) -> None:
+    """The 18 last layers of Gemma 4 E4B keep no KV. They read that of others. The floor has neither the table
+    of its layers nor the input embedding of gpt-oss, of which a step reads some rows."""
+    from baton.bench.engine import on_gpu
+    from baton.engine import Engine
+    from baton.engine.loader.families import cache_spec
+    from baton.engine.loader.hf_config import model_config_from_hf
+
+    config = model_config_from_hf(SHAPES[name], {}, name)
+    engine = stand_in(Engine, model_config=config, cache_spec=cache_spec(config, torch.bfloat16))
+    case = on_gpu.WINDOWED_CASE
+    all_read, windowed = per_position
+    for positions in (100, 1064, 128_000):
+        of_request = positions * all_read + min(positions, window) * windowed
+        assert on_gpu.cache_bytes_moved(engine, positions) == of_request
+        weights = on_gpu.weight_bytes(engine, case, 1, None)
+        assert weights == pytest.approx(2 * active, rel=0.002)
+        assert on_gpu.bytes_moved(engine, case, 1, positions, None) == weights + of_request

@@ -216,6 +216,8 @@ def test_an_engine_has_no_more_threads_than_usable_cpus(
         ("DeepseekV2", {}),
         ("DeepseekV3", {}),
         ("GlmMoeDsa", {}),
+        ("Gemma4Text", {"use_double_wide_mlp": True}),
+        ("Gemma4Text", {"num_kv_shared_layers": 0, "attention_k_eq_v": True}),
     ],
 )
 def test_the_weights_of_a_plan_are_those_of_the_model(
