@@ -557,8 +557,8 @@ class ModelConfig:
 
     @property
     def layer_table_parameters(self) -> int:
-        """Number of parameters of the table from which each layer gets an input of a token. A step reads a row
-        of it for each of its tokens."""
+        """Number of parameters of the table from which each layer gets an input of a token. A step reads one
+        row of it for each token."""
         gemma = self.gemma
         return 0 if gemma is None else self.num_layers * gemma.layer_input * gemma.layer_vocab
 
