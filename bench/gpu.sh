@@ -3,8 +3,8 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid windows exact drafts kv overlap disagg agents flip reuse ranks
-# (default: all, in this order; the last five where there are two GPUs), overlap_8000, store (needs Mooncake), vllm (needs vLLM),
+# STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid windows exact drafts kv overlap elastic disagg agents flip reuse ranks
+# (default: all, in this order; the last six where there are two GPUs), overlap_8000, store (needs Mooncake), vllm (needs vLLM),
 # groups (two GPUs, which the workers then share, or more), images (three), disagg_70b (four).
 # DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
 # decode the second. A step that fails does not stop the others; the exit status says how many did.
@@ -21,7 +21,7 @@ while (($#)); do
 done
 if ! ((${#steps[@]})); then
     steps=(tests kernels engine fp8 fp8_kv int4 moe latent hybrid windows exact drafts kv overlap)
-    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg agents flip reuse ranks)
+    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(elastic disagg agents flip reuse ranks)
 fi
 mkdir -p "$out"
 if [[ $wheels ]]; then
@@ -47,6 +47,7 @@ fp8() {
     python3 -m baton.bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
 }
 hybrid() {
+    python3 -m baton.bench.elastic --device cuda --json "$out/elastic.json"
     for shape in bamba-9b granite-4.0-h-tiny; do
         python3 -m baton.bench.engine --device cuda --model-shape $shape --json "$out/$shape.json"
         python3 -m baton.bench.overlap --device cuda --model-shape $shape --tokens 2000 --tokens 8000 --batch 32 \
@@ -56,6 +57,7 @@ hybrid() {
     python3 -m baton.bench.kernels --device cuda --model-shape bamba-9b --json "$out/bamba_kernels.json"
 }
 windows() {
+    local shape
     for shape in gpt-oss-20b gemma-4-e4b; do
         python3 -m baton.bench.engine --device cuda --model-shape $shape --json "$out/$shape.json"
         python3 -m baton.bench.engine --device cuda --model-shape $shape --positions --json "$out/positions_$shape.json"
@@ -89,7 +91,6 @@ exact() {
     $chaos --logs "$out/exact_control" --json "$out/exact_control.json" # without the flag tokens should differ
 }
 drafts() {
-    python3 -m baton.bench.elastic --device cuda --json "$out/elastic.json"
     python3 -m baton.bench.speculation --device cuda --json "$out/drafts.json"
     python3 -m baton.bench.speculation --device cuda --method eagle3 --json "$out/eagle.json"
 }
@@ -101,6 +102,15 @@ kv() { python3 -m baton.bench.kv --json "$out/kv.json"; }
 overlap() {
     python3 -m baton.bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"
     python3 -m baton.bench.overlap --device cuda --kv-connector auto --batch 64 --json "$out/overlap_auto.json"
+}
+elastic() { # a handover with elastic memory, against the same without
+    local shape memory
+    for shape in bamba-9b gpt-oss-20b gemma-4-e4b; do
+        for memory in elastic-memory no-elastic-memory; do
+            python3 -m baton.bench.overlap --device cuda --model-shape $shape --$memory --tokens 2000 --tokens 8000 \
+                --batch 32 --json "$out/overlap_${shape}_$memory.json"
+        done
+    done
 }
 overlap_8000() { python3 -m baton.bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
 disagg() { # Baton with a prefill and a decode worker, against Baton with two workers that do both

@@ -29,6 +29,8 @@ So do --prefill-kv-cache-dtype and --decode-kv-cache-dtype: `overlap.tcp.autotof
 With --kv-connector auto KV goes from GPU to GPU, or through shared memory: `overlap.auto.n2000.hidden`.
 With --model-shape bamba-9b states go with the KV: `overlap.tcp.bamba-9b.n2000.hidden`. They are 123 MB of
 each request, whatever its length, and leave while the last chunk of the prompt is computed.
+With --elastic-memory both workers move memory between KV and states, or layers with windows, and with
+--no-elastic-memory neither: `overlap.tcp.bamba-9b.elastic.n2000.hidden`, or `.fixed` in place of `.elastic`.
 """
 
 import argparse
@@ -86,6 +88,8 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
         "--kv-connector", args.kv_connector, "--trace-dir", str(directory),
         "--no-enable-prefix-caching",  # batches repeat prompts, which must be computed again
     ]  # fmt: skip
+    if args.elastic_memory is not None:
+        common.append("--elastic-memory" if args.elastic_memory else "--no-elastic-memory")
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]
@@ -202,7 +206,8 @@ def _transport(args: argparse.Namespace) -> str:
     transport += "" if sizes == (1, 1) else ".{}to{}".format(*sizes)
     dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
     transport += "" if dtypes == ("auto", "auto") else ".{}to{}".format(*dtypes)
-    return transport if args.model_shape == DENSE else f"{transport}.{args.model_shape}"
+    transport += "" if args.model_shape == DENSE else f".{args.model_shape}"
+    return transport + {None: "", True: ".elastic", False: ".fixed"}[args.elastic_memory]
 
 
 def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Runs, trace: Trace) -> None:
@@ -273,6 +278,10 @@ def main() -> int:
             f"--{side}-kv-cache-dtype", choices=("auto", "fp8"), default="auto",
             help=f"of the {side} worker (default: %(default)s)",
         )  # fmt: skip
+    p.add_argument(
+        "--elastic-memory", action=argparse.BooleanOptionalAction,
+        help="of both workers, which have states or windows (default: that of the workers)",
+    )  # fmt: skip
     p.add_argument("--model", help="default: the embedded model on a CPU, --model-shape (dummy) on a GPU")
     p.add_argument("--model-shape", choices=SHAPES, default=DENSE, help="on a GPU (default: %(default)s)")
     p.add_argument(

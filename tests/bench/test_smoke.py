@@ -369,8 +369,9 @@ def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: p
     rows = run(
         "overlap", "--short", "--tokens", "100", "--batch", "3", "--long", "16",
         "--lanes", "1", "--model", str(checkpoint), "--prefill-ranks", "2", "--decode-kv-cache-dtype", "fp8",
+        "--no-elastic-memory",
     )  # fmt: skip
-    of = "overlap.tcp.2to1.autotofp8"
+    of = "overlap.tcp.2to1.autotofp8.fixed"
     assert {f"{of}.n100.hidden", f"{of}.n100.wire", f"{of}.n100.ttit.b3"} <= {*rows}
     assert rows[f"{of}.long.n16.whole"] > rows[f"{of}.long.n16.ttft"]
 
@@ -417,6 +418,21 @@ def test_overlap_gives_each_rank_a_gpu(
     with pytest.raises(SystemExit):
         devices(1, 2, 1)
     assert "--prefill-ranks 1 --decode-ranks 2: needs 2 GPUs, and there are 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("elastic", "named"), [(None, ""), (True, ".elastic"), (False, ".fixed")])
+def test_overlap_says_whether_memory_is_elastic(
+    elastic: bool | None, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlap = import_module("baton.bench.overlap.__main__")
+    args = argparse.Namespace(
+        device="cuda", model=None, model_shape="bamba-9b", lanes=1, kv_connector="tcp", tokens=[100], long=[],
+        prefill_ranks=1, decode_ranks=1, prefill_kv_cache_dtype="auto", decode_kv_cache_dtype="auto",
+        elastic_memory=elastic,
+    )  # fmt: skip
+    flags = overlap.flags(args, tmp_path)
+    assert [check_flags(role, *flags)["elastic_memory"] for role in ("prefill", "decode")] == [elastic] * 2
+    assert overlap._transport(args) == f"overlap.tcp.bamba-9b{named}"
 
 
 def test_gaps_are_not_measured_beside_a_stream_that_has_ended() -> None:
