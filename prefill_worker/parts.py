@@ -109,6 +109,8 @@ class PartAttempt(PrefillAttempt):
     """By id, the end of what another worker fetches. Until COMMIT."""
     not_begun: set[int] = field(default_factory=set)
     """Ends of ranges of other workers that no step computes yet, as far as known."""
+    unopened: Sequence[bytes] = ()
+    """Ids under which other workers may ask for its KV, while it has no room."""
     waited: float = 0.0
     """Seconds that its steps waited for KV."""
     failed: str = ""
@@ -133,11 +135,10 @@ class PartAttempt(PrefillAttempt):
         read_at = [of.start for of in plan if of.prefill_id != request.id and of.start > part_ranges[0].start]
         live = self.live = engine.start_part(request, part_ranges, read_at, owner=self)
         if live is None:
+            self.unopened = [pair_id(request.id, worker_id) for worker_id in workers]
             self.no_room(partial(self.start, request, plan))
-            for worker_id in workers if self.closed else ():
-                sender.close(pair_id(request.id, worker_id), "gone")
             return
-        self.again = None
+        self.again, self.unopened = None, ()
         cached = live.num_cached
         uncached = [range(max(of.start, cached), of.stop) for of in part_ranges if of.stop > cached]
         self.is_final = plan[-1].prefill_id == request.id
@@ -163,6 +164,11 @@ class PartAttempt(PrefillAttempt):
         self.to(State.COMPUTING)
         self.attempts.counts.prompt_parts += 1
         self._advance()
+
+    def stop(self) -> None:
+        PrefillAttempt.stop(self)
+        for unopened_id in self.unopened:
+            self.shared.sender.close(unopened_id, "gone")
 
     def _fetch(self, worker: PlanRange, ranges: Sequence[range], starts: set[int]) -> None:
         """Fetches ranges of another worker. `starts`: of the ranges of this one."""

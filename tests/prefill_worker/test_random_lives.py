@@ -26,7 +26,7 @@ from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.layout import Range, cut, slice_bytes
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.frame import FrameType, Header
-from baton.prefill_worker.parts import PartAttempt
+from baton.prefill_worker.parts import PartAttempt, pair_id
 from baton.worker import messages
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.paged_kv import kv_layout
@@ -370,7 +370,11 @@ def test_an_attempt_waits_while_memory_moves_for_it(tmp_path: Path, monkeypatch:
     waiting = [attempt for attempt in attempts if attempt.state is State.NEW]
     assert len(waiting) > 2, "a unit has some states"
     assert any(isinstance(attempt, PartAttempt) for attempt in waiting[:-1])
-    worker.cancel(waiting.pop().id)
+    part = waiting.pop()
+    worker.cancel(part.id)
+    assert Worker._hear(worker, 10.0)
+    closed = [message.prefill_id for message in worker._inbox if isinstance(message, local.CloseOut)]
+    assert closed == [pair_id(part.id, b"p" * 16)], "a worker that waits for its KV waits no longer"
     steps = 0
     while any(attempt.state is State.NEW for attempt in waiting):
         life.steps(1)
