@@ -18,12 +18,13 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 import torch
 
-from baton.machine import cuda_driver
+from baton.machine import cuda_driver, usable_cpus
 from baton.machine.cuda_driver import CudaError
 
 HostMemory = Literal["shm", "memfd"]
@@ -33,6 +34,10 @@ Memory = Literal[HostMemory, "cuda"]
 """Where weights are for an update. `cuda`: where the trainer has them, on its GPUs. Workers copy them from
 there by CUDA IPC, and the trainer changes nothing before `update` returns."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a directory with a random name is made there
+MOST_THREADS = 8
+"""That write at the same time. One writes some 2 GB/s, so 16 GB take a second."""
+LEAST_FILE, PIECE = 64 << 20, 16 << 20
+"""Bytes of a file, if there are several, and of a copy from a GPU: so no copy takes new memory."""
 _HANDLES = ".cuda.json"
 _INDEX = ".safetensors.index.json"
 _DTYPES = {
@@ -89,6 +94,8 @@ class Checkpoint:
         a tensor is of another type than checkpoints have, or has no memory that workers can open."""
         assert 0 <= shard < shards, f"shard {shard} of {shards}"
         tensors = full_tensors(state)
+        for name, tensor in tensors.items():
+            _check_dtype(name, tensor)
         path = self.directory / f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         if self.memory == "cuda":
             whole = self._on_gpus[path] = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -105,6 +112,17 @@ class Checkpoint:
         self._on_gpus.clear()
 
     def _to_host(self, path: Path, tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> None:
+        """Writes one file a thread, at the same time: new memory costs the system more than the copy, and it
+        takes one thread at a time for a file."""
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the threads have streams of their own
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        count = max(1, min(MOST_THREADS, usable_cpus(), size // LEAST_FILE))
+        paths = [path, *(path.with_stem(f"{path.stem}-{i}") for i in range(1, count))]
+        with ThreadPoolExecutor(count) as threads:
+            list(threads.map(self._write_file, paths, _evenly(tensors, count), [memory] * count))
+
+    def _write_file(self, path: Path, tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> None:
         if memory == "shm":
             with path.open("wb", buffering=0) as file:
                 _write(file, tensors)
@@ -129,7 +147,6 @@ def _handles(tensors: Mapping[str, torch.Tensor]) -> str:
     """What `engine.loader.device_file` reads. The values are in memory when this returns."""
     memory, found = dict[int, str](), dict[str, Any]()  # handles by address
     for name, tensor in tensors.items():
-        _check_dtype(name, tensor)
         base = tensor.data_ptr()
         if tensor.numel():
             try:
@@ -154,12 +171,22 @@ def _check_dtype(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have")
 
 
+def _evenly(tensors: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Parts with about as many bytes each."""
+    parts = [dict[str, torch.Tensor]() for _ in range(count)]
+    sizes = [0] * count
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        least = sizes.index(min(sizes))
+        parts[least][name] = tensor
+        sizes[least] += tensor.nbytes
+    return parts
+
+
 def _write(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes safetensors, tensor by tensor. The library's `save` makes a second copy of all, and `save_file`
     renames a file beside its own, which a memfd has not."""
     header, end = dict[str, Any](), 0
     for name, tensor in tensors.items():
-        _check_dtype(name, tensor)
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]
@@ -167,10 +194,14 @@ def _write(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     _write_all(file, len(text).to_bytes(8, "little") + text)
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    pinned = torch.empty(PIECE if on_gpu else 0, dtype=torch.uint8, pin_memory=on_gpu)
     for tensor in tensors.values():
         if tensor.numel():
-            flat = tensor.to("cpu").contiguous().reshape(-1)
-            _write_all(file, flat.view(torch.uint8).numpy().data)
+            whole = tensor if tensor.is_contiguous() else tensor.to("cpu").contiguous()
+            for part in whole.reshape(-1).view(torch.uint8).split(PIECE):
+                part = pinned[: part.numel()].copy_(part) if part.is_cuda else part
+                _write_all(file, part.numpy().data)
 
 
 def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.engine.kernels import FLOATS, FourBits, Fp8Experts, LinearMethod, kernels_for
 from baton.engine.layers.linear import PlainLinear, packs_plain
+from baton.engine.layers.pieces import copy_values
 from baton.engine.layers.ranks import Ranks, Shard, unsharded
 from baton.engine.model_config import ModelConfig
 
@@ -291,7 +292,8 @@ class Weights:
                 f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, not of "
                 f"{' or '.join(map(str, dtypes))}"
             )
-        placed = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        placed = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        copy_values(placed, tensor)
         if tensor.is_floating_point() and placed.numel():
             self._extremes[name] = torch.stack(placed.float().aminmax())
         self._note(name, parts, tensor)
@@ -324,7 +326,7 @@ class Weights:
                 f"supported ({', '.join(map(str, DTYPES))} are)"
             )
         if to.numel():
-            to.copy_(self._placed(tensor))
+            copy_values(to, self._placed(tensor))
             if parts:  # else it may be a bound, and that may be infinite
                 self._extremes[name] = torch.stack(to.aminmax())
         self._note(name, parts, tensor)

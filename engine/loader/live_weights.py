@@ -1,7 +1,7 @@
 """New weights for a loaded model: read and checked while it computes, and applied between two steps.
 
-    build the model from the new files, layer by layer ─▶ keep its tensors in memory of the host
-    ─▶ check all of them ─▶ copy them over those of the model
+    build the model from the new files, layer by layer ─▶ keep its tensors in pinned memory of the host,
+    in pieces ─▶ check all of them ─▶ copy them over those of the model
 
 The tensors of the model keep their addresses, so graphs stay. Nothing changes before all is checked, so an
 error leaves the model as it was. The device has room for a layer, the embedding and the output projection.
@@ -10,6 +10,7 @@ error leaves the model as it was. The device has room for a layer, the embedding
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.in_place import Pair, pairs
+from baton.engine.layers.pieces import pieces
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader import draft_head, load_model, open_checkpoint
 from baton.engine.loader.formats import choose_format
@@ -28,6 +30,12 @@ from baton.engine.models.llama import Llama
 
 def _silent(stage: str, fraction: float) -> None:
     """Nothing waits for the progress."""
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all changes: torch gives memory that was freed in a stream only to that stream again."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +108,7 @@ class LoadedModel:
         if not self._on_gpu:
             yield
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.device(self.device), torch.cuda.stream(_stream(self.device)):
             yield
 
     @property
@@ -112,8 +120,9 @@ class LoadedModel:
             return list(pairs(kept, new, name))
         found = []
         for pair in pairs(kept, new, name):
-            copy = torch.empty_like(pair.new, device="cpu", pin_memory=True)
-            found.append(pair._replace(new=copy.copy_(pair.new, non_blocking=True)))
+            for part, values in pieces(pair.kept, pair.new):
+                copy = torch.empty_like(values, device="cpu", pin_memory=True)
+                found.append(Pair(pair.name, part, copy.copy_(values, non_blocking=True)))
         torch.cuda.current_stream().synchronize()  # the device may give the memory of the layer away now
         return found
 

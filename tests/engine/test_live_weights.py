@@ -1,5 +1,6 @@
 """New weights in place: an engine computes as one that began with them, and an error changes nothing."""
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from baton.engine import Engine, SpeculativeConfig
 from baton.engine.core.live_request import Phase
 from baton.engine.layers.in_place import pairs
+from baton.engine.layers.pieces import pieces
 from baton.engine.loader.live_weights import LoadedModel, NewWeights
 from baton.weights import Checkpoint, Memory
 from tests.device import DEVICE
@@ -59,8 +61,14 @@ KINDS = [
 
 @pytest.mark.parametrize(("kind", "changes", "settings"), KINDS)
 def test_new_weights_take_the_place_of_all_that_derives_from_them(
-    kind: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path, one_form: None
+    kind: str,
+    changes: dict[str, Any],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    one_form: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("baton.engine.layers.pieces.PIECE", 1000)  # a GPU has many of each tensor then
     before = tmp_path / "before"
     before.mkdir()
     save_random(before, kind, **changes)
@@ -198,10 +206,33 @@ def test_a_request_that_decodes_keeps_its_kv_and_no_other_one_gets_it(
     engine.assert_whole()
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((1 << 10,), (1,)), ((1, 64, 40), (0, 40, 1)), ((40, 64), (1, 40)), ((3, 5, 7), (35, 7, 1)), ((), ())],
+)
+def test_pieces_are_small_and_whole_parts_of_memory(
+    shape: tuple[int, ...], strides: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.layers.pieces.PIECE", 256)
+    values = torch.arange(math.prod(shape)).as_strided(shape, strides)
+    copy, other = torch.zeros_like(values), torch.zeros(shape, dtype=torch.int64)
+    for to, also, some in pieces(copy, other, values):
+        assert some.nbytes <= 256
+        ends = [(size - 1) * stride for size, stride in zip(some.shape, some.stride(), strict=True)]
+        assert sum(ends) == some.numel() - 1, "nothing else is between its elements"
+        to.copy_(some)
+        also.copy_(some)
+    assert copy.equal(values)
+    assert other.equal(values)
+
+
 @pytest.mark.parametrize("memory", ["shm", "memfd"])
 def test_weights_of_a_trainer_come_through_memory_whole_or_in_shards(
-    memory: Memory, tmp_path: Path, one_form: None
+    memory: Memory, tmp_path: Path, one_form: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("baton.weights.LEAST_FILE", 1 << 14)
+    monkeypatch.setattr("baton.weights.PIECE", 1000)
+    monkeypatch.setattr("baton.weights.usable_cpus", lambda: 3)
     before = tmp_path / "before"
     before.mkdir()
     save_random(before, "Llama", tie_word_embeddings=True)
@@ -223,6 +254,9 @@ def test_weights_of_a_trainer_come_through_memory_whole_or_in_shards(
             if shard and "lm_head.weight" in some:
                 some.remove("lm_head.weight")
             checkpoint.write({name: state[name] for name in some}, shard, shards)
+        files = [*checkpoint.directory.glob("*.safetensors")]
+        assert len(files) == 3 * shards
+        assert max(f.stat().st_size for f in files) < 2 * min(f.stat().st_size for f in files)
         staged = engine.stage_weights(str(checkpoint.directory))
         checkpoint.remove()
         engine.replace_weights(staged, str(shards))

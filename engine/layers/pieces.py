@@ -1,0 +1,40 @@
+"""Copies between memory of the host and a GPU in pieces, since steps compute meanwhile.
+
+The driver makes other threads wait while it pins memory, or copies from memory that is not pinned. For a
+gigabyte that is longer than half a second, for a piece some milliseconds.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+PIECE = 32 << 20
+"""Bytes, at most. Torch rounds pinned memory up to a power of two, and keeps what is freed for the next one
+of that size."""
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tensors of one shape, all cut alike. Of the first one, each has at most PIECE bytes, and lies
+    in one part of memory if the whole does."""
+    first = tensors[0]
+    if first.nbytes <= PIECE:
+        yield tensors
+        return
+    dim = max((i for i, size in enumerate(first.shape) if size > 1), key=first.stride)
+    for halves in zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True):
+        yield from pieces(*halves)
+
+
+def copy_values(to: Tensor, values: Tensor) -> None:
+    """Copies values of any dtype and place to a tensor of their shape, in the order of the current stream.
+    Values on the host go through two pieces of pinned memory. They may change when this returns."""
+    assert to.shape == values.shape
+    if not to.is_cuda or values.is_cuda:
+        to.copy_(values)
+        return
+    stream = torch.cuda.current_stream(to.device)
+    for part, some in pieces(to, values):
+        pinned = torch.empty(some.shape, dtype=to.dtype, pin_memory=True).copy_(some)
+        stream.synchronize()  # the piece before this one is free again
+        part.copy_(pinned, non_blocking=True)
