@@ -276,11 +276,14 @@ class Weights:
         self._call("/init_weight_transfer_engine", {"init_info": {"backend": "disk"}})
         self._call("/start_weight_update")
         self._call("/update_weights", {"update_info": {"path": str(checkpoint.directory)}})
-        with self.paused(clear_cache=False) if keep_kv else contextlib.nullcontext():
-            done = self._call("/finish_weight_update", {"weight_version": version})
-        before, self._newest = self._newest, checkpoint
-        if before is not None:
-            before.remove()
+        before = self._newest
+        try:
+            with self.paused(clear_cache=False) if keep_kv else contextlib.nullcontext():
+                done = self._call("/finish_weight_update", {"weight_version": version})
+                self._newest = checkpoint  # also if the pause cannot be ended
+        finally:
+            if before is not None and before is not self._newest:
+                before.remove()
         if checkpoint.memory == "cuda" and self._later is None:
             self._newest = None
             checkpoint.remove()

@@ -443,6 +443,20 @@ async def test_the_helper_of_trainers_gives_workers_a_state_dict(
             assert [x.name for x in Path(workers[0].weights.path).glob("model*")] == files
             weights.close()
 
+        def unresumed(weights: Weights, path: str, *more: Any) -> Any:
+            if path == "/resume":
+                raise RefusedUpdate("no router answers")
+            return call(weights, path, *more)
+
+        call = Weights._call
+        monkeypatch.setattr(Weights, "_call", unresumed)
+        weights = Weights(cluster.url, "trainer", directory, memory="memfd")
+        with pytest.raises(RefusedUpdate, match="no router answers"):
+            await asyncio.to_thread(weights.update, {"x": torch.ones(4)}, keep_kv=True)
+        assert workers[0].staged_files == ["model-00001-of-00001.safetensors"]
+        assert Path(workers[0].weights.path).exists(), "workers that start later read them"
+        weights.close()
+
 
 async def test_an_update_that_is_not_finished_ends_after_a_time(
     tokenizer: ModelTokenizer, tmp_path: Path
