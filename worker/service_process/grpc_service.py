@@ -249,11 +249,22 @@ class AttachService:
 
 async def done(change: Coroutine[Any, Any, T], context: grpc.aio.ServicerContext) -> T:
     """Does what a coordinator asks, also if the coordinator goes meanwhile: the engine must not stay behind
-    what routers were told. An error of the change ends the call, with the reason for the user."""
+    what routers were told. An error of the change ends the call, with the reason for the user. If the
+    coordinator has gone, the log has the error."""
+    changing = asyncio.create_task(change)
     try:
-        return await asyncio.shield(asyncio.create_task(change))
+        return await asyncio.shield(changing)
     except (Refused, TreeError) as error:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    except asyncio.CancelledError:
+        changing.add_done_callback(_log_error)
+        raise
+
+
+def _log_error(changing: asyncio.Task[Any]) -> None:
+    if not changing.cancelled() and (error := changing.exception()) is not None:
+        known = isinstance(error, Refused | TreeError)
+        log.error("a call has failed after its caller left: %s", error, exc_info=None if known else error)
 
 
 async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str, pb.RouterHello]:
