@@ -18,7 +18,7 @@ _SAME = (
 _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
     "language_model_only", "data_parallel_size", "served_model_name", "enable_lora", "lora_modules",
-    "max_loras", "max_lora_rank",
+    "max_loras", "max_cpu_loras", "max_lora_rank",
 }  # fmt: skip
 _MEANINGLESS = (
     "elastic_memory", "host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant",
@@ -99,7 +99,9 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
     if engine.language_model_only:
         line.append("--language-model-only")
     if engine.enable_lora:
-        line += ["--enable-lora", "--max-loras", str(engine.max_loras or max(1, len(engine.lora_modules)))]
+        on_device = engine.max_loras or max(1, len(engine.lora_modules))
+        loaded = engine.max_cpu_loras or max(on_device, len(engine.lora_modules))
+        line += ["--enable-lora", "--max-loras", str(on_device), "--max-cpu-loras", str(loaded)]
         if engine.max_lora_rank is not None:
             line += ["--max-lora-rank", str(engine.max_lora_rank)]
     line += [_PROCESSED, "0"]

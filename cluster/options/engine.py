@@ -123,9 +123,16 @@ class EngineOptions:
     )
     max_loras: int | None = opt(
         None,
-        "Most adapters in one step.",
+        "Most adapters in one step, and on the device.",
         "N",
         shown="1, or as many as --lora-modules",
+        check=between(1),
+    )
+    max_cpu_loras: int | None = opt(
+        None,
+        "Most adapters that are loaded. Those that are not on the device are in the memory of the host.",
+        "N",
+        shown="--max-loras, or as many as --lora-modules if they are more",
         check=between(1),
     )
     max_lora_rank: int | None = opt(

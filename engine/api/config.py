@@ -15,7 +15,7 @@ CHOICES = {
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 AT_LEAST_ONE = (
     "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads",
-    "tensor_parallel_size", "max_loras", "max_lora_rank",
+    "tensor_parallel_size", "max_loras", "max_cpu_loras", "max_lora_rank",
 )  # fmt: skip
 
 
@@ -177,7 +177,9 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = ()
     """NAME=PATH of each adapter that is loaded at the start."""
     max_loras: int | None = None
-    """Most adapters in one step. None: one, or as many as `lora_modules`."""
+    """Most adapters in one step, and on the device. None: one, or as many as `lora_modules`."""
+    max_cpu_loras: int | None = None
+    """Most adapters that are loaded. None: `max_loras`, or as many as `lora_modules` if they are more."""
     max_lora_rank: int | None = None
     """None: vLLM's default."""
     encoder_pool: bool = False
@@ -230,8 +232,15 @@ class EngineConfig:
             raise ValueError(
                 "--enable-expert-parallel: needs --tensor-parallel-size above 1, or leave it out"
             )
-        for name in ("lora_modules", "max_loras", "max_lora_rank"):
+        for name in ("lora_modules", "max_loras", "max_cpu_loras", "max_lora_rank"):
             require(name, self.enable_lora or not getattr(self, name), "needs --enable-lora")
+        most = self.max_cpu_loras
+        require(
+            "max_cpu_loras",
+            most is None or most >= max(self.max_loras or 1, len(self.lora_modules)),
+            "adapters on the device and those of --lora-modules count, too; raise it to at least "
+            f"{max(self.max_loras or 1, len(self.lora_modules))}",
+        )
         wrong = [module for module in self.lora_modules if not all(module.partition("="))]
         names = [module.partition("=")[0] for module in self.lora_modules]
         if wrong or len(set(names)) < len(names):

@@ -138,7 +138,7 @@ def test_tokens_are_those_of_merged_weights(cluster: VLLMCluster, directory: Pat
     assert cluster.workers()["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
     status, text = changed(cluster, "load", lora_name="three", lora_path=str(directory / "one"))
     assert status == 400
-    assert "--max-loras" in text
+    assert "--max-cpu-loras" in text
 
     psutil.Process(cluster.process_of("decode 0 engine").pid).kill()
     cluster.until_restarted("decode 0", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -61,6 +62,15 @@ def test_there_is_room_for_the_adapters_of_the_start() -> None:
     pairs = dict(pairwise(command_line(two, ())))
     assert (pairs["--max-loras"], pairs["--max-lora-rank"]) == ("2", "64")
     assert dict(pairwise(command_line(config(enable_lora=True, max_loras=5), ())))["--max-loras"] == "5"
+    one = dict(pairwise(command_line(replace(two, max_loras=1), ())))
+    assert (one["--max-loras"], one["--max-cpu-loras"]) == ("1", "2"), "all of the start are loaded"
+    more = dict(pairwise(command_line(replace(two, max_cpu_loras=8), ())))
+    assert (more["--max-loras"], more["--max-cpu-loras"]) == ("2", "8")
+    for few in ({"max_loras": 3}, {"lora_modules": ("a=/a", "b=/b", "c=/c")}):
+        with pytest.raises(ValueError, match="--max-cpu-loras 2: .* raise it to at least 3"):
+            replace(two, max_cpu_loras=2, **few)
+    with pytest.raises(ValueError, match="--max-cpu-loras 2: needs --enable-lora"):
+        config(max_cpu_loras=2)
     for wrong in (("a",), ("=a",), ("a=",), ("a=/a", "a=/b")):
         with pytest.raises(ValueError, match="give NAME=PATH, with a name for each adapter"):
             config(enable_lora=True, lora_modules=wrong)
