@@ -37,7 +37,7 @@ def plain(message: Message) -> dict[str, Any]:
             is_map = described.message_type.GetOptions().map_entry
             value = dict(value) if is_map else [plain(item) for item in value]
         elif isinstance(value, MutableSequence):
-            value = list(value)
+            value = [item.hex() if isinstance(item, bytes) else item for item in value]
         elif isinstance(value, bytes):
             value = value.hex()
         fields[described.name] = value

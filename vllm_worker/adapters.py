@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,9 @@ class Adapters:
         add: loads an adapter into vLLM: its fingerprint, number and path. Raises an error of vLLM.
         remove: drops the adapter with this number.
         most: adapters that vLLM has room for.
+
+    Attributes:
+        move_seconds: in which vLLM lately moved an adapter to the device. 0: not known.
     """
 
     def __init__(
@@ -45,6 +48,18 @@ class Adapters:
         self.most = most
         self._loaded: dict[bytes, LoadedAdapter] = {}
         self._numbers = 0
+        self._on_device = frozenset[int]()
+        self.move_seconds = 0.0
+
+    @property
+    def on_device(self) -> list[bytes]:
+        """The fingerprints of those that vLLM has on the device."""
+        return [each for each, loaded in self._loaded.items() if loaded.number in self._on_device]
+
+    def moved(self, numbers: Iterable[int], seconds: float) -> None:
+        """vLLM has moved an adapter to the device in so many seconds. These are there now."""
+        self._on_device = frozenset(numbers)
+        self.move_seconds = (self.move_seconds + seconds) / 2 if self.move_seconds else seconds
 
     def of(self, fingerprint: bytes) -> LoadedAdapter:
         """That of a request."""

@@ -106,6 +106,15 @@ class Encoded(Local):
     token_seconds: float  # of late, for each token; 0: not known
 
 
+class OnDevice(Local):
+    """Connector → engine process: vLLM has moved an adapter to the device."""
+
+    numbers: list[int]
+    """Of all adapters that are there now."""
+    seconds: float
+    """That the move took."""
+
+
 class Blind(Local):
     """Connector → engine process: vLLM has preempted a decode, and its images must be encoded to compute it
     again, but they are not here. It waits until it is aborted."""
@@ -114,9 +123,10 @@ class Blind(Local):
 
 
 ToConnector = Close | Commit
-FromConnector = (
+ForRoles = (
     Started | Computed | Costs | Encoded | Blind | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
 )
+FromConnector = ForRoles | OnDevice
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -335,6 +335,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             worker=worker,
         )
         _process_transfers.append(self._transfers)
+        if config.lora_config is not None:
+            from baton.vllm_worker.device_adapters import watch
+
+            watch(self._transfers.adapter_moved)
 
     def get_handshake_metadata(self) -> Reachable | None:
         return None if self._process is None else Reachable(self._process.address)

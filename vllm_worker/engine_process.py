@@ -30,7 +30,7 @@ import zmq.asyncio
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.adapters import Adapters
-from baton.vllm_worker.attachment import ConnectorLink, Pool
+from baton.vllm_worker.attachment import ConnectorLink, OnDevice, Pool
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.roles import EngineGone, Roles
@@ -187,7 +187,10 @@ class EngineProcess:
         for message in self._link.receive_all():
             match message:
                 case messages.AskStatus(question):
-                    self._send(self._roles.status(question))
+                    status = self._roles.status(question)
+                    status.adapters_on_device = self._adapters.on_device
+                    status.adapter_move_seconds = self._adapters.move_seconds
+                    self._send(status)
                 case messages.Stop():
                     self._attempts.fail_all(Code.DRAINING, "the worker shuts down")
                     self._roles.stop()
@@ -240,7 +243,11 @@ class EngineProcess:
         try:
             while True:
                 for message in await self._connector.receive():
-                    roles.heard(message)
+                    if isinstance(message, OnDevice):
+                        assert self._adapters is not None
+                        self._adapters.moved(message.numbers, message.seconds)
+                    else:
+                        roles.heard(message)
                 self._soon()
         except ChannelClosed:
             log.error("vLLM's process has ended")

@@ -31,7 +31,7 @@ from baton.vllm_worker.attachment import (
     Computed,
     Costs,
     Encoded,
-    FromConnector,
+    ForRoles,
     Started,
     ToConnector,
 )
@@ -345,7 +345,7 @@ class Roles:
 
     # ------------------------------------------------------------ of the connector
 
-    def heard(self, message: FromConnector) -> None:
+    def heard(self, message: ForRoles) -> None:
         match message:
             case Computed(tokens, cached):
                 self._attempts.counts.count_prompt(tokens, cached, 0)

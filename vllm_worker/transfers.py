@@ -34,7 +34,7 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Costs, Encoded, Started
+from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Costs, Encoded, OnDevice, Started
 from baton.vllm_worker.metadata import BlockTable, Fetch, StepMetadata, block_ids, log
 
 Event = Injected | FetchFailed | Closed | Released
@@ -97,7 +97,7 @@ class Attendant:
     def cancel(self, decode_id: bytes) -> None:
         self.order(lambda receiver: receiver.cancel(decode_id))
 
-    def tell(self, messages: Sequence[Started | Computed | Costs | Encoded | Blind]) -> None:
+    def tell(self, messages: Sequence[Started | Computed | Costs | Encoded | OnDevice | Blind]) -> None:
         """Sends messages to the engine process."""
         worker = self._worker
         if worker is not None:  # else a client has asked for them
@@ -200,6 +200,10 @@ class Transfers:
         self._attached = worker is not None
         self._first_tokens: dict[str, int] = {}  # by request id: vLLM is not told of these yet
         self.asked = False  # `injected` tells of these requests, and `ended` does not
+
+    def adapter_moved(self, numbers: list[int], seconds: float) -> None:
+        """As `OnDevice`."""
+        self._attendant.tell([OnDevice(numbers, seconds)])
 
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins. Its preempted prompts have been handled."""

@@ -396,6 +396,8 @@ class EngineStatus(_Message):
     links: list[PrefixLink]
     store: StoreStats | None = None  # None: there is none
     only_decodes: bool = False  # no step is under way, and it is idle but for attempts that decode
+    adapters_on_device: list[bytes] = []  # fingerprints
+    adapter_move_seconds: float = 0.0  # in which lately one got there; 0: not known
 
 
 class WeightsStaged(_Message):

@@ -167,6 +167,7 @@ class AttemptPair:
             images=[(image.start, image.start + image.rows * image.columns) for image in job.images],
             encoded_in=self.pool.encoders.expected(job.images),
             pair=job.pair,
+            adapter=job.adapter,
             version=version,
         )
 

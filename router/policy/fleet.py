@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.machine.step_model import StepModel
-from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
+from baton.router.policy.decode import CACHED_PRESSURE, DecodeCaches, DecodeLoad, DecodePool, two_choices
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.rpc import worker_pb2 as pb
@@ -93,7 +93,18 @@ class Fleet:
         """The prefill workers that may be chosen; None if there are none."""
         listed = [self.named.get(address) for address in request.avoid]
         avoided = {worker.row for worker in listed if worker is not None and worker.row >= 0}
-        return self.loads.snapshot(request, self.now, avoided)
+        snapshot = self.loads.snapshot(request, self.now, avoided)
+        if snapshot is not None and request.adapter:
+            for row in snapshot.rows.tolist():
+                snapshot.wait[row] += self.adapter_seconds(request, row)
+        return snapshot
+
+    def adapter_seconds(self, request: PrefillRequest, row: int) -> float:
+        """Seconds in which the worker moves the adapter of the request to its device. 0: it is there, or no
+        adapter is needed, or the worker has not measured that."""
+        status = self.workers[row].status
+        there = not request.adapter or request.adapter in status.adapters_on_device
+        return 0.0 if there else status.adapter_move_seconds
 
     def choose_decode(
         self, request: PrefillRequest, tokens: int, *, promised: bool = False
@@ -107,4 +118,24 @@ class Fleet:
             if free.slots <= self.promised_slots or free.positions < self.promised_positions + tokens:
                 return []
         chosen = self.decodes.choose(tokens, self.rng, request.avoid)
-        return [] if chosen is None else self.caches.nearest(self.named[chosen].row, request, self.rng)
+        if chosen is None:
+            return []
+        row = self._with_adapter(self.named[chosen].row, request, tokens)
+        return self.caches.nearest(row, request, self.rng)
+
+    def _with_adapter(self, chosen: int, request: PrefillRequest, tokens: int) -> int:
+        """Returns the row of a decode worker that has the adapter of the request on its device, and is not
+        much more loaded than the chosen one. Else the chosen one."""
+        if not self.adapter_seconds(request, chosen):
+            return chosen
+        most = self.workers[chosen].load.pressure + CACHED_PRESSURE
+        found = [
+            load
+            for load in self.decodes
+            if load.fits(tokens)
+            and load.pressure <= most
+            and load.worker not in request.avoid
+            and not self.adapter_seconds(request, self.named[load.worker].row)
+        ]
+        best = two_choices(found, self.rng)
+        return chosen if best is None else self.named[best].row

@@ -36,6 +36,9 @@ Images that its cache lacks are encoded by the worker that computes the prompt, 
 If encoders of a pool encode them, no worker loses that time. But a first token comes no sooner than the
 embeddings of each image and the tokens from there on.
 
+An adapter that is not on the device of a worker is moved there between two steps. So the request waits for
+it, and each decode there has one gap that is longer by this time.
+
 All terms follow from the model of steps that a worker reports, and from what the router sent since. Pure.
 """
 
@@ -87,6 +90,7 @@ class Offer:
         reuse: share of prompts that is cached.
         room: it has room to decode the request.
         encoding: seconds in which it encodes the images that it has not cached, if it decodes nothing.
+        adapter: seconds in which its steps stand still until the adapter is on its device.
         embeddings: of each image that encoders encode for it: its position, and seconds until it is encoded.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
         first: seconds until the first token.
@@ -109,6 +113,7 @@ class Offer:
     queues: bool = False
     encoding: float = 0.0
     embeddings: Sequence[tuple[int, float]] = ()
+    adapter: float = 0.0
     first: float = field(init=False)
     within: float = field(init=False)
     prompt_cost: float = field(init=False)
@@ -118,13 +123,13 @@ class Offer:
         alone, wait = pace.model.prefill(self.tokens, self.cached) + self.encoding, self.ahead * pace.token
         busy = min(MOST_BUSY, pace.prompt_share)
         behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
-        self.within = self.load + now.stretch * alone + JOIN_STEPS * now.step
+        self.within = self.load + self.adapter + now.stretch * alone + JOIN_STEPS * now.step
         self.first = self.within + now.stretch * wait
         for start, seconds in self.embeddings:
             rest = now.stretch * pace.model.prefill(self.request.tokens - start, start)
             self.within = max(self.within, seconds + rest + JOIN_STEPS * now.step)
         self.first = max(self.first, self.within)
-        self.prompt_cost = self.first + behind + self._added(alone)
+        self.prompt_cost = self.first + behind + self._added(alone) + pace.gap_cost * self.adapter
 
     @property
     def tokens(self) -> int:
@@ -171,8 +176,12 @@ class Offer:
 
     @property
     def join_cost(self) -> float:
-        """Of the wait for the step under way, if another worker computes the prompt."""
-        return self._gap_weight * self.pace.now.step / self.request.answer if self.pace.gap else 0.0
+        """Of the waits for the step under way and for the adapter, if another worker computes the prompt."""
+        pace = self.pace
+        if not pace.gap:
+            return 0.0
+        own = self._gap_weight * (pace.now.step + self.adapter) / self.request.answer
+        return own + pace.gap_cost * self.adapter
 
     @property
     def _gap_weight(self) -> float:
@@ -246,6 +255,7 @@ def offer(
             for (start, stop), late in zip(request.images, encoded_in, strict=False)
             if stop > cached
         ],
+        fleet.adapter_seconds(request, row),
     )
 
 

@@ -107,6 +107,8 @@ class PrefillRequest:
     """Seconds until encoders have encoded each of these. Empty: there are none."""
     pair: tuple[str, str] | None = None
     """The addresses of the workers that must compute and decode it, to prove that KV gets to the second."""
+    adapter: bytes = b""
+    """The fingerprint of the adapter that is to compute it. Empty: the model alone."""
     version: str | None = None
     """Of the weights that are to compute it. None: all workers have the same."""
 

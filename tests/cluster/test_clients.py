@@ -228,6 +228,12 @@ def test_status_shows_the_transports_of_kv(monkeypatch: pytest.MonkeyPatch, url:
     assert "KV from prefill 3: cuda_ipc (decode 0, decode 2); tcp: another machine (decode 1)\n" in shown
 
 
+def test_bytes_of_reports_are_text() -> None:
+    shown = plain(pb.WorkerStatus(adapters_on_device=[b"\x01", b"\xff"], released=["kv"]))
+    assert (shown["adapters_on_device"], shown["released"]) == (["01", "ff"], ["kv"])
+    assert json.dumps(shown)
+
+
 def test_status_shows_the_router_and_its_last_failures(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     failure = {
         "at": 0, "request_id": "mine", "code": "lost", "worker": "decode 0 at 127.0.0.1:4",

@@ -287,6 +287,64 @@ def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
     assert placed(fleet, request, asker.row, 500, source).tokens == 1500
 
 
+def test_moving_an_adapter_delays_the_request_and_all_decodes_there() -> None:
+    there, away = offer(model=FIXED, decodes=2), offer(model=FIXED, decodes=2, adapter=0.05)
+    assert away.first - there.first == away.within - there.within == pytest.approx(0.05)
+    others = there.pace.gap_cost * 0.05
+    assert away.prompt_cost - there.prompt_cost == pytest.approx(0.05 + others)
+    assert away.join_cost - there.join_cost == pytest.approx(0.05 / GAP / 150 + others)
+    assert offer(model=FIXED, gap=0.0, adapter=0.05).join_cost == 0, "without a target of a gap"
+
+
+A = b"a" * 16
+"""An adapter."""
+
+
+def with_adapters(loads: PrefillLoads, name: str, *adapters: bytes, decode: bool = False) -> SeenWorker:
+    worker = seen(loads, name, adapters_on_device=adapters, adapter_move_seconds=0.05)
+    if decode:
+        worker.pool = pb.POOL_DECODE
+    else:
+        loads.serve(worker.row, True)
+    return worker
+
+
+def test_prompts_go_where_their_adapter_is_unless_others_are_faster() -> None:
+    loads = PrefillLoads()
+    workers = [with_adapters(loads, f"{i}:1", *([A] if i == 2 else [b"b" * 16])) for i in range(4)]
+    fleet = fleet_of(loads, workers)
+
+    def chosen(adapter: bytes) -> set[int]:
+        requests = [PrefillRequest(key << 60, 100, adapter=adapter) for key in range(16)]
+        return {fleet.policy(fleet.prefill_snapshot(x), x) for x in requests}  # type: ignore[arg-type]
+
+    assert chosen(A) == {2}
+    request = PrefillRequest(1, 100, adapter=A)
+    assert [placed(fleet, request, row, 0).adapter for row in range(4)] == [0.05, 0.05, 0.0, 0.05]
+    assert chosen(b"") == chosen(b"c" * 16) == {0, 1, 2, 3}, "it is on no device, or on all"
+    loads.reported(2, pb.WorkerStatus(tokens_waiting=10_000, prefill_tokens_per_s=10_000.0), 0)
+    assert 2 not in chosen(A), "the second of prompts ahead is longer than the move"
+
+
+def test_requests_decode_where_their_adapter_is_unless_that_worker_is_much_more_loaded() -> None:
+    loads = PrefillLoads()
+    workers = [with_adapters(loads, f"{i}:1", *([A] if i == 2 else ()), decode=True) for i in range(4)]
+    fleet, request = fleet_of(loads, workers), PrefillRequest(1, 100, adapter=A)
+
+    def chosen(request: PrefillRequest) -> set[int]:
+        return {fleet.choose_decode(request, 101)[0][0] for _ in range(32)}
+
+    assert chosen(request) == {2}
+    assert len(chosen(replace(request, adapter=b""))) > 1
+    assert 2 not in chosen(replace(request, avoid=["2:1"]))
+    workers[2].load.reported(blocks_free=1000, running=10)  # of 64
+    assert 2 not in chosen(request)
+    workers[2].load.reported(blocks_free=1000, running=0)
+    workers[2].load.sent(101)
+    workers[2].load.ended(101, full=True)
+    assert 2 not in chosen(request), "it has refused a request"
+
+
 def test_a_choice_explains_itself() -> None:
     prefill, decode = offer(row=1, rate=20_000.0), offer(**DECODES)
     found = place(prefill, [decode])

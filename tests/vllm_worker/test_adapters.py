@@ -72,8 +72,8 @@ def cluster(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with serving(
         directory / "model", tmp_path_factory.mktemp("served"),
         "--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256",
-        "--enable-lora", "--lora-modules", f"one={directory / 'one'}", "--max-loras", "2",
-        "--admin-key-file", str(directory / "key"),
+        "--enable-lora", "--lora-modules", f"one={directory / 'one'}", "--max-loras", "1",
+        "--max-cpu-loras", "2", "--admin-key-file", str(directory / "key"),
     ) as served:  # fmt: skip
         yield served
 
@@ -119,6 +119,19 @@ def test_tokens_are_those_of_merged_weights(cluster: VLLMCluster, directory: Pat
             for prompt, tokens in zip(prompts, expected[name], strict=True):
                 assert cluster.ask(model=name, prompt=prompt, max_tokens=TOKENS)["token_ids"] == tokens
 
+    def only_on_device(name: str) -> None:
+        """Workers report that they have moved this adapter to their only slot."""
+
+        def reported() -> bool:
+            return all(
+                [each["fingerprint"] for each in worker["description"]["adapters"] if each["name"] == name]
+                == worker["status"].get("adapters_on_device")
+                and worker["status"]["adapter_move_seconds"] > 0
+                for worker in cluster.workers().values()
+            )
+
+        until(reported, 10.0, f"adapter {name} is on the device of all workers")
+
     def restarted() -> bool | None:
         worker = cluster.workers().get("decode")
         if worker is None or worker["state"] != "ready":
@@ -127,6 +140,7 @@ def test_tokens_are_those_of_merged_weights(cluster: VLLMCluster, directory: Pat
         return True
 
     assert models(cluster) == ["tiny", "one"]
+    only_on_device("one")
     check("tiny", "one", "tiny", "one")
     status, text = changed(cluster, "load", lora_name="two", lora_path=str(directory / "missing"))
     assert status == 400
@@ -134,7 +148,10 @@ def test_tokens_are_those_of_merged_weights(cluster: VLLMCluster, directory: Pat
     assert models(cluster) == ["tiny", "one"]
     assert changed(cluster, "load", lora_name="two", lora_path=str(directory / "two"))[0] == 200
     assert models(cluster) == ["tiny", "one", "two"]
-    check("two", "one", "tiny", "two")
+    check("two", "one", "tiny")
+    only_on_device("one")
+    check("two")
+    only_on_device("two")
     assert cluster.workers()["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
     status, text = changed(cluster, "load", lora_name="three", lora_path=str(directory / "one"))
     assert status == 400

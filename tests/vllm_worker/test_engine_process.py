@@ -14,8 +14,8 @@ import pytest
 from baton.engine import EngineConfig, EngineRequest, SamplingParams
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
-from baton.vllm_worker.adapters import Adapters
-from baton.vllm_worker.attachment import Pool
+from baton.vllm_worker.adapters import FILES, Adapters
+from baton.vllm_worker.attachment import OnDevice, Pool
 from baton.vllm_worker.engine_process import EngineProcess
 from baton.vllm_worker.roles import EngineGone
 from baton.worker import messages
@@ -37,12 +37,16 @@ class Process(EngineProcess):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.computes = asyncio.Event()
-        self.vllm, self.connector = asyncio.Future[None](), asyncio.Future[None]()
+        self.vllm, self.connector = asyncio.Future[None](), asyncio.Future[Any]()
+        self.adapters = Adapters(self._nothing, self._nothing, 2)
 
     async def _start(self) -> Any:
         self._connector.receive = lambda: self.connector  # type: ignore[method-assign,assignment]
-        vllm = played("vllm_worker/llm.py", "VLLM", generate=self._generate, adapters=stand_in(Adapters))
+        vllm = played("vllm_worker/llm.py", "VLLM", generate=self._generate, adapters=self.adapters)
         return vllm, READY, Pool(16, 11)
+
+    async def _nothing(self, *_: Any) -> None:
+        pass
 
     async def _generate(self, *_: Any) -> AsyncGenerator[Any, None]:
         self.computes.set()
@@ -86,6 +90,28 @@ def test_the_service_reads_what_vllm_computed(which: str, error: Exception, code
     with closing(EngineLink(None)) as service, asyncio.Runner() as runner, ends:
         assert runner.run(within(main())) == code
     assert heartbeat.step == [D]
+
+
+def test_a_status_has_the_adapters_that_are_on_the_device(tmp_path: Path) -> None:
+    for file in FILES:
+        (tmp_path / file).touch()
+
+    async def main() -> None:
+        with closing(Process(config_of(service, Heartbeat.create()))) as process:
+            running = asyncio.create_task(process.run())
+            assert isinstance(await service.receive(), EngineReady)
+            names = [await process.adapters.load(name, str(tmp_path)) for name in ("a", "b")]
+            said, process.connector = process.connector, asyncio.Future()
+            said.set_result([OnDevice([2], 0.5)])
+            await asyncio.sleep(0)  # it is read
+            await service.send(messages.AskStatus(7))
+            status = await service.receive()
+            assert isinstance(status, messages.EngineStatus)
+            assert (status.adapters_on_device, status.adapter_move_seconds) == ([names[1]], 0.5)
+            running.cancel()
+
+    with closing(EngineLink(None)) as service, asyncio.Runner() as runner:
+        runner.run(within(main()))
 
 
 def test_a_vllm_that_does_not_start_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,18 @@ def test_a_fingerprint_is_of_the_name_and_the_files(tmp_path: Path) -> None:
         fingerprint_of("sql", first)
 
 
+async def test_what_is_on_the_device_is_told_by_fingerprint(tmp_path: Path) -> None:
+    vllm = VLLM(3)
+    first, second = [await vllm.adapters.load(name, saved(tmp_path / name, name)) for name in ("a", "b")]
+    assert (vllm.adapters.on_device, vllm.adapters.move_seconds) == ([], 0.0)
+    vllm.adapters.moved([2], 0.5)
+    assert (vllm.adapters.on_device, vllm.adapters.move_seconds) == ([second], 0.5)
+    vllm.adapters.moved([1, 2, 7], 0.1)  # vLLM warms up with adapters of its own
+    assert (vllm.adapters.on_device, vllm.adapters.move_seconds) == ([first, second], pytest.approx(0.3))
+    await vllm.adapters.unload(second, at_once)
+    assert vllm.adapters.on_device == [first]
+
+
 async def test_an_adapter_stays_while_requests_use_it(tmp_path: Path) -> None:
     """It counts until then. One that is loaded again meanwhile stays."""
     one, two, vllm = saved(tmp_path / "one", "1"), saved(tmp_path / "two", "2"), VLLM(most=1)

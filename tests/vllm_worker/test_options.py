@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from importlib import metadata
 from dataclasses import replace
+from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
@@ -66,9 +66,9 @@ def test_there_is_room_for_the_adapters_of_the_start() -> None:
     assert (one["--max-loras"], one["--max-cpu-loras"]) == ("1", "2"), "all of the start are loaded"
     more = dict(pairwise(command_line(replace(two, max_cpu_loras=8), ())))
     assert (more["--max-loras"], more["--max-cpu-loras"]) == ("2", "8")
-    for few in ({"max_loras": 3}, {"lora_modules": ("a=/a", "b=/b", "c=/c")}):
-        with pytest.raises(ValueError, match="--max-cpu-loras 2: .* raise it to at least 3"):
-            replace(two, max_cpu_loras=2, **few)
+    for few in (replace(two, max_loras=3), replace(two, lora_modules=("a=/a", "b=/b", "c=/c"))):
+        with pytest.raises(ValueError, match=r"--max-cpu-loras 2: .* raise it to at least 3"):
+            replace(few, max_cpu_loras=2)
     with pytest.raises(ValueError, match="--max-cpu-loras 2: needs --enable-lora"):
         config(max_cpu_loras=2)
     for wrong in (("a",), ("=a",), ("a=",), ("a=/a", "a=/b")):

@@ -342,6 +342,8 @@ class Backend:
             images_encoded=stats.encoder.images if stats.encoder else 0,
             encode_token_seconds=stats.encoder.token_seconds if stats.encoder else 0.0,
             encode_queue_seconds=stats.encoder.queue_seconds if stats.encoder else 0.0,
+            adapters_on_device=engine.adapters_on_device,
+            adapter_move_seconds=engine.adapter_move_seconds,
             **same_names(pb.WorkerStatus, stats),
         )
         return self._last_status
