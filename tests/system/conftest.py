@@ -28,6 +28,22 @@ BUDGET = 64
 """Tokens of a step of `server`. Every longer prompt is a chunked one."""
 
 
+CLUSTERS = ("broken", "server")
+"""Fixtures that live until the last test of this package."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that share no cluster come first, then those of each shared one: an idle cluster takes a
+    twentieth of a core, mostly of its router."""
+    last: dict[Path, int] = {}
+    for item in items:
+        if item.path.parent == GOLDENS.parent:
+            used = [order for order, name in enumerate(CLUSTERS, 1) if name in item.fixturenames]
+            last[item.path] = max(last.get(item.path, 0), *used, 0)
+    items.sort(key=lambda item: last.get(item.path, 0))
+
+
 @pytest.fixture(scope="package", autouse=True)
 def forked_roles() -> Iterator[None]:
     with forking():

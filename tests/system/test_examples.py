@@ -37,8 +37,8 @@ def grpc_address() -> str:
 
 
 @pytest.fixture(scope="module")
-def server(grpc_address: str) -> Iterator[Serve]:
-    """As the pages start it: in the default type, which `server` of the other tests has not."""
+def served(grpc_address: str) -> Iterator[Serve]:
+    """As the pages start it: in the default type, which `server` has not."""
     machine = Machine()
     server = Serve(machine, "--dtype", "auto", "--grpc-port", grpc_address.rpartition(":")[2])
     try:
@@ -74,12 +74,12 @@ def main_of(script: str) -> Any:
         ("structured_output.py", "'country': 'France'"),
     ],
 )
-def test_an_example(server: Serve, capsys: pytest.CaptureFixture[str], script: str, printed: str) -> None:
-    main_of(script)(server.url)
+def test_an_example(served: Serve, capsys: pytest.CaptureFixture[str], script: str, printed: str) -> None:
+    main_of(script)(served.url)
     assert printed in capsys.readouterr().out
 
 
-def test_the_grpc_example(server: Serve, grpc_address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_grpc_example(served: Serve, grpc_address: str, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(main_of("grpc_stream.py")(grpc_address))
     assert capsys.readouterr().out == f"{ANSWER}\n8 tokens\n"
 
@@ -129,11 +129,11 @@ def test_the_first_answers_are_far_from_a_tie(
 
 
 @pytest.mark.parametrize("step", typed("docs/quickstart.md"), ids=lambda step: step.command.split("\n")[0])
-def test_the_quick_start(server: Serve, step: Step) -> None:
+def test_the_quick_start(served: Serve, step: Step) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-ec", step.command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")],
-        env=server.machine.environment | {"PATH": path, "BATON_URL": server.url},
+        ["bash", "-ec", step.command.replace("127.0.0.1:8000", f"127.0.0.1:{served.port}")],
+        env=served.machine.environment | {"PATH": path, "BATON_URL": served.url},
         capture_output=True,
         text=True,
         timeout=WITHIN,
