@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     twentieth of a core, mostly of its router."""
     last: dict[Path, int] = {}
     for item in items:
-        if item.path.parent == GOLDENS.parent:
+        if isinstance(item, pytest.Function) and item.path.parent == GOLDENS.parent:
             used = [order for order, name in enumerate(CLUSTERS, 1) if name in item.fixturenames]
             last[item.path] = max(last.get(item.path, 0), *used, 0)
     items.sort(key=lambda item: last.get(item.path, 0))
