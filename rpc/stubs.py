@@ -6,9 +6,9 @@ stub says the types of its methods for readers and type checkers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -24,12 +24,11 @@ EXTERNAL_PROCESSOR = ext_proc_pb2.DESCRIPTOR.services_by_name["ExternalProcessor
 
 
 @cache  # each connection to a worker makes a stub
-def _methods(service: ServiceDescriptor) -> Sequence[tuple[str, str, type[Message], type[Message]]]:
-    """The name of each method, its kind as gRPC names it (`unary_stream` for one request and a stream of
-    responses), and its types."""
-    return [
-        (
-            each.name,
+def _methods(service: ServiceDescriptor) -> Mapping[str, tuple[str, type[Message], type[Message]]]:
+    """Each method's kind as gRPC names it (`unary_stream` for one request and a stream of responses), and its
+    types, by the name of the method."""
+    return {
+        each.name: (
             "_".join(
                 "stream" if side else "unary" for side in (each.client_streaming, each.server_streaming)
             ),
@@ -37,19 +36,28 @@ def _methods(service: ServiceDescriptor) -> Sequence[tuple[str, str, type[Messag
             GetMessageClass(each.output_type),
         )
         for each in service.methods
-    ]
+    }
 
 
 class _Stub:
-    """Has an attribute for each method of its service, which calls the method over a channel."""
+    """Has an attribute for each method of its service, which calls the method over a channel. It is made at
+    its first use: a router has a stub for each worker, and calls one of its methods."""
 
     service: ClassVar[ServiceDescriptor]
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        for name, kind, request, response in _methods(self.service):
+        self._channel = channel
+
+    if not TYPE_CHECKING:  # a type checker would take any name for a method
+
+        def __getattr__(self, name: str) -> Any:
+            if (method := _methods(self.service).get(name)) is None:
+                raise AttributeError(f"{self.service.full_name} has no method {name}")
+            kind, request, response = method
             path = f"/{self.service.full_name}/{name}"
-            call = getattr(channel, kind)(path, request.SerializeToString, response.FromString)
+            call = getattr(self._channel, kind)(path, request.SerializeToString, response.FromString)
             setattr(self, name, call)
+            return call
 
 
 class WorkerStub(_Stub):
@@ -81,7 +89,7 @@ def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: A
     response, writes responses to the context, or yields them.
     """
     handlers = {}
-    for name, kind, request, response in _methods(service):
+    for name, (kind, request, response) in _methods(service).items():
         if (serve := getattr(servicer, name, None)) is not None:
             make = getattr(grpc, f"{kind}_rpc_method_handler")
             handlers[name] = make(serve, request.FromString, response.SerializeToString)

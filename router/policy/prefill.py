@@ -5,7 +5,7 @@
 
 import random
 from array import array
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +22,7 @@ POINTS_PER_WORKER = 128
 MAX_ROWS = 1 << 14
 _ARC_BITS = 8
 _ROW = MAX_ROWS - 1
+_STEPS = np.arange(1, POINTS_PER_WORKER + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
 class Ring:
@@ -35,26 +36,36 @@ class Ring:
     def __init__(self) -> None:
         # Arrays, because the entries of lists are scattered in memory. The last bits of a point are its row.
         self._arcs = [array("Q") for _ in range(1 << _ARC_BITS)]
+        self._unsorted: set[int] = set()  # arcs whose last points are new
         self._size = 0
 
     def add(self, name: str, row: int) -> None:
         for point in _points(name, row):
-            insort(self._arcs[point >> 64 - _ARC_BITS], point)
+            arc = point >> 64 - _ARC_BITS
+            self._arcs[arc].append(point)
+            self._unsorted.add(arc)
         self._size += 1
 
     def remove(self, name: str, row: int) -> None:
         for point in _points(name, row):
-            points = self._arcs[point >> 64 - _ARC_BITS]
+            points = self._arc(point >> 64 - _ARC_BITS)
             del points[bisect_left(points, point)]
         self._size -= 1
+
+    def _arc(self, arc: int) -> "array[int]":
+        """The points of an arc in order. They are sorted once for all workers that joined since."""
+        if arc in self._unsorted:
+            self._unsorted.remove(arc)
+            self._arcs[arc] = array("Q", sorted(self._arcs[arc]))
+        return self._arcs[arc]
 
     def walk(self, key: int) -> Iterator[int]:
         """Yields the row of every worker once, in the order of preference of a session with this key."""
         first = key >> 64 - _ARC_BITS
-        start = bisect_right(self._arcs[first], key | _ROW)
+        start = bisect_right(self._arc(first), key | _ROW)
         seen: set[int] = set()
         for arc in range(first, first + len(self._arcs) + 1):  # the first arc's beginning is last
-            points = self._arcs[arc % len(self._arcs)]
+            points = self._arc(arc % len(self._arcs))
             for place in range(start, len(points)):
                 if (row := points[place] & _ROW) not in seen:
                     seen.add(row)
@@ -66,8 +77,7 @@ class Ring:
 
 def _points(name: str, row: int) -> list[int]:
     """Returns the first outputs of splitmix64 (Steele 2014), seeded by the name, with this row."""
-    steps = np.arange(1, POINTS_PER_WORKER + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = np.uint64(xxhash.xxh3_64_intdigest(name.encode())) + steps
+    x = np.uint64(xxhash.xxh3_64_intdigest(name.encode())) + _STEPS
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((x ^ (x >> np.uint64(31))) & np.uint64(~_ROW & (1 << 64) - 1) | np.uint64(row)).tolist()

@@ -226,7 +226,8 @@ class PrefillLoads:
         return float(self._speed[row])
 
     def _guessed_speed(self) -> float:
-        return float(self._speed[self._measured].mean()) if self._measured.any() else UNKNOWN_SPEED
+        count = np.count_nonzero(self._measured)
+        return float(np.add.reduce(self._speed, where=self._measured)) / count if count else UNKNOWN_SPEED
 
     def _changed(self, row: int) -> None:
         worker, speed = self._worker(row), self._speed.item(row)
@@ -264,7 +265,8 @@ class PrefillLoads:
                 self._guess_speeds()
         elif not alone and status.long_chunk_tokens and status.long_chunk_seconds > 0:
             self._speed[row] = status.long_chunk_tokens / status.long_chunk_seconds
-        self._changed(row)  # at the new speed, which the next line needs
+        if worker.sent:  # what is left of the first prompt, at the new speed
+            self._changed(row)
         # The device encodes images in the time of as many tokens.
         tokens_waiting += status.encode_queue_seconds * self._speed.item(row)
         worker.tokens, worker.at = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
@@ -273,8 +275,9 @@ class PrefillLoads:
 
     def _guess_speeds(self) -> None:
         """Workers without a measured speed get the mean of the others."""
-        self._speed[~self._measured] = self._guessed_speed()
-        for row in np.flatnonzero(~self._measured).tolist():
+        unmeasured = np.flatnonzero(~self._measured)
+        self._speed[unmeasured] = self._guessed_speed()
+        for row in unmeasured.tolist():
             worker = self._workers[row]
             if worker is not None and (worker.tokens or worker.own):
                 self._changed(row)

@@ -30,7 +30,7 @@ class KnownAdapters:
     """
 
     def __init__(self) -> None:
-        self.newest = pb.AdapterSet()
+        self._renew(pb.AdapterSet())
         self.served: dict[str, pb.Adapter] = {}
         self._sets: dict[Hashable, frozenset[tuple[str, bytes]]] = {}  # by attached worker
         self._workers_with: Counter[tuple[str, bytes]] = Counter()
@@ -38,8 +38,10 @@ class KnownAdapters:
     def check(self, described: pb.WorkerDescription) -> None:
         """Raises RefusedWorker if a worker that attaches has other adapters than the accepted ones."""
         told = set_of(described)
+        if told == self.newest:
+            return
         _check(told)
-        adapters, newest = _named(told.adapters), _named(self.newest.adapters)
+        adapters, newest = _named(told.adapters), self._named_newest
         if adapters == newest or told.revision > self.newest.revision:
             return
         if told.revision < self.newest.revision:
@@ -52,11 +54,13 @@ class KnownAdapters:
 
     def told(self, worker: Hashable, adapters: pb.AdapterSet) -> None:
         """An attached worker has these now. Raises RefusedWorker."""
-        _check(adapters)
+        if adapters != self.newest:  # they were checked, and all workers have the same
+            _check(adapters)
         self._forget(worker)
         if adapters.revision > self.newest.revision or not self._sets:
-            self.newest = adapters
-        now = self._sets[worker] = _named(adapters.adapters)
+            self._renew(adapters)
+        is_newest = adapters == self.newest
+        now = self._sets[worker] = self._named_newest if is_newest else _named(adapters.adapters)
         self._workers_with.update(now)
         self._serve()
 
@@ -64,8 +68,12 @@ class KnownAdapters:
         self._forget(worker)
         self._serve()
 
+    def _renew(self, newest: pb.AdapterSet) -> None:
+        self.newest, self._named_newest = newest, _named(newest.adapters)
+
     def _forget(self, worker: Hashable) -> None:
-        self._workers_with -= Counter(self._sets.pop(worker, ()))
+        if before := self._sets.pop(worker, None):
+            self._workers_with -= Counter(before)
 
     def _serve(self) -> None:
         count, workers_with = len(self._sets), self._workers_with

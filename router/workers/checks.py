@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import le, lt
+from operator import attrgetter, le, lt
 
 import grpc
 
@@ -52,8 +52,8 @@ def check_fit(
 ) -> None:
     """Raises RefusedWorker if the worker has another model or tokenizer.
 
-    `others` are accepted workers by name, one for each value of `must_agree`. An empty vocabulary fingerprint
-    is not compared: a model of random weights may have no tokenizer.
+    `others` are accepted workers by name, one for each other value of `must_agree`. An empty vocabulary
+    fingerprint is not compared: a model of random weights may have no tokenizer.
     """
     if described.first_pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
         raise RefusedWorker(f"its first pool ({described.first_pool}) is unknown")
@@ -190,6 +190,7 @@ def explain(error: grpc.aio.AioRpcError, *, files: bool) -> tuple[str, str]:
 
 _STATUS = pb.WorkerStatus.DESCRIPTOR.fields
 _RATES = [field.name for field in _STATUS if field.type == field.TYPE_DOUBLE]
+_rates = attrgetter(*_RATES)
 
 
 def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
@@ -247,7 +248,8 @@ def step_model(report: pb.StepModel) -> StepModel | None:
 
 def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
     """Sets negative and infinite rates and NaN to 0, which means unknown. Returns them for the log."""
-    invalid = [name for name in _RATES if not 0 <= getattr(status, name) < math.inf]
+    rates = zip(_RATES, _rates(status), strict=True)
+    invalid = [name for name, rate in rates if not 0 <= rate < math.inf]
     described = [f"{name} {getattr(status, name)}" for name in invalid]
     for name in invalid:
         status.ClearField(name)

@@ -142,14 +142,15 @@ class Roster:
             if not worker.description.kv_address:
                 raise RefusedWorker("its description has no KV address, from which workers fetch")
             return
-        others = {next(iter(same)): list(same) for same in self._accepted.values()}
+        agreed = must_agree(worker.description)
+        others = {next(iter(same)): same for key, same in self._accepted.items() if key != agreed}
         older = [each for each in others if lacks_weights(each.description, worker.description)]
-        same = {str(other): other.description for other in others if other not in older}
-        check_fit(worker.description, self._model, same)
+        differing = {str(other): other.description for other in others if other not in older}
+        check_fit(worker.description, self._model, differing)
         self.adapters.check(worker.description)
         outdated = [other for each in older for other in others[each]]
         self._outdate(outdated, worker.description.weights.rolls_for)
-        self._accepted.setdefault(must_agree(worker.description), {})[worker] = None
+        self._accepted.setdefault(agreed, {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
     def redescribed(self, worker: Worker, description: pb.WorkerDescription) -> None:

@@ -284,8 +284,12 @@ def test_what_clients_can_name_is_what_all_attached_workers_have() -> None:
     known.left("a")
     known.left("b")
     assert [*known.served] == ["two"], "requests wait for workers"
-    with pytest.raises(RefusedWorker, match="without a valid name"):
-        known.told("a", pb.AdapterSet(revision=3, adapters=[pb.Adapter(name="a b", fingerprint=b"a" * 16)]))
+    nameless = pb.Adapter(name="a b", fingerprint=b"a" * 16)
+    for _ in range(2):  # what is refused never counts as known
+        with pytest.raises(RefusedWorker, match="without a valid name"):
+            known.told("a", pb.AdapterSet(revision=3, adapters=[nameless]))
+        with pytest.raises(RefusedWorker, match="without a valid name"):
+            known.check(described(nameless, revision=3))
 
 
 def test_an_adapter_is_part_of_names_and_the_salt_of_a_key_stays() -> None:

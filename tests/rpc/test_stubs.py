@@ -5,7 +5,9 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from baton.rpc.stubs import InferenceStub, WorkerStub
@@ -44,3 +46,15 @@ def test_a_stub_says_the_types_of_every_method(stub):
         module = method.containing_service.file.name.rpartition("/")[2].replace(".proto", "_pb2")
         messages = f"{module}.{method.input_type.name}, {module}.{method.output_type.name}"
         assert types[method.name] == f"grpc.aio.{kind}MultiCallable[{messages}]"
+
+
+async def test_a_stub_makes_a_method_at_its_first_use() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        stub: Any = WorkerStub(channel)
+        assert not vars(stub).keys() & {method.name for method in stub.service.methods}
+        assert isinstance(stub.Attach, grpc.aio.StreamStreamMultiCallable)
+        assert stub.Attach is stub.Attach
+        for method in stub.service.methods:
+            assert callable(getattr(stub, method.name))
+        with pytest.raises(AttributeError, match=r"Worker has no method Detach"):
+            _ = stub.Detach
