@@ -132,16 +132,16 @@ def test_memory_that_may_shrink_is_refused(arena: kv.Arena) -> None:
 def test_a_slice_that_is_not_the_one_named(arena: kv.Arena, change: str) -> None:
     owner, reader = pool(arena), pool(kv.Arena.create(4, 4096))
     memory = reader.open(owner.export(), "")
-    owner.gather([Staged(PIECE, 2, [1, 0], generation=7)])
+    owner.gather([Staged(PIECE, 2, ([1], 0), generation=7)])
     if change == "byte":
         arena.slot(2)[9] ^= 4
     elif change == "gathered again":  # the same bytes, too
-        owner.gather([Staged(PIECE, 2, [1, 0], generation=8)])
+        owner.gather([Staged(PIECE, 2, ([1], 0), generation=8)])
     elif change == "gathered for TCP":
-        owner.gather([Staged(PIECE, 2, [1, 0])])
+        owner.gather([Staged(PIECE, 2, ([1], 0))])
     elif change == "marked again":  # and the bytes are about to change
         arena.marks[2 * 16] ^= 1
-    _, outcome = reader.pull(memory, [Staged(PIECE, 2, [0, 0], generation=7)])
+    _, outcome = reader.pull(memory, [Staged(PIECE, 2, ([0], 0), generation=7)])
     assert outcome() == [0 if change == "none" else None]
     memory.close()
 

@@ -406,7 +406,7 @@ def share_with(
         opened.append(peer.accept())
     [lane] = [lane for lane in opened if lane.number == 0]
     transfer, fetch = lane.expect(second_wire.FETCH)
-    assert fetch == [second_wire.part_id(theirs, mine), 0, [[0, 64]], 0]
+    assert fetch == [second_wire.part_id(theirs, mine), 0, [[0, 64]], [64]]
     while not lane.granted:
         assert lane.read()[0] == second_wire.CREDIT
     port = int(described.kv_address.rpartition(":")[2])
