@@ -17,7 +17,7 @@ from baton.cluster.tools.status import name_of, pool_of
 from tests.forked import FreshPopen
 from tests.within import WITHIN
 
-from .machine import BATON, Machine, answers, command_lines, listening, titled, tree, until
+from .machine import BATON, Machine, command_lines, listening, listening_sockets, titled, tree, until
 
 START_S = 300.0
 
@@ -92,13 +92,14 @@ class Serve:
     def stop(self, signum: int) -> None:
         """Sends the signal, and asserts a clean end: exit code, processes, ports."""
         processes = tree(self.process.pid)
-        ports = listening(processes)
+        ports, sockets = listening(processes), listening_sockets(processes)
         assert len(processes) >= 7, "two workers of three processes, and a router"
         assert self.port in ports
+        assert len(sockets) >= len(ports)
         self.process.send_signal(signum)
         assert self.process.wait(WITHIN) == 0, self.output()
         assert not any(map(alive, processes)), "no process outlives serve, not even for a moment"
-        assert [port for port in ports if answers(port)] == []
+        assert not sockets & listening_sockets()
         assert self.output().splitlines()[-2:] == ["Stopping …", "Stopped."], "nothing had to be killed"
 
     def kill(self) -> None:
