@@ -9,7 +9,7 @@ import torch
 from baton.bench.kernels.cases import Case, Cases, Make
 from baton.content.cache_kinds import latent_head_dim
 from baton.engine.kernels import FP8, KV, AttentionMetadata, Fp8KV, LatentHeads, parts
-from baton.engine.kernels.attention import latent_kernels
+from baton.engine.kernels.attention import latent_tiling
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.model_config import LatentConfig
 
@@ -64,7 +64,7 @@ class LatentCases(Cases[LatentShape]):
         metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, chunks)
         least = tokens + absorbed  # of an expanded chunk
         programs = multiprocessors(self.device)
-        tiling = latent_kernels.tile_latent(
+        tiling = latent_tiling.tile_latent(
             metadata, heads, config, least, shape.dtype, programs, fp8=shape.fp8
         )
         seen = requests * tokens * (shape.context - tokens // 2) * heads

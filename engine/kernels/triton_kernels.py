@@ -28,7 +28,7 @@ from baton.engine.kernels import (
     parts,
     silu,
 )
-from baton.engine.kernels.attention import index_kernels, latent_kernels, prefill_wgmma, rope
+from baton.engine.kernels.attention import index_kernels, latent_kernels, latent_tiling, prefill_wgmma, rope
 from baton.engine.kernels.attention.decode import decode_attention, queries_that_share
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, tile_gather
@@ -212,8 +212,8 @@ class TritonKernels(Kernels):
         dtype: torch.dtype,
         *,
         fp8: bool = False,
-    ) -> latent_kernels.LatentTiling:
-        return latent_kernels.tile_latent(
+    ) -> latent_tiling.LatentTiling:
+        return latent_tiling.tile_latent(
             metadata,
             num_heads,
             shape,

@@ -38,7 +38,7 @@ from baton.engine.kernels import (
     LayerState,
     exact_linear,
 )
-from baton.engine.kernels.attention import latent_kernels, online_softmax
+from baton.engine.kernels.attention import latent_tiling, online_softmax
 from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
@@ -68,7 +68,7 @@ def exact_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> K
 
 def shorten_segments(patch: pytest.MonkeyPatch, size: int) -> None:
     """Of `size` positions, so that short contexts have several."""
-    for module in (online_softmax, latent_kernels):
+    for module in (online_softmax, latent_tiling):
         patch.setattr(module, "SEGMENT", tl.constexpr(size))
 
 
@@ -231,7 +231,7 @@ def test_latents(
     """In chunks that the default expands, and with more decodes than have partial results at once."""
     length, cases = 110, [(4, (32, 16, 16, 16), 16)]
     if not ON_GPU:
-        monkeypatch.setattr(latent_kernels, "MOST_EXACT", 24)
+        monkeypatch.setattr(latent_tiling, "MOST_EXACT", 24)
         shorten_segments(monkeypatch, 64)
     else:
         sizes = (512, 128, 64, 128), (512, 192, 64, 256)
@@ -272,10 +272,10 @@ def test_pieces_of_latents_are_the_segments_of_a_context(triton_kernels: Kernels
     """Of decodes, which a GPU cuts, and of the queries of a chunk, which the host cuts."""
     contexts = [1, 256, 257, 4096, 4097, 70000]
     on_device = torch.tensor([*contexts, 0], dtype=torch.int32, device=DEVICE)
-    pieces = latent_kernels.partition(on_device, 1, 16 * len(on_device), segments=True)
+    pieces = latent_tiling.partition(on_device, 1, 16 * len(on_device), segments=True)
     first, work = pieces.first.tolist(), pieces.work.tolist()
     for row, context in enumerate(contexts):
-        chunk = latent_kernels._pieces(context - 1, context, 32, 1, torch.device(DEVICE), exact=True)
+        chunk = latent_tiling._pieces(context - 1, context, 32, 1, torch.device(DEVICE), exact=True)
         assert [piece[1:] for piece in work[first[row] : first[row + 1]]] == chunk.work[:, 1:].tolist()
         assert chunk.first.tolist() == [0, first[row + 1] - first[row]]
     assert work[first[-2]][1:] == [0, 0], "padding has one piece, which writes zeros"

@@ -93,18 +93,18 @@ def test_a_context_that_the_scratch_memory_does_not_hold(
 ) -> None:
     """Of 256 positions it holds one head or all four. The context of 257 positions is expanded two heads at a
     time, or absorbed. Latents of 100 positions are gathered at a time."""
-    from baton.engine.kernels.attention import latent_kernels
+    from baton.engine.kernels.attention import latent_kernels, latent_tiling
 
     monkeypatch.setattr(LatentConfig, "min_expanded_queries", 2)
-    monkeypatch.setattr(latent_kernels, "SCRATCH_BYTES", 256 * held * (32 + 16) * 4)
-    monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
+    monkeypatch.setattr(latent_tiling, "SCRATCH_BYTES", 256 * held * (32 + 16) * 4)
+    monkeypatch.setattr(latent_tiling, "MOST_ABSORBED", 4)
     monkeypatch.setattr(latent_kernels, "GATHERED", 100)
     step = LatentStep([(126, 128), (250, 257), (0, 3), (60, 63), (0, 2), (5, 6)])
     metadata = placed(step.metadata, lambda x: x.to(DEVICE))
     tiling = triton_kernels.tile_latent(metadata, 4, step.shape, F32)
     found = [
         (
-            part.scratch.keys.shape[3] if isinstance(part, latent_kernels.ExpandedChunks) else 0,
+            part.scratch.keys.shape[3] if isinstance(part, latent_tiling.ExpandedChunks) else 0,
             *part.rows.indices(18)[:2],
         )
         for part in tiling
@@ -133,7 +133,7 @@ def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels) -> None:
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 40), (700, 705), (1000, 1200)])
 @pytest.mark.parametrize("programs", [1, 64])
 def test_the_pieces_of_a_chunk_cover_each_context_once(start: int, stop: int, programs: int) -> None:
-    from baton.engine.kernels.attention.latent_kernels import _pieces
+    from baton.engine.kernels.attention.latent_tiling import _pieces
 
     pieces = _pieces(start, stop, 64, programs, torch.device("cpu"))
     work, first = pieces.work.tolist(), pieces.first.tolist()

@@ -116,6 +116,7 @@ _PRELOADED["tests"] = (
     "baton.bench.chaos.__main__",
     "baton.cluster.tools.doctor",
     "baton.engine.kernels.attention.latent_kernels",
+    "baton.engine.kernels.attention.latent_tiling",
     "execnet.gateway_base",
     "hypothesis.stateful",
     "jsonschema",
