@@ -82,7 +82,7 @@ class Checkpoint:
         self.directory = directory
         self.memory: Memory = memory
         self._files = list[int]()
-        self._on_gpus = dict[Path, dict[str, torch.Tensor]]()  # whose memory workers have handles of
+        self._on_gpus = dict[Path, dict[str, torch.Tensor]]()  # tensors that workers read by handles
         directory.mkdir(parents=True, exist_ok=True)
         for file in like.glob("*.json"):
             if not file.name.endswith(_INDEX):

@@ -355,9 +355,9 @@ def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -
 
 def moves_memory(config: EngineConfig, limits: CacheLimits, *, on_gpu: bool) -> bool:
     """Whether KV shares its memory with states or window blocks."""
-    if config.elastic_memory is None:  # no model with windows has run with it on a GPU
-        return bool(limits.state_bytes or limits.windows) and not (on_gpu and limits.windows)
-    return config.elastic_memory and bool(limits.state_bytes or limits.windows)
+    has_both = bool(limits.state_bytes or limits.windows)
+    default = not (on_gpu and limits.windows)  # no model with windows has run with it on a GPU
+    return has_both and (default if config.elastic_memory is None else config.elastic_memory)
 
 
 def _pages(device: torch.device, ranks: Ranks) -> int | None:

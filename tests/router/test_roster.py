@@ -5,6 +5,7 @@ import random
 import sys
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -195,24 +196,27 @@ async def test_a_change_looks_at_no_more_workers_if_there_are_more() -> None:
     assert calls_of_changes(400) < 1.2 * calls_of_changes(20)
 
 
+def redescribe(roster: Roster, worker: Worker, **changes: Any) -> None:
+    """The worker tells what has changed of it. New weights are in its fingerprint."""
+    changed = pb.WorkerDescription()
+    changed.CopyFrom(worker.description)
+    changed.MergeFrom(pb.WorkerDescription(**changes))
+    if "weights" in changes:
+        changed.model_fingerprint += f"; version={changed.weights.version}"
+    roster.redescribed(worker, changed)
+
+
 def test_a_worker_that_describes_other_adapters_computes_with_the_same_weights() -> None:
     roster, workers = made(2)
     first, second = workers
     for worker in workers:
         attach(roster, worker, pb.POOL_DECODE)
-    changed = pb.WorkerDescription()
-    changed.CopyFrom(first.description)
-    changed.weights.version = "v2"
-    changed.model_fingerprint += "; version=v2"
-    roster.redescribed(first, changed)
+    redescribe(roster, first, weights=pb.StageWeights(version="v2"))
     assert first.ready
     assert not second.ready, "it has older weights"
     sql = pb.Adapter(name="sql", fingerprint=b"s" * 16)
     for worker in workers:
-        changed = pb.WorkerDescription()
-        changed.CopyFrom(worker.description)
-        changed.MergeFrom(pb.WorkerDescription(index=9, adapters=[sql], adapters_revision=1))
-        roster.redescribed(worker, changed)
+        redescribe(roster, worker, index=9, adapters=[sql], adapters_revision=1)
         assert worker.description.index == 0, "a worker that runs keeps it"
     assert [*roster.adapters.served] == ["sql"]
     assert first.ready
@@ -225,11 +229,7 @@ def test_workers_that_wait_for_their_turn_serve_while_another_one_gets_weights_a
     first, second = workers
     for worker in workers:
         attach(roster, worker, pb.POOL_DECODE)
-    changed = pb.WorkerDescription()
-    changed.CopyFrom(first.description)
-    changed.weights.MergeFrom(pb.StageWeights(version="v2", named_at=2, rolls_for=600))
-    changed.model_fingerprint += "; version=v2"
-    roster.redescribed(first, changed)
+    redescribe(roster, first, weights=pb.StageWeights(version="v2", named_at=2, rolls_for=600))
     assert first.ready
     assert second.ready, "its turn comes later"
     assert roster.rolls

@@ -184,10 +184,11 @@ def _score(
     used = heads < HEADS
     table = block_tables + row * table_stride
     last = tl.minimum(row + QUERIES, rows)
-    at = row * HEADS + heads
-    of_query = tl.load(q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
-    of_heads = tl.load(weights + at, mask=used, other=0.0)
-    # One query has one loop, whose keys are loaded ahead.
+    of_query, of_heads = None, None
+    if QUERIES == 1:  # then there is one loop, whose keys are loaded ahead
+        at = row * HEADS + heads
+        of_query = tl.load(q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
+        of_heads = tl.load(weights + at, mask=used, other=0.0)
     for start in tl.range(begin, stop, BLOCK_N):
         positions = start + offsets
         inside = positions < stop
@@ -203,8 +204,8 @@ def _score(
         else:
             for query in tl.range(row, last):
                 at = query * HEADS + heads
-                of_query = tl.load(q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
-                total = _of_query(key, of_slots, of_query, tl.load(weights + at, mask=used, other=0.0))
+                one = tl.load(q + at[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
+                total = _of_query(key, of_slots, one, tl.load(weights + at, mask=used, other=0.0))
                 seen = positions < tl.load(contexts + query)
                 tl.store(scores + query * score_stride + positions, total, mask=inside & seen)
 
@@ -275,7 +276,8 @@ def _select(
         order = _ordered(score)
         equal, more = inside & (order == least), inside & (order > least)
         # One scan counts both: those that are larger in the upper half of a number, equal ones in the lower.
-        counts = tl.cumsum((more.to(tl.int32) << 16) + equal.to(tl.int32), axis=0)
+        both = (more.to(tl.int32) << 16) + equal.to(tl.int32)
+        counts = tl.cumsum(both, axis=0)
         ranks, larger = equals + (counts & 0xFFFF), counts >> 16
         taken = more | (equal & (ranks <= missing))
         places = chosen + larger + tl.minimum(ranks, missing) - tl.minimum(equals, missing) - 1
@@ -290,8 +292,7 @@ def _select(
         else:
             tl.store(best + piece * MOST + to, score, mask=taken)
             tl.store(out + piece * MOST + to, position, mask=taken)
-        total = tl.sum((more.to(tl.int32) << 16) + equal.to(tl.int32), axis=0)
-        before = equals
+        total, before = tl.sum(both, axis=0), equals
         equals += total & 0xFFFF
         chosen += (total >> 16) + tl.minimum(equals, missing) - tl.minimum(before, missing)
 
