@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import http.server
+import itertools
 import json
 import multiprocessing
 import re
@@ -451,26 +452,37 @@ def test_the_script_for_gpus_has_each_step_that_it_names() -> None:
 
 
 class AnswersAtOnce(http.server.BaseHTTPRequestHandler):
-    """Serves one model, whose answers have two tokens."""
+    """A router with one worker and one model, whose answers have two tokens."""
 
     asked: ClassVar[list[int]] = []
     """Images of each request."""
+    encoded: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "m"}]}).encode())
+        port = self.connection.getsockname()[1]
+        family = "# TYPE baton:images_encoded counter\nbaton:images_encoded_total"
+        pages = {
+            "/v1/models": json.dumps({"data": [{"id": "m"}]}),
+            "/metrics/targets": json.dumps([{"targets": [f"127.0.0.1:{port}"]}]),
+            "/metrics": f"{family} {len(self.encoded)}.0\n",
+        }
+        self._send(pages[self.path].encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        content = body["messages"][0]["content"]
-        self.asked.append(sum(part["type"] == "image_url" for part in content))
+        images = [part["image_url"]["url"] for part in body["messages"][0]["content"][:-1]]
+        self.asked.append(len(images))
+        self.encoded.update(images)
         deltas = [{"role": "assistant"}, {"content": "a"}, {"content": "b"}]
         events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
+        events.append(json.dumps({"choices": [], "usage": {"prompt_tokens": 30}}))
         self._send("".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode())
 
     def _send(self, data: bytes) -> None:
+        kind = "application/json" if self.command == "GET" else "text/event-stream"
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("Content-Type", "application/json" if self.command == "GET" else "text/event-stream")
+        self.send_header("Content-Type", kind)
         self.end_headers()
         self.wfile.write(data)
 
@@ -478,46 +490,76 @@ class AnswersAtOnce(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_runs_images(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, real = list[str](), images.measured
+def test_runs_images(run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    turns, real = list[str](), images.measure
 
     def started(side: Side, model: Path) -> contextlib.nullcontext[str]:
         turns.append(side.name)
         check_flags(*side.command.format(model=model, port=8000).split()[3:])
+        if turns == ["pool", "inside"]:
+            raise RuntimeError("no GPU")
         return contextlib.nullcontext(f"http://127.0.0.1:{server.server_port}")
 
-    def shortened(urls: Sequence[str], seed: int, args: Any) -> Any:
+    def shortened(urls: Sequence[str], seed: int, args: Any, *more: Any) -> Any:
         args.seconds = 0.01
-        return real(urls, seed, args)
+        return real(urls, seed, args, *more)
 
     monkeypatch.setattr(images, "started", started)
-    monkeypatch.setattr(images, "measured", shortened)
+    monkeypatch.setattr(images, "measure", shortened)
+    monkeypatch.setattr(images, "METRICS_S", 0.0)
+    flags = (
+        *("--device", "cpu", "--short", "--ttft", "60000", "--streams", "1"),
+        *("--at-once", "6", "--pixels", "64x64"),
+    )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), AnswersAtOnce) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        flags = (
-            "--ttft",
-            "60000",
-            "--first-rate",
-            "500",
-            "--streams",
-            "1",
-            "--at-once",
-            "6",
-            "--pixels",
-            "64x64",
-        )
-        rows = run("images", "--device", "cpu", "--short", *flags)
+        with pytest.raises(AssertionError):  # exit status 1
+            run("images", *flags)
+        assert "inside.0: failed: no GPU" in capfd.readouterr().err
+        rows = run("images", *flags, "--resume")
+        with pytest.raises(SystemExit):
+            run("images", *flags, "--resume", "--rated", "9")
         server.shutdown()
-    assert turns == ["pool", "inside"]
-    assert rows["images.pool.rate"] == rows["images.inside.rate"] == 750
-    assert rows.keys() > {
-        "images.one",
-        "images.repeat",
-        "images.at_once.6",
-        "images.rate",
-        "images.pool.gaps",
-    }
+    assert "another rated" in capfd.readouterr().err
+    assert turns == ["pool", "inside", "inside"], "a side with results is not measured again"
+    assert rows["images.pool.rate"] == pytest.approx(1.25 * rows["images.pool.limit"])
+    assert rows["images.pool.repeat.encoded"] == 0
+    of_side = {"one", "repeat", "at_once.6", "limit", "prefill", "encode", "rate", "of_limit", "gaps"}
+    assert rows.keys() > {f"images.{side}.{name}" for side in ("pool", "inside") for name in of_side}
+    assert rows.keys() > {"images.one", "images.repeat", "images.at_once.6", "images.rate"}
     assert {0, 1, 2, 4} == set(AnswersAtOnce.asked), "six at once are four and two"
+
+
+@pytest.mark.parametrize(
+    ("busy", "silent", "count", "holds"), [(1, 0, 100, True), (2, 0, 100, False), (0, 1, 1, False)]
+)
+async def test_a_rate_misses_once_too_many_are_late(busy: int, silent: int, count: int, holds: bool) -> None:
+    """Of 100 requests one may be late or refused, of one none."""
+    number, ended = itertools.count(), threading.Event()
+
+    class Overloaded(AnswersAtOnce):
+        def do_POST(self) -> None:
+            mine = next(number)
+            if mine < busy:
+                return self.send_error(429)
+            if mine < silent:
+                ended.wait(60)
+            return super().do_POST()
+
+        def _send(self, data: bytes) -> None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                super()._send(data)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        async with new_session() as session:
+            client = images.Client(session, [url], ["m"], seed=0)
+            args = argparse.Namespace(ttft=50 if silent else 60000)
+            turn = images.Turn(client, [url], images.Pictures(64, 64, seed=0), args)
+            assert await turn._holds(500.0, [client.body([], 1) for _ in range(count)]) == holds
+        ended.set()
+        server.shutdown()
 
 
 async def test_gaps_beside_image_requests_that_fail_are_no_result() -> None:
@@ -540,12 +582,20 @@ async def test_gaps_beside_image_requests_that_fail_are_no_result() -> None:
         server.shutdown()
 
 
-@pytest.mark.parametrize(("limit", "found"), [(5.3, 5.25), (0.3, 0.25), (0.01, 0.0)])
-async def test_the_highest_rate_is_found(limit: float, found: float) -> None:
+@pytest.mark.parametrize(
+    ("limit", "least", "tried"),
+    [(5.3, 5.0, 9), (0.3, 0.28, 9), (0.01, 0.0, 5), (99, 10.0, 6)],
+)
+async def test_the_highest_rate_is_found(limit: float, least: float, tried: int) -> None:
+    rates = list[float]()
+
     async def holds(rate: float) -> bool:
+        rates.append(rate)
         return rate <= limit
 
-    assert await images.highest(holds, 1.0, 4) == found
+    assert least <= await images.highest(holds, 1.0, 10.0, 4) <= limit
+    assert len(rates) <= tried
+    assert max(rates) <= 10.0
 
 
 def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
