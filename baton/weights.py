@@ -15,10 +15,12 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -210,8 +212,28 @@ def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
         left = left[file.write(left) :]
 
 
+@dataclass(slots=True)
+class Spent:
+    """The seconds of an update, part by part."""
+
+    nbytes: int = 0
+    """Of the new weights, on the worker with the most."""
+    write: float = 0.0
+    """The trainer writes the checkpoint. 0 if ranks have written it themselves."""
+    read: float = 0.0
+    """The longest that a worker read and checked it."""
+    pause: float = 0.0
+    """No worker served."""
+    keep: float = 0.0
+    """The copy for workers that start later."""
+
+
 class Weights:
-    """The weights of a cluster, as its trainer sees them. Not for several threads."""
+    """The weights of a cluster, as its trainer sees them. Not for several threads.
+
+    Attributes:
+        spent: of the last `update`, or `apply`.
+    """
 
     def __init__(
         self,
@@ -235,6 +257,7 @@ class Weights:
         self._directory = Path(tempfile.mkdtemp(prefix="baton-weights-", dir=place))
         self._newest: Checkpoint | None = None
         self._count = 0
+        self.spent = Spent()
 
     def __enter__(self) -> Self:
         return self
@@ -258,9 +281,14 @@ class Weights:
         checkpoint = self.new_checkpoint()
         try:
             shards: list[Mapping[str, torch.Tensor]] = state if isinstance(state, list) else [state]
+            began = time.monotonic()
             for number, shard in enumerate(shards):
                 checkpoint.write(shard, number, len(shards))
-            return self.apply(checkpoint, version, keep_kv=keep_kv)
+            written = time.monotonic() - began
+            try:
+                return self.apply(checkpoint, version, keep_kv=keep_kv)
+            finally:
+                self.spent.write = written
         finally:
             if checkpoint is not self._newest:
                 checkpoint.remove()
@@ -275,11 +303,13 @@ class Weights:
         they keep or remove themselves."""
         self._call("/init_weight_transfer_engine", {"init_info": {"backend": "disk"}})
         self._call("/start_weight_update")
-        self._call("/update_weights", {"update_info": {"path": str(checkpoint.directory)}})
+        staged = self._call("/update_weights", {"update_info": {"path": str(checkpoint.directory)}})
+        self.spent = Spent(staged["bytes"], read=staged["read_seconds"])
         before = self._newest
         try:
             with self.paused(clear_cache=False) if keep_kv else contextlib.nullcontext():
                 done = self._call("/finish_weight_update", {"weight_version": version})
+                self.spent.pause = done["pause_seconds"]
                 self._newest = checkpoint  # also if the pause cannot be ended
         finally:
             if before is not None and before is not self._newest:
@@ -288,7 +318,9 @@ class Weights:
             self._newest = None
             checkpoint.remove()
         elif self._later is not None:
+            began = time.monotonic()
             checkpoint.keep(self._later)
+            self.spent.keep = time.monotonic() - began
         return done["weight_version"]
 
     @contextlib.contextmanager

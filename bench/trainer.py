@@ -3,24 +3,29 @@
 This process is the trainer. It has the weights of a shape as tensors, on its own GPU if there are two. A
 prefill and a decode worker compute in the exact mode. Streams run while weights change:
 
-    by shm             requests are computed again
+    by shm             twice; requests are computed again
     by cuda, or memfd  twice; requests keep their KV. The tensors stay on the trainer's GPU
 
-All prompts are sent again after each change.
+All prompts are sent again after each change. On GPUs all is done in bfloat16, and with `--quantization fp8`
+(names with `.fp8`) once by each memory. `--kind` chooses one.
 
     different          tokens of these answers that differ from those of a cluster that starts with them
-    MEMORY.gap         the longest gap of a stream that runs meanwhile
-    MEMORY.update      seconds of the trainer's call
+    MEMORY.gap         the longest gap of a stream that runs meanwhile. `.first`: of the first of two changes
+    MEMORY.update      seconds of the trainer's call. Parts of it: `.write` by the trainer, `.read` by workers
+                       beside their steps, and the `.pause`
+    memory             of GPUs, taken at most during a change and not before the changes; ÷ weights. What the
+                       first change takes stays for the next ones
 """
 
 import argparse
 import asyncio
 import gc
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,14 +43,17 @@ from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat
 from baton.engine.loader.families import model_class
 from baton.engine.loader.hf import DummyCheckpoint
 from baton.engine.loader.hf_config import read_config
-from baton.weights import Memory, Weights
+from baton.weights import Memory, Spent, Weights
 
 STREAMS, AT_ONCE = 8, 48
 ANSWER = {"cpu": 32, "cuda": 250}
-LONG_ANSWER = {"cpu": 600, "cuda": 6000}
-"""Of the streams that run while weights change."""
-BEGUN = 4
-"""Tokens that each of them has then."""
+LONG_ANSWER = {"cpu": 6000, "cuda": 7000}
+"""Tokens, at most, of the streams that run while weights change."""
+BEGUN, GONE_ON = 4, 32
+"""Tokens that each of them has then, and those that it still gets after the change."""
+MEMORY_LOOK_S = 0.005
+KINDS = {"cpu": ("float32",), "cuda": ("bf16", "fp8")}
+"""What workers compute with; the first one is that of the tensors."""
 SMALL = "llama-small"
 SHAPES[SMALL] = SHAPES[DENSE] | {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -106,23 +114,86 @@ def started(directory: Path, model: Path, device: str, *flags: str) -> Iterator[
         yield cluster
 
 
+class _DeviceMemory:
+    """Looks at how much memory the GPUs have left. CPUs have none."""
+
+    def __init__(self, device: str) -> None:
+        self._gpus = range(torch.cuda.device_count()) if device == "cuda" else range(0)
+        self._before: list[int] | None = None
+        self._least = list[int]()
+        self._end = threading.Event()
+
+    @property
+    def beyond(self) -> int:
+        """Bytes of all GPUs, taken at most beyond those that were when it was first looked at."""
+        return sum(before - least for before, least in zip(self._before or (), self._least, strict=True))
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        if self._before is None:
+            self._before = self._least = self._free()
+        self._end.clear()
+        thread = threading.Thread(target=self._look, name="device memory", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+            thread.join()
+
+    def _free(self) -> list[int]:
+        return [torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus]
+
+    def _look(self) -> None:
+        while not self._end.wait(MEMORY_LOOK_S):
+            self._least = [min(pair) for pair in zip(self._least, self._free(), strict=True)]
+
+
+@dataclass(slots=True)
+class Change:
+    streams: list[Stream]
+    """They ran meanwhile."""
+    gap: float
+    """Seconds, the longest of them."""
+    seconds: float
+    """Of the trainer's call."""
+    spent: Spent
+
+
 async def change(
-    cluster: LocalCluster, asked: Sequence[Case], weights: Weights, state: dict[str, Tensor], *, keep_kv: bool
-) -> tuple[list[Stream], float, float]:
-    """Returns the streams that ran meanwhile, their longest gap, and the seconds of the call."""
+    cluster: LocalCluster,
+    asked: Sequence[Case],
+    weights: Weights,
+    state: dict[str, Tensor],
+    memory: _DeviceMemory,
+    *,
+    keep_kv: bool,
+) -> Change:
     device = "cuda" if next(iter(state.values())).is_cuda else "cpu"
     streams = [Stream(replace(case, max_tokens=LONG_ANSWER[device])) for case in asked[:STREAMS]]
     async with new_session() as http:
         reading = [asyncio.create_task(read(http, cluster.url, s.case, into=s)) for s in streams]
         await until(lambda: all(len(stream.token_ids) >= BEGUN for stream in streams), reading)
-        began = time.monotonic()
-        await asyncio.to_thread(weights.update, state, keep_kv=keep_kv)
-        seconds = time.monotonic() - began
-        await asyncio.gather(*reading)
-    ran_on = [stream for stream in streams if stream.arrivals and stream.arrivals[-1] > began + seconds]
-    assert ran_on, "all streams have ended before the weights changed: make answers longer"
+        with memory.looked_at():
+            began = time.monotonic()
+            await asyncio.to_thread(weights.update, state, keep_kv=keep_kv)
+            end = time.monotonic()
+        running = [stream for stream in streams if not stream.ended]
+        assert running, "all streams have ended before the weights changed: make answers longer"
+        told = [len(stream.token_ids) for stream in running]
+
+        def went_on() -> bool:
+            counts = zip(running, told, strict=True)
+            return all(s.ended or len(s.token_ids) >= count + GONE_ON for s, count in counts)
+
+        await until(went_on, reading)
+        for task in reading:
+            task.cancel()
+        for ended in await asyncio.gather(*reading, return_exceptions=True):
+            if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
+                raise ended
     gaps = (b - a for stream in streams for a, b in pairwise(stream.arrivals) if b > began)
-    return streams, max(gaps, default=0.0), seconds
+    return Change(streams, max(gaps, default=0.0), end - began, weights.spent)
 
 
 async def answers(cluster: LocalCluster, asked: Sequence[Case]) -> list[Stream]:
@@ -137,46 +208,63 @@ async def answers(cluster: LocalCluster, asked: Sequence[Case]) -> list[Stream]:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    device, tokens = args.device, args.tokens
+    with tempfile.TemporaryDirectory(prefix="baton-trainer-") as name:
+        model = write_shape(DENSE if args.device == "cuda" else SMALL, Path(name), tokenizer=True)
+        for kind in [args.kind] if args.kind else KINDS[args.device]:
+            _measure(kind, args, report, model, Path(name))
+
+
+def _measure(kind: str, args: argparse.Namespace, report: Report, model: Path, directory: Path) -> None:
+    device = args.device
     own = torch.device("cuda", len(visible_gpus()) - 1) if device == "cuda" else torch.device("cpu")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     direct: Memory = "cuda" if device == "cuda" else "memfd"
-    asked, verdicts, running = cases_for(tokens, device), list[Verdict](), list[Stream]()
-    with tempfile.TemporaryDirectory(prefix="baton-trainer-") as name:
-        directory = Path(name)
-        model = write_shape(DENSE if device == "cuda" else SMALL, directory, tokenizer=True)
-        with started(
-            directory / "fresh", model, device, "--seed", "2", "--no-enable-prefix-caching"
-        ) as fresh:
-            second = asyncio.run(expected(fresh.url, asked, AT_ONCE))
-        with started(directory / "changes", model, device, "--seed", "1") as cluster:
-            first = asyncio.run(expected(cluster.url, asked, AT_ONCE))
-            assert first != second, "the weights differ"
-            for seed, memory, right in ((2, "shm", second), (1, direct, first), (2, direct, second)):
-                state = state_of(model, seed, own, dtype)
-                with Weights(cluster.url, ADMIN_KEY, model, memory=memory, later=None) as weights:
-                    streams, gap, seconds = asyncio.run(
-                        change(cluster, asked, weights, state, keep_kv=memory == direct)
-                    )
-                    verdicts.append(judge(asyncio.run(answers(cluster, asked)), right))
-                running += streams
-                label = f"weights.{device}.trainer.{memory}"
-                last = seed == 2  # of two by the same memory, the second one: the first one starts CUDA IPC
-                if memory == "shm" or last:
-                    report.add(
-                        Row(f"{label}.gap", gap, "s", goal=GOALS.get(memory) if device == "cuda" else None)
-                    )
-                    report.add(Row(f"{label}.update", seconds, "s"))
-                del state
-                gc.collect()
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-            leaks = leaks_when_idle(cluster.url)
-    report.detail = {"leaks": leaks, "tokens": len(asked) * ANSWER[device]}
-    failed = sum(stream.failed for stream in running) + sum(each.failed for each in verdicts)
+    plain = kind == KINDS[device][0]
+    label = f"weights.{device}.trainer" + ("" if plain else f".{kind}")
+    flags = () if kind != "fp8" else ("--quantization", "fp8")
+    # Of two by the same memory the second one has what the first one took, and CUDA IPC.
+    changes: list[tuple[int, Memory]] = [(2, "shm"), (1, "shm"), (2, direct), (1, direct)]
+    changes = changes if plain else [changes[0], changes[-1]]
+    asked, right = cases_for(args.tokens, device), dict[int, dict[Case, list[int]]]()
+    verdicts, found, gpus = list[Verdict](), list[Change](), _DeviceMemory(device)
+    with started(
+        directory / f"{kind}-fresh", model, device, "--seed", "2", "--no-enable-prefix-caching", *flags
+    ) as fresh:
+        right[2] = asyncio.run(expected(fresh.url, asked, AT_ONCE))
+    with started(directory / f"{kind}-changes", model, device, "--seed", "1", *flags) as cluster:
+        right[1] = asyncio.run(expected(cluster.url, asked, AT_ONCE))
+        assert right[1] != right[2], "the weights differ"
+        for number, (seed, memory) in enumerate(changes):
+            state = state_of(model, seed, own, dtype)
+            with Weights(cluster.url, ADMIN_KEY, model, memory=memory, later=None) as weights:
+                keep_kv = memory == direct
+                done = asyncio.run(change(cluster, asked, weights, state, gpus, keep_kv=keep_kv))
+            found.append(done)
+            del state
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            first = plain and number % 2 == 0
+            _tell(report, f"{label}.{memory}" + (".first" if first else ""), done, memory, device)
+            verdicts.append(judge(asyncio.run(answers(cluster, asked)), right[seed]))
+            report.detail[f"{label}.{number}.different"] = verdicts[-1].different
+        leaks = leaks_when_idle(cluster.url)
+    report.detail |= {f"{label}.leaks": leaks, "tokens": len(asked) * ANSWER[device]}
+    failed = sum(bool(stream.error) or stream.cut for each in found for stream in each.streams)
+    failed += sum(each.failed for each in verdicts)
     different = sum(each.different + each.lost_or_repeated for each in verdicts)
-    report.add(Row(f"weights.{device}.trainer.different", different, "tokens", goal=0))
-    report.add(Row(f"weights.{device}.trainer.failed", failed, "answers", goal=0))
-    report.add(
-        Row(f"weights.{device}.trainer.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0)
-    )
+    if device == "cuda":
+        nbytes = 2 * max(each.spent.nbytes for each in found)
+        share = gpus.beyond / nbytes
+        report.add(Row(f"{label}.memory", gpus.beyond / 1e9, "GB", ratio=share, ratio_to="weights", goal=0.1))
+    report.add(Row(f"{label}.different", different, "tokens", goal=0))
+    report.add(Row(f"{label}.failed", failed, "answers", goal=0))
+    report.add(Row(f"{label}.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0))
+
+
+def _tell(report: Report, label: str, done: Change, memory: Memory, device: str) -> None:
+    goal = GOALS.get(memory) if device == "cuda" and not label.endswith(".first") else None
+    report.add(Row(f"{label}.gap", done.gap, "s", goal=goal))
+    report.add(Row(f"{label}.update", done.seconds, "s"))
+    for part in ("write", "read", "pause"):
+        report.add(Row(f"{label}.update.{part}", getattr(done.spent, part), "s"))

@@ -168,12 +168,15 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 def main() -> int:
     p = contract.parser(__doc__ or "")
     p.add_argument("--trainer", action="store_true", help="a trainer gives the weights (always on a GPU)")
+    p.add_argument("--kind", choices=trainer.KINDS["cuda"], help="with --trainer on a GPU (default: both)")
     counts = {
         "changes": (CHANGES, SHORT_CHANGES),
         "streams": (STREAMS, SHORT_STREAMS),
         "tokens": (TOKENS, SHORT_TOKENS),
     }
     args = contract.with_counts(p, **counts)
+    if args.kind and args.kind not in trainer.KINDS[args.device]:
+        p.error(f"--kind {args.kind}: needs --device cuda")
     report = Report.of("weights", args)
     if args.trainer or args.device == "cuda":
         trainer.measure(args, report)

@@ -96,7 +96,7 @@ class HttpWeightTransfer:
             try:
                 await update.calls.enter_async_context(replacement)
                 weights = named(path, new_version(None))
-                nbytes, _ = await replacement.stage(weights)
+                nbytes, seconds = await replacement.stage(weights)
             except NotReplaced as error:
                 await self._end()
                 raise failed(self._calls, error, update.names, "update_info") from error
@@ -105,7 +105,8 @@ class HttpWeightTransfer:
                 raise
             update.replacement = replacement
             self._expires_later(update)
-        return web.json_response({"message": "Weights updated", "bytes": nbytes})
+        told = {"message": "Weights updated", "bytes": nbytes, "read_seconds": seconds}
+        return web.json_response(told)
 
     async def _finish(self, request: web.Request) -> web.Response:
         raw = await self._calls.body(request)

@@ -75,7 +75,7 @@ class Trained(FakeWorker):
         self.staged_files = sorted(file.name for file in Path(weights.path).glob("model*"))
         self.staged = weights
         try:
-            yield pb.WeightsReport()
+            yield pb.WeightsReport(bytes=100, seconds=1.5)
             assert (await anext(commands)).close
             yield pb.WeightsReport()
             command = await anext(commands)
@@ -440,6 +440,11 @@ async def test_the_helper_of_trainers_gives_workers_a_state_dict(
             assert workers[0].paused_within == [pb.PAUSE_STEPS]
             assert workers[0].status.pause == pb.PAUSE_NONE
             assert workers[0].weights.version == version
+            spent = weights.spent
+            assert (spent.nbytes, spent.read) == (100, 1.5)
+            assert spent.write > 0
+            assert spent.pause > 0
+            assert (spent.keep > 0) == (later is not None)
             assert [x.name for x in Path(workers[0].weights.path).glob("model*")] == files
             weights.close()
 
