@@ -211,7 +211,7 @@ class EngineOptions:
     elastic_memory: bool | None = opt(
         None,
         "Move memory between KV and states, or KV and layers with windows, while a worker runs.",
-        shown="on, but off for layers with windows on GPUs",
+        shown="on",
     )
     enable_memory_saver: bool = opt(
         False,

@@ -148,7 +148,7 @@ class EngineConfig:
     disk_cache_dir: str | None = None
     elastic_memory: bool | None = None
     """Whether pages of memory move between KV and states, or window blocks, if `num_blocks` is None. None:
-    yes, but for models with windows on a GPU: none has run with it there yet."""
+    yes."""
     enable_memory_saver: bool = False
     """Whether `Engine.release_memory` can give memory back. Weights and KV then have memory of pages."""
     ttit_target: float | None = None

@@ -168,7 +168,7 @@ def start_rank(
     use = _measure(config, runner, limits, model_config.full_step, encoding, progress) if on_gpu else None
     if use is not None and of_weights is not None:
         use = replace(use, weights=use.weights + of_weights.nbytes)
-    shares = moves_memory(config, limits, on_gpu=on_gpu)
+    shares = moves_memory(config, limits)
     pages = _pages(device, ranks) if shares else None
     pool = size_pool(config, model_config, limits, use, ranks, pages)
     root_of = partial(
@@ -353,11 +353,9 @@ def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -
     return max(peak, torch.cuda.max_memory_reserved(device) - reserved)
 
 
-def moves_memory(config: EngineConfig, limits: CacheLimits, *, on_gpu: bool) -> bool:
+def moves_memory(config: EngineConfig, limits: CacheLimits) -> bool:
     """Whether KV shares its memory with states or window blocks."""
-    has_both = bool(limits.state_bytes or limits.windows)
-    default = not (on_gpu and limits.windows)  # no model with windows has run with it on a GPU
-    return has_both and (default if config.elastic_memory is None else config.elastic_memory)
+    return config.elastic_memory is not False and bool(limits.state_bytes or limits.windows)
 
 
 def _pages(device: torch.device, ranks: Ranks) -> int | None:

@@ -53,12 +53,19 @@ def bytes_at(memory: DeviceMemory, address: int, pages: int = 1) -> Tensor:
     return tensor_at(address, (pages * memory.page_bytes,), torch.uint8, torch.device(DEVICE))
 
 
+def await_writes() -> None:
+    """`unmap` and `export` do not."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def test_a_page_keeps_its_bytes_wherever_it_is_mapped(memory: DeviceMemory) -> None:
     here, there = memory.reserve(4 * memory.page_bytes), memory.reserve(4 * memory.page_bytes)
     one, two = memory.create(2)
     memory.map(here, [one, two])
     bytes_at(memory, here).fill_(1)
     bytes_at(memory, here + memory.page_bytes).fill_(2)
+    await_writes()
     memory.unmap(here, 2)
     memory.map(there + memory.page_bytes, [two])
     memory.map(here + 3 * memory.page_bytes, [one])
@@ -73,6 +80,7 @@ def test_a_tensor_keeps_its_address_while_pages_under_it_come_and_go(memory: Dev
     memory.map(address, pages[:2])
     whole = tensor_at(address, (8, size // 4), torch.float32, torch.device(DEVICE))
     whole[:2] = 3.5
+    await_writes()
     memory.unmap(address + size, 1)
     memory.map(address + 6 * size, [pages[1]])
     assert whole[6].unique().tolist() == [3.5]
@@ -97,8 +105,7 @@ def test_another_process_adopts_a_page_and_both_see_what_is_written(memory: Devi
     address = memory.reserve(1)
     memory.map(address, [page])
     bytes_at(memory, address).copy_(torch.arange(memory.page_bytes).to(torch.uint8))
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    await_writes()
     exported = memory.export(page)
     here, there = socket.socketpair()
     with (
@@ -122,8 +129,7 @@ def test_pages_come_back_when_they_are_freed(memory: DeviceMemory) -> None:
     address = memory.reserve(4 * memory.page_bytes)
     memory.map(address, pages)
     bytes_at(memory, address, 4).fill_(1)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    await_writes()
     memory.unmap(address, 4)
     if DEVICE == "cpu":
         before = os.fstat(pages[0].handle).st_blocks

@@ -322,19 +322,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "on_cpu", "on_gpu"),
-    [("gpt-oss-20b", True, False), ("bamba-9b", True, True), ("llama-3.1-8b", False, False)],
+    ("name", "shares"), [("gpt-oss-20b", True), ("bamba-9b", True), ("llama-3.1-8b", False)]
 )
-def test_what_shares_its_memory_by_default(name: str, on_cpu: bool, on_gpu: bool) -> None:
+def test_what_shares_its_memory_by_default(name: str, shares: bool) -> None:
     sizes = SHAPES[name][1] if name in SHAPES else bench.SHAPES[name]
     architectures = [SHAPES[name][0]] if name in SHAPES else sizes["architectures"]
     config = model_config_from_hf({**sizes, "architectures": architectures}, {}, "shape")
     limits = CacheLimits(torch.bfloat16, 128, 131072, cache_spec(config, torch.bfloat16))
     default = EngineConfig(name)
-    assert moves_memory(default, limits, on_gpu=False) == on_cpu
-    assert moves_memory(default, limits, on_gpu=True) == on_gpu
-    assert moves_memory(replace(default, elastic_memory=True), limits, on_gpu=True) == on_cpu
-    assert not moves_memory(replace(default, elastic_memory=False), limits, on_gpu=False)
+    assert moves_memory(default, limits) == shares
+    assert not moves_memory(replace(default, elastic_memory=False), limits)
 
 
 @pytest.mark.parametrize(("name", "before", "after"), [("gpt-oss-20b", 162, 288), ("gemma-4", 55, 125)])
