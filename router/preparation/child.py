@@ -122,7 +122,7 @@ def request_head(
 
 
 def read_prepared(
-    answer: Any, expect: Callable[[int], None] = lambda tokens: None, pixels: bytes = b""
+    answer: Any, expect: Callable[[int], None] = lambda tokens: None, pixels: bytes | memoryview = b""
 ) -> Prepared | bytes:
     """`pixels`: of all images that have only a length in the answer. Raises NeedsFiles."""
     if isinstance(answer, bytes):

@@ -66,6 +66,10 @@ class WorkerState(StrEnum):
     REFUSED = "refused"  # another model, or an invalid description
 
 
+Unsent = pb.RouterMessage | memoryview
+"""A message, or a part of pixels that becomes one."""
+
+
 class SendQueue:
     """The messages to one worker that its stream has not sent yet, in order. The stream reads `messages`.
 
@@ -75,22 +79,32 @@ class SendQueue:
     """
 
     def __init__(self, on_full: Callable[[], None]) -> None:
-        self._queue: asyncio.Queue[tuple[pb.RouterMessage, int] | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Unsent, int] | None] = asyncio.Queue()
         self._bytes = self._pixel_bytes = 0
         self._on_full = on_full
         self._timer: asyncio.TimerHandle | None = None  # while more than MAX_UNSENT_BYTES wait
 
     def put(self, message: pb.RouterMessage) -> None:
-        size = message.ByteSize()  # once: it encodes the message
-        self._queue.put_nowait((message, size))
-        self._count(message, size)
+        self._put(message, message.ByteSize())  # once: it encodes the message
+
+    def put_pixels(self, pixels: bytes | memoryview) -> None:
+        """Each part is copied into a message when the stream takes it: 48 MiB at once would block the loop.
+        `pixels` must not change."""
+        whole = memoryview(pixels)
+        for begin in range(0, len(whole), PIXELS_PART):
+            part = whole[begin : begin + PIXELS_PART]
+            self._put(part, len(part))
+
+    def _put(self, unsent: Unsent, size: int) -> None:
+        self._queue.put_nowait((unsent, size))
+        self._count(unsent, size)
         if self._timer is None:
             self._set_timer()
         if self._bytes > MOST_UNSENT_BYTES or self._pixel_bytes > MOST_UNSENT_PIXELS:
             self._on_full()
 
-    def _count(self, message: pb.RouterMessage, size: int) -> None:
-        if message.HasField("pixels"):
+    def _count(self, unsent: Unsent, size: int) -> None:
+        if isinstance(unsent, memoryview):
             self._pixel_bytes += size
         else:
             self._bytes += size
@@ -112,10 +126,12 @@ class SendQueue:
 
     async def messages(self) -> AsyncIterator[pb.RouterMessage]:
         while (entry := await self._queue.get()) is not None:
-            message, size = entry
-            self._count(message, -size)
+            unsent, size = entry
+            self._count(unsent, -size)
             self._set_timer()
-            yield message
+            if isinstance(unsent, memoryview):
+                unsent = pb.RouterMessage(pixels=pb.Pixels(data=unsent.tobytes()))
+            yield unsent
 
 
 class NotEncoded(NamedTuple):
@@ -405,9 +421,8 @@ class Worker:
 
     def send_pixels(self, pixels: bytes | memoryview) -> None:
         """Sends those of an image of the attempt that is submitted next."""
-        for begin in range(0, len(pixels), PIXELS_PART):
-            part = bytes(pixels[begin : begin + PIXELS_PART])
-            self.send(pb.RouterMessage(pixels=pb.Pixels(data=part)))
+        if self.send_queue is not None:
+            self.send_queue.put_pixels(pixels)
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:

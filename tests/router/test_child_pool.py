@@ -143,18 +143,39 @@ async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
     assert await call(pool, b"c") == (first, b"hello c ")
 
 
-async def test_what_a_child_leaves_beside_an_answer_comes_with_it(make: Make):
+async def test_what_a_child_leaves_beside_an_answer_comes_with_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    loop, preadv, turn, turns = asyncio.get_running_loop(), os.preadv, 0, list[int]()
+
+    def count() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(count)
+
+    def read(fd: int, pieces: Any, begin: int) -> int:
+        turns.append(turn)
+        assert len(pieces[0]) <= 4000
+        return preadv(fd, pieces, begin)
+
+    monkeypatch.setattr("baton.router.child_pool._PIECE_BYTES", 4000)
+    monkeypatch.setattr(os, "preadv", read)
     pool = make()
+    count()
     for request, left in ((b"left long", 9000), (b"a", 0), (b"left", 4000)):
         answer, beside = await pool.call("", request)
         assert request in answer
         assert beside == request * 1000 if left else not beside
+    assert len(turns) == len(set(turns)) == 4, "a turn of the loop reads one piece"
     [child] = pool._idle
     assert child._process is not None
     shared = child._process.shared
     assert os.fstat(shared.fileno()).st_size == 0, "its memory is free"
-    await pool.close()
+    monkeypatch.setattr(os, "preadv", lambda *args: read(*args) - 1)
+    with pytest.raises(ChildDied):  # it changed the file after its answer
+        await pool.call("", b"left")
     assert shared.closed
+    await pool.close()
 
 
 async def test_a_machine_without_a_free_process_fails_one_request(
@@ -302,7 +323,7 @@ async def test_a_key_with_short_requests_that_take_long_waits_for_others(
     order: list[str] = []
     now, child_call = 0.0, Child.call
 
-    async def timed(child: Child, parts: Any) -> tuple[bytes, bytes]:
+    async def timed(child: Child, parts: Any) -> tuple[bytes, memoryview]:
         nonlocal now
         now += 1.0 if parts == (b"slow",) else 0.01
         return await child_call(child, parts)

@@ -20,7 +20,7 @@ from baton.router.policy.plan import Plan
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.roster import Roster
-from baton.router.workers.worker import Attempt, NotEncoded, SendQueue, Worker, WorkerState
+from baton.router.workers.worker import Attempt, NotEncoded, SendQueue, Unsent, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 from tests.loop_clock import Clock
 from tests.stand_in import stand_in
@@ -84,7 +84,9 @@ class Fleet:
         found = list[pb.RouterMessage]()
         queue = cast("SendQueue", worker.send_queue)._queue
         while not queue.empty():
-            message, _ = cast("tuple[pb.RouterMessage, int]", queue.get_nowait())
+            message, _ = cast("tuple[Unsent, int]", queue.get_nowait())
+            if isinstance(message, memoryview):
+                message = pb.RouterMessage(pixels=pb.Pixels(data=message.tobytes()))
             if not message.HasField("prefill"):
                 found.append(message)
         return found

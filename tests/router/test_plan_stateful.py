@@ -151,6 +151,7 @@ class Life:
                 entry = messages.get_nowait()
                 assert entry is not None
                 message, _ = entry
+                assert not isinstance(message, memoryview), "no image was asked about"
                 match message.WhichOneof("kind"):
                     case "prefill":
                         submit = message.prefill

@@ -347,16 +347,16 @@ async def test_pixels_have_a_bound_of_their_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("baton.router.workers.worker.MOST_UNSENT_PIXELS", 300)
     full: list[int] = []
     queue = SendQueue(lambda: full.append(1))
-    pixels = pb.RouterMessage(pixels=pb.Pixels(data=bytes(140)))
-    queue.put(pixels)
+    pixels = bytes(140)
+    queue.put_pixels(pixels)
     queue.put(pb.RouterMessage(cancel=pb.Cancel(attempt_id=bytes(60))))
-    queue.put(pixels)
+    queue.put_pixels(pixels)
     assert not full
     read = queue.messages()
-    assert await anext(read) == pixels
-    queue.put(pixels)
+    assert await anext(read) == pb.RouterMessage(pixels=pb.Pixels(data=pixels))
+    queue.put_pixels(pixels)
     assert not full
-    queue.put(pixels)
+    queue.put_pixels(pixels)
     assert len(full) == 1
     queue.close()
 
