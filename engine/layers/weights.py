@@ -7,7 +7,7 @@ more time than the copy.
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.kernels import FLOATS, FourBits, Fp8Experts, LinearMethod, kernels_for
 from baton.engine.layers.linear import PlainLinear, packs_plain
-from baton.engine.layers.pieces import copy_values
+from baton.engine.layers.pieces import PIECE, copy_values
 from baton.engine.layers.ranks import Ranks, Shard, unsharded
 from baton.engine.model_config import ModelConfig
 
@@ -104,6 +104,8 @@ class Checkpoint:
     config: ModelConfig
     source: str
     """File or directory, for error messages."""
+    copies: bool = False
+    """Whether `read` copies rows to memory of the device. So a few are read at once."""
 
     def names(self) -> Collection[str]:
         """All tensors, by the names that Hugging Face gives them. Empty: any tensor can be read."""
@@ -189,16 +191,16 @@ class Weights:
         ranks: Ranks,
         *,
         exact: bool = False,
-        layer_built: Callable[[int, Any], Any] = lambda _, layer: layer,
+        part_built: Callable[[str, Any], Any] = lambda _, part: part,
     ) -> None:
-        """`layer_built`: gets each layer of the model when it is complete, and returns what takes its
-        place."""
+        """`part_built`: gets each large part of the model when it is complete and no other part reads its
+        values any more, and returns what takes its place: `embedding`, `layers.3`, `head`."""
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
         self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim, exact=exact)
         self.format = weight_format
-        self.layer_built = layer_built
+        self.part_built = part_built
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._progress = progress
@@ -319,17 +321,29 @@ class Weights:
             )
 
     def _read(self, name: str, parts: Sequence[Shard], to: Tensor) -> None:
-        tensor = self._checkpoint.read(name, parts)
-        if tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, which is not "
-                f"supported ({', '.join(map(str, DTYPES))} are)"
-            )
-        if to.numel():
-            copy_values(to, self._placed(tensor))
-            if parts:  # else it may be a bound, and that may be infinite
-                self._extremes[name] = torch.stack(to.aminmax())
+        tensor: Tensor | None = None
+        for some, rows in self._in_turns(parts, to):
+            tensor = self._checkpoint.read(name, some)
+            if tensor.dtype not in DTYPES:
+                raise ValueError(
+                    f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, which is not "
+                    f"supported ({', '.join(map(str, DTYPES))} are)"
+                )
+            if rows.numel():
+                copy_values(rows, self._placed(tensor))
+        if to.numel() and parts:  # without dimensions it may be a bound, and that may be infinite
+            self._extremes[name] = torch.stack(to.aminmax())
         self._note(name, parts, tensor)
+
+    def _in_turns(self, parts: Sequence[Shard], to: Tensor) -> Iterator[tuple[Sequence[Shard], Tensor]]:
+        """What is read at once, and its place."""
+        if not self._checkpoint.copies or to.nbytes <= PIECE:
+            yield parts, to
+            return
+        start, _, size = parts[0]
+        for rows in to.split(max(1, PIECE // to[0].nbytes)):
+            yield [Shard(start, start + len(rows), size), *parts[1:]], rows
+            start += len(rows)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """The tensor on the device if its rows are stored as columns. A CPU would copy these one by one, and

@@ -111,15 +111,15 @@ def load_model(
     *,
     head: FoundHead | None = None,
     exact: bool = False,
-    layer_built: Callable[[int, Any], Any] = lambda _, layer: layer,
+    part_built: Callable[[str, Any], Any] = lambda _, part: part,
 ) -> tuple[Llama, DraftHead | None, str]:
-    """`exact`: as in `Kernels`; `layer_built`: as in `Weights`. Returns this rank's part of the model and of
+    """`exact`: as in `Kernels`; `part_built`: as in `Weights`. Returns this rank's part of the model and of
     its draft head, and the model's fingerprint: `model=…; weights=…; format=…`, and `drafts=…` with a head,
     whose KV goes along. Fingerprints are equal if configuration, weights and their format in memory are
     equal, in any format of files and with any number of ranks. They do not cover dtype and limits: these may
     differ between the two ends of a transfer, or are checked elsewhere."""
     weights = Weights(
-        checkpoint, dtype, device, progress, weight_format, ranks, exact=exact, layer_built=layer_built
+        checkpoint, dtype, device, progress, weight_format, ranks, exact=exact, part_built=part_built
     )
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config, checkpoint.source)(config, weights)

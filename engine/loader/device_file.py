@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from baton.engine.layers.ranks import Shard
 from baton.engine.loader.settings import read_json
 from baton.machine import cuda_driver
 from baton.machine.cuda_driver import CudaError
@@ -42,8 +43,8 @@ class _Place(NamedTuple):
 
 
 class DeviceFile:
-    """It is read as a safetensors file is (`safe_open`). The trainer's memory is open until nothing refers to
-    this, also if the trainer dies. All calls are made in one thread, with one stream."""
+    """It has names and shapes as a safetensors file does (`safe_open`). The trainer's memory is open until
+    nothing refers to this, also if the trainer dies. All calls are made in one thread, with one stream."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         """Raises `ValueError` naming the file and what is wrong with it."""
@@ -66,7 +67,6 @@ class DeviceFile:
                     "this host, and its GPU must be one that this worker's GPU can read"
                 ) from None
         self._places = {name: _checked(path, name, value, spans) for name, value in tensors.items()}
-        self._last: tuple[str, Tensor] | None = None  # several parts of one tensor are read one by one
 
     def keys(self) -> Collection[str]:
         return self._places.keys()
@@ -75,18 +75,19 @@ class DeviceFile:
         """What has the shape of the tensor."""
         return self._places[name]
 
-    def get_tensor(self, name: str) -> Tensor:
-        """A copy on the device of the worker, in the order of the current stream."""
-        if self._last is not None and self._last[0] == name:
-            return self._last[1]
-        self._last = None  # before the next one takes as much memory
-        place = self._places[name]
-        found = torch.empty(tuple(place.shape), dtype=place.dtype, device=self._device)
+    def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
+        """These parts of the dimensions, copied to the device of the worker in the order of the current
+        stream. What they leave out of rows is copied, too."""
+        dtype, shape, address = self._places[name]
+        rows = parts[0] if parts else Shard(0, 1, 1)
+        of_row = math.prod(shape[1:])
+        found = torch.empty([rows.length, of_row], dtype=dtype, device=self._device)
         if found.numel():
+            begin = address + rows.start * of_row * dtype.itemsize
             stream = torch.cuda.current_stream().cuda_stream
-            cuda_driver.copy(found.data_ptr(), place.address, found.nbytes, stream)
-        self._last = name, found
-        return found
+            cuda_driver.copy(found.data_ptr(), begin, found.nbytes, stream)
+        found = found.view([rows.length, *shape[1:]] if parts else [])
+        return found[(..., *(part.indices for part in parts[1:]))]
 
 
 def check_device(path: Path, device: torch.device | None) -> torch.device:

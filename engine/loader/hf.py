@@ -17,6 +17,7 @@ from torch import Tensor
 from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader import device_file
+from baton.engine.loader.device_file import DeviceFile
 from baton.engine.loader.hf_config import read_config
 from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import read_json
@@ -50,6 +51,7 @@ class HFCheckpoint(Files):
                 f"{directory}: no *.safetensors in there (other weight formats are not supported)"
             )
         self._handles = {path: _open(path, device) for path in paths}
+        self.copies = any(isinstance(handle, DeviceFile) for handle in self._handles.values())
         self._file_of: dict[str, Path] = {}
         for path, handle in self._handles.items():
             for name in handle.keys():  # noqa: SIM118, not a dictionary
@@ -86,8 +88,11 @@ class HFCheckpoint(Files):
 
     def read(self, name: str, parts: Sequence[Shard]) -> Tensor:
         path = self._file_of[name]
+        handle = self._handles[path]
+        if isinstance(handle, DeviceFile):
+            return handle.read(name, parts)
         try:
-            return self._handles[path].get_tensor(name)[tuple(part.indices for part in parts)]
+            return handle.get_tensor(name)[tuple(part.indices for part in parts)]
         except SafetensorError as error:
             raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
 
@@ -142,7 +147,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _open(path: Path, device: torch.device | None) -> Any:
     if path.name.endswith(device_file.SUFFIX):
-        return device_file.DeviceFile(path, device_file.check_device(path, device))
+        return DeviceFile(path, device_file.check_device(path, device))
     if not path.is_file():
         raise ValueError(f"{path}: missing, though {INDEX} names it; the download is incomplete")
     try:

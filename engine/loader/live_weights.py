@@ -1,10 +1,11 @@
 """New weights for a loaded model: read and checked while it computes, and applied between two steps.
 
-    build the model from the new files, layer by layer ─▶ keep its tensors in pinned memory of the host,
+    build the model from the new files, part by part ─▶ keep its tensors in pinned memory of the host,
     in pieces ─▶ check all of them ─▶ copy them over those of the model
 
 The tensors of the model keep their addresses, so graphs stay. Nothing changes before all is checked, so an
-error leaves the model as it was. The device has room for a layer, the embedding and the output projection.
+error leaves the model as it was. The device has room for the largest part: a layer, the embedding or the
+output projection. If these two are tied, it has room for them and a layer.
 """
 
 import contextlib
@@ -88,14 +89,16 @@ class LoadedModel:
             head = draft_head(config, checkpoint, weight_format)
             found: list[Pair] = []
 
-            def keep(layer: int, new: Any) -> Any:
-                kept = self.model.layers[layer]
-                found.extend(self._on_host(kept, new, f"layers.{layer}"))
+            def keep(name: str, new: Any) -> Any:
+                part, _, index = name.partition(".")
+                kept = getattr(self.model, part)
+                kept = kept[int(index)] if index else kept
+                found.extend(self._on_host(kept, new, name))
                 return kept
 
             model, drafter, fingerprint = load_model(
                 checkpoint, self.max_model_len, self.dtype, self.device, _silent, weight_format, self.ranks,
-                head=head, exact=config.batch_invariant, layer_built=keep,
+                head=head, exact=config.batch_invariant, part_built=keep,
             )  # fmt: skip
             found.extend(self._on_host(self.model, model, "model"))
             found.extend(self._on_host(self.drafter, drafter, "draft head"))

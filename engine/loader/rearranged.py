@@ -71,6 +71,7 @@ class Rearranged(Checkpoint):
     def __init__(self, files: Files) -> None:
         self.config = config = files.config
         self.source = files.source
+        self.copies = files.copies
         if (settings := config.quantization) is not None:
             method, form = settings.get("quant_method"), settings.get("format")
             if (form if method == "compressed-tensors" else method) not in self.quantized:

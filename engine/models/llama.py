@@ -170,16 +170,19 @@ class Llama:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.embedding = Embedding(config, weights, summed=self.norms.summed)
+        if not config.tie_embeddings:  # else the output projection derives from it
+            self.embedding = weights.part_built("embedding", self.embedding)
         factors = config.multipliers
         self.embedding_scale = factors.embedding / factors.residual if factors else None
         self.rotary = Rotary(config, weights)
         self.layers = [
-            weights.layer_built(i, self.layer(config, weights, i)) for i in range(config.num_layers)
+            weights.part_built(f"layers.{i}", self.layer(config, weights, i))
+            for i in range(config.num_layers)
         ]
         self.norm = RMSNorm(
             weights, "model.norm", config.hidden_size, config.rms_norm_eps, summed=self.norms.summed
         )
-        self.head = OutputProjection(config, weights, self.embedding)
+        self.head = weights.part_built("head", OutputProjection(config, weights, self.embedding))
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `Embedding`."""

@@ -88,6 +88,29 @@ def test_new_weights_take_the_place_of_all_that_derives_from_them(
     assert answers(engine) == first
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_part_stays_on_the_device_while_others_are_read(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, "Llama", tie_word_embeddings=tied)
+    engine = load(before, device=DEVICE, num_blocks=16)
+    moved = list[tuple[str, bool]]()
+
+    def on_host(loaded: LoadedModel, kept: Any, new: Any, name: str) -> Any:
+        found = keep(loaded, kept, new, name)
+        moved.append((name, bool(found)))
+        return found
+
+    keep = LoadedModel._on_host
+    monkeypatch.setattr(LoadedModel, "_on_host", on_host)
+    engine.stage_weights(str(trained(before, tmp_path)))
+    layers = [(f"layers.{i}", True) for i in range(engine.model_config.num_layers)]
+    embedding = [] if tied else [("embedding", True)]
+    assert moved[:-3] == [*embedding, *layers, ("head", True)]
+
+
 def test_the_head_that_drafts_changes_too(tmp_path: Path, one_form: None) -> None:
     before = tmp_path / "before"
     before.mkdir()
