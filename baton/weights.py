@@ -258,6 +258,8 @@ class Weights:
         self._newest: Checkpoint | None = None
         self._count = 0
         self.spent = Spent()
+        self._paused: bool | None = None
+        """`clear_cache` of the pause that is open. None: none is."""
 
     def __enter__(self) -> Self:
         return self
@@ -327,12 +329,21 @@ class Weights:
     def paused(
         self, mode: Literal["abort", "wait", "keep"] = "keep", *, clear_cache: bool = True
     ) -> Iterator[None]:
-        """No worker computes while it is open. The arguments are those of `/pause`. Raises RefusedUpdate."""
-        self._call(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+        """No worker computes while it is open. The arguments are those of `/pause`. A pause within another one
+        ends by itself only; the outer one goes on. Raises RefusedUpdate."""
+        self._pause(mode, clear_cache=clear_cache)
+        outer, self._paused = self._paused, clear_cache
         try:
             yield
         finally:
-            self._call("/resume")
+            self._paused = outer
+            if outer is None:
+                self._call("/resume")
+            else:
+                self._pause("keep", clear_cache=outer)
+
+    def _pause(self, mode: str, *, clear_cache: bool) -> None:
+        self._call(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
 
     def release_memory(self, *tags: Literal["kv_cache", "weights"]) -> None:
         """All workers give memory back until `resume_memory`, and compute nothing meanwhile. No tag: all.

@@ -428,6 +428,14 @@ async def test_the_helper_of_trainers_gives_workers_a_state_dict(
 
         assert await asyncio.to_thread(frozen) == pb.PAUSE_STEPS
         assert workers[0].status.pause == pb.PAUSE_NONE
+
+        def updated_within() -> tuple["pb.Pause", bool]:
+            with weights.paused():
+                weights.update({"x": torch.ones(3)}, "4", keep_kv=True)
+                return workers[0].status.pause, workers[0].paused.keep_kv
+
+        assert await asyncio.to_thread(updated_within) == (pb.PAUSE_STEPS, False), "the outer pause goes on"
+        assert workers[0].status.pause == pb.PAUSE_NONE
         assert await asyncio.to_thread(weights.world_size) == 3
         weights.close()
         assert not Path(workers[0].weights.path).exists()
