@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,20 @@ _DTYPES = {
 
 class RefusedUpdate(Exception):
     """The router or a worker refuses. The message says why, and whether weights have changed."""
+
+
+class UnfinishedUpdate(RefusedUpdate):
+    """All workers compute with the new weights, and what follows has failed.
+
+    Attributes:
+        version: of these weights, as `Weights.update` would return it.
+    """
+
+    def __init__(self, version: str, faults: Sequence[Exception]) -> None:
+        """`faults`: at least one."""
+        told = "; ".join(map(str, faults))
+        super().__init__(f"all workers compute with the new weights, version {version}, but {told}")
+        self.version = version
 
 
 def full_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -275,8 +289,8 @@ class Weights:
         keep_kv: bool = False,
     ) -> str:
         """Gives all workers these weights: a whole `state_dict`, or several that have some of the tensors
-        each. Returns the name of the version, which begins with `version`. Raises RefusedUpdate; before the
-        last step that changes nothing.
+        each. Returns the name of the version, which begins with `version`. Raises RefusedUpdate: before the
+        last step that changes nothing, and as an UnfinishedUpdate all workers have these weights.
 
         `keep_kv`: as in `paused(clear_cache=False)`, but workers are paused only while they copy the weights
         over the old ones, and not while they read them."""
@@ -307,30 +321,47 @@ class Weights:
         self._call("/start_weight_update")
         staged = self._call("/update_weights", {"update_info": {"path": str(checkpoint.directory)}})
         self.spent = Spent(staged["bytes"], read=staged["read_seconds"])
-        before = self._newest
-        try:
-            with self.paused(clear_cache=False) if keep_kv else contextlib.nullcontext():
-                done = self._call("/finish_weight_update", {"weight_version": version})
-                self.spent.pause = done["pause_seconds"]
-                self._newest = checkpoint  # also if the pause cannot be ended
-        finally:
-            if before is not None and before is not self._newest:
-                before.remove()
-        if checkpoint.memory == "cuda" and self._later is None:
-            self._newest = None
-            checkpoint.remove()
-        elif self._later is not None:
-            began = time.monotonic()
-            checkpoint.keep(self._later)
-            self.spent.keep = time.monotonic() - began
+        with contextlib.ExitStack() as pause:
+            if keep_kv:
+                pause.enter_context(self.paused(clear_cache=False))
+            done = self._call("/finish_weight_update", {"weight_version": version})
+            pause = pause.pop_all()
+        self.spent.pause = done["pause_seconds"]
+        faults = list[Exception]()
+        for step in (pause.close, lambda: self._settle(checkpoint)):
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - told to the caller, with what was done
+                faults.append(error)
+        if faults:
+            raise UnfinishedUpdate(done["weight_version"], faults) from faults[0]
         return done["weight_version"]
+
+    def _settle(self, checkpoint: Checkpoint) -> None:
+        """All workers have these weights: from now on they are there for workers that start later."""
+        before, self._newest = self._newest, checkpoint
+        if before is not None:
+            before.remove()
+        if checkpoint.memory != "cuda":
+            return
+        kept = False
+        try:
+            if self._later is not None:
+                began = time.monotonic()
+                checkpoint.keep(self._later)
+                self.spent.keep = time.monotonic() - began
+                kept = True
+        finally:
+            if not kept:
+                self._newest = None
+                checkpoint.remove()
 
     @contextlib.contextmanager
     def paused(
         self, mode: Literal["abort", "wait", "keep"] = "keep", *, clear_cache: bool = True
     ) -> Iterator[None]:
-        """No worker computes while it is open. The arguments are those of `/pause`. A pause within another one
-        ends by itself only; the outer one goes on. Raises RefusedUpdate."""
+        """No worker computes while it is open. The arguments are those of `/pause`. When a pause within
+        another one ends, the outer one goes on. Raises RefusedUpdate."""
         self._pause(mode, clear_cache=clear_cache)
         outer, self._paused = self._paused, clear_cache
         try:

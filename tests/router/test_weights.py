@@ -23,7 +23,7 @@ from baton.router.workers import roster
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.weights import NotReplaced, in_turns, named, replace_weights
-from baton.weights import RefusedUpdate, Weights
+from baton.weights import RefusedUpdate, UnfinishedUpdate, Weights
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import within
 
@@ -456,6 +456,20 @@ async def test_the_helper_of_trainers_gives_workers_a_state_dict(
             assert [x.name for x in Path(workers[0].weights.path).glob("model*")] == files
             weights.close()
 
+        weights = Weights(cluster.url, "trainer", directory, memory="cuda")
+        with monkeypatch.context() as full:
+
+            def no_room(*_: Any) -> None:
+                raise OSError("no memory is left")
+
+            full.setattr("baton.weights.Checkpoint._to_host", no_room)
+            with pytest.raises(UnfinishedUpdate, match=r"all workers compute .* no memory is left") as caught:
+                await asyncio.to_thread(weights.update, {"x": torch.ones(4)}, "full")
+        assert caught.value.version.startswith("full-")
+        assert {worker.weights.version for worker in workers} == {caught.value.version}
+        assert not Path(workers[0].weights.path).exists(), "half of a checkpoint"
+        weights.close()
+
         def unresumed(weights: Weights, path: str, *more: Any) -> Any:
             if path == "/resume":
                 raise RefusedUpdate("no router answers")
@@ -464,8 +478,9 @@ async def test_the_helper_of_trainers_gives_workers_a_state_dict(
         call = Weights._call
         monkeypatch.setattr(Weights, "_call", unresumed)
         weights = Weights(cluster.url, "trainer", directory, memory="memfd")
-        with pytest.raises(RefusedUpdate, match="no router answers"):
+        with pytest.raises(UnfinishedUpdate, match="no router answers") as caught:
             await asyncio.to_thread(weights.update, {"x": torch.ones(4)}, keep_kv=True)
+        assert workers[0].weights.version == caught.value.version
         assert workers[0].staged_files == ["model-00001-of-00001.safetensors"]
         assert Path(workers[0].weights.path).exists(), "workers that start later read them"
         weights.close()
