@@ -183,8 +183,8 @@ class Client:
     async def encoded(self, url: str) -> float | None:
         """Images that the workers of a router have encoded. None: it is no router of Baton."""
         async with self._http.get(f"{url}/metrics/targets") as answer:
-            if answer.status != 200:
-                return None
+            if answer.status != 200 or answer.content_type != "application/json":
+                return None  # vLLM answers below /metrics with all its metrics
             targets = await answer.json()
         await asyncio.sleep(METRICS_S)
         pages = []

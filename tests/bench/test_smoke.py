@@ -562,6 +562,21 @@ async def test_a_rate_misses_once_too_many_are_late(busy: int, silent: int, coun
         server.shutdown()
 
 
+async def test_a_server_without_a_list_of_workers_tells_no_encoded_images() -> None:
+    class OfVllm(AnswersAtOnce):
+        def do_GET(self) -> None:
+            """Metrics at each address below /metrics."""
+            self.command = "METRICS"
+            self._send(b"# TYPE vllm:num_requests_running gauge\n")
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OfVllm) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        async with new_session() as session:
+            assert await images.Client(session, [url], ["m"], seed=0).encoded(url) is None
+        server.shutdown()
+
+
 async def test_gaps_beside_image_requests_that_fail_are_no_result() -> None:
     asked = threading.Event()
 
