@@ -123,8 +123,9 @@ class Checkpoint:
         """Copies what `write` has left on GPUs to memory of this host, for workers that start later. Then the
         tensors may change. Each rank does it once all workers have the weights, or calls `remove`."""
         for path, tensors in self._on_gpus.items():
-            path.with_suffix(_HANDLES).unlink()
             self._to_host(path, tensors, memory)
+        for path in self._on_gpus:  # last: with files of handles, workers that start wait
+            path.with_suffix(_HANDLES).unlink()
         self._on_gpus.clear()
 
     def _to_host(self, path: Path, tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> None:

@@ -117,7 +117,7 @@ def start_rank(
     began = time.monotonic()
     _set_threads(config, ranks)
     on_gpu = device.type == "cuda"
-    checkpoint = open_checkpoint(config, device)
+    checkpoint = open_checkpoint(config, device, progress)
     checkpoint.config.check_step(config.max_num_batched_tokens, config.max_num_seqs)
     weight_format = choose_format(config, checkpoint.config, device)
     head = draft_head(config, checkpoint, weight_format)
@@ -250,7 +250,7 @@ def start_encoder(
     Raises `ValueError` for mistakes that the user can mend."""
     device, ranks = torch.device(config.device), Ranks()
     _set_threads(config, ranks)
-    checkpoint = open_checkpoint(config, device)
+    checkpoint = open_checkpoint(config, device, progress)
     model = checkpoint.config
     if model.vision is None:
         raise ValueError(f"--model {config.model}: it takes no images, so it needs no encoder")

@@ -14,6 +14,7 @@ import torch
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights
+from baton.engine.loader.device_file import wait_for_copy
 from baton.engine.loader.draft_heads import FoundHead, find_head
 from baton.engine.loader.families import FAMILIES, model_class
 from baton.engine.loader.formats import choose_format
@@ -32,10 +33,15 @@ def checkpoint_path(config: EngineConfig) -> Path:
     return _located("--model", config.model, config.revision, patterns)
 
 
-def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
-    """Finds the checkpoint and reads its configuration, but no weights. Raises `ValueError` naming the file
-    and what is wrong with it."""
+def open_checkpoint(
+    config: EngineConfig, device: torch.device, progress: Callable[[str, float], None] | None = None
+) -> Checkpoint:
+    """Finds the checkpoint and reads its configuration, but no weights. `progress`: of an engine that starts,
+    and waits until a trainer has copied its tensors. Raises `ValueError` naming the file and what is wrong
+    with it."""
     path = checkpoint_path(config)
+    if progress is not None:
+        wait_for_copy(path, progress)
     if path.is_file():
         checkpoint = GGUFCheckpoint(path)  # which has no encoder
         if config.load_format == "auto":

@@ -11,8 +11,9 @@ the end of an allocation.
 """
 
 import math
+import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from baton.machine.cuda_driver import CudaError
 
 SUFFIX = ".cuda.json"
 MOST_DIMENSIONS = 8
+COPY_CHECK = 0.1
+"""Seconds between two looks whether a trainer has copied its tensors."""
 _KINDS = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -88,6 +91,14 @@ class DeviceFile:
             cuda_driver.copy(found.data_ptr(), begin, found.nbytes, stream)
         found = found.view([rows.length, *shape[1:]] if parts else [])
         return found[(..., *(part.indices for part in parts[1:]))]
+
+
+def wait_for_copy(directory: Path, progress: Callable[[str, float], None]) -> None:
+    """Returns when the trainer needs its memory no more for this checkpoint, since all is in memory of the
+    host. An engine that starts reads for longer than the trainer leaves its tensors as they are."""
+    while any(directory.glob(f"*{SUFFIX}")):
+        progress("waiting for the trainer's copy of the weights", 0.0)
+        time.sleep(COPY_CHECK)
 
 
 def check_device(path: Path, device: torch.device | None) -> torch.device:

@@ -113,12 +113,29 @@ def test_weights_of_a_trainer_stay_where_they_are(
     staged = engine.stage_weights(str(checkpoint.directory))
     assert gpu.opened == 0, "the trainer may have its memory"
     assert gpu.largest <= 2000, "a worker needs room for a piece"
-    checkpoint.keep("memfd")
+    waits = list[float]()
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        keep = Checkpoint._to_host
+        with monkeypatch.context() as copying:
+
+            def to_host(*args: Any) -> None:
+                keep(*args)
+                assert any(checkpoint.directory.glob("*.cuda.json")), "half of the copy is there"
+
+            copying.setattr(Checkpoint, "_to_host", to_host)
+            checkpoint.keep("memfd")
+
+    monkeypatch.setattr(device_file.time, "sleep", wait)
+    late = load(checkpoint.directory, num_blocks=16)
+    assert waits == [device_file.COPY_CHECK], "a trainer would change its tensors while the engine starts"
     for tensor in gpu.state.values():
         tensor.zero_()
     engine.replace_weights(staged, "1")
     wanted = answers(fresh)
     assert answers(engine) == wanted
+    assert answers(late) == wanted
     monkeypatch.setattr(cuda_driver, "call", None)
     engine.replace_weights(engine.stage_weights(str(checkpoint.directory)), "2")
     assert answers(engine) == wanted, "it is in memory of the host"

@@ -204,6 +204,10 @@ async def test_weights_that_are_not_at_the_path_come_from_a_worker_that_has_them
         async with replacement(worker) as new:
             with pytest.raises(grpc.aio.AioRpcError, match=reason):
                 await new.command(stage=wrong)
+    (path / "model-00001-of-00001.cuda.json").touch()
+    async with replacement(worker) as new:
+        with pytest.raises(grpc.aio.AioRpcError, match="the trainer has not copied its tensors"):
+            await new.command(stage=asked)
     assert await first_token(worker) == token
     await assert_whole(worker)
 

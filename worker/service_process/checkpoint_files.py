@@ -8,15 +8,16 @@ removed them, or when its host never had them. The engine finds the files as lin
 what it reads from there as it does with any checkpoint.
 
 Weights on GPUs of a trainer have files with handles (`engine.loader.device_file`). The trainer changes that
-memory later, and leaves a copy in memory of the host at the path. So these files are not opened here, and an
-engine process reads the path.
+memory later, and leaves a copy in memory of the host at the path. So these files are not opened here. Only an
+update that the trainer itself makes reads its memory. A worker or an engine process that comes later waits
+for the copy.
 """
 
 import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -53,7 +54,7 @@ class CheckpointFiles:
         found = cls(run_dir)
         try:
             names = sorted(source.iterdir()) if source.is_dir() else [source]
-            if any(file.name.endswith(HANDLES) for file in names):
+            if has_handles(names):
                 found.path = str(source)
                 return found
             for file in names:
@@ -123,6 +124,11 @@ class CheckpointFiles:
             os.close(fd)
         self._files.clear()
         self._directory.cleanup()
+
+
+def has_handles(files: Iterable[Path]) -> bool:
+    """Whether a trainer still has tensors of the checkpoint in its GPU memory only."""
+    return any(file.name.endswith(HANDLES) for file in files)
 
 
 def _check(part: pb.CheckpointPart, left: int, files: dict[str, int]) -> None:

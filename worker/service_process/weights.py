@@ -29,7 +29,7 @@ from baton.rpc.stubs import WorkerStub
 from baton.worker import messages
 from baton.worker.messages import WeightsStaged
 from baton.worker.service_process.backend import Backend, Refused
-from baton.worker.service_process.checkpoint_files import CheckpointFiles
+from baton.worker.service_process.checkpoint_files import CheckpointFiles, has_handles
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers
 
@@ -134,6 +134,8 @@ class WeightsReplacement:
 
     async def _stage(self, stage: pb.StageWeights) -> tuple[CheckpointFiles, WeightsStaged]:
         """The engine reads the weights, from the path or from another worker. Raises Refused."""
+        if stage.fingerprint and await asyncio.to_thread(_on_gpus, Path(stage.path)):
+            raise Refused(f"{stage.path}: the trainer has not copied its tensors to memory of the host")
         staged = await self._backend.stage_weights(stage.path)
         if not (why := _unfit(stage, staged)):
             return await _opened(Path(stage.path), self._backend.run_dir), staged
@@ -224,6 +226,10 @@ class WeightsReplacement:
         if not self._is_open.is_set():
             await self._backend.serve_again()
             self._is_open.set()
+
+
+def _on_gpus(path: Path) -> bool:
+    return path.is_dir() and has_handles(path.iterdir())
 
 
 def _unfit(stage: pb.StageWeights, staged: WeightsStaged) -> str:
