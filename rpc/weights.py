@@ -70,16 +70,6 @@ def named(path: str, version: str, *, rolls: bool = False) -> pb.StageWeights:
     return pb.StageWeights(path=path, version=version, named_at=now, rolls_for=rolls_for)
 
 
-def in_turns(pools: Mapping[str, str]) -> list[str]:
-    """These addresses, in an order in which pools change evenly: of each part of the order, each pool has
-    about the same share. `pools`: of each worker, by address."""
-    places = dict[str, float]()
-    for pool in dict.fromkeys(pools.values()):
-        some = [address for address, other in pools.items() if other == pool]
-        places |= {address: (i + 0.5) / len(some) for i, address in enumerate(some)}
-    return sorted(pools, key=lambda address: places[address])
-
-
 class Replacement:
     """Of the weights of the workers at these addresses, in an `async with`. Whatever ends it before `apply`
     leaves all workers as they were."""

@@ -11,8 +11,9 @@ from baton.cluster.options.roles import SecretOptions
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.secret import LOCAL, secret_for
-from baton.cluster.tools.status import name_of, pool_of, ready
+from baton.cluster.tools.status import name_of, ready
 from baton.rpc.channel import connect
+from baton.rpc.pools import pool_of
 from baton.rpc.tls import TlsFiles
 
 PATIENCE = 10.0  # seconds for the worker to answer

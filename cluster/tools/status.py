@@ -11,6 +11,7 @@ from baton.cluster.options.clients import EndpointOptions, JsonOptions, LocalOpt
 from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
+from baton.rpc.pools import POOLS, pool_of
 
 SHOWN_FAILURES = 5
 GIB = 1 << 30
@@ -43,7 +44,7 @@ def ready(worker: dict[str, Any]) -> bool:
     return worker.get("state") == "ready"
 
 
-ORDER = {"prefill": 0, "decode": 1, "encode": 2}
+ORDER = {pool: i for i, pool in enumerate(POOLS)}
 
 
 TEXTS = frozenset(("worker", "pool", "state", "device", "address", "node", "incarnation", "last exit"))
@@ -172,12 +173,6 @@ def name_of(worker: dict[str, Any]) -> str:
     """
     role = worker.get("role")
     return f"{role} {worker.get('index')}" if role in ORDER else "?"
-
-
-def pool_of(worker: dict[str, Any]) -> str:
-    """The pool in which a worker serves now. Before its first report, that is the pool of its name."""
-    pool = (worker.get("status") or {}).get("pool", "").removeprefix("pool_")
-    return pool if pool in ORDER else worker.get("role", "")
 
 
 def device_of(worker: dict[str, Any]) -> str:

@@ -8,9 +8,10 @@ from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools.flip import refusal
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.secret import secret_for
-from baton.cluster.tools.status import name_of, pool_of
+from baton.cluster.tools.status import name_of
+from baton.rpc.pools import in_turns
 from baton.rpc.tls import TlsFiles
-from baton.rpc.weights import NotReplaced, in_turns, named, replace_weights
+from baton.rpc.weights import NotReplaced, named, replace_weights
 
 
 def run(
@@ -37,7 +38,7 @@ async def _replace(
             f"{', '.join(missing)}: not ready, and all workers must get the new weights; see `baton status`"
         )
     names = {worker["address"]: name_of(worker) for worker in workers}
-    order = in_turns({worker["address"]: pool_of(worker) for worker in workers})
+    order = in_turns(workers)
     version = uuid.uuid4().hex
     try:
         done = await replace_weights(order, named(path, version, rolls=at_once > 0), secret, tls, at_once)

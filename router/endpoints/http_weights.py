@@ -8,7 +8,8 @@ from baton.router import errors
 from baton.router.api.bodies import UpdateWeightsBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
-from baton.rpc.weights import NotReplaced, in_turns, named, replace_weights
+from baton.rpc.pools import in_turns
+from baton.rpc.weights import NotReplaced, named, replace_weights
 
 PATHS = "/get_world_size", "/update_weights_from_disk"
 CONNECT_WITHIN = 5.0  # seconds
@@ -58,8 +59,7 @@ async def workers_for_weights(calls: AdminCalls) -> dict[str, str]:
     has just got weights is connected again soon."""
     workers = await calls.ready_workers("get new weights", CONNECT_WITHIN)
     names = {worker["address"]: name_of(worker) for worker in workers}
-    pools = {w["address"]: str((w.get("status") or {}).get("pool") or w["role"]) for w in workers}
-    return {address: names[address] for address in in_turns(pools)}
+    return {address: names[address] for address in in_turns(workers)}
 
 
 def failed(calls: AdminCalls, error: NotReplaced, names: dict[str, str], param: str) -> errors.ApiError:

@@ -22,7 +22,8 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import roster
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.weights import NotReplaced, in_turns, named, replace_weights
+from baton.rpc.pools import in_turns
+from baton.rpc.weights import NotReplaced, named, replace_weights
 from baton.weights import RefusedUpdate, UnfinishedUpdate, Weights
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import within
@@ -220,7 +221,17 @@ async def test_workers_change_in_turns_and_a_fault_ends_the_change(
 ) -> None:
     async with trained(tokenizer, tmp_path, decode=2) as (_, workers):
         prefill, first, second = (worker.address for worker in workers)
-        order = in_turns({first: "decode", second: "decode", prefill: "prefill"})
+        order = in_turns(
+            [
+                {"address": first, "role": "decode", "status": {"pool": "pool_decode"}},
+                {
+                    "address": second,
+                    "role": "decode",
+                    "status": {"pool": "pool_unspecified"},
+                },  # no report yet
+                {"address": prefill, "role": "prefill"},
+            ]
+        )
         assert order == [first, prefill, second]
         workers[2].applies = asyncio.Event()
         new = named("/step-200", "v2", rolls=True)

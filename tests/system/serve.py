@@ -13,7 +13,8 @@ import psutil
 
 from baton.bench.harness.cluster import free_port, leaks_when_idle
 from baton.cluster.supervision.processes import alive
-from baton.cluster.tools.status import name_of, pool_of
+from baton.cluster.tools.status import name_of
+from baton.rpc.pools import pool_of
 from tests.forked import FreshPopen
 from tests.within import WITHIN
 

@@ -17,7 +17,8 @@ import aiohttp
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.cluster.tools.http import answer, checked, error_message, session
-from baton.cluster.tools.status import device_of, name_of, place_of, pool_of, ready
+from baton.cluster.tools.status import device_of, name_of, place_of, ready
+from baton.rpc.pools import pool_of
 
 ADMIN = (
     "Give the URL of clients as --url, and that of the router's --admin-port, which `baton serve` prints, as "
