@@ -86,6 +86,8 @@ def worker_config(role: Role, given: WorkerRole, found: model.ResolvedModel, sec
         ttit_target_steps=chosen.target_steps,
         speculative_config=(drafts := given.engine.speculative_config) and SpeculativeConfig.of(drafts),
     )
+    if given.engine.no_standby and not given.engine.replace_engine:
+        raise ValueError("--no-standby: only with --replace-engine; leave it out")
     return _configured(
         WorkerConfig,
         given,

@@ -95,6 +95,7 @@ EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size
         (("--prefill", "0", "--no-overflow"), "--no-overflow: without prefill workers"),
         (("--generation-config", "gone"), "gone/generation_config.json cannot be read: No such file or"),
         (("--device", "3"), "--device '3': choose cpu, cuda or cuda:N"),
+        (("--no-standby",), "--no-standby: only with --replace-engine; leave it out"),
         (("--kv-slots", "7"), "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
         (("--quantization", "bitnet"), "'bitnet' is not one of 'auto', 'fp8', 'int4', 'none', 'gguf'"),
         (("--data-parallel-size", "2"), "--data-parallel-size 2: needs --engine vllm"),
