@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from baton.engine.api.config import MemoryPart
+from baton.engine.api.config import MemoryTag
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.execution.commands import Commands
 from baton.engine.execution.elastic_cache import ElasticCache
@@ -22,19 +22,19 @@ class EngineMemory:
 
     def __init__(
         self,
-        parts: Mapping[MemoryPart, MemorySaver | ElasticCache],
+        memory: Mapping[MemoryTag, MemorySaver | ElasticCache],
         lives: RequestLives,
         loop: StepLoop,
         followers: Commands | None,
     ) -> None:
-        """`parts`: of `EngineConfig.enable_memory_saver`; else empty. `followers`: the other ranks."""
-        self.released: set[MemoryPart] = set()
+        """`memory`: of `EngineConfig.enable_memory_saver`; else empty. `followers`: the other ranks."""
+        self.released: set[MemoryTag] = set()
         self.lost_weights = False
-        self._parts = parts
+        self._memory = memory
         self._lives = lives
         self._loop = loop
         self._followers = followers
-        self._lacking: set[MemoryPart] = set()
+        self._lacking: set[MemoryTag] = set()
         """What this rank has released. The others may lack it longer."""
 
     @property
@@ -44,43 +44,43 @@ class EngineMemory:
 
     def check(self) -> None:
         """Raises `ValueError` if nothing can be released."""
-        if not self._parts:
+        if not self._memory:
             raise ValueError("no memory can be released: start the workers with --enable-memory-saver")
 
     def uses_kv(self) -> bool:
         """Whether a request, or a copy to a tier, uses memory of the KV cache."""
         return self._lives.some or any(tier.copies for tier in self._lives.offload)
 
-    def release(self, parts: Collection[MemoryPart]) -> None:
-        """Gives the memory of these parts back. No step is under way, and none begins before `is_whole`. With
+    def release(self, tags: Collection[MemoryTag]) -> None:
+        """Gives this memory back. No step is under way, and none begins before `is_whole`. With
         `kv_cache`, nothing `uses_kv`: all that is cached on the device is forgotten. Weights must be replaced
         once their memory is there again."""
         assert self._loop.frozen, "a step would touch the memory"
         assert not self._loop.under_way, "a step touches the memory"
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        for part in [part for part in parts if part not in self.released]:
-            if part == "kv_cache":
+        for tag in [tag for tag in tags if tag not in self.released]:
+            if tag == "kv_cache":
                 assert not self.uses_kv(), "a request would lose its KV"
                 if self._lives.cache is not None:
                     self._lives.cache.clear_device()
             else:
                 self.lost_weights = True
-            self.released.add(part)
-            if part not in self._lacking:
-                self._parts[part].release()
-                self._lacking.add(part)
+            self.released.add(tag)
+            if tag not in self._lacking:
+                self._memory[tag].release()
+                self._lacking.add(tag)
             if self._followers is not None:
-                self._followers.memory(part, release=True)
+                self._followers.memory(tag, release=True)
         torch.cuda.empty_cache()
 
-    def resume(self, parts: Collection[MemoryPart]) -> None:
-        """Takes the memory of these parts again. Raises `MemoryError` if a device has not as much; what came
+    def resume(self, tags: Collection[MemoryTag]) -> None:
+        """Takes this memory again. Raises `MemoryError` if a device has not as much; what came
         before is there then. The call can be repeated."""
-        for part in [part for part in parts if part in self.released]:
-            if part in self._lacking:
-                self._parts[part].resume()
-                self._lacking.remove(part)
+        for tag in [tag for tag in tags if tag in self.released]:
+            if tag in self._lacking:
+                self._memory[tag].resume()
+                self._lacking.remove(tag)
             if self._followers is not None:
-                self._followers.memory(part, release=False)
-            self.released.remove(part)
+                self._followers.memory(tag, release=False)
+            self.released.remove(tag)

@@ -85,15 +85,15 @@ class Workers:
         """Raises NotPaused."""
         await self._set(pb.PauseRequest(pause=pb.PAUSE_NONE))
 
-    async def release(self, parts: Sequence[str]) -> None:
-        """All workers give this memory back, and compute nothing from then on. `parts`: as in MemoryRequest.
+    async def release(self, tags: Sequence[str]) -> None:
+        """All workers give this memory back, and compute nothing from then on. `tags`: as in MemoryRequest.
         Raises NotPaused. Then some may have released it: `release` again, or `take_again`."""
-        await self._set_memory(pb.MemoryRequest(release=True, parts=parts))
+        await self._set_memory(pb.MemoryRequest(release=True, tags=tags))
 
-    async def take_again(self, parts: Sequence[str]) -> list[pb.WorkerStatus]:
+    async def take_again(self, tags: Sequence[str]) -> list[pb.WorkerStatus]:
         """All workers have this memory again. Returns what they lack then. Raises NotPaused. Then some may
         have it: `take_again` again."""
-        return await self._set_memory(pb.MemoryRequest(parts=parts))
+        return await self._set_memory(pb.MemoryRequest(tags=tags))
 
     async def _set_memory(self, request: pb.MemoryRequest) -> list[pb.WorkerStatus]:
         return await self._all(lambda stub, timeout: stub.SetMemory(request, timeout=timeout))

@@ -608,12 +608,12 @@ class RestartedEngine(_message.Message):
     def __init__(self, seconds: _Optional[float] = ...) -> None: ...
 
 class MemoryRequest(_message.Message):
-    __slots__ = ("release", "parts")
+    __slots__ = ("release", "tags")
     RELEASE_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
     release: bool
-    parts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, release: _Optional[bool] = ..., parts: _Optional[_Iterable[str]] = ...) -> None: ...
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, release: _Optional[bool] = ..., tags: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WeightsCommand(_message.Message):
     __slots__ = ("stage", "close", "apply", "version")

@@ -144,13 +144,13 @@ class SharedPrompt:
 
 @dataclass(slots=True, eq=False)
 class Part(Request):
-    """What one worker computes of a prompt: the ranges with the numbers `own`.
+    """What one worker computes of a prompt: the ranges with the numbers `range_numbers`.
 
     A range begins when the one before has begun, and each step of it ends a layer after the last one there.
     """
 
     prompt_of: SharedPrompt = field(kw_only=True)
-    own: deque[int] = field(kw_only=True)
+    range_numbers: deque[int] = field(kw_only=True)
     total: int = field(init=False)
     in_range: int = 0
     """Tokens of its present range that no step has taken."""
@@ -158,7 +158,7 @@ class Part(Request):
     """Of this range."""
 
     def __post_init__(self) -> None:
-        self.total = sum(len(self.prompt_of.ranges[number][1]) for number in self.own)
+        self.total = sum(len(self.prompt_of.ranges[number][1]) for number in self.range_numbers)
 
     @property
     def tokens(self) -> int:
@@ -166,8 +166,8 @@ class Part(Request):
 
     @property
     def computable(self) -> int:
-        if not self.in_range and self.own and self.own[0] <= self.prompt_of.begun:
-            positions = self.prompt_of.ranges[self.own.popleft()][1]
+        if not self.in_range and self.range_numbers and self.range_numbers[0] <= self.prompt_of.begun:
+            positions = self.prompt_of.ranges[self.range_numbers.popleft()][1]
             self.computed, self.stop, self.in_range = positions.start, positions.stop, len(positions)
         return self.in_range
 

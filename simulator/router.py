@@ -116,7 +116,7 @@ class Router:
     def idle(self) -> bool:
         """Whether nothing is left in its view of the workers."""
         rows = range(len(self.workers))
-        left = [self._loads.own_tokens(row) or self._seen[row].load.own for row in rows]
+        left = [self._loads.router_tokens(row) or self._seen[row].load.router_requests for row in rows]
         return not (self._queue or self._sent_tokens or any(left))
 
     def add(self, request: Request) -> None:
@@ -210,7 +210,7 @@ class Router:
                 gap_cost=request.gap_cost,
                 then=request.then,
                 prompt_of=shared,
-                own=deque(number for number, other in enumerate(found.ranges) if other.worker == row),
+                range_numbers=deque(i for i, each in enumerate(found.ranges) if each.worker == row),
             )  # fmt: skip
             if row == final:
                 self._submit(part, found, row, decode)

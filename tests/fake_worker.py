@@ -213,8 +213,8 @@ class FakeWorker(StandIn):
     ) -> pb.WorkerStatus:
         if self.refuses_pause:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuses_pause)
-        status, parts = self.status, set(request.parts)
-        released = {*status.released} | parts if request.release else {*status.released} - parts
+        status, tags = self.status, set(request.tags)
+        released = {*status.released} | tags if request.release else {*status.released} - tags
         status.released[:] = sorted(released)
         status.lost_weights |= "weights" in released
         status.pause = pb.PAUSE_STEPS if released or status.lost_weights else pb.PAUSE_NONE

@@ -202,7 +202,7 @@ class SetMemory(_Message):
 
     question: int
     release: bool
-    parts: list[str]  # of MemoryPart
+    tags: list[str]  # of MEMORY_TAGS
 
 
 class TakeOver(_Message):

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from baton.content import CHUNK_TOKENS, Tier
 
@@ -29,8 +29,9 @@ SPECULATIVE_ROWS = 256
 not reading the weights bound a step."""
 
 
-MemoryPart = Literal["kv_cache", "weights"]
-"""What an engine can give back, as SGLang names it."""
+MemoryTag = Literal["kv_cache", "weights"]
+"""Memory that an engine can give back, by SGLang's name."""
+MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
 
 def versioned(fingerprint: str, version: str) -> str:

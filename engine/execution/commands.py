@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
-from baton.engine.api.config import MemoryPart
+from baton.engine.api.config import MEMORY_TAGS, MemoryTag
 from baton.engine.execution.inputs import aligned
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.step import ARRAYS, DIMENSIONS, NUMBERS, Step, arrays_of, assembled, numbers_of
@@ -48,7 +48,7 @@ class Kind(IntEnum):
     DROP = 6
     """They are not wanted."""
     MEMORY = 7
-    """Give the memory of a part back to the device, or take it again."""
+    """Give memory back to the device, or take it again."""
 
 
 class Stage(NamedTuple):
@@ -62,11 +62,10 @@ class Stage(NamedTuple):
 class Memory(NamedTuple):
     """A command to give memory back, or to take it again."""
 
-    part: MemoryPart
+    tag: MemoryTag
     release: bool
 
 
-PARTS: Sequence[MemoryPart] = get_args(MemoryPart)
 Moves = list[tuple[int, int, bool]]
 """Moves of memory, as in `ModelRunner.move`."""
 MOST_MOVES = 64
@@ -182,10 +181,10 @@ class Commands:
 
         return wait
 
-    def memory(self, part: MemoryPart, *, release: bool) -> None:
-        """The other ranks give the memory of a part back, or take it again. Returns when all have. Raises
+    def memory(self, tag: MemoryTag, *, release: bool) -> None:
+        """The other ranks give memory back, or take it again. Returns when all have. Raises
         `MemoryError` with the reason of a rank whose device has not as much."""
-        self._next([Kind.MEMORY, PARTS.index(part), release])
+        self._next([Kind.MEMORY, MEMORY_TAGS.index(tag), release])
         self._publish()
         self._wait()
         for rank, report in enumerate(self._lacks[1:], 1):
@@ -250,8 +249,8 @@ class Commands:
                 _, reading, length = slot[:24].view(np.int64).tolist()
                 yield Stage(reading, slot[24 : 24 + length].tobytes().decode())
             elif kind == Kind.MEMORY:
-                _, part, release = slot[:24].view(np.int64).tolist()
-                yield Memory(PARTS[part], bool(release))
+                _, tag, release = slot[:24].view(np.int64).tolist()
+                yield Memory(MEMORY_TAGS[tag], bool(release))
             elif kind in (Kind.REPLACE, Kind.DROP):
                 yield Kind(kind)
             else:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from baton.engine.api.config import EngineConfig, MemoryPart
+from baton.engine.api.config import EngineConfig, MemoryTag
 from baton.engine.execution.commands import Commands, Kind, Memory, Stage
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
@@ -63,7 +63,7 @@ class Follower:
         )
         self._runner = started.runner
         self._commands = commands(config, started, files)
-        self._memory, self._released = started.memory, set[MemoryPart]()
+        self._memory, self._released = started.memory, set[MemoryTag]()
         self._weights = RankWeights(started.loaded, self._commands, ranks.rank)
 
     def run(self, layer_done: Callable[[Step], LayerDone]) -> None:
@@ -93,17 +93,17 @@ class Follower:
 
     def _set_memory(self, command: Memory) -> None:
         """Rank 0 orders it while no step is under way. What is done already stays."""
-        reason, part = "", self._memory[command.part]
+        reason, memory = "", self._memory[command.tag]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        if command.release and command.part not in self._released:
-            part.release()
-            self._released.add(command.part)
+        if command.release and command.tag not in self._released:
+            memory.release()
+            self._released.add(command.tag)
             torch.cuda.empty_cache()
-        elif not command.release and command.part in self._released:
+        elif not command.release and command.tag in self._released:
             try:
-                part.resume()
-                self._released.remove(command.part)
+                memory.resume()
+                self._released.remove(command.tag)
             except MemoryError as error:
                 reason = str(error) or "no memory is left"
         self._commands.lacks(self.ranks.rank, reason)

@@ -25,7 +25,7 @@ from baton.encode_worker.embeddings import EmbeddingFormat
 from baton.encode_worker.encoder import Encoder
 from baton.encode_worker.tower import Tower, tower_fingerprint
 from baton.encode_worker.turns import Turns
-from baton.engine.api.config import EngineConfig, MemoryPart, versioned
+from baton.engine.api.config import EngineConfig, MemoryTag, versioned
 from baton.engine.api.stats import EncoderStats
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
@@ -98,7 +98,7 @@ class Started:
     """What steps cost, as far as it was measured. None: not at all."""
     kept: KeptCache | None
     """The memory of KV that outlives this engine. None: it ends with the engine."""
-    memory: Mapping[MemoryPart, MemorySaver | ElasticCache]
+    memory: Mapping[MemoryTag, MemorySaver | ElasticCache]
     """What can be given back to the device. Empty: nothing."""
 
 
@@ -388,10 +388,10 @@ def _memory_saver(config: EngineConfig, device: torch.device) -> MemorySaver | N
 
 def _releasable(
     config: EngineConfig, of_weights: MemorySaver | None, of_cache: MemorySaver | ElasticCache | None
-) -> Mapping[MemoryPart, MemorySaver | ElasticCache]:
-    parts: dict[MemoryPart, MemorySaver | ElasticCache | None]
-    parts = {"kv_cache": of_cache, "weights": of_weights} if config.enable_memory_saver else {}
-    return {name: part for name, part in parts.items() if part is not None}
+) -> Mapping[MemoryTag, MemorySaver | ElasticCache]:
+    memory: dict[MemoryTag, MemorySaver | ElasticCache | None]
+    memory = {"kv_cache": of_cache, "weights": of_weights} if config.enable_memory_saver else {}
+    return {tag: given for tag, given in memory.items() if given is not None}
 
 
 def _measure(

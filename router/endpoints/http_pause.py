@@ -60,32 +60,32 @@ class HttpPause:
         return web.json_response({"is_paused": pause != "none", "pause": pause})
 
     async def _release(self, request: web.Request) -> web.Response:
-        parts = await self._parts(request)
+        tags = await self._tags(request)
         workers, names = await self._workers()
         try:
             async with workers:
                 if busy := await workers.busy():
                     text = f"{busy} workers have requests: call /pause?mode=abort or /pause?mode=wait first"
                     raise errors.InvalidRequest(text)
-                await workers.release(parts)
+                await workers.release(tags)
         except NotPaused as error:
             outcome = "The other workers have released it: try again, or call /resume_memory_occupation."
             raise self._calls.failed(error.faults, names, outcome) from error
-        return web.json_response({"success": True, "released": parts})
+        return web.json_response({"success": True, "released": tags})
 
     async def _take_again(self, request: web.Request) -> web.Response:
-        parts = await self._parts(request)
+        tags = await self._tags(request)
         workers, names = await self._workers()
         try:
             async with workers:
-                statuses = await workers.take_again(parts)
+                statuses = await workers.take_again(tags)
         except NotPaused as error:
             raise self._calls.failed(error.faults, names, "The other workers have it: try again.") from error
-        lacks = sorted({part for status in statuses for part in status.released})
+        lacks = sorted({tag for status in statuses for tag in status.released})
         told = {"success": True, "released": lacks}
         return web.json_response(told | {"lost_weights": any(status.lost_weights for status in statuses)})
 
-    async def _parts(self, request: web.Request) -> list[str]:
+    async def _tags(self, request: web.Request) -> list[str]:
         raw = await self._calls.body(request)
         tags = parse(MemoryBody, raw).tags if raw.strip() else None
         return list(dict.fromkeys(tags or get_args(MemoryTag)))

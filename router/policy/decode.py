@@ -30,7 +30,7 @@ class DecodeLoad:
         blocks_free: as reported, less the blocks of later reservations of this router.
         running: requests that the worker has or will have. Those of other routers are as reported.
         full: the worker refused a reservation, and has not reported free capacity since.
-        own: the part of `running` that this router sent.
+        router_requests: those of `running` that this router sent.
         pool: in which it gets new decodes; None if it gets none.
     """
 
@@ -41,26 +41,26 @@ class DecodeLoad:
     blocks_free: int = 0
     running: int = 0
     full: bool = False
-    own: int = 0
+    router_requests: int = 0
     pool: "DecodePool | None" = field(default=None, repr=False, compare=False)
 
     def reported(self, *, blocks_free: int, running: int) -> None:
         self.blocks_free, self.full = blocks_free, False
-        self.running = max(self.own, running)  # the report misses requests that are on their way
+        self.running = max(self.router_requests, running)  # the report misses requests that are on their way
         self._changed()
 
     def sent(self, tokens: int) -> None:
         """A reservation of `tokens` positions was sent. `ended` undoes it."""
         self.blocks_free -= self._blocks(tokens)
         self.running += 1
-        self.own += 1
+        self.router_requests += 1
         self._changed()
 
     def ended(self, tokens: int, *, full: bool = False) -> None:
         """`full`: the worker refused the reservation."""
         self.blocks_free += self._blocks(tokens)
         self.running -= 1
-        self.own -= 1
+        self.router_requests -= 1
         self.full = full
         self._changed()
 
@@ -218,9 +218,9 @@ class DecodeCaches:
             return [(chosen, 0)]
         among = self._serving | 1 << chosen
         cached = self._index.overlap(request.chunks, request.tokens, self._block_size, among)
-        own, most = cached.of(chosen), cached.most
-        found = [(chosen, own)]
-        if own < most:
+        cached_tokens, most = cached.of(chosen), cached.most
+        found = [(chosen, cached_tokens)]
+        if cached_tokens < most:
             rows = {self.loads[row].worker: row for row in cached.holders()}
             loads = [self.loads[row] for name, row in rows.items() if name not in request.avoid]
             if best := two_choices([load for load in loads if load.fits(request.tokens + 1)], rng):

@@ -85,7 +85,7 @@ class Offer:
         load: seconds until these are on its device.
         ahead: prompt tokens that it computes before this request.
         mean_prompt: tokens of a prompt that may come meanwhile.
-        here: tokens of the prompt that it has now.
+        held_tokens: of the prompt, that it has now.
         spare: positions for which its cache forgets nothing that only this worker has.
         reuse: share of prompts that is cached.
         room: it has room to decode the request.
@@ -106,7 +106,7 @@ class Offer:
     load: float = 0.0
     ahead: float = 0.0
     mean_prompt: float = 0.0
-    here: int = 0
+    held_tokens: int = 0
     spare: float = math.inf
     reuse: float = 0.0
     room: bool = True
@@ -149,10 +149,10 @@ class Offer:
         if not pace.gap:
             return 0.0
         answer, now, busy, late = request.answer, pace.now, pace.busy, pace.late
-        own = self.target / pace.gap / answer
-        then = pace.steps(pace.decodes + 1, pace.context + request.tokens, pace.gap_cost + own)
+        request_gap_cost = self._gap_weight / answer
+        then = pace.steps(pace.decodes + 1, pace.context + request.tokens, pace.gap_cost + request_gap_cost)
         gap, late_then = pace.gap_of(then, busy)
-        gaps = own * late_then + pace.gap_cost * (late_then - late)
+        gaps = request_gap_cost * late_then + pace.gap_cost * (late_then - late)
         if not busy:  # no prompt comes
             return answer * gaps
         prompt = pace.model.prefill(round(self.mean_prompt), pace.position)
@@ -160,13 +160,13 @@ class Offer:
         if prompt > 0:
             later += JOIN_STEPS * (then.step - now.step) / prompt
         if not pace.decodes:  # its first step may compute prompts only
-            gaps += own * busy * min(prompt, pace.model.prompt_seconds[-1]) / answer
+            gaps += request_gap_cost * busy * min(prompt, pace.model.prompt_seconds[-1]) / answer
         slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))
         return answer * gaps + slower
 
     def memory_cost(self, answer: int = 0) -> float:
         """Of what its cache forgets for the prompt, and for so many tokens of the answer."""
-        needed = self.request.tokens - self.here + answer
+        needed = self.request.tokens - self.held_tokens + answer
         forgotten = min(needed, needed - self.spare)
         if forgotten <= 0:
             return 0.0
@@ -180,8 +180,8 @@ class Offer:
         pace = self.pace
         if not pace.gap:
             return 0.0
-        own = self._gap_weight * (pace.now.step + self.adapter) / self.request.answer
-        return own + pace.gap_cost * self.adapter
+        waits = self._gap_weight * (pace.now.step + self.adapter) / self.request.answer
+        return waits + pace.gap_cost * self.adapter
 
     @property
     def _gap_weight(self) -> float:
@@ -216,13 +216,13 @@ def offer(
     worker, loads = fleet.workers[row], fleet.loads
     status, sent, described = worker.status, worker.load, worker.description
     budget, speed = described.max_num_batched_tokens, status.prefill_tokens_per_s or loads.speed(row)
-    here = cached
+    held_tokens = cached
     if source is not None and (seconds := source.seconds(worker)) < source.tokens / speed:
         cached, load = cached + source.tokens, load + seconds
     gap = status.gap_target_seconds or gap
     # Prompts of other routers count as running, too.
     prompts = max(0, status.requests_running - status.requests_decoding)
-    decodes, waiting = max(sent.own, sent.running - prompts), loads.tokens_waiting(row, fleet.now)
+    decodes, waiting = max(sent.router_requests, sent.running - prompts), loads.tokens_waiting(row, fleet.now)
     decoding = status.requests_decoding
     each = status.gap_cost / decoding if decoding else gap_cost(fleet, gap, request.answer)
     reserved = max(0, status.blocks_free - sent.blocks_free)  # since the report
@@ -244,11 +244,11 @@ def offer(
         load,
         waiting,
         loads.mean_prompt,
-        here,
+        held_tokens,
         max(0, status.blocks_spare - reserved) * sent.block_size,
         loads.reuse,
         sent.fits(request.tokens + 1),
-        max(waiting, loads.own_tokens(row)) > budget,
+        max(waiting, loads.router_tokens(row)) > budget,
         status.encode_token_seconds * sum(stop - start for start, stop in request.images if stop > cached),
         [
             (start, late)

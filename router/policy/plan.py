@@ -63,11 +63,11 @@ class Plan(NamedTuple):
 
     def work(self, worker: int, chunks: Sequence[int]) -> PrefillWork:
         """What this worker computes. `chunks`: of the prompt."""
-        own = [part for part in self.ranges if part.worker == worker]
-        cached = 0 if own[0].start else self.cached
-        tokens = sum(part.stop - part.start for part in own) - cached
+        ranges = [part for part in self.ranges if part.worker == worker]
+        cached = 0 if ranges[0].start else self.cached
+        tokens = sum(part.stop - part.start for part in ranges) - cached
         seconds = self.within if len(self.ranges) == 1 else 0.0
-        return PrefillWork(tokens, chunks[: own[-1].stop // CHUNK_TOKENS], cached, seconds)
+        return PrefillWork(tokens, chunks[: ranges[-1].stop // CHUNK_TOKENS], cached, seconds)
 
     def attributes(self) -> dict[str, str | float]:
         """The plan and its reasons, for a trace."""

@@ -271,6 +271,6 @@ def _split_worker(worker: Seen, first: Seen, fleet: Fleet) -> split.SplitWorker:
 
 def _takes_part(worker: Seen) -> bool:
     """Whether the worker may compute a part of a prompt now."""
-    # What ended since the last report is known of the own requests of this router.
-    decodes = worker.load.own or min(worker.status.requests_decoding, worker.load.running)
+    # What ended since the last report is known of the requests of this router.
+    decodes = worker.load.router_requests or min(worker.status.requests_decoding, worker.load.running)
     return worker.ready and worker.description.attention_doubles_at > 0 and not decodes

@@ -89,11 +89,11 @@ class _Worker:
     """Time at which the first of `sent` began, or can begin."""
     first_seconds: float = 0.0
     """Of the time to compute it, what may be over."""
-    own_seconds: float = 0.0
+    router_seconds: float = 0.0
     """To compute all of `sent`."""
     serving: bool = False
     tokens: float = 0.0
-    own: int = 0
+    router_tokens: int = 0
     """Tokens of prefills that this router sent, without a first token."""
     sent: list[PrefillWork] = field(default_factory=list)
     """These prefills, in order."""
@@ -231,16 +231,16 @@ class PrefillLoads:
 
     def _changed(self, row: int) -> None:
         worker, speed = self._worker(row), self._speed.item(row)
-        worker.own_seconds, worker.first_seconds = worker.own / speed, 0.0
+        worker.router_seconds, worker.first_seconds = worker.router_tokens / speed, 0.0
         if worker.sent and (tokens := worker.sent[0].tokens):
             alone = tokens / speed
             seconds = worker.sent[0].seconds or alone
-            worker.own_seconds += seconds - alone
+            worker.router_seconds += seconds - alone
             # Its last token is not computed, so a worker that is late has something left.
             worker.first_seconds = seconds - seconds / tokens
-        own = worker.own_seconds if worker.serving else math.inf
-        self._least_wait[row] = own - worker.first_seconds
-        self._wait_until[row] = max(own + worker.first_at, worker.at + worker.tokens / speed)
+        seconds = worker.router_seconds if worker.serving else math.inf
+        self._least_wait[row] = seconds - worker.first_seconds
+        self._wait_until[row] = max(seconds + worker.first_at, worker.at + worker.tokens / speed)
 
     # ------------------------------------------------------------ changes
 
@@ -257,7 +257,7 @@ class PrefillLoads:
             Tier.STORE: status.store_tokens_per_s,
         }
         self._set_store(row, status.store_tokens_per_s > 0)
-        worker.others = max(0, tokens_waiting - worker.own)
+        worker.others = max(0, tokens_waiting - worker.router_tokens)
         if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]
             self._speed[row], self._measured[row] = status.prefill_tokens_per_s, True
@@ -279,7 +279,7 @@ class PrefillLoads:
         self._speed[unmeasured] = self._guessed_speed()
         for row in unmeasured.tolist():
             worker = self._workers[row]
-            if worker is not None and (worker.tokens or worker.own):
+            if worker is not None and (worker.tokens or worker.router_tokens):
                 self._changed(row)
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
@@ -288,7 +288,7 @@ class PrefillLoads:
         worker.tokens, worker.at = self.tokens_waiting(row, now) + work.tokens, now
         if not worker.sent:
             worker.first_at = now
-        worker.own += work.tokens
+        worker.router_tokens += work.tokens
         worker.sent.append(work)
         self._prompts.add(work.tokens)
         self._squares.add(work.tokens * work.tokens)
@@ -299,26 +299,26 @@ class PrefillLoads:
     def ended(self, row: int, work: PrefillWork, *, computed: bool, now: float) -> None:
         """The first token came (`computed`), or the prefill was cancelled. `work` is the object of `sent`."""
         worker, waiting = self._worker(row), self.tokens_waiting(row, now)
-        worker.own -= work.tokens
+        worker.router_tokens -= work.tokens
         place = next(i for i, sent in enumerate(worker.sent) if sent is work)
         del worker.sent[place]
         if computed or place == 0:  # otherwise the worker goes on with the first prompt
             worker.first_at = now
         if not computed:
             waiting -= work.tokens
-        worker.tokens, worker.at = min(waiting, worker.own + worker.others), now
+        worker.tokens, worker.at = min(waiting, worker.router_tokens + worker.others), now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 
-    def own_tokens(self, row: int) -> int:
+    def router_tokens(self, row: int) -> int:
         """Tokens of the prompts of this router without a first token."""
-        return self._worker(row).own
+        return self._worker(row).router_tokens
 
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
         worker, speed = self._worker(row), self._speed.item(row)
-        own = speed * worker.own_seconds - self._tokens_of_first(row, now)
-        return max(own, worker.tokens - speed * (now - worker.at))
+        tokens = speed * worker.router_seconds - self._tokens_of_first(row, now)
+        return max(tokens, worker.tokens - speed * (now - worker.at))
 
     def _tokens_of_first(self, row: int, now: float) -> float:
         """Tokens of this router's first prompt that should be computed."""

@@ -63,16 +63,18 @@ class Prefixes:
     def _source(self, row: int, cached: Overlap) -> PrefixSource | None:
         fleet, chunks = self._fleet, self._chunks
         index, worker = fleet.loads.index, fleet.workers[row]
-        own = cached.of(row)
-        if cached.most < own + CHUNK_TOKENS:
+        held_tokens = cached.of(row)
+        if cached.most < held_tokens + CHUNK_TOKENS:
             return None
         best, most_saved = None, -math.inf
-        for found, rows in cached.levels(own + CHUNK_TOKENS):
-            wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
+        for found, rows in cached.levels(held_tokens + CHUNK_TOKENS):
+            wanted = chunks[held_tokens // CHUNK_TOKENS : found // CHUNK_TOKENS]
             have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
-                source = PrefixSource(fleet.workers[holder], index.slowest_tier(holder, wanted), found - own)
-                computing = (found - own) / fleet.loads.speed(row)
+                source = PrefixSource(
+                    fleet.workers[holder], index.slowest_tier(holder, wanted), found - held_tokens
+                )
+                computing = (found - held_tokens) / fleet.loads.speed(row)
                 saved = computing - source.seconds(worker)
                 if saved > max(most_saved, -computing):
                     best, most_saved = source, saved

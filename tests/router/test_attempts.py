@@ -103,10 +103,10 @@ def test_the_work_of_a_prefill_ends_once() -> None:
     span = RecordedSpan()
     worker = worker_with(span, 0, PrefillWork(100))
     attempt = worker.attempts[b"a"]
-    assert worker.loads.own_tokens(worker.row) == 100
+    assert worker.loads.router_tokens(worker.row) == 100
     for _ in range(2):
         worker.prefilled(attempt, computed=True)
-    assert worker.loads.own_tokens(worker.row) == 0
+    assert worker.loads.router_tokens(worker.row) == 0
     assert span.ends == [""]
     assert len(worker.attempts) == 1, "the attempt is open until it ends"
 

@@ -179,7 +179,7 @@ def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> No
     fleet = fleet_of(loads, [seen])
     request = PrefillRequest(key=1, tokens=100, answer=150)
     before = placed(fleet, request, row, 64)
-    assert (before.pace.gap_cost, before.spare, before.here) == (0.4, 40 * 16, 64)
+    assert (before.pace.gap_cost, before.spare, before.held_tokens) == (0.4, 40 * 16, 64)
     seen.load.sent(160)
     after = placed(fleet, request, row, 64)
     assert (after.pace.gap_cost, after.spare) == (pytest.approx(0.6), 30 * 16)
@@ -252,7 +252,7 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: in
         loads, "a:1", requests_running=running, requests_decoding=decoding, decode_context=1000 * decoding,
         prefill_tokens_per_s=20_000.0, step_seconds=0.010, gap_target_seconds=GAP,
     )  # fmt: skip
-    worker.load.own, worker.load.running = own, max(own, running)
+    worker.load.router_requests, worker.load.running = own, max(own, running)
     found = placed(fleet_of(loads, [worker]), request, worker.row, 500)
     assert (found.tokens, found.cached, found.pace.gap) == (1500, 500, GAP)
     assert found.target == pytest.approx(20 * GAP), "without a target for the first token"

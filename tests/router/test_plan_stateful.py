@@ -370,7 +370,9 @@ class Life:
                 assert own is None or own.computed or own.parts, "it would fetch from itself"
             assert worker.attempts.keys() <= needed, "an attempt is open that the request does not need"
             if worker.attached:
-                assert worker.load.own == sum(each.tokens > 0 for each in worker.attempts.values())
+                assert worker.load.router_requests == sum(
+                    each.tokens > 0 for each in worker.attempts.values()
+                )
         assert self.pool._promised_slots == pair.queues
         assert pair.failures._failures <= MAX_FAILURES
         assert pair.failures._losses <= MAX_LOSSES
@@ -419,7 +421,7 @@ class Life:
         assert (self.account.running, self.account.positions, self.admission.waiting_tokens) == (0, 0, 0)
         assert not len(self.admission.queue)
         for worker, works in self.works.items():
-            assert not worker.attached or pool.loads._worker(worker.row).own == 0
+            assert not worker.attached or pool.loads._worker(worker.row).router_tokens == 0
             assert not works or not worker.attached, "each reservation has ended at its worker, too"
 
 

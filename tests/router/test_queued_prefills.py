@@ -45,7 +45,7 @@ async def filled(cluster: Cluster, worker: FakeWorker) -> list[asyncio.Task[None
 
 def reserved(cluster: Cluster) -> int:
     """Decodes that the router has submitted, whether or not they have arrived."""
-    return sum(load.own for load in cluster.pool.decodes)
+    return sum(load.router_requests for load in cluster.pool.decodes)
 
 
 @pytest.fixture

@@ -334,8 +334,8 @@ def pages_of(worker: WorkerProcess) -> int:
     return int(line.split()[1]) << 10
 
 
-def memory(*parts: str, release: bool) -> pb.MemoryRequest:
-    return pb.MemoryRequest(parts=parts, release=release)
+def memory(*tags: str, release: bool) -> pb.MemoryRequest:
+    return pb.MemoryRequest(tags=tags, release=release)
 
 
 async def test_a_worker_without_memory_waits_until_it_and_weights_are_back(
@@ -394,7 +394,7 @@ async def test_an_idle_worker_gives_its_cache_back_and_tells_routers(worker: Wor
         assert status.pause == pb.PAUSE_NONE, "nothing else had paused it"
         while not cached <= gone:
             gone |= {*(await within(stream.caches.get())).evicted}
-        with pytest.raises(grpc.aio.AioRpcError, match="parts must be of kv_cache, weights, not 'graphs'"):
+        with pytest.raises(grpc.aio.AioRpcError, match="tags must be of kv_cache, weights, not 'graphs'"):
             await stream.stub.SetMemory(memory("graphs", release=True))
     assert await first_token(worker) == token
     await assert_whole(worker)

@@ -4,9 +4,9 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import ClassVar, Protocol, get_args
+from typing import ClassVar, Protocol
 
-from baton.engine.api.config import MemoryPart
+from baton.engine.api.config import MEMORY_TAGS
 from baton.engine.core.making_room import to_drop
 from baton.worker import messages
 from baton.worker.engine_process.context import Context
@@ -14,8 +14,6 @@ from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.states import State
 from baton.worker.engine_process.weights import WeightsChange
 from baton.worker.messages import Code, ToEngine
-
-PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 
 
 class Role(Protocol):
@@ -125,15 +123,15 @@ class Roles:
 
     def _set_memory(self, message: messages.SetMemory) -> messages.MemorySet:
         memory, error, busy = self.engine.memory, "", False
-        parts = [part for part in PARTS if part in message.parts]
+        tags = [tag for tag in MEMORY_TAGS if tag in message.tags]
         try:
             memory.check()
             if not message.release:
-                memory.resume(parts)
-            elif "kv_cache" in parts and not (self.idle and self._store_idle and not memory.uses_kv()):
+                memory.resume(tags)
+            elif "kv_cache" in tags and not (self.idle and self._store_idle and not memory.uses_kv()):
                 busy = True
             else:
-                memory.release(parts)
+                memory.release(tags)
         except ValueError as reason:
             error = str(reason)
         except MemoryError as reason:

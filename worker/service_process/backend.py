@@ -260,10 +260,10 @@ class Backend:
         """Whether memory is released, or the weights in it are lost: the engine cannot compute."""
         return bool(self.released) or self.lost_weights
 
-    async def set_memory(self, parts: Sequence[str], *, release: bool) -> messages.MemorySet:
+    async def set_memory(self, tags: Sequence[str], *, release: bool) -> messages.MemorySet:
         """The engine gives memory back, or takes it again. It is frozen."""
         done: messages.MemorySet = await self._answer(
-            lambda question: messages.SetMemory(question, release, list(parts))
+            lambda question: messages.SetMemory(question, release, list(tags))
         )
         self.released, self.lost_weights = done.released, done.lost_weights
         return done

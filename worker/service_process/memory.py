@@ -8,9 +8,8 @@ back: a trainer may have it.
 
 import asyncio
 import logging
-from typing import get_args
 
-from baton.engine.api.config import MemoryPart
+from baton.engine.api.config import MEMORY_TAGS
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.service_process.backend import Backend, Refused
@@ -19,7 +18,6 @@ from baton.worker.service_process.weights import WeightsReplacement
 
 log = logging.getLogger(__name__)
 
-PARTS = get_args(MemoryPart)
 FREE_WITHIN, FREE_CHECK = 1.0, 0.01
 """Seconds in which copies to other tiers end, and transfers of attempts that were aborted."""
 
@@ -40,15 +38,15 @@ class WorkerMemory:
 
     async def set(self, request: pb.MemoryRequest) -> pb.WorkerStatus:
         """Returns when it is done. Raises Refused."""
-        if not request.parts or set(request.parts) - set(PARTS):
-            raise Refused(f"parts must be of {', '.join(PARTS)}, not {', '.join(request.parts)[:80]!r}")
+        if not request.tags or set(request.tags) - set(MEMORY_TAGS):
+            raise Refused(f"tags must be of {', '.join(MEMORY_TAGS)}, not {', '.join(request.tags)[:80]!r}")
         try:
             async with self._pause.unchanged():
                 if request.release:
                     self._releasing = True
-                    await self._release(list(request.parts))
+                    await self._release(list(request.tags))
                 elif self._backend.released:
-                    done = await self._backend.set_memory(request.parts, release=False)
+                    done = await self._backend.set_memory(request.tags, release=False)
                     log.info("memory that is released: %s", ", ".join(done.released) or "none")
                     if done.error:
                         raise Refused(done.error)
@@ -57,24 +55,24 @@ class WorkerMemory:
             await self._pause.settle()
         return await self._backend.status()
 
-    async def _release(self, parts: list[str]) -> None:
+    async def _release(self, tags: list[str]) -> None:
         backend = self._backend
-        if "weights" in parts and self._weights.under_way:
+        if "weights" in tags and self._weights.under_way:
             raise Refused("the weights are being replaced: finish that, or end it, and call again")
         if backend.pause != pb.PAUSE_STEPS and not (await backend.engine_status()).idle:
             raise Refused("requests run: call /pause?mode=abort or /pause?mode=wait first")
         await self._pause.freeze()
-        done = await self._free(parts)
+        done = await self._free(tags)
         if done.busy:
             raise Refused("requests have KV: call /pause?mode=abort or /pause?mode=wait first")
         if done.error:
             raise Refused(done.error)
         log.info("memory that is released: %s", ", ".join(done.released))
 
-    async def _free(self, parts: list[str]) -> messages.MemorySet:
+    async def _free(self, tags: list[str]) -> messages.MemorySet:
         end = asyncio.get_running_loop().time() + FREE_WITHIN
         while True:
-            done = await self._backend.set_memory(parts, release=True)
+            done = await self._backend.set_memory(tags, release=True)
             if not done.busy or asyncio.get_running_loop().time() > end:
                 return done
             await asyncio.sleep(FREE_CHECK)
