@@ -163,7 +163,7 @@ def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> Non
     assert beside.memory_cost() == pytest.approx(0.8 * (0.8 * 0.1 * 16 / 6) + 0.8 * 0.1 * gaps)
     full = {"spare": 0.0, "reuse": 1.0}
     assert place(offer(row=1), [offer()]).place == "handover"
-    assert place(offer(row=1, **full, here=0), [offer(**full, here=2000)]).place == "decode"
+    assert place(offer(row=1, **full, held_tokens=0), [offer(**full, here=2000)]).place == "decode"
 
 
 def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> None:
