@@ -153,8 +153,8 @@ def test_a_prefill_worker_that_leaves_decodes_to_others_gets_none() -> None:
 
 
 def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> None:
-    """A request for 1,150 positions, 200 of which are here."""
-    settings: dict[str, Any] = {"model": FIXED, "here": 200, "reuse": 0.8}
+    """A request for 1,150 positions, of which the worker has 200."""
+    settings: dict[str, Any] = {"model": FIXED, "held_tokens": 200, "reuse": 0.8}
     for spare, forgotten in ((950, 0), (750, 200), (0, 950)):
         found = offer(1000, **settings, spare=spare)
         assert found.memory_cost(150) == pytest.approx(0.8 * forgotten * 0.0001)
@@ -163,7 +163,7 @@ def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> Non
     assert beside.memory_cost() == pytest.approx(0.8 * (0.8 * 0.1 * 16 / 6) + 0.8 * 0.1 * gaps)
     full = {"spare": 0.0, "reuse": 1.0}
     assert place(offer(row=1), [offer()]).place == "handover"
-    assert place(offer(row=1, **full, held_tokens=0), [offer(**full, here=2000)]).place == "decode"
+    assert place(offer(row=1, **full, held_tokens=0), [offer(**full, held_tokens=2000)]).place == "decode"
 
 
 def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> None:
@@ -242,17 +242,17 @@ def seen(loads: PrefillLoads, name: str, **status: Any) -> SeenWorker:
 
 
 @pytest.mark.parametrize(
-    ("running", "decoding", "own", "decodes"),
+    ("running", "decoding", "sent", "decodes"),
     [(5, 3, 0, 3), (5, 5, 0, 5), (0, 0, 4, 4), (5, 3, 4, 4)],
     ids=["two are prompts", "all decode", "they are on their way", "mine, and prompts of mine"],
 )
-def test_an_offer_counts_what_decodes_there(running: int, decoding: int, own: int, decodes: int) -> None:
+def test_an_offer_counts_what_decodes_there(running: int, decoding: int, sent: int, decodes: int) -> None:
     loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
     worker = seen(
         loads, "a:1", requests_running=running, requests_decoding=decoding, decode_context=1000 * decoding,
         prefill_tokens_per_s=20_000.0, step_seconds=0.010, gap_target_seconds=GAP,
     )  # fmt: skip
-    worker.load.router_requests, worker.load.running = own, max(own, running)
+    worker.load.router_requests, worker.load.running = sent, max(sent, running)
     found = placed(fleet_of(loads, [worker]), request, worker.row, 500)
     assert (found.tokens, found.cached, found.pace.gap) == (1500, 500, GAP)
     assert found.target == pytest.approx(20 * GAP), "without a target for the first token"
