@@ -5,13 +5,15 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
 
 from baton.bench.survive import stages_in
 from baton.rpc import worker_pb2 as pb
-from baton.worker.service_process.standby import MOST_ENDS
+from baton.worker.service_process.standby import MOST_ENDS, Standby
+from baton.worker.service_process.tree import WorkerTree
 from tests.cluster_helpers import (
     WorkerProcess,
     WorkerStream,
@@ -179,6 +181,42 @@ async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_pat
     finally:
         started.popen.kill()
         started.popen.wait()
+
+
+class Tree:
+    """One whose processes end when the test says so."""
+
+    def __init__(self) -> None:
+        self.failure = asyncio.get_running_loop().create_future()
+        self.stands_by = asyncio.Event()
+        self.started, self.killed, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.closed = False
+
+    def start_standby(self) -> None:
+        self.started.set()
+
+    async def kill(self) -> None:
+        self.killed.set()
+        await self.may_end.wait()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("within_the_end", [False, True])
+async def test_a_cancelled_close_ends_and_leaves_no_standby(within_the_end: bool) -> None:
+    tree = Tree()
+    standby = Standby(lambda: cast(WorkerTree, tree))
+    standby.start()
+    await within(tree.started.wait())
+    closing = asyncio.create_task(standby.close())
+    await (within(tree.killed.wait()) if within_the_end else asyncio.sleep(0))
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await within(closing)
+    tree.may_end.set()
+    await within(standby.close())
+    assert tree.closed
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ start ─▶ torch, weights ─▶ stands by ─▶ `take`: it maps and verifies
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Literal
 
 from baton.worker.service_process.tree import WorkerTree
@@ -60,23 +59,24 @@ class Standby:
         await self._stop()
         tree, self._tree = self._tree, None
         if tree is not None and (tree.failure.done() or self._outdated.is_set()):
-            await self._discard(tree)
+            await self._discarded(tree)
             return None
         return tree
 
     async def close(self) -> None:
         """Ends the standby. No other one is started."""
         if (tree := await self.take()) is not None:
-            await self._discard(tree)
+            await self._discarded(tree)
 
     async def _stop(self) -> None:
-        keeping, self._keeping = self._keeping, None
-        if keeping is not None:
+        """A caller that is cancelled may call it again."""
+        if (keeping := self._keeping) is not None:
             keeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await keeping
-        if self._discarding is not None:
-            await self._discarding
+            await asyncio.wait([keeping])
+            self._keeping = None
+            if not keeping.cancelled():
+                keeping.result()
+        await self._discarded()
         self._settled.set()
 
     def _begin(self) -> None:
@@ -96,8 +96,7 @@ class Standby:
                 reason = str(error)
             if (ended := self._tree) is not None:
                 self._tree = None
-                self._discarding = asyncio.create_task(self._discard(ended))
-                await asyncio.shield(self._discarding)
+                await self._discarded(ended)
             if reason:
                 ends += 1
                 log.warning("the standby has ended (%d of at most %d times): %s", ends, MOST_ENDS, reason)
@@ -120,6 +119,14 @@ class Standby:
             for event in events:
                 event.cancel()
         return str(tree.failure.exception()) if tree.failure.done() else ""
+
+    async def _discarded(self, tree: WorkerTree | None = None) -> None:
+        """Returns when the processes of this tree, or of the last one, have ended. They end, too, if the
+        caller is cancelled."""
+        if tree is not None:
+            self._discarding = asyncio.create_task(self._discard(tree))
+        if self._discarding is not None:
+            await asyncio.shield(self._discarding)
 
     @staticmethod
     async def _discard(tree: WorkerTree) -> None:
