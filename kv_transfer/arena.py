@@ -64,10 +64,14 @@ class Arena:
                 f"slot_bytes is {slot_bytes}: must be a multiple of {PAGE}, at most {MAX_SLOT_BYTES}"
             )
         fd = memory_file() if fd is None else fd
-        os.ftruncate(fd, exported_bytes(num_slots, slot_bytes))
-        # Neither process can take the memory away from the other.
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
-        arena = cls(fd, num_slots, slot_bytes)
+        try:
+            os.ftruncate(fd, exported_bytes(num_slots, slot_bytes))
+            # Neither process can take the memory away from the other.
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
+            arena = cls(fd, num_slots, slot_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
         arena._token[:] = os.urandom(TOKEN)
         return arena
 
@@ -113,7 +117,11 @@ class ArenaEnd:
     def pair(cls, num_slots: int, slot_bytes: int) -> "tuple[ArenaEnd, ArenaEnd]":
         """Both ends, over one new arena."""
         arena = Arena.create(num_slots, slot_bytes)
-        engine, transfer = channel_pair()
+        try:
+            engine, transfer = channel_pair()
+        except BaseException:
+            arena.close()
+            raise
         return cls(engine, arena), cls(transfer, arena)
 
     @classmethod

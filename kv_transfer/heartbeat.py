@@ -30,8 +30,12 @@ class Heartbeat:
     @classmethod
     def create(cls) -> "Heartbeat":
         fd = os.memfd_create("baton-heartbeat", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _BYTES)
-        return cls(fd)
+        try:
+            os.ftruncate(fd, _BYTES)
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def tick(self) -> None:
         """For the engine thread: once per layer and start-up stage, and at least once a second when idle."""

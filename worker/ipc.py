@@ -40,10 +40,13 @@ class EngineLink:
 
     def __init__(self, run_dir: str | None) -> None:
         self._directory: str | None = None
+        context: zmq.asyncio.Context | None = None
         try:
-            self._context = zmq.asyncio.Context(io_threads=1)
-            self._socket = self._context.socket(zmq.PAIR)
+            self._context = context = zmq.asyncio.Context(io_threads=1)
+            self._socket = context.socket(zmq.PAIR)
         except zmq.ZMQError as error:
+            if context is not None:
+                self.close()
             raise ValueError(f"no socket for the engine process: {error.strerror}") from error
         _bound(self._socket)
         try:

@@ -1,5 +1,6 @@
 """File descriptors that the processes of a group of ranks inherit from the process that starts them."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +26,21 @@ class RankFiles:
     def create(cls, size: int) -> "RankFiles":
         """For a group of `size` ranks."""
         flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
-        return cls(
-            os.memfd_create("rank-exchange"),
-            os.memfd_create("rank-commands"),
-            os.memfd_create("rank-failure"),
-            os.eventfd(0, flags),
-            [os.eventfd(0, flags) for _ in range(size - 1)],
-        )
+        with contextlib.ExitStack() as opened:
+
+            def own(fd: int) -> int:
+                opened.callback(os.close, fd)
+                return fd
+
+            found = cls(
+                own(os.memfd_create("rank-exchange")),
+                own(os.memfd_create("rank-commands")),
+                own(os.memfd_create("rank-failure")),
+                own(os.eventfd(0, flags)),
+                [own(os.eventfd(0, flags)) for _ in range(size - 1)],
+            )
+            opened.pop_all()
+        return found
 
     @property
     def fds(self) -> Sequence[int]:

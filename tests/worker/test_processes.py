@@ -1,8 +1,10 @@
 """Child processes: their tie to the parent, their environment, their exit and their signs of life."""
 
 import asyncio
+import contextlib
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -150,6 +152,41 @@ async def test_silence_at_the_start_does_not_count_later(monkeypatch: pytest.Mon
     with pytest.raises(TreeError, match=r"for 3\.8 s"):
         await dog.watch()
     assert ended == 13.75
+
+
+async def test_a_tree_that_lacks_a_descriptor_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some calls of ZeroMQ end the process then.
+    monkeypatch.setattr(tree, "EngineLink", lambda _: SimpleNamespace(close=lambda: None))
+    config = WorkerConfig(
+        role="prefill", engine=EngineConfig("model", tensor_parallel_size=2, encoder_pool=True),
+        engine_module="engine", secret=b"x" * 16, kv_store="mooncake://127.0.0.1:1",
+    )  # fmt: skip
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    refused, made = 0, None
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        before = set(os.listdir("/proc/self/fd"))
+        while made is None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most + refused, limits[1]))
+            try:
+                made = tree.WorkerTree(config, 1)
+            except (OSError, ValueError):
+                refused += 1
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                assert set(os.listdir("/proc/self/fd")) == before, f"with {refused} descriptors"
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert refused > 20, "the tree has as many"
+        await made.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
 
 
 @pytest.mark.parametrize("encrypt", [False, True])

@@ -24,8 +24,20 @@ class Ends:
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int, ranks: int) -> "Ends":
-        engine, transfer = zip(*(ArenaEnd.pair(num_slots, slot_bytes) for _ in range(2)), strict=True)
-        return cls(engine, transfer, [channel_pair() for _ in range(ranks - 1)])
+        engine, transfer = list[ArenaEnd](), list[ArenaEnd]()
+        channels = list[tuple[socket.socket, socket.socket]]()
+        found = cls(engine, transfer, channels)
+        try:
+            for _ in range(2):
+                of_engine, of_transfer = ArenaEnd.pair(num_slots, slot_bytes)
+                engine.append(of_engine)
+                transfer.append(of_transfer)
+            for _ in range(ranks - 1):
+                channels.append(channel_pair())
+        except BaseException:
+            found.close()
+            raise
+        return found
 
     def of_rank(self, rank: int, *, exports: bool, adopts: bool) -> Arenas:
         """`exports` and `adopts` as in `Transport`."""
@@ -63,7 +75,12 @@ class StoreEnds:
 
     @classmethod
     def create(cls) -> "StoreEnds":
-        return cls(memory_file(), *channel_pair())
+        memory = memory_file()
+        try:
+            return cls(memory, *channel_pair())
+        except BaseException:
+            os.close(memory)
+            raise
 
     def of_rank(self, rank: int) -> Sequence[int]:
         return [self.memory] if rank else [self.memory, self.engine.fileno()]

@@ -82,7 +82,11 @@ class Transfer:
         """`ranks`: of the engine that have arenas."""
         self.name = f"{config.name} {kind}"
         self.ends = Ends.create(config.kv_slots, config.kv_slot_bytes, ranks)
-        end, self._service_end = channel_pair()
+        try:
+            end, self._service_end = channel_pair()
+        except BaseException:
+            self.ends.close()
+            raise
         self.link = TransferLink(end)
         self.process: ChildProcess | None = None
         self._waiting: WaitingTransfer | None = None
@@ -150,16 +154,23 @@ class WorkerTree:
         self._engine: ChildProcess | None = None
         self._ranks: list[ChildProcess] = []  # from rank 1 on
         self._store: ChildProcess | None = None
-        self._store_ends = StoreEnds.create() if config.kv_store else None
         if config.trace_dir is not None:
             make_directory("--trace-dir", Path(config.trace_dir))
-        self.engine_link = EngineLink(config.run_dir)
-        self.heartbeat = Heartbeat.create()
-        ranks = config.ranks
-        self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
-        self._transfer = Transfer(config, "transfer", config.engine.tensor_parallel_size)
-        self._images = Transfer(config, "image transfer", 1) if config.engine.encoder_pool else None
-        self._transfers = [self._transfer, *([] if self._images is None else [self._images])]
+        with contextlib.ExitStack() as opened:
+            own = opened.enter_context
+            self._store_ends = own(contextlib.closing(StoreEnds.create())) if config.kv_store else None
+            self.engine_link = own(contextlib.closing(EngineLink(config.run_dir)))
+            self.heartbeat = own(contextlib.closing(Heartbeat.create()))
+            ranks = config.ranks
+            self._rank_files = own(contextlib.closing(RankFiles.create(ranks))) if ranks > 1 else None
+            of_kv = Transfer(config, "transfer", config.engine.tensor_parallel_size)
+            self._transfer = own(contextlib.closing(of_kv))
+            self._transfers = [of_kv]
+            self._images: Transfer | None = None
+            if config.engine.encoder_pool:
+                self._images = own(contextlib.closing(Transfer(config, "image transfer", 1)))
+                self._transfers.append(self._images)
+            self._shared = opened.pop_all()
         self.transfer_link = self._transfer.link
 
     # ------------------------------------------------------------ start
@@ -484,11 +495,4 @@ class WorkerTree:
         await asyncio.gather(*self._watchers, return_exceptions=True)
         if self.failure.done():
             self.failure.exception()  # else asyncio logs it as never retrieved
-        self.engine_link.close()
-        for transfer in self._transfers:
-            transfer.close()
-        if self._store_ends is not None:
-            self._store_ends.close()
-        self.heartbeat.close()
-        if self._rank_files is not None:
-            self._rank_files.close()
+        self._shared.close()
