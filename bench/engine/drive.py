@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from baton.bench.contract import Report
-from baton.cluster.tools.sizing import STEP_MODEL
+from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, STEP_MODEL
 from baton.engine import EngineRequest, SamplingParams
 
 
@@ -97,6 +97,8 @@ def add_step_model(report: Report, engine: Any) -> None:
     """What the engine measured when it started, for `baton plan --measured`."""
     if (measured := engine._meters.steps.measured) is not None:
         report.detail[STEP_MODEL] = asdict(measured)
+        if engine.encoder is not None:
+            report.detail[ENCODE_TOKEN_SECONDS] = engine.encoder.turns.token_seconds
         report.write()
 
 

@@ -291,7 +291,7 @@ def engine_of(
     torch.cuda.empty_cache()
     return build_engine(
         EngineConfig(
-            str(write_shape(shape, directory)),
+            str(write_shape(shape, directory, tokenizer="vision_config" in SHAPES[shape])),
             dtype="bfloat16",
             device="cuda",
             load_format="dummy",

@@ -97,6 +97,10 @@ class SizingOptions:
     rate: float = opt(10.0, "Requests per second.", "R", check=between(0.001, 1e5))
     input: int = opt(2000, "Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))
     output: int = opt(150, "Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))
+    images: int = opt(
+        0, "Images of a request, whose tokens come to those of --input.", "N", check=between(0, 256)
+    )
+    image_size: str = opt("1920x1080", "Pixels of an image.", "WxH")
     agents: int | None = opt(
         None,
         "Agents at a time, as of `baton bench agents`, in place of the three options above.",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from baton.bench.shapes import BAMBA, SHAPES, SPARSE, write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
-from baton.cluster.tools.sizing import MODELS, STEP_MODEL
+from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
 from baton.cluster.tools.sizing.answer import Answer, Pools, Targets, _Search, answer, predicted
 from baton.cluster.tools.sizing.command import HUB_NAMES
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, SHAPE, Speeds, measured, shape
@@ -245,13 +245,16 @@ def test_measured_speeds(tmp_path: Path) -> None:
     assert slow.decode(8, 8 * 1064) == pytest.approx(0.010, rel=0.001)
     table = json.loads(json.dumps(asdict(SHAPE)))  # as `bench.engine` writes it
     report = {"results": json.loads(file.read_text())["results"], "detail": {STEP_MODEL: table}}
+    report["detail"][ENCODE_TOKEN_SECONDS] = 2e-5
     file.write_text(json.dumps(report))
+    assert Speeds(measured(H200, file), REFERENCE).encode_token_seconds == 2e-5
     own = Speeds(measured(H200, file), REFERENCE).steps
     assert own.decode_seconds == pytest.approx(SHAPE.decode_seconds), "the engine measured it"
     assert own.prompt_seconds == pytest.approx(SHAPE.prompt_seconds)
     assert (own.pair_seconds, own.overlap) == pytest.approx((SHAPE.pair_seconds, SHAPE.overlap))
+    negative = report | {"detail": {ENCODE_TOKEN_SECONDS: -1}}
     table["decode_seconds"] = [0.009]
-    for text in (json.dumps(report), '{"results": []}', "no json", "[]"):
+    for text in (json.dumps(report), json.dumps(negative), '{"results": []}', "no json", "[]"):
         file.write_text(text)
         with pytest.raises(ValueError, match="--measured"):
             measured(H200, file)

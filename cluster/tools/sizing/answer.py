@@ -108,6 +108,15 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
     return replace(_answer(of_decode, load, found, search.of(found)), why=search.why(found))
 
 
+def meets(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, pools: Pools) -> bool:
+    """Whether these pools meet the targets, by one simulation."""
+    busy, _ = _work(of_prefill, of_decode, load, targets, _in_memory(of_decode, load))
+    if sum(pools) <= busy:
+        return False
+    served = _simulation(of_prefill, of_decode, load, targets)(pools)
+    return served.ttft.p99 <= targets.ttft and served.gap.p99 <= targets.ttit
+
+
 def _longest(load: SizingOptions) -> int:
     return load.input + load.output if load.agents is None else AGENT_POSITIONS
 

@@ -15,6 +15,7 @@ from baton.cluster.tools.sizing.answer import (
     positions_of,
     predicted,
 )
+from baton.cluster.tools.sizing.images import choose, encoding, images_of, with_images
 from baton.cluster.tools.sizing.speeds import H200, Speeds, measured, shape
 from baton.cluster.tools.tables import console, table
 from baton.engine.api.config import EngineConfig
@@ -44,14 +45,29 @@ def run(sizing: SizingOptions) -> int:
     of_prefill, of_decode = (
         Speeds(gpu, model, element, ranks, kv_dtype, positions_of(sizing)) for ranks in sizes
     )
-    if sizing.prefill is not None and sizing.decode is not None:
-        found = predicted(of_prefill, of_decode, sizing, Pools(sizing.prefill, sizing.decode))
+    images = images_of(sizing, model, Speeds(gpu, model, element))
+    load, chosen = with_images(sizing, images), None
+    if load.prefill is not None and load.decode is not None:
+        speeds = of_prefill, of_decode
+        if images is not None:
+            speeds = encoding(of_prefill, load, images), encoding(of_decode, load, images)
+        found = predicted(*speeds, load, Pools(load.prefill, load.decode))
+    elif images is not None:
+        chosen = choose(of_prefill, of_decode, load, targets, images)
+        found = chosen.answer
     else:
-        found = answer(of_prefill, of_decode, sizing, targets)
+        found = answer(of_prefill, of_decode, load, targets)
     show(found, sizes, gpu.source)
+    if images is not None:
+        how = "measured" if images.known else "estimated from its size"
+        seconds = f"{1e3 * images.seconds:.1f} ms of an encoder ({how})"
+        print(f"An image of {sizing.image_size}: {images.tokens:,} tokens, {seconds}")
+    if chosen is not None:
+        print(f"Encoders: {chosen.why}")
     per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16, kv_dtype))
     print(f"KV: {str(kv_dtype).removeprefix('torch.')}, {per_token:,} bytes a token")
-    print(f"To serve it: {serve_line(sizing, found.pools, targets if found.why else None)}")
+    encoders = 0 if chosen is None else chosen.encoders
+    print(f"To serve it: {serve_line(sizing, found.pools, targets if found.why else None, encoders)}")
     return 0
 
 
@@ -68,11 +84,12 @@ HUB_NAMES = {
 """Of the shapes that `--model` knows by short names."""
 
 
-def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None) -> str:
+def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None, encoders: int = 0) -> str:
     """The command that starts these pools. Options that it would have by default are left out."""
     words = ["baton", "serve", HUB_NAMES.get(sizing.model, sizing.model)]
     # A cluster has a worker of each kind, and answers of one token need no decode worker.
     words += ["--prefill", str(pools.prefill), "--decode", str(max(1, pools.decode))]
+    words += ["--encode", str(encoders)] if encoders else []
     if targets is not None:
         words += ["--ttft-target", f"{targets.ttft * 1e3:g}", "--ttit-target", f"{targets.ttit * 1e3:g}"]
     defaults = SizingOptions()

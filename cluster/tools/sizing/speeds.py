@@ -14,19 +14,21 @@ than the estimate.
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from baton.cluster.model import reach_hub, resolve
 from baton.cluster.options.optimize import HOST_PART
-from baton.cluster.tools.sizing import MODELS, STEP_MODEL
+from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
 from baton.content.cache_kinds import window_blocks
 from baton.engine.execution.memory_sizing import (
     COPY_SHARE,
@@ -68,6 +70,7 @@ class Gpu:
         source: where `decode` and `prefill` were measured, for people.
         planned: they were measured with the model that is planned, and not with `REFERENCE`.
         steps: the model that an engine measured there when it started. None: not known.
+        encode_token_seconds: of images, for each of their tokens, as that engine measured it. 0: not known.
     """
 
     memory: int
@@ -79,6 +82,7 @@ class Gpu:
     source: str
     planned: bool = False
     steps: StepModel | None = None
+    encode_token_seconds: float = 0.0
 
 
 REFERENCE = model_config_from_hf(MODELS["llama-3.1-8b"], {}, "llama-3.1-8b")
@@ -106,7 +110,11 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
     try:
         report = json.loads(file.read_text())
         rows = {row["name"]: row["value"] / 1e3 for row in report["results"]}
-        steps = _step_model(report.get("detail", {}).get(STEP_MODEL))
+        detail = report.get("detail", {})
+        steps = _step_model(detail.get(STEP_MODEL))
+        encode_token_seconds = float(detail.get(ENCODE_TOKEN_SECONDS, 0.0))
+        if not 0 <= encode_token_seconds < math.inf:
+            raise ValueError(f"its {ENCODE_TOKEN_SECONDS} is {encode_token_seconds}")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"--measured {file}: not a report of bench.engine ({error})") from error
     row = re.compile(r"(engine(?:\.\w+)*)\.(?:decode\.b|prefill\.1x)(\d+)")
@@ -125,6 +133,7 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
         source=str(file),
         planned=case != "engine",
         steps=steps,
+        encode_token_seconds=encode_token_seconds,
         decode=found["decode"],
         prefill=found["prefill"],
     )
@@ -212,6 +221,30 @@ class Speeds:
             prompt_seconds=tuple(accumulate(prompts, max)),
             pair_seconds=alone.pair_seconds / ranks,
         )
+
+    def encoding(self, token_seconds: float) -> Self:
+        """The same worker, which also encodes the images of its prompts: so many seconds for each token."""
+        made, steps = copy(self), self.steps
+        each = zip(steps.tokens, steps.prompt_seconds, strict=True)
+        made.steps = replace(steps, prompt_seconds=tuple(s + n * token_seconds for n, s in each))
+        return made
+
+    @property
+    def encode_token_seconds(self) -> float:
+        """0: not known."""
+        return self._gpu.encode_token_seconds
+
+    @property
+    def products_per_s(self) -> float:
+        """Multiplications of parameters per second, in a long step of prompts."""
+        tokens = self.steps.tokens[-1]
+        seconds = self.steps.prompt_seconds[-1] - self.steps.pair_seconds * tokens**2 / 2
+        return gemm_parameters(self._model, 1) * tokens / seconds
+
+    @property
+    def pair_seconds_of_number(self) -> float:
+        """Of attention: of one pair of positions, for each number of a key of one layer."""
+        return self.steps.pair_seconds / (self._model.num_layers * _attention_width(self._model))
 
     def _scaled(self, of: StepModel, positions: float) -> StepModel:
         """On one GPU, from the steps of the reference model."""

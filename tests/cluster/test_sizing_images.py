@@ -1,0 +1,120 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.bench.shapes import write_shape
+from baton.cluster.cli import app
+from baton.cluster.options.clients import SizingOptions
+from baton.cluster.tools.sizing.answer import Targets
+from baton.cluster.tools.sizing.images import Choice, Images, choose, encoded_within, images_of
+from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, shape
+from baton.engine.model_config import ModelConfig
+
+SPEEDS = Speeds(H200, REFERENCE)
+LOAD = SizingOptions(rate=4, input=2000, output=150, images=4)
+
+
+@pytest.fixture(autouse=True)
+def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of simulated requests changes the accuracy of an answer, not the way to it."""
+    monkeypatch.setattr("baton.cluster.tools.sizing.simulated.REQUESTS", 100)
+    monkeypatch.setattr("baton.cluster.tools.sizing.simulated.PER_WORKER", 4)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shape("qwen3-vl-8b", tmp_path_factory.mktemp("model"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def model(seeing: Path) -> ModelConfig:
+    return shape(str(seeing))
+
+
+def test_tokens_and_time_of_an_image(model: ModelConfig) -> None:
+    speeds = Speeds(H200, model)
+    found = images_of(LOAD, model, speeds)
+    assert found is not None
+    assert (found.count, found.tokens, found.known) == (4, 34 * 60, False)
+    assert 0.01 < found.seconds < 0.1
+    small = images_of(replace(LOAD, image_size="960x540"), model, speeds)
+    assert small is not None
+    assert small.tokens == 17 * 30
+    assert small.seconds < found.seconds / 4, "attention of an image takes the square"
+    known = Speeds(replace(H200, encode_token_seconds=1e-4), model)
+    assert images_of(LOAD, model, known) == Images(4, 2040, 1e-4 * 2040, known=True)
+    assert images_of(replace(LOAD, images=0), model, speeds) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"image_size": "big"}, "--image-size big"),
+        ({"image_size": "0x9"}, "--image-size 0x9"),
+        ({"image_size": "20000x10"}, "too narrow"),
+        ({"agents": 4}, "agents send none"),
+    ],
+)
+def test_impossible_images_are_refused(model: ModelConfig, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        images_of(replace(LOAD, **changes), model, SPEEDS)
+
+
+def test_a_model_without_an_encoder_takes_no_images() -> None:
+    with pytest.raises(ValueError, match="takes no images"):
+        images_of(LOAD, REFERENCE, SPEEDS)
+
+
+def test_the_wait_for_images() -> None:
+    """Alone, and with as much to do as the encoders can."""
+    images = Images(4, 100, 0.1, known=True)
+    assert encoded_within(images, 1e-6, 1) == pytest.approx(0.4)
+    assert encoded_within(images, 1e-6, 3) == pytest.approx(0.2)
+    assert encoded_within(images, 1e-6, 8) == pytest.approx(0.1)
+    assert encoded_within(images, 2.4, 1) > 1 > encoded_within(images, 2.4, 2)
+
+
+def chosen(images: Images, **changes: Any) -> Choice:
+    load = replace(LOAD, rate=1, output=20, input=200 + images.count * images.tokens, **changes)
+    return choose(SPEEDS, SPEEDS, load, Targets(ttft=0.5, ttit=0.05), images)
+
+
+def test_a_pool_does_not_pay_with_few_images() -> None:
+    found = chosen(Images(1, 500, 0.02, known=True))
+    assert found.encoders == 0
+    assert found.why.endswith(
+        "does not pay: workers that encode need 2 GPUs, and no fewer are enough with a pool"
+    )
+
+
+def test_a_pool_pays_where_workers_cannot_encode_in_time() -> None:
+    found = chosen(Images(20, 30, 0.3, known=True))
+    assert found.encoders >= 20, "each image of a request has one"
+    assert "a pool of their own pays: else --slo ttft=500" in found.why
+    with pytest.raises(ValueError, match="--slo ttft"):
+        chosen(Images(1, 30, 8.0, known=True))
+
+
+@pytest.mark.long
+def test_a_pool_pays_where_images_take_long() -> None:
+    found = chosen(Images(8, 30, 0.1, known=True))
+    assert found.encoders >= 4
+    assert " with workers that encode" in found.why
+
+
+def test_the_command(seeing: Path) -> None:
+    flags = ["plan", "--model", str(seeing), "--rate", "2", "--images", "1", "--input", "200"]
+    printed = CliRunner().invoke(app, flags)
+    assert printed.exit_code == 0, printed.output
+    assert (
+        "An image of 1920x1080: 2,040 tokens, 23.3 ms of an encoder (estimated from its size)"
+        in printed.output
+    )
+    assert "Encoders: a pool of their own does not pay" in printed.output
+    predicted = CliRunner().invoke(app, [*flags, "--prefill", "1", "--decode", "1"])
+    without = CliRunner().invoke(app, [*flags[:-4], "--input", "2240", "--prefill", "1", "--decode", "1"])
+    busy = [int(each.output.split("%")[0].split()[-1]) for each in (predicted, without)]
+    assert busy[0] > busy[1], "images take time of prefill workers"
