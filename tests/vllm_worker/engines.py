@@ -102,16 +102,18 @@ class Server:
         self._answers.close()
 
 
-def save_model(where: Path) -> Path:
-    """A tiny model with 500 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def save_model(where: Path, kind: str = "Llama", **changes: Any) -> Path:
+    """A tiny random model of this kind, with 500 tokens."""
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=500, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(where)
+    sizes = {
+        "vocab_size": 500, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**sizes | changes)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(where)
     return where
 
 

@@ -28,6 +28,7 @@ from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from tests.forked import ForkedPopen, FreshPopen, forking
 from tests.system.machine import titled, tree, until
+from tests.vllm_worker import engines
 from tests.vllm_worker.engines import PATHS, PYTHON, VISION
 from tests.within import WITHIN
 
@@ -36,18 +37,11 @@ START_S, STOP_S, CALL_S = 500.0, WITHIN, WITHIN
 SECRET = "of the tests, and of no other cluster"
 
 
-def save_model(directory: Path) -> Path:
-    """Writes a tiny random Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=3072, initializer_range=0.1,
-        bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    save_tokenizer(directory, VOCABULARY)
+def save_model(directory: Path, kind: str = "Llama", **changes: Any) -> Path:
+    """As that of `engines`, with a tokenizer."""
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 3072} | changes
+    engines.save_model(directory, kind, **sizes, bos_token_id=None, eos_token_id=0)
+    save_tokenizer(directory, sizes["vocab_size"])
     return directory
 
 

@@ -10,35 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.system.machine import until
 from tests.within import WITHIN
 
-from .served import VOCABULARY, Reference, VLLMCluster, prompts_of, save_tokenizer, serving
+from .served import Reference, VLLMCluster, prompts_of, save_model, serving
 
 TOKENS = 12
 
 
-def save_experts(directory: Path) -> Path:
-    """Writes a tiny random mixture of experts."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, moe_intermediate_size=64,
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
-        num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=3072, initializer_range=0.1,
-        bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    save_tokenizer(directory, VOCABULARY)
-    return directory
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_experts(tmp_path_factory.mktemp("experts"))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    directory = tmp_path_factory.mktemp("experts")
+    return save_model(directory, "Qwen3Moe", **experts, moe_intermediate_size=64)
 
 
 @pytest.fixture(scope="module")

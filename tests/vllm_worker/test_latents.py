@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.vllm_worker.engines import GREEDY, TOKENS, Server, generated, prompts_of
-from tests.vllm_worker.served import VLLMCluster, joined, save_tokenizer
+from tests.vllm_worker.served import VLLMCluster, joined, save_model
 
 COMPILATION = {"custom_ops": ["-rotary_embedding"]}
 """In eager mode vLLM would use an operator for CPUs that rotates only one head of a query, and writes over
@@ -28,19 +27,11 @@ LENGTHS = [3, 16, 17, 60, 300]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny DeepSeek-V3 without experts. vLLM's kernel for CPUs reads only latents of this size."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=500, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=2048, initializer_range=0.1, kv_lora_rank=512,
-        q_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=3,
-        bos_token_id=None, eos_token_id=0,
+    return save_model(
+        tmp_path_factory.mktemp("latents"), "DeepseekV3", vocab_size=500, max_position_embeddings=2048,
+        num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, first_k_dense_replace=3,
     )  # fmt: skip
-    where = tmp_path_factory.mktemp("latents")
-    DeepseekV3ForCausalLM(config).save_pretrained(where)
-    save_tokenizer(where, config.vocab_size)
-    return where
 
 
 @pytest.mark.long

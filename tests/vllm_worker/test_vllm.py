@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.vllm_worker.engines import GREEDY, Answers, Server, generated, prompts_of, save_model
 
@@ -85,15 +84,8 @@ def test_tokens_are_those_of_one_engine(servers: Servers, lengths: list[int]) ->
 @pytest.mark.parametrize("groups", [1, 2])
 def test_layers_with_windows_beside_others(tmp_path: Path, groups: int) -> None:
     """vLLM keeps all KV of such layers, as of the others, or frees their blocks behind the window."""
-    from transformers import Olmo3Config, Olmo3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Olmo3Config(
-        vocab_size=500, hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )  # fmt: skip
-    Olmo3ForCausalLM(config).save_pretrained(tmp_path)
+    layers = ["sliding_attention", "full_attention"] * 2
+    save_model(tmp_path, "Olmo3", num_hidden_layers=4, layer_types=layers, sliding_window=64)
     prompts, options = prompts_of([3, 63, 64, 65, 300], 3), {"disable_hybrid_kv_cache_manager": groups == 1}
     with started(tmp_path, "fail", block_size=32, **options) as servers:
         expected = generated(tmp_path, prompts)

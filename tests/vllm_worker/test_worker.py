@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.system.machine import tree
@@ -37,6 +38,23 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
 
 def streamed(cluster: Front, **fields: Any) -> list[int]:
     return [token for tokens in cluster.stream(**fields) for token in tokens]
+
+
+def goes_on(
+    cluster: VLLMCluster, reference: Reference, prompt: list[int], count: int, title: str,
+    end: Callable[[psutil.Process], None],
+) -> None:  # fmt: skip
+    """The stream has all its tokens though the process `end`s in the middle. Its worker restarts."""
+    role, tokens = title[: title.index("0") + 1], list[int]()
+    restarts = cluster.output().count(f"{role}: ready after")
+    right = reference.tokens(prompt, count)
+    for some in cluster.stream(prompt=prompt, max_tokens=count):
+        if len(tokens) < 20 <= len(tokens) + len(some):
+            end(cluster.process_of(title))
+        tokens += some
+    assert tokens == right
+    cluster.until_restarted(role, restarts + 1)
+    cluster.assert_whole()
 
 
 @pytest.mark.timeout(900)
@@ -130,33 +148,16 @@ def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference, le
 def test_a_stream_goes_on_when_a_process_is_killed(
     cluster: VLLMCluster, reference: Reference, title: str
 ) -> None:
-    role = title[: title.index("0") + 1]
-    restarts = cluster.output().count(f"{role}: ready after")
-    [prompt], tokens = prompts_of([60], 6), []
-    right = reference.tokens(prompt, 200)
-    for some in cluster.stream(prompt=prompt, max_tokens=200):
-        if len(tokens) < 20 <= len(tokens) + len(some):
-            cluster.process_of(title).kill()
-        tokens += some
-    assert tokens == right
-    cluster.until_restarted(role, restarts + 1)
-    cluster.assert_whole()
+    [prompt] = prompts_of([60], 6)
+    goes_on(cluster, reference, prompt, 200, title, psutil.Process.kill)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_drains_ends_its_streams(cluster: VLLMCluster, reference: Reference, role: str) -> None:
-    restarts = cluster.output().count(f"{role} 0: ready after")
-    [prompt], tokens = prompts_of([200], 8), []
-    right = reference.tokens(prompt, 600)
-    for some in cluster.stream(prompt=prompt, max_tokens=600):
-        if len(tokens) < 20 <= len(tokens) + len(some):
-            cluster.process_of(f"{role} 0").terminate()
-        tokens += some
-    assert tokens == right
-    cluster.until_restarted(f"{role} 0", restarts + 1)
-    cluster.assert_whole()
+    [prompt] = prompts_of([200], 8)
+    goes_on(cluster, reference, prompt, 600, f"{role} 0", psutil.Process.terminate)
 
 
 @pytest.mark.long
