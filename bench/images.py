@@ -66,10 +66,10 @@ from baton.bench.contract import Report, Row
 from baton.bench.disagg.sides import SERVE, Side, started
 from baton.bench.harness.streams import new_session
 from baton.bench.load.target.tokenization import WORDS
-from baton.bench.shapes import SHAPES, write_shape
+from baton.bench.shapes import SEEING, SHAPES, write_shape
 from baton.machine.quantiles import percentile
 
-SHAPE = {"cpu": "small-qwen3-vl", "cuda": "qwen3-vl-8b"}
+SHAPE = {"cpu": "small-qwen3-vl", "cuda": SEEING}
 PIXELS = {"cpu": (320, 240), "cuda": (1920, 1080)}
 TEXT_TOKENS = 200
 IMAGES = 4

@@ -28,6 +28,9 @@ GPT_OSS, GEMMA = "gpt-oss-20b", "gemma-4-e4b"
 WINDOWED = GPT_OSS, GEMMA
 """Models with windows: a mixture of experts, and one whose last layers read the KV of others."""
 
+SEEING = "qwen3-vl-8b"
+"""A model that takes images."""
+
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
     file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).with_name("models").iterdir())
 }

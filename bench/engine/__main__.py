@@ -3,15 +3,15 @@ import sys
 import baton.bench.contract as contract
 from baton.bench.contract import Report
 from baton.bench.engine.on_gpu import case_of
-from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SPARSE, WINDOWED
+from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SEEING, SPARSE, WINDOWED
 
 
 def main() -> int:
     p = contract.parser("One engine: against transformers on a CPU, against the floor of the card on a GPU.")
     p.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N",
                    help="compare an engine over N devices with the same on one")  # fmt: skip
-    p.add_argument("--model-shape", choices=(DENSE, MOE, LATENT, SPARSE, *HYBRIDS, *WINDOWED), default=DENSE,
-                   help="what runs on GPUs (default: %(default)s)")  # fmt: skip
+    p.add_argument("--model-shape", choices=(DENSE, MOE, LATENT, SPARSE, SEEING, *HYBRIDS, *WINDOWED),
+                   default=DENSE, help="what runs on GPUs (default: %(default)s)")  # fmt: skip
     p.add_argument("--quantization", choices=("fp8", "int4"), help="quantize the weights on load, on one GPU")
     p.add_argument("--kv-cache-dtype", choices=("fp8",), help="of the dense shape on one GPU")
     p.add_argument("--batch-invariant", action="store_true",

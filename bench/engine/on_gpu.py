@@ -39,7 +39,7 @@ from baton.bench.engine.drive import (
 )  # fmt: skip
 from baton.bench.engine.floor import Floor, Fp8Floor
 from baton.bench.kernels.cases import BYTES_PER_S
-from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SHAPES, SPARSE, WINDOWED, write_shape
+from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SEEING, SHAPES, SPARSE, WINDOWED, write_shape
 from baton.content import cache_kinds
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.loader.hf_config import model_config_from_hf
@@ -140,6 +140,7 @@ WINDOWED_CASE = Case(
     _NO_PREFILL_BOUND | {(1, 32000): None},
     floor=None,
 )
+SEEING_CASE = Case("engine.images", _NO_BOUND, _NO_PREFILL_BOUND, floor=None)
 LATENT_CASES = {
     None: Case(
         "engine.latent",
@@ -176,6 +177,8 @@ def case_of(args: argparse.Namespace) -> Case | None:
         return None if args.quantization or args.kv_cache_dtype else HYBRID_CASE
     if args.model_shape in WINDOWED:
         return None if args.quantization or args.kv_cache_dtype else WINDOWED_CASE
+    if args.model_shape == SEEING:
+        return None if args.quantization or args.kv_cache_dtype else SEEING_CASE
     if args.model_shape in (LATENT, SPARSE):
         cases = SPARSE_CASES if args.model_shape == SPARSE else LATENT_CASES
         return None if args.kv_cache_dtype else cases.get(args.quantization)
@@ -291,7 +294,7 @@ def engine_of(
     torch.cuda.empty_cache()
     return build_engine(
         EngineConfig(
-            str(write_shape(shape, directory, tokenizer="vision_config" in SHAPES[shape])),
+            str(write_shape(shape, directory, tokenizer=shape == SEEING)),
             dtype="bfloat16",
             device="cuda",
             load_format="dummy",
