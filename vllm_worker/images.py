@@ -34,8 +34,9 @@ def settings_of(llm: AsyncLLM, checkpoint: Path) -> ImageSettings | None:
     """How a vLLM worker takes images. None: it takes none. Raises ValueError for a checkpoint with settings
     that are not supported.
 
-    Gemma takes none: its images attend to each other, which vLLM's scheduler may cut in two, and which its
-    attention on CPUs does not know."""
+    Gemma takes none: the tokens of its images attend to each other. Behind a hit inside an image vLLM's
+    scheduler may cut the rest, a bound of steps below an image holds it back, and vLLM's attention on CPUs
+    does not know such images (docs/quickstart-images.md)."""
     multimodal = llm.model_config.multimodal_config
     if multimodal is None or not multimodal.get_limit_per_prompt("image") or checkpoint.is_file():
         return None
