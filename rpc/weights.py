@@ -58,16 +58,12 @@ class NotReplaced(Exception):
         return "Some workers have the new weights: try again." if self.changed else "No weights have changed."
 
 
-ROLLS_FOR = 600.0
-"""Seconds that workers with older weights serve, too. Then routers give them the newest."""
-
-
 def named(path: str, version: str, *, rolls: bool = False) -> pb.StageWeights:
     """The weights of a checkpoint, newer than all that were named before. `rolls`: workers get them some
-    after others."""
+    after others, and serve until then. Their calls end with this process or its host (keepalive of gRPC), and
+    so does that."""
     now = time.time_ns()  # noqa: TID251 - coordinators on other hosts compare it
-    rolls_for = ROLLS_FOR if rolls else 0.0
-    return pb.StageWeights(path=path, version=version, named_at=now, rolls_for=rolls_for)
+    return pb.StageWeights(path=path, version=version, named_at=now, rolls=rolls)
 
 
 class Replacement:

@@ -628,20 +628,20 @@ class WeightsCommand(_message.Message):
     def __init__(self, stage: _Optional[_Union[StageWeights, _Mapping]] = ..., close: _Optional[bool] = ..., apply: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StageWeights(_message.Message):
-    __slots__ = ("path", "version", "named_at", "rolls_for", "fingerprint", "peer")
+    __slots__ = ("path", "version", "named_at", "rolls", "fingerprint", "peer")
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAMED_AT_FIELD_NUMBER: _ClassVar[int]
-    ROLLS_FOR_FIELD_NUMBER: _ClassVar[int]
+    ROLLS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     path: str
     version: str
     named_at: int
-    rolls_for: float
+    rolls: bool
     fingerprint: str
     peer: str
-    def __init__(self, path: _Optional[str] = ..., version: _Optional[str] = ..., named_at: _Optional[int] = ..., rolls_for: _Optional[float] = ..., fingerprint: _Optional[str] = ..., peer: _Optional[str] = ...) -> None: ...
+    def __init__(self, path: _Optional[str] = ..., version: _Optional[str] = ..., named_at: _Optional[int] = ..., rolls: _Optional[bool] = ..., fingerprint: _Optional[str] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
     __slots__ = ("version",)
@@ -739,7 +739,7 @@ class StepModel(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., decode_seconds: _Optional[_Iterable[float]] = ..., context_seconds: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_seconds: _Optional[_Iterable[float]] = ..., pair_seconds: _Optional[float] = ..., overlap: _Optional[float] = ..., decode_factor: _Optional[float] = ..., prompt_factor: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "pool", "long_chunk_tokens", "long_chunk_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds", "gap_target_seconds", "gap_cost", "blocks_spare", "kv_memory_bytes", "state_memory_bytes", "window_memory_bytes", "images_waiting", "images_encoded", "encode_token_seconds", "encode_queue_seconds", "adapters_on_device", "adapter_move_seconds", "pause", "released", "lost_weights", "standby", "standby_memory_bytes", "idle", "kv_sent")
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "pool", "long_chunk_tokens", "long_chunk_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds", "gap_target_seconds", "gap_cost", "blocks_spare", "kv_memory_bytes", "state_memory_bytes", "window_memory_bytes", "images_waiting", "images_encoded", "encode_token_seconds", "encode_queue_seconds", "adapters_on_device", "adapter_move_seconds", "pause", "released", "lost_weights", "standby", "standby_memory_bytes", "staged_version", "idle", "kv_sent")
     class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
@@ -822,6 +822,7 @@ class WorkerStatus(_message.Message):
     LOST_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     STANDBY_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_VERSION_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
     KV_SENT_FIELD_NUMBER: _ClassVar[int]
     health: WorkerStatus.Health
@@ -884,6 +885,7 @@ class WorkerStatus(_message.Message):
     lost_weights: bool
     standby: str
     standby_memory_bytes: int
+    staged_version: str
     idle: bool
     kv_sent: _containers.ScalarMap[str, int]
-    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., gap_target_seconds: _Optional[float] = ..., gap_cost: _Optional[float] = ..., blocks_spare: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., state_memory_bytes: _Optional[int] = ..., window_memory_bytes: _Optional[int] = ..., images_waiting: _Optional[int] = ..., images_encoded: _Optional[int] = ..., encode_token_seconds: _Optional[float] = ..., encode_queue_seconds: _Optional[float] = ..., adapters_on_device: _Optional[_Iterable[bytes]] = ..., adapter_move_seconds: _Optional[float] = ..., pause: _Optional[_Union[Pause, str]] = ..., released: _Optional[_Iterable[str]] = ..., lost_weights: _Optional[bool] = ..., standby: _Optional[str] = ..., standby_memory_bytes: _Optional[int] = ..., idle: _Optional[bool] = ..., kv_sent: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., gap_target_seconds: _Optional[float] = ..., gap_cost: _Optional[float] = ..., blocks_spare: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., state_memory_bytes: _Optional[int] = ..., window_memory_bytes: _Optional[int] = ..., images_waiting: _Optional[int] = ..., images_encoded: _Optional[int] = ..., encode_token_seconds: _Optional[float] = ..., encode_queue_seconds: _Optional[float] = ..., adapters_on_device: _Optional[_Iterable[bytes]] = ..., adapter_move_seconds: _Optional[float] = ..., pause: _Optional[_Union[Pause, str]] = ..., released: _Optional[_Iterable[str]] = ..., lost_weights: _Optional[bool] = ..., standby: _Optional[str] = ..., standby_memory_bytes: _Optional[int] = ..., staged_version: _Optional[str] = ..., idle: _Optional[bool] = ..., kv_sent: _Optional[_Mapping[str, int]] = ...) -> None: ...

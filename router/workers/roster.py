@@ -136,8 +136,7 @@ class Roster:
 
     def accept(self, worker: Worker) -> None:
         """Raises RefusedWorker if the worker does not fit the accepted workers. Those with older weights get
-        no work until they have the same. If workers get the weights some after others, those serve for a
-        time."""
+        no work until they have the same, unless they wait for their turn."""
         if worker.encodes:
             if not worker.description.kv_address:
                 raise RefusedWorker("its description has no KV address, from which workers fetch")
@@ -145,11 +144,13 @@ class Roster:
         agreed = must_agree(worker.description)
         others = {next(iter(same)): same for key, same in self._accepted.items() if key != agreed}
         older = [each for each in others if lacks_weights(each.description, worker.description)]
-        differing = {str(other): other.description for other in others if other not in older}
+        newer = [each for each in others if _waits_for(worker, each.description)]
+        apart = {*older, *newer}
+        differing = {str(other): other.description for other in others if other not in apart}
         check_fit(worker.description, self._model, differing)
         self.adapters.check(worker.description)
         outdated = [other for each in older for other in others[each]]
-        self._outdate(outdated, worker.description.weights.rolls_for)
+        self._outdate(outdated, worker.description)
         self._accepted.setdefault(agreed, {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
@@ -163,21 +164,30 @@ class Roster:
             self.release(worker)
             newest = must_agree(worker.description)
             outdated = [other for key, same in self._accepted.items() if key != newest for other in same]
-            self._outdate(outdated, worker.description.weights.rolls_for)
+            self._outdate(outdated, worker.description)
             self.accept(worker)
             self.availability_changed(worker)
         self.adapters.told(worker, set_of(worker.description))
 
-    def _outdate(self, workers: Iterable[Worker], rolls_for: float = 0.0) -> None:
-        """These workers get no work until they have newer weights. `rolls_for`: seconds in which they still
-        do."""
-        now = time.monotonic()
+    def _outdate(self, workers: Iterable[Worker], newest: pb.WorkerDescription) -> None:
+        """These workers get no work until they have the newest weights, unless they wait for their turn."""
         for worker in workers:
-            if 0 < rolls_for < math.inf:
-                worker.rolls_until = min(worker.rolls_until, now + rolls_for)
-                continue
-            worker.outdated_since = now
-            self.release(worker)
+            if not _waits_for(worker, newest):
+                worker.outdated_since = time.monotonic()
+                self.release(worker)
+                self.availability_changed(worker)
+
+    def _staged(self, worker: Worker, version: str) -> None:
+        """It gets weights of this version next, or no others any more: its call has ended."""
+        worker.staged_version = version
+        accepted = [next(iter(same)).description for same in self._accepted.values()]
+        newer = [each for each in accepted if lacks_weights(worker.description, each)]
+        if worker.outdated_since is None:
+            for each in newer:
+                self._outdate([worker], each)
+        elif newer and all(_waits_for(worker, each) for each in newer):
+            worker.outdated_since = None
+            self.accept(worker)
             self.availability_changed(worker)
 
     def weights_for(self, refused: Worker) -> pb.StageWeights | None:
@@ -234,9 +244,8 @@ class Roster:
             if worker.report(status):
                 self.availability_changed(worker)
             return
-        if time.monotonic() > worker.rolls_until:
-            worker.rolls_until = math.inf
-            self._outdate([worker])
+        if status.staged_version != worker.staged_version:
+            self._staged(worker, status.staged_version)
         serves, since = status.health == pb.WorkerStatus.HEALTH_SERVING, worker.outdated_since
         if serves and since is not None and time.monotonic() - since > CALL_TIMEOUT:
             raise RefusedWorker("the other workers have newer weights", NEW_WEIGHTS)
@@ -365,3 +374,10 @@ class Roster:
             prefills = worker.ready_in(pb.POOL_PREFILL)
             now = self._limits[worker] = _Limits(positions, described.content_root, prefills)
             self._workers_with[now] += 1
+
+
+def _waits_for(worker: Worker, other: pb.WorkerDescription) -> bool:
+    """Whether it gets the weights of the other one when its turn comes. A coordinator gives them to some
+    workers after others, and its call to this one goes on. A worker that starts again has no such call."""
+    found = other.weights
+    return found.rolls and found.version == worker.staged_version and lacks_weights(worker.description, other)

@@ -192,6 +192,7 @@ class WorkerStream:
         status.CopyFrom(described.status)
         described.ClearField("status")
         worker.described(described)
+        worker.staged_version = status.staged_version
         self._roster.accept(worker)
         worker.decode_load = DecodeLoad(
             worker=worker.address,

@@ -13,7 +13,6 @@ The attempts that it has go on to their end: pools only decide which worker is c
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections import Counter
@@ -226,8 +225,8 @@ class Worker:
     outdated_since: float | None = None
     """The time.monotonic() at which another worker got newer weights. It takes no new work until it has
     them."""
-    rolls_until: float = math.inf
-    """The time.monotonic() until which it may serve with its weights, while some workers have newer ones."""
+    staged_version: str = ""
+    """Of the weights that it gets next. It may serve until then, if workers get them some after others."""
     _invalid_rates: bool = False  # in `status`
 
     def __str__(self) -> str:
@@ -266,7 +265,7 @@ class Worker:
     def described(self, description: pb.WorkerDescription) -> None:
         """Applies the description of a new incarnation."""
         self.description, self.pool = description, description.first_pool
-        self.outdated_since, self.rolls_until = None, math.inf
+        self.outdated_since = None
 
     def redescribed(self, description: pb.WorkerDescription) -> bool:
         """It has other adapters or weights, and its attempts go on with them. Nothing else may change.
@@ -282,7 +281,7 @@ class Worker:
         self.description = described
         if all(getattr(described, name) == getattr(before, name) for name in OF_WEIGHTS):
             return False
-        self.outdated_since, self.rolls_until = None, math.inf
+        self.outdated_since = None
         for attempt in self.attempts.values():
             attempt.weights_version = described.weights.version
         return True

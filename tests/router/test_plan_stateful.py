@@ -127,7 +127,7 @@ class Life:
         status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_SERVING, pool=pool, blocks_free=512, prefill_tokens_per_s=1e3,
             fastest_step_seconds=0.01, step_seconds=0.01, long_chunk_tokens=50, long_chunk_seconds=0.015,
-            tokens_waiting=self.rng.choice(self.waiting),
+            tokens_waiting=self.rng.choice(self.waiting), staged_version="new" if self.rolls else "",
         )  # fmt: skip
         described = pb.WorkerDescription(
             first_pool=pool, incarnation=self.rng.getrandbits(64), vocab_size=10, kv_address="k",
@@ -136,7 +136,7 @@ class Life:
         )  # fmt: skip
         described.model_fingerprint = "model=m"
         if self.rolls and len(self.streams) == len(self.pools):
-            described.weights.CopyFrom(pb.StageWeights(version="new", named_at=1, rolls_for=600))
+            described.weights.CopyFrom(pb.StageWeights(version="new", named_at=1, rolls=True))
             described.model_fingerprint += "; version=new"
         stream._attach(described, SendQueue(lambda: None), None)  # type: ignore[arg-type]
 
@@ -323,6 +323,8 @@ class Life:
             elif kind == "drain":
                 serving, draining = pb.WorkerStatus.HEALTH_SERVING, pb.WorkerStatus.HEALTH_DRAINING
                 self.report(worker, health=rng.choice([serving, draining]))
+            if self.rolls and not worker.weights_version and rng.random() < 0.1:
+                self.report(worker, staged_version=rng.choice(["", "new"]))
 
     def lose(self, worker: Worker) -> None:
         self.works[worker].clear()

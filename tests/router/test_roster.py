@@ -225,16 +225,30 @@ def test_a_worker_that_describes_other_adapters_computes_with_the_same_weights()
 
 
 def test_workers_that_wait_for_their_turn_serve_while_another_one_gets_weights_and_keeps_its_kv() -> None:
-    roster, workers = made(2)
-    first, second = workers
+    roster, workers = made(3)
+    first, second, again = workers
+
+    def report(worker: Worker, staged: str) -> None:
+        status = pb.WorkerStatus(health="HEALTH_SERVING", pool=pb.POOL_DECODE, staged_version=staged)
+        roster.reported(worker, status)
+
     for worker in workers:
         attach(roster, worker, pb.POOL_DECODE)
-    redescribe(roster, first, weights=pb.StageWeights(version="v2", named_at=2, rolls_for=600))
+    report(second, "v2")
+    redescribe(roster, first, weights=pb.StageWeights(version="v2", named_at=2, rolls=True))
     assert first.ready
     assert second.ready, "its turn comes later"
+    assert not again.ready, "it has started again, and its call with it"
     assert roster.rolls
-    second.rolls_until = 0.0  # its turn did not come
-    roster.reported(second, pb.WorkerStatus(health="HEALTH_SERVING", pool=pb.POOL_DECODE))
+    report(again, "v3")
+    assert not again.ready, "others"
+    report(again, "v2")
+    assert again.ready, "the router was told late"
+    report(again, "v2")
+    report(second, "")
+    assert again.ready
+    assert not second.ready, "the coordinator has ended"
+    report(again, "")
     assert first.ready
-    assert not second.ready
+    assert not again.ready
     assert not roster.rolls

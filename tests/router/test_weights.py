@@ -183,7 +183,7 @@ async def test_while_a_change_rolls_both_versions_serve_and_no_request_mixes_the
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roster, "CALL_TIMEOUT", 0.0)
-    rolling = pb.StageWeights(path="/step-200", version="v2", named_at=2, rolls_for=600)
+    rolling = pb.StageWeights(path="/step-200", version="v2", named_at=2, rolls=True)
     pools = [pb.POOL_PREFILL, pb.POOL_DECODE] * 2
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
         workers = [Trained(pool, cluster.lanes, cluster.output_ids) for pool in pools]
@@ -191,6 +191,9 @@ async def test_while_a_change_rolls_both_versions_serve_and_no_request_mixes_the
             await worker.start()
         rewrite(tmp_path / "workers", [*workers[:2]])
         await cluster.until(lambda: cluster.pool.complete)
+        for worker in workers[:2]:
+            worker.status.staged_version = "v2"
+            worker.report()
         for worker in workers[2:]:
             worker.weights = rolling
         rewrite(tmp_path / "workers", list(workers))
@@ -202,8 +205,8 @@ async def test_while_a_change_rolls_both_versions_serve_and_no_request_mixes_the
         assert all(len(versions) == 1 for versions in found.values()), "no request mixes them"
         assert set[str]().union(*found.values()) == {"", "v2"}, "both serve"
 
-        for worker in cluster.pool.connections:  # the coordinator has ended before the others had them
-            worker.rolls_until = 0.0 if not worker.weights_version else worker.rolls_until
+        for worker in workers[:2]:  # the coordinator has ended before they had them
+            worker.status.staged_version = ""
 
         def has_all() -> bool:
             for worker in workers:
@@ -241,7 +244,7 @@ async def test_workers_change_in_turns_and_a_fault_ends_the_change(
         workers[2].applies.set()
         assert (await going_on).outage.startswith("1 at a time did not serve, for ")
         assert workers[2].weights.version == "v2"
-        assert workers[0].weights.rolls_for == 600
+        assert workers[0].weights.rolls
         await workers[1].kill()
         newer = named("/step-300", "v3", rolls=True)
         with pytest.raises(NotReplaced) as caught:

@@ -95,6 +95,12 @@ async def described(worker: WorkerProcess) -> pb.WorkerDescription:
     return description
 
 
+async def staged(worker: WorkerProcess) -> str:
+    """The version for which it waits, as routers learn it."""
+    async with connect(worker.address, SECRET) as channel:
+        return (await WorkerStub(channel).GetStatus(pb.StatusRequest())).staged_version
+
+
 async def first_token(worker: WorkerProcess) -> tuple[int, float]:
     async with attached(worker) as stream:
         one = sampling(max_tokens=1, logprobs=0)
@@ -111,9 +117,11 @@ async def test_a_worker_computes_with_the_weights_of_the_newest_version(
     for path, version in ((one, "a"), (two, "b"), (one, "c")):
         async with replacement(worker) as new:
             assert (await new.stage(path, version)).bytes > 4 * 512 * 64
+            assert await staged(worker) == version
             await new.command(close=True)
             await new.command(apply=True)
         after = await described(worker)
+        assert await staged(worker) == ""
         assert after.model_fingerprint.endswith(f"; version={version}")
         assert after.weights == pb.StageWeights(path=str(path), version=version)
         names.add(after.content_root)
@@ -144,6 +152,7 @@ async def test_a_call_that_ends_before_apply_leaves_the_worker_as_it_was(
             waiting = asyncio.create_task(first_token(worker))
         assert await within(waiting) == pytest.approx(token), "a router that comes meanwhile waits"
     assert await described(worker) == before
+    assert await staged(worker) == "", "its coordinator has ended"
     await assert_whole(worker)
 
 
@@ -186,6 +195,7 @@ async def test_weights_that_are_not_at_the_path_come_from_a_worker_that_has_them
     for turn in range(3):
         async with replacement(worker) as new:
             await new.command(stage=asked)
+            assert await staged(worker) == "", "it does not serve until it has them"
             await new.command(close=True)
             await new.command(apply=True)
         after = await described(worker)

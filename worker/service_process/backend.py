@@ -109,6 +109,8 @@ class Backend:
         self.released: Sequence[str] = ()
         """Memory, as in `MemoryRequest`."""
         self.lost_weights = False
+        self.staged_version = ""
+        """As in `WorkerStatus`."""
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._pool = POOLS[config.role]
         self._last_status = pb.WorkerStatus()
@@ -232,6 +234,12 @@ class Backend:
         self.pause = self._last_status.pause = pause
         self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
 
+    def tell_staged(self, version: str) -> None:
+        """Tells all routers, at once."""
+        if version != self.staged_version:
+            self.staged_version = self._last_status.staged_version = version
+            self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+
     async def freeze(self, *, frozen: bool, abort: str) -> messages.Paused:
         """The engine launches no step, or goes on. With `abort` it ends all attempts for that reason."""
         while True:
@@ -304,6 +312,7 @@ class Backend:
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
             pool=self._pool,
             pause=self.pause,
+            staged_version=self.staged_version,
             released=self.released,
             lost_weights=self.lost_weights,
             standby="" if self.standby is None else self.standby.state,

@@ -96,6 +96,8 @@ class WeightsReplacement:
             began, engines = time.monotonic(), self._backend.engines
             files, staged = await self._stage(stage)
             log.info("weights of %s are staged, version %s", path, version)
+            if not stage.fingerprint:  # else a router waits until it computes with them
+                self._backend.tell_staged(version)
             yield pb.WeightsReport(bytes=staged.nbytes, seconds=time.monotonic() - began)
             await _next(commands, "close")
             began = time.monotonic()
@@ -105,9 +107,7 @@ class WeightsReplacement:
             self._check_staged(engines)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
             version = (await _next(commands, "apply")).version or version
-            new = pb.StageWeights(
-                path=path, version=version, named_at=stage.named_at, rolls_for=stage.rolls_for
-            )
+            new = pb.StageWeights(path=path, version=version, named_at=stage.named_at, rolls=stage.rolls)
             _checked(new)
             self._check_staged(engines)
             began = time.monotonic()
@@ -179,7 +179,7 @@ class WeightsReplacement:
         await self._open()
         if before is not None:
             await asyncio.to_thread(before.close)
-        if weights.rolls_for:  # the next workers stop when this one serves
+        if weights.rolls:  # the next workers stop when this one serves
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ATTACH_WITHIN):
                     await self._routers.opened(self._streams)
@@ -197,6 +197,7 @@ class WeightsReplacement:
                 await asyncio.wait([applying])
             if files is not None and files is not self._files:
                 await asyncio.to_thread(files.close)
+            self._backend.tell_staged("")
             await self._open()
             self._free.set()
         await self._pause.settle()  # the engine may have lacked weights
