@@ -8,6 +8,7 @@ import base64
 import binascii
 import io
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -103,6 +104,7 @@ def _decoded(file: bytes, settings: ImageSettings, i: int) -> Decoded:
             if image.width * image.height > MOST_SOURCE_PIXELS:
                 size = f"{image.width} × {image.height} pixels"
                 raise _wrong(i, f"has {size}, more than {MOST_SOURCE_PIXELS}")
+            settings.size(image.height, image.width)  # refuses one that is too narrow before it is decoded
             turned = _opaque(pil.ImageOps.exif_transpose(image), pil)
         height, width = settings.size(turned.height, turned.width)
         if turned.size != (width, height):
@@ -145,4 +147,5 @@ def pillow() -> Any:
         text = "images are not supported: install Baton with the extra `images`, which has Pillow"
         raise Unsupported(text, param="messages") from None
     PIL.Image.MAX_IMAGE_PIXELS = None  # it only warns: `MOST_SOURCE_PIXELS` refuses
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # each would put text of a client's file into the log
     return PIL

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,7 +239,8 @@ def bomb(width: int, height: int) -> bytes:
     ("url", "reason"),
     [
         (url_of(bomb(1 << 16, 1 << 16)), "image 0 has 65536 × 65536 pixels, more than 67108864"),
-        (url_of(bomb(2000, 1)), "image 0 cannot be decoded"),
+        (url_of(bomb(20, 1)), "image 0 cannot be decoded: image file is truncated"),
+        (url_of(bomb(1 << 26, 1)), "67108864 × 1 pixels is too narrow"),
         (url_of(file_of(picture(size=(1000, 4)))), "1000 × 4 pixels is too narrow: at most 200:1"),
         (url_of(file_of(picture())[:-60]), "image 0 cannot be decoded: image file is truncated"),
         (url_of(b"BM" + bytes(90)), "it is none of PNG, JPEG, WEBP, GIF"),
@@ -251,6 +253,18 @@ def test_what_is_no_image_is_refused(url: str, reason: str, tokenizer: ModelToke
         prepared(tokenizer, chat(url))
     assert reason in refused.value.message
     assert refused.value.param == "messages"
+
+
+def test_a_file_writes_nothing_into_the_log(tokenizer: ModelTokenizer) -> None:
+    """Pillow warns of broken EXIF, with numbers of the file: each another line of the router's log."""
+    broken = b"Exif\0\0II*\0\x08\0\0\0\x09\0\x12\x01"
+    file = file_of(picture(), "JPEG")
+    file = file[:2] + b"\xff\xe1" + struct.pack(">H", len(broken) + 2) + broken + file[2:]
+    images.pillow.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert prepared(tokenizer, chat(url_of(file))).images
+    assert warned == []
 
 
 def test_limits_of_a_request(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
