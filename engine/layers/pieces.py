@@ -1,17 +1,22 @@
 """Copies between memory of the host and a GPU in pieces, since steps compute meanwhile.
 
-The driver makes other threads wait while it pins memory, or copies from memory that is not pinned. For a
-gigabyte that is longer than half a second, for a piece some milliseconds.
+The driver makes other threads wait while it pins memory, or copies from memory that is not pinned. A launch
+of a step may come then, so it waits for one piece at most.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-PIECE = 32 << 20
-"""Bytes, at most. Torch rounds pinned memory up to a power of two, and keeps what is freed for the next one
-of that size."""
+PINNED_PER_S = 1.7e9
+"""Bytes of new memory. Steps waited 0.6 s for a tensor of 1.05 GB on an H200 (docs/performance.md)."""
+LONGEST_WAIT = 0.005
+"""Seconds that a step waits for a piece: about as long as a short step takes."""
+PIECE = 1 << int(math.log2(PINNED_PER_S * LONGEST_WAIT))
+"""Bytes, at most: 8 MiB. Torch rounds pinned memory up to a power of two, and keeps what is freed for the
+next one of that size. So it is the same for all changes."""
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
