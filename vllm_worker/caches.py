@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _BYTES = CacheKind("bytes", Unit.TOKEN)
-_DRAFTS = "draft_model.", "mtp."
+_DRAFTS = {"draft_model", "mtp"}
+"""Parts of the names of layers that make drafts, if they have numbers of their own."""
 _PIECE_BYTES = 4096
 """Most bytes of the pieces into which a state is cut, so that it fits into any slot."""
 
@@ -176,10 +177,11 @@ def keeps_states(spec: Any) -> bool:
 def layer_place(name: str) -> tuple[bool, int]:
     """Returns whether a layer makes drafts and has a number of its own, so that it is computed after all
     others, and its number: 3 for `model.layers.3.self_attn.attn`."""
-    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    parts = name.split(".")
+    numbers = [int(part) for part in parts if part.isdecimal()]
     if len(numbers) != 1:
         raise ValueError(f"vLLM's layer {name!r} has {len(numbers)} numbers in its name, and should have one")
-    return name.startswith(_DRAFTS), numbers[0]
+    return not _DRAFTS.isdisjoint(parts), numbers[0]
 
 
 def _layer_cache(

@@ -71,6 +71,12 @@ def save_mtp(directory: Path, kind: str, **changes: Any) -> Any:
     """Writes a tiny model with a layer that predicts a token further. Returns transformers' own instance,
     which leaves it out."""
     reference = save_tiny(directory, kind, num_nextn_predict_layers=0, **changes)
+    add_mtp(directory)
+    return reference
+
+
+def add_mtp(directory: Path) -> None:
+    """Adds such a layer to a model of three layers, in the form of DeepSeek-V3 and GLM."""
     generator = torch.Generator().manual_seed(7)
     with edited_tensors(directory) as tensors:
         size = tensors["model.norm.weight"].shape[0]
@@ -82,7 +88,6 @@ def save_mtp(directory: Path, kind: str, **changes: Any) -> Any:
         tensors[f"{LAYER}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{LAYER}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     edit_json(directory / "config.json", num_nextn_predict_layers=1)
-    return reference
 
 
 QWEN_LAYER = "mtp.layers.0."

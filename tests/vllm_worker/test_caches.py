@@ -160,5 +160,6 @@ def test_bytes_that_are_no_words_are_refused() -> None:
 def test_a_layer_has_one_number() -> None:
     assert layer_place("model.layers.31.self_attn.attn") == (False, 31)
     assert layer_place("mtp.layers.0.self_attn.attn") == (True, 0), "after all others"
+    assert layer_place("model.mtp.layers.0.self_attn.attn") == (True, 0), "of MiMo-V2"
     with pytest.raises(ValueError, match="should have one"):
         layer_place("model.blocks.3.mtp.0.attn")

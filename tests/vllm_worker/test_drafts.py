@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.engine.draft_checkpoints import random_eagle
+from tests.engine.draft_checkpoints import add_mtp, random_eagle
 from tests.vllm_worker import served
 from tests.vllm_worker.engines import GREEDY, Request, generated, prompts_of, save_model
-from tests.vllm_worker.test_attached_vllm import SAMPLED, TOKENS, pair
+from tests.vllm_worker.test_attached_vllm import SAMPLED, TOKENS, WHOLE, pair
 
 DRAFTS = 3
 LENGTHS = [129, 60, 3, 700, 100]
@@ -67,6 +68,52 @@ async def test_tokens_are_those_without_drafts(tmp_path: Path, method: str) -> N
         assert decode.server.accepted >= {"ngram": 1, "eagle3": 0, "draft_model": 0.8 * most}[method]
         local = await decode.answers([(prompts[0], greedy, {"first_token": 7})])
         assert local == generated(model, [[*prompts[0], 7]], TOKENS - 1), "a prefill of the same worker"
+
+
+FEW = 12
+"""So few tokens that a random head is often right."""
+
+
+def save_glm(directory: Path) -> Path:
+    """Writes a tiny GLM-4.5 with a random layer that predicts a token further."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=FEW, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, n_routed_experts=8, num_experts_per_tok=2,
+        first_k_dense_replace=2, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    Glm4MoeForCausalLM(config).save_pretrained(directory)
+    add_mtp(directory)
+    return directory
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_layer_that_predicts_further(tmp_path: Path) -> None:
+    """Multi-token prediction: its drafts are those of an engine that has computed all KV itself. Prompts are
+    whole, since this layer of vLLM takes the last token of a prompt for the next one at the end of a chunk."""
+    model = save_glm(tmp_path / "model")
+    both = WHOLE | {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
+    prompts = [[token % FEW for token in prompt] for prompt in prompts_of(LENGTHS, 1)]
+    greedy = GREEDY | {"max_tokens": 2 * TOKENS}
+    async with pair(model, 1, both, max_model_len=1024) as (prefill, decode):
+        ids = [(os.urandom(16), os.urandom(16)) for _ in prompts]
+        prefills: list[Request] = [
+            (prompt, SAMPLED, prefill.sends(x)) for prompt, (x, _) in zip(prompts, ids, strict=True)
+        ]
+        decodes: list[Request] = [
+            (prompt, greedy, prefill.fetched_by(decode_id, prefill_id))
+            for prompt, (prefill_id, decode_id) in zip(prompts, ids, strict=True)
+        ]
+        first, found = await asyncio.gather(prefill.answers(prefills), decode.answers(decodes))
+        continued = [prompt + token for prompt, token in zip(prompts, first, strict=True)]
+        assert found == generated(model, continued, 2 * TOKENS - 1)
+        before, shorter = prefill.server.accepted, greedy | {"max_tokens": 2 * TOKENS - 1}
+        assert await prefill.answers([(prompt, shorter, None) for prompt in continued]) == found
+        assert decode.server.accepted == prefill.server.accepted - before > len(prompts)
 
 
 @pytest.mark.long
