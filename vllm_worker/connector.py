@@ -144,8 +144,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         groups, parallel = self._groups, self._vllm_config.parallel_config
         if self._has_states and self._vllm_config.speculative_config is not None:
             raise ValueError(
-                "BatonConnector does not support speculative decoding of a model with states: start vLLM "
-                "without it"
+                "BatonConnector does not support speculative decoding of a model with states, which in vLLM "
+                "itself gives other tokens (vLLM #39273, #56531): start vLLM without it"
             )
         within = any(getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0) for group in groups)
         if (

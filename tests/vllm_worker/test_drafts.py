@@ -14,8 +14,9 @@ import torch
 
 from tests.engine.draft_checkpoints import add_mtp, random_eagle
 from tests.vllm_worker import served
-from tests.vllm_worker.engines import GREEDY, Request, generated, prompts_of, save_model
+from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 from tests.vllm_worker.test_attached_vllm import SAMPLED, TOKENS, WHOLE, pair
+from tests.vllm_worker.test_groups import states
 
 DRAFTS = 3
 LENGTHS = [129, 60, 3, 700, 100]
@@ -94,7 +95,7 @@ def save_glm(directory: Path) -> Path:
 @pytest.mark.timeout(600)
 async def test_a_layer_that_predicts_further(tmp_path: Path) -> None:
     """Multi-token prediction: its drafts are those of an engine that has computed all KV itself. Prompts are
-    whole, since this layer of vLLM takes the last token of a prompt for the next one at the end of a chunk."""
+    whole: at the end of a chunk vLLM gives this layer the last token of the prompt for the next one."""
     model = save_glm(tmp_path / "model")
     both = WHOLE | {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
     prompts = [[token % FEW for token in prompt] for prompt in prompts_of(LENGTHS, 1)]
@@ -114,6 +115,23 @@ async def test_a_layer_that_predicts_further(tmp_path: Path) -> None:
         before, shorter = prefill.server.accepted, greedy | {"max_tokens": 2 * TOKENS - 1}
         assert await prefill.answers([(prompt, shorter, None) for prompt in continued]) == found
         assert decode.server.accepted == prefill.server.accepted - before > len(prompts)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_drafts_of_a_model_with_states_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    states(model)
+    drafts, transfer = drafting("ngram", model, model), {"kv_role": "kv_both"}
+    server = Server(
+        model, kv_transfer_config=transfer, speculative_config=drafts, enable_prefix_caching=False
+    )
+    try:
+        with pytest.raises(AssertionError, match="vLLM has ended"):
+            server.line()
+    finally:
+        server.kill()
+    assert "gives other tokens (vLLM #39273, #56531): start vLLM without it" in "".join(capfd.readouterr())
 
 
 @pytest.mark.long
