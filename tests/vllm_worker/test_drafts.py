@@ -80,11 +80,12 @@ def save_glm(directory: Path) -> Path:
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
     torch.manual_seed(0)
+    heads: dict[str, Any] = {"head_dim": 32}  # vLLM reads it; not all transformers know it
     config = Glm4MoeConfig(
         vocab_size=FEW, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, n_routed_experts=8, num_experts_per_tok=2,
+        num_attention_heads=4, num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2,
         first_k_dense_replace=2, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=None, **heads,
     )  # fmt: skip
     Glm4MoeForCausalLM(config).save_pretrained(directory)
     add_mtp(directory)
