@@ -141,5 +141,6 @@ def with_images(step: Step, chunks: Sequence[tuple[PromptImages | None, range]])
             inputs.append(each._replace(rows=each.rows + begin, whole=each.whole + np.array([chunk, 0, 0])))
     if not inputs:
         return replace(step, rotary_shift=shift)
-    joined = ImageInputs(*(np.concatenate(arrays) for arrays in zip(*inputs, strict=True)))
-    return replace(step, rotary_shift=shift, images=joined)
+    if len(inputs) > 1:  # else nothing is copied
+        inputs = [ImageInputs(*(np.concatenate(arrays) for arrays in zip(*inputs, strict=True)))]
+    return replace(step, rotary_shift=shift, images=inputs[0])

@@ -10,11 +10,14 @@ import io
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 from baton.content.images import MOST_PIXELS, ImageSettings
+from baton.machine import usable_cpus
 from baton.router.api.fields import ShownImage
 from baton.router.api.jobs import PlacedImage
 from baton.router.errors import InvalidRequest, Unsupported
@@ -24,6 +27,8 @@ MOST_SOURCE_PIXELS = 1 << 26
 """Of a file. They are known before it is decoded: a small file may hold a huge image."""
 KEPT_BYTES = 128 << 20
 """Of pixels that a child keeps for requests that repeat an image, as each turn of a chat does."""
+MOST_THREADS = 4
+"""That decode images of a request: each takes address space, of which a child has a bounded amount."""
 _REMOTE = re.compile(r"https?:", re.IGNORECASE)
 _DATA = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w.+-]+=[^;,]*)*;base64,", re.ASCII)
 
@@ -34,6 +39,19 @@ class Decoded(NamedTuple):
     """Of tokens."""
     columns: int
     pixels: bytes
+
+
+class _Source(NamedTuple):
+    """A file that can be decoded."""
+
+    number: int
+    """Of the image in the request."""
+    file: bytes
+    settings: ImageSettings
+    pixels: int
+    """Of the file."""
+    resized: int
+    """Pixels that it has then."""
 
 
 _kept: OrderedDict[bytes, Decoded] = OrderedDict()  # of this process, the least recently used first
@@ -49,17 +67,52 @@ def decode_images(
 ) -> list[Decoded]:
     """`files`: those that were fetched, by URL. Raises InvalidRequest, which names the image by its number in
     the request."""
-    found: list[Decoded] = []
+    names: list[bytes] = []
+    found: dict[bytes, Decoded] = {}
+    missing: dict[bytes, _Source] = {}
     total = 0
     for i, image in enumerate(images):
         file = files[image.url] if image.url in files else _file(image.url, i)
-        decoded = _decoded(file, settings.of_low_detail if image.low else settings, i)
-        total += decoded.rows * decoded.columns * settings.side**2
+        of_image = settings.of_low_detail if image.low else settings
+        names.append(name := of_image.name(file))
+        if (kept := _kept.get(name)) is not None:
+            found[name] = kept
+            total += kept.rows * kept.columns * settings.side**2
+        else:
+            missing[name] = _source(file, of_image, i)
+            total += missing[name].resized
         if total > MOST_PIXELS:
             text = f"messages: the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
             raise InvalidRequest(text, param="messages")
-        found.append(decoded)
-    return found
+    for names_of_part in _parts(missing):
+        sources = [missing[name] for name in names_of_part]
+        found |= zip(names_of_part, _threads().map(_decoded, sources), strict=True)
+    for name in names:
+        _kept[name] = found[name]
+        _kept.move_to_end(name)
+    while sum(len(each.pixels) for each in _kept.values()) > KEPT_BYTES:
+        _kept.popitem(last=False)
+    return [found[name] for name in names]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Of this process. Pillow decodes and resizes without the GIL."""
+    return ThreadPoolExecutor(min(usable_cpus(), MOST_THREADS), "images")
+
+
+def _parts(sources: Mapping[bytes, _Source]) -> Iterator[list[bytes]]:
+    """The names in parts, whose files together have no more pixels than one file may have."""
+    part: list[bytes] = []
+    pixels = 0
+    for name, source in sources.items():
+        if part and pixels + source.pixels > MOST_SOURCE_PIXELS:
+            yield part
+            part, pixels = [], 0
+        part.append(name)
+        pixels += source.pixels
+    if part:
+        yield part
 
 
 def place(
@@ -93,40 +146,48 @@ def _file(url: str, i: int) -> bytes:
         raise _wrong(i, f"is not valid base64: {error}") from None
 
 
-def _decoded(file: bytes, settings: ImageSettings, i: int) -> Decoded:
-    name = settings.name(file)
-    if (kept := _kept.get(name)) is not None:
-        _kept.move_to_end(name)
-        return kept
+def _source(file: bytes, settings: ImageSettings, i: int) -> _Source:
+    """Decodes nothing."""
     pil = pillow()
-    try:
-        with pil.Image.open(io.BytesIO(file), formats=FORMATS) as image:
-            if image.width * image.height > MOST_SOURCE_PIXELS:
-                size = f"{image.width} × {image.height} pixels"
-                raise _wrong(i, f"has {size}, more than {MOST_SOURCE_PIXELS}")
-            settings.size(image.height, image.width)  # refuses one that is too narrow before it is decoded
-            turned = _opaque(pil.ImageOps.exif_transpose(image), pil)
+    with _told(i, pil), pil.Image.open(io.BytesIO(file), formats=FORMATS) as image:
+        if (pixels := image.width * image.height) > MOST_SOURCE_PIXELS:
+            size = f"{image.width} × {image.height} pixels"
+            raise _wrong(i, f"has {size}, more than {MOST_SOURCE_PIXELS}")
+        # EXIF may turn the image. Its sides are rounded alike.
+        height, width = settings.size(image.height, image.width)
+    return _Source(i, file, settings, pixels, height * width)
+
+
+def _decoded(source: _Source) -> Decoded:
+    pil, settings = pillow(), source.settings
+    with _told(source.number, pil):
+        with pil.Image.open(io.BytesIO(source.file), formats=FORMATS) as image:
+            pil.ImageOps.exif_transpose(image, in_place=True)
+            turned = _opaque(image, pil)
         height, width = settings.size(turned.height, turned.width)
         if turned.size != (width, height):
             turned = turned.resize((width, height), pil.Image.Resampling(settings.resample))
+        return Decoded(settings.name(source.file), *settings.grid(height, width), turned.tobytes())
+
+
+@contextmanager
+def _told(i: int, pil: Any) -> Iterator[None]:
+    """A client is told why an image cannot be decoded. A decoder raises what a broken file leads it to."""
+    try:
+        yield
     except (InvalidRequest, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001  (a decoder raises whatever a broken file leads it to)
+    except Exception as error:  # noqa: BLE001
         reason = str(error) or type(error).__name__
         if isinstance(error, pil.UnidentifiedImageError):
             reason = f"it is none of {', '.join(FORMATS)}"
         raise _wrong(i, f"cannot be decoded: {reason[:200]}") from None
-    decoded = Decoded(name, *settings.grid(height, width), turned.tobytes())
-    _kept[name] = decoded
-    while sum(len(each.pixels) for each in _kept.values()) > KEPT_BYTES:
-        _kept.popitem(last=False)
-    return decoded
 
 
 def _opaque(image: Any, pil: Any) -> Any:
     """The image in red, green and blue. What is transparent shows white."""
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     image = image.convert("RGBA")
     background = pil.Image.new("RGBA", image.size, (255, 255, 255, 255))
     return pil.Image.alpha_composite(background, image).convert("RGB")

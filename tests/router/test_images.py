@@ -223,6 +223,19 @@ def test_a_repeated_image_is_decoded_once(tokenizer: ModelTokenizer, monkeypatch
     assert prepared(tokenizer, body).images == first
 
 
+def test_images_are_decoded_in_parts_and_answers_keep_their_order(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [(64, 32), (32, 64), (96, 32), (64, 32), (32, 32)]
+    files = [url_of(file_of(picture("RGB", size, seed))) for seed, size in enumerate(sizes)]
+    whole = prepared(tokenizer, chat(*files, files[1])).images
+    images._kept.clear()
+    monkeypatch.setattr(images, "MOST_SOURCE_PIXELS", 5000)  # two of them, or one
+    assert prepared(tokenizer, chat(*files, files[1])).images == whole
+    with pytest.raises(InvalidRequest, match="image 3 cannot be decoded"):
+        prepared(tokenizer, chat(*files[:3], url_of(file_of(picture())[:-60]), files[4]))
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG of these many pixels in some hundred bytes."""
 
