@@ -78,7 +78,7 @@ def test_the_wait_for_images() -> None:
 
 
 def chosen(images: Images, **changes: Any) -> Choice:
-    load = replace(LOAD, rate=1, output=20, input=200 + images.count * images.tokens, **changes)
+    load = replace(LOAD, input=200 + images.count * images.tokens, **{"rate": 1, "output": 20} | changes)
     return choose(SPEEDS, SPEEDS, load, Targets(ttft=0.5, ttit=0.05), images)
 
 
@@ -100,7 +100,7 @@ def test_a_pool_pays_where_workers_cannot_encode_in_time() -> None:
 
 @pytest.mark.long
 def test_a_pool_pays_where_images_take_long() -> None:
-    found = chosen(Images(8, 30, 0.1, known=True))
+    found = chosen(Images(8, 30, 0.05, known=True), rate=4)
     assert found.encoders >= 4
     assert " with workers that encode" in found.why
 

@@ -76,10 +76,12 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
     Raises ValueError if no number of workers can meet the targets.
     """
     alone = of_prefill.steps.prefill(load.input)
-    if load.agents is None and targets.ttft < alone / MOST_WORKERS:
+    share = 1 if load.images else MOST_WORKERS
+    if load.agents is None and targets.ttft < alone / share:
+        shared = "prompts with images are not shared" if share == 1 else f"at most {share} workers share it"
         raise ValueError(
             f"--slo ttft={targets.ttft * 1e3:.0f}: one prefill of {load.input} tokens takes "
-            f"{alone * 1e3:.1f} ms on an idle worker, and at most {MOST_WORKERS} workers share it; "
+            f"{alone * 1e3:.1f} ms on an idle worker, and {shared}; "
             "a larger --prefill-tensor-parallel-size may help"
         )
     machine = of_decode.machine(positions_of(load), load.gpu_memory_utilization, load.max_num_seqs)
@@ -153,7 +155,7 @@ def _simulation(
 def _workers(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets | None) -> Workers:
     positions, share, seats = positions_of(load), load.gpu_memory_utilization, load.max_num_seqs
     machine = of_decode.machine(positions, share, seats)
-    workers = Workers(of_prefill.machine(positions, share, seats), machine, seats)
+    workers = Workers(of_prefill.machine(positions, share, seats), machine, seats, splits=not load.images)
     if targets is None:
         return workers
     steps = targets.ttit / machine.step(1, 1, [])

@@ -25,7 +25,7 @@ from baton.machine.quantiles import percentile
 
 REQUESTS = 2_000
 """Simulated, for the wait at encoders."""
-MOST_ENCODERS, MOST_TRIED = 256, 4
+MOST_ENCODERS, MOST_TRIED = 256, 3
 """Where workers that encode miss the targets; and how many numbers of encoders that leave time are tried."""
 
 

@@ -47,6 +47,7 @@ class Workers:
         seats: requests that a worker decodes at once.
         ttft_target: seconds. None: as of a router without this option.
         target_steps: the target of a gap, as a multiple of the fastest step.
+        splits: whether several workers may compute a prompt. A router does not split those with images.
     """
 
     prefill: Machine
@@ -54,6 +55,7 @@ class Workers:
     seats: int
     ttft_target: float | None = None
     target_steps: float = PROFILES["balanced"].target_steps
+    splits: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def serve(
         seats=workers.seats,
         target_steps=workers.target_steps,
         ttft_target=workers.ttft_target,
+        splits=workers.splits,
         machine=workers.decode,
         prefill_machine=workers.prefill,
     )
