@@ -77,8 +77,8 @@ def test_the_wait_for_images() -> None:
     assert encoded_within(images, 2.4, 1) > 1 > encoded_within(images, 2.4, 2)
 
 
-def chosen(images: Images, **changes: Any) -> Choice:
-    load = replace(LOAD, input=200 + images.count * images.tokens, **{"rate": 1, "output": 20} | changes)
+def chosen(images: Images, rate: float = 1, output: int = 20) -> Choice:
+    load = replace(LOAD, rate=rate, output=output, input=200 + images.count * images.tokens)
     return choose(SPEEDS, SPEEDS, load, Targets(ttft=0.5, ttit=0.05), images)
 
 
@@ -100,7 +100,7 @@ def test_a_pool_pays_where_workers_cannot_encode_in_time() -> None:
 
 @pytest.mark.long
 def test_a_pool_pays_where_images_take_long() -> None:
-    found = chosen(Images(8, 30, 0.05, known=True), rate=4)
+    found = chosen(Images(8, 30, 0.05, known=True), rate=4, output=150)
     assert found.encoders >= 4
     assert " with workers that encode" in found.why
 
