@@ -59,6 +59,10 @@ def test_an_address_of_another_machine_is_refused() -> None:
         KVEventPublisher("tcp://192.0.2.1:5557")
 
 
+MAIN = {None, "full_attention", "mla_attention", "sink_full_attention"}
+"""Groups of layers that have all tokens of a prompt. Dynamo and llm-d leave out the events of others."""
+
+
 class Subscriber:
     """A router of others: it knows which blocks a worker has, and their tokens."""
 
@@ -72,6 +76,7 @@ class Subscriber:
         self._socket.connect(endpoint)
         self._next = first
         self.children: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        self.kinds: dict[int | None, str | None] = {}  # by group. What leaves is told by group alone
 
     async def connected(self) -> None:
         await self._monitor.recv_multipart()
@@ -85,6 +90,11 @@ class Subscriber:
         for event in events_of(batch):
             if event["type"] == "AllBlocksCleared":
                 self.children.clear()
+                continue
+            group = event.get("group_idx")
+            if event["type"] == "BlockStored":
+                self.kinds[group] = event.get("kv_cache_spec_kind")
+            if self.kinds.get(group) not in MAIN:
                 continue
             if event["type"] == "BlockRemoved":
                 gone = set(event["block_hashes"])
