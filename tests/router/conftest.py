@@ -307,11 +307,13 @@ async def make_cluster(
     decode: int = 1,
     text: str = TEXT,
     wait: bool = True,
+    ends_idle: bool = True,
     secret: bytes = SECRET,
     worker_tls: TlsFiles | None = None,
     defaults: SamplingDefaults = NO_DEFAULTS,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
+    """`wait`: until the router has all workers. `ends_idle`: it holds nothing in the end."""
     lanes, output_ids = Lanes(), [*tokenizer.encode(text), 2]
     workers = [
         FakeWorker(pool, lanes, output_ids, index=i, tls=worker_tls)
@@ -335,6 +337,8 @@ async def make_cluster(
             await cluster.until(lambda: all(worker.attached for worker in workers))
         try:
             yield cluster
+            if ends_idle:
+                await cluster.idle()
         finally:
             for worker in workers:
                 await worker.kill()
@@ -345,7 +349,6 @@ async def cluster(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
     """One worker of each role."""
     async with make_cluster(tokenizer, tmp_path) as made:
         yield made
-        await made.idle()
 
 
 @pytest.fixture
@@ -353,7 +356,6 @@ async def pair(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Clust
     """Two workers of each role."""
     async with make_cluster(tokenizer, tmp_path, prefill=2, decode=2) as made:
         yield made
-        await made.idle()
 
 
 @pytest.fixture
@@ -362,7 +364,6 @@ async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncI
     text = f"<think>{THOUGHT}</think>{ANSWER}{CALL}"
     async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
         yield made
-        await made.idle()
 
 
 async def prefills_at(cluster: Cluster, speed: float) -> None:

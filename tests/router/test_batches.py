@@ -169,7 +169,7 @@ async def test_a_router_that_starts_again_goes_on(
 ) -> None:
     """Without workers nothing is answered. The next router sends what has no result, and nothing else."""
     kept = {"batch_dir": str(tmp_path / "kept"), "overflow": False}  # else a decode worker may take a prompt
-    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **kept) as cluster:
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, ends_idle=False, **kept) as cluster:
         batch = await batch_of(client_of(cluster), *(LINE | {"custom_id": f"r{n}"} for n in range(3)))
         await cluster.until(lambda: len(cluster.router.services.active) > 0)
     folder = tmp_path / "kept" / "any"
@@ -195,7 +195,6 @@ async def test_a_batch_is_cancelled_and_its_results_stay(
             await client.files.delete(batch.input_file_id)
         await client.batches.cancel(batch.id)
         assert (await ended(client, batch.id)).status == "cancelled"
-        await cluster.idle()
 
 
 async def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,6 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
         await made.until(lambda: len(made.pool.ready(pb.POOL_PREFILL)) == 3 and bool(made.pool.decodes))
         await made.until(lambda: all(worker.attached for worker in made.workers))
         yield made
-        await made.idle()
 
 
 def reported(cluster: Cluster) -> list[int]:

@@ -39,7 +39,6 @@ async def test_pages_of_allowed_origins_may_use_the_api(tokenizer: ModelTokenize
         status, got = await headers(cluster, "OPTIONS", path, Origin=OTHER, **ASKED)
         assert status == 401
         assert "Access-Control-Allow-Origin" not in got
-        await cluster.idle()
 
 
 async def test_no_other_origin_is_allowed_by_default(cluster: Cluster):

@@ -29,7 +29,6 @@ async def test_counters_move_while_tokens_flow(cluster: Cluster) -> None:
         assert counted[0] == 1
         assert 4 <= counted[1] < len(cluster.output_ids), "in the middle of the answer"
         decode.steps = None
-    await cluster.idle()
 
 
 async def test_preparation_and_the_first_token_are_counted_from_the_headers_on(cluster: Cluster) -> None:

@@ -129,7 +129,6 @@ async def test_requests_wait_for_a_pool_without_workers(tokenizer: ModelTokenize
         await cluster.until(lambda: len(parked.without_worker) == 1)
         await flipped(cluster, worker, PREFILL)
         await request
-        await cluster.idle()
 
 
 async def test_a_worker_keeps_its_known_cache_in_both_pools(
@@ -256,4 +255,3 @@ async def test_a_reservation_is_not_fed_by_its_own_worker(
             assert {submit.source.prefill_id for submit in decodes(other)} == own
         else:
             assert [s.HasField("source") for s in decodes(used)] == [True, False]
-        await cluster.idle()

@@ -63,4 +63,3 @@ async def test_requests_get_the_defaults_unless_they_say_otherwise(
             assert (sent.temperature, sent.top_k, sent.top_p, sent.max_tokens) == expected
         listed = responses.ModelList.model_validate(await cluster.get("/v1/models"))
         assert listed.data[0].default_sampling_params == DEFAULTS | {"max_tokens": 9}
-        await cluster.idle()

@@ -165,7 +165,6 @@ async def test_the_deadline_of_the_call_limits_the_request(cluster: Cluster):
     await decode.until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
     await prefill.until(lambda w: w.cancelled == [w.submitted[0].prefill.prefill_id])
     assert decode.submitted[0].decode.request.timeout_ms <= 500
-    await cluster.idle()
 
 
 async def test_keys_deadlines_and_overload(
@@ -190,7 +189,6 @@ async def test_keys_deadlines_and_overload(
         assert code == grpc.StatusCode.DEADLINE_EXCEEDED
         assert trailing["error-code"] == "timeout"
         assert trailing["x-request-id"] == "mine"
-        await cluster.idle()
 
 
 async def test_a_message_that_is_too_large_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):

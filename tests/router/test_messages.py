@@ -163,20 +163,22 @@ async def test_errors_have_anthropics_form(tokenizer: ModelTokenizer, tmp_path: 
     import anthropic
 
     create: Any = {"messages": HELLO, "max_tokens": 5}
-    async with make_cluster(tokenizer, tmp_path, api_keys=api_keys(["k"], None)) as cluster:
-        async with client(cluster, "k") as api, client(cluster, "wrong") as stranger:
-            assert (await api.messages.create(model="fake", **create)).stop_reason == "max_tokens"
-            with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
-                await api.messages.create(model="other", **create)
-            with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
-                await stranger.messages.create(model="fake", **create)
-            with pytest.raises(anthropic.BadRequestError, match="temperature") as refusal:
-                await api.messages.create(model="fake", extra_body={"temperature": -1}, **create)
-            body: Any = refusal.value.body
-            assert body["type"] == "error"
-            assert body["error"]["type"] == "invalid_request_error"
-            assert body["request_id"]
-        await cluster.idle()
+    async with (
+        make_cluster(tokenizer, tmp_path, api_keys=api_keys(["k"], None)) as cluster,
+        client(cluster, "k") as api,
+        client(cluster, "wrong") as stranger,
+    ):
+        assert (await api.messages.create(model="fake", **create)).stop_reason == "max_tokens"
+        with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+            await api.messages.create(model="other", **create)
+        with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
+            await stranger.messages.create(model="fake", **create)
+        with pytest.raises(anthropic.BadRequestError, match="temperature") as refusal:
+            await api.messages.create(model="fake", extra_body={"temperature": -1}, **create)
+        body: Any = refusal.value.body
+        assert body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
+        assert body["request_id"]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -88,7 +88,6 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
         await cluster.until(lambda: not len(index))
         await cluster.complete(prompt=prompt)
         assert await counted(cluster, "cached") == 4
-        await cluster.idle()
 
 
 async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> None:
@@ -105,7 +104,6 @@ async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> N
     assert submit.request.first_token_within > 0
     assert not decodes(decode)
     assert await counted(cluster, "no_handover") == 1
-    await cluster.idle()
 
 
 async def test_a_full_prefill_worker_hands_over(cluster: Cluster) -> None:
@@ -250,7 +248,6 @@ async def test_no_overflow_turns_it_off(tokenizer: ModelTokenizer, tmp_path: Pat
         await offering(cluster)
         await answered_whole(cluster)
         assert decodes(cluster.decodes[0])[0].HasField("source")
-        await cluster.idle()
 
 
 async def test_spare_speed_of_decode_workers_widens_the_window(cluster: Cluster) -> None:

@@ -56,7 +56,6 @@ async def test_echo_with_logprobs_scores_a_prompt_on_the_prefill_worker_alone(cl
     assert not decodes(cluster)
     queued = 'baton:router_queue_seconds_count{model_name="fake",role="router"} 2.0'
     assert queued in await cluster.metrics(), "the first submission of each request"
-    await cluster.idle()
 
 
 async def test_prompt_logprobs_come_with_an_answer(cluster: Cluster):
@@ -77,7 +76,6 @@ async def test_prompt_logprobs_come_with_an_answer(cluster: Cluster):
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     assert chat["prompt_logprobs"][0] is None
     assert [entry["rank"] for entry in chat["prompt_logprobs"][9].values()] == [9, 1, 2, 3]
-    await cluster.idle()
 
 
 async def test_a_prompt_is_scored_again_when_its_worker_dies(pair: Cluster):
@@ -104,7 +102,6 @@ async def test_decode_workers_score_prompts_if_there_are_no_others(tokenizer: Mo
             assert len(result["choices"][0]["prompt_logprobs"]) == len(PROMPT)
             assert (await cluster.complete(max_tokens=1))["choices"][0]["text"] == "The"
         assert len(decodes(cluster)) == 6
-        await cluster.idle()
 
 
 async def test_a_worker_that_sends_none_does_not_answer(cluster: Cluster):
@@ -114,7 +111,6 @@ async def test_a_worker_that_sends_none_does_not_answer(cluster: Cluster):
     assert status == 500
     assert "no log probabilities for a part of the prompt" in result["error"]["message"]
     assert (await cluster.complete(prompt=PROMPT[:1], echo=True, logprobs=0, max_tokens=0))["choices"]
-    await cluster.idle()
 
 
 @pytest.mark.parametrize(

@@ -174,4 +174,3 @@ async def test_the_worker_of_a_queued_prefill_leaves_the_pool(
             start(first, 3)
         await asyncio.gather(*requests)
         assert len(prefills(second)) == (3 if lost else 0)
-        await cluster.idle()

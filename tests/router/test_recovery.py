@@ -106,7 +106,6 @@ async def test_decode_may_send_the_first_token(cluster: Cluster):
     cluster.lanes.of(prefills(prefill)[0].prefill_id).settle(True)
     await request
     prefill.steps.release()
-    await cluster.idle()
 
 
 async def test_decode_may_report_finished_before_prefills_last_token_comes(cluster: Cluster):
@@ -379,7 +378,6 @@ async def test_without_decode_workers_prefill_workers_decode(cluster: Cluster, t
     await (answered_whole(cluster) if request is None else request)
     [submit] = decodes(prefill)
     assert submit.HasField("source") is (tokens == 0), "it goes on with the KV that it holds"
-    await cluster.idle()
 
 
 async def test_without_decode_workers_requests_wait_for_a_seat_of_a_prefill_worker(cluster: Cluster):
@@ -402,7 +400,6 @@ async def test_without_any_worker_a_request_gets_503(tokenizer: ModelTokenizer, 
             assert "no decode worker" in (await response.json())["error"]["message"]
         result = await cluster.complete(max_tokens=1)  # needs no decode worker
         assert result["choices"][0]["text"] == "The"
-        await cluster.idle()
 
 
 async def test_a_parked_stream_gets_keepalives_and_then_the_error(
@@ -418,7 +415,6 @@ async def test_a_parked_stream_gets_keepalives_and_then_the_error(
             events = (await response.read()).split(b"\n\n")
         assert json.loads(events[-3].removeprefix(b"data: "))["error"]["code"] == "no_worker"
         assert events[-2] == b"data: [DONE]"
-        await cluster.idle()
 
 
 async def test_a_stream_whose_first_token_comes_needs_no_other_prefill_worker(

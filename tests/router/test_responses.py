@@ -183,27 +183,29 @@ async def test_what_is_not_served_is_refused_by_name(cluster: Cluster):
 
 
 async def test_stored_responses_belong_to_one_key(tokenizer: ModelTokenizer, tmp_path: Path):
-    async with make_cluster(tokenizer, tmp_path, api_keys=api_keys(["a", "b"], None)) as cluster:
-        async with client(cluster, "a") as mine, client(cluster, "b") as other:
-            made = await mine.responses.create(input="Hi")
-            assert (await mine.responses.retrieve(made.id)).output_text == TEXT
-            with pytest.raises(openai.NotFoundError, match=f"id '{made.id}' not found"):
-                await other.responses.retrieve(made.id)
-            with pytest.raises(openai.NotFoundError, match="a router process keeps") as refusal:
-                await other.responses.create(input="x", previous_response_id=made.id)
-            assert refusal.value.param == "previous_response_id"
-            with pytest.raises(openai.BadRequestError, match="must begin with resp_, not 'bad'"):
-                await mine.responses.create(input="x", previous_response_id="bad")
+    async with (
+        make_cluster(tokenizer, tmp_path, api_keys=api_keys(["a", "b"], None)) as cluster,
+        client(cluster, "a") as mine,
+        client(cluster, "b") as other,
+    ):
+        made = await mine.responses.create(input="Hi")
+        assert (await mine.responses.retrieve(made.id)).output_text == TEXT
+        with pytest.raises(openai.NotFoundError, match=f"id '{made.id}' not found"):
+            await other.responses.retrieve(made.id)
+        with pytest.raises(openai.NotFoundError, match="a router process keeps") as refusal:
+            await other.responses.create(input="x", previous_response_id=made.id)
+        assert refusal.value.param == "previous_response_id"
+        with pytest.raises(openai.BadRequestError, match="must begin with resp_, not 'bad'"):
+            await mine.responses.create(input="x", previous_response_id="bad")
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.delete(made.id)
+        with pytest.raises(openai.BadRequestError, match="not made with background"):
+            await mine.responses.cancel(made.id)
+        await mine.responses.delete(made.id)
+        unstored = await mine.responses.create(input="Hi", store=False)
+        for id in (made.id, unstored.id):
             with pytest.raises(openai.NotFoundError):
-                await other.responses.delete(made.id)
-            with pytest.raises(openai.BadRequestError, match="not made with background"):
-                await mine.responses.cancel(made.id)
-            await mine.responses.delete(made.id)
-            unstored = await mine.responses.create(input="Hi", store=False)
-            for id in (made.id, unstored.id):
-                with pytest.raises(openai.NotFoundError):
-                    await mine.responses.retrieve(id)
-        await cluster.idle()
+                await mine.responses.retrieve(id)
 
 
 async def test_a_response_in_the_background(cluster: Cluster):
@@ -337,7 +339,6 @@ async def test_a_conversation_is_as_long_as_a_body_may_be(tokenizer: ModelTokeni
         _, first = await cluster.post(PATH, input="x" * 700)
         status, result = await cluster.post(PATH, input="y" * 300, previous_response_id=first["id"])
         assert (status, result["error"]["param"]) == (413, "previous_response_id")
-        await cluster.idle()
 
 
 async def test_a_failed_stream_ends_with_response_failed(cluster: Cluster):
@@ -416,4 +417,3 @@ async def test_a_call_with_a_name_that_no_tool_can_have_is_text(
         assert first["output"][-1]["content"][0]["text"] == call
         status, result = await cluster.post(PATH, input="And now?", previous_response_id=first["id"])
         assert status == 200, result
-        await cluster.idle()

@@ -37,7 +37,6 @@ async def cluster(
             worker.report()
         await made.until(lambda: all(c.status.prefill_tokens_per_s == 1000.0 for c in made.pool.connections))
         yield made
-        await made.idle()
 
 
 async def answered(cluster: Cluster, **body: Any) -> None:

@@ -61,7 +61,6 @@ async def test_clients_over_tls(tokenizer: ModelTokenizer, tmp_path: Path, certi
         old = context(certificates.ca)
         old.maximum_version = ssl.TLSVersion.TLSv1_2
         assert await over_https(cluster, old) == TEXT
-        await cluster.idle()
 
 
 async def test_clients_must_show_certificates(
@@ -79,7 +78,6 @@ async def test_clients_must_show_certificates(
                 await over_grpc(cluster, ours.ca, pair)
             assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
         assert len(cluster.decodes[0].submitted) == 2
-        await cluster.idle()
 
 
 async def test_tls_to_workers(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates):
@@ -90,7 +88,6 @@ async def test_tls_to_workers(tokenizer: ModelTokenizer, tmp_path: Path, certifi
         cluster_tls=TlsFiles(*certificates.client, certificates.ca),
     ) as cluster:
         assert (await cluster.complete())["choices"][0]["text"] == TEXT
-        await cluster.idle()
 
 
 async def test_an_impostor_at_the_address_of_a_worker_gets_no_prompt(
@@ -116,4 +113,3 @@ async def test_an_impostor_at_the_address_of_a_worker_gets_no_prompt(
             assert impostor.submitted == []
         finally:
             await impostor.kill()
-        await cluster.idle()

@@ -67,7 +67,6 @@ async def calling(tool_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterat
     """A cluster whose model writes some text, and then calls two tools."""
     async with make_cluster(tool_tokenizer, tmp_path, text=CALLS) as made:
         yield made
-        await made.idle()
 
 
 def joined(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None]:

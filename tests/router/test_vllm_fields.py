@@ -113,11 +113,9 @@ async def test_a_request_is_told_how_long_its_parts_took(tokenizer: ModelTokeniz
         assert "mean_itl_ms" not in one["metrics"]
         _, two = await told.post("/v1/chat/completions", **chat, n=2)
         assert "metrics" not in two
-        await told.idle()
     async with make_cluster(tokenizer, tmp_path) as silent:
         _, whole = await silent.post("/v1/chat/completions", **chat)
         assert "metrics" not in whole
-        await silent.idle()
 
 
 async def test_options_of_the_router_hold_for_each_request(tokenizer: ModelTokenizer, tmp_path: Path):
@@ -129,4 +127,3 @@ async def test_options_of_the_router_hold_for_each_request(tokenizer: ModelToken
         assert counts == sorted(counts)
         names = [event["choices"][0]["logprobs"]["tokens"][0] for event in events[:-1]]
         assert all(re.fullmatch(r"token_id:\d+", name) for name in names)
-        await cluster.idle()
