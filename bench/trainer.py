@@ -48,7 +48,7 @@ from baton.weights import Memory, Spent, Weights
 STREAMS, AT_ONCE = 8, 48
 ANSWER = {"cpu": 32, "cuda": 250}
 LONG_ANSWER = {"cpu": 6000, "cuda": 7000}
-"""Tokens, at most, of the streams that run while weights change."""
+"""Tokens, at most, of the streams that run while weights change. Another one follows a stream that ends."""
 BEGUN, GONE_ON = 4, 32
 """Tokens that each of them has then, and those that it still gets after the change."""
 MEMORY_LOOK_S = 0.005
@@ -170,23 +170,31 @@ async def change(
     keep_kv: bool,
 ) -> Change:
     device = "cuda" if next(iter(state.values())).is_cuda else "cpu"
-    streams = [Stream(replace(case, max_tokens=LONG_ANSWER[device])) for case in asked[:STREAMS]]
+    streams, over = list[Stream](), asyncio.Event()
     async with new_session() as http:
-        reading = [asyncio.create_task(read(http, cluster.url, s.case, into=s)) for s in streams]
-        await until(lambda: all(len(stream.token_ids) >= BEGUN for stream in streams), reading)
+
+        async def one_after_another(case: Case) -> None:
+            while not over.is_set() and not any(stream.error or stream.cut for stream in streams):
+                streams.append(stream := Stream(case))
+                await read(http, cluster.url, case, into=stream)
+
+        long = [replace(case, max_tokens=LONG_ANSWER[device]) for case in asked[:STREAMS]]
+        reading = [asyncio.create_task(one_after_another(case)) for case in long]
+
+        def begun() -> bool:
+            assert not any(stream.error or stream.cut for stream in streams), "before the change"
+            return len(streams) >= len(long) and all(len(stream.token_ids) >= BEGUN for stream in streams)
+
+        await until(begun, reading)
         with memory.looked_at():
             began = time.monotonic()
             await asyncio.to_thread(weights.update, state, keep_kv=keep_kv)
             end = time.monotonic()
-        running = [stream for stream in streams if not stream.ended]
-        assert running, "all streams have ended before the weights changed: make answers longer"
-        told = [len(stream.token_ids) for stream in running]
-
-        def went_on() -> bool:
-            counts = zip(running, told, strict=True)
-            return all(s.ended or len(s.token_ids) >= count + GONE_ON for s, count in counts)
-
-        await until(went_on, reading)
+        over.set()
+        running = [(stream, len(stream.token_ids)) for stream in streams if not stream.ended]
+        await until(
+            lambda: all(s.ended or len(s.token_ids) >= told + GONE_ON for s, told in running), reading
+        )
         for task in reading:
             task.cancel()
         for ended in await asyncio.gather(*reading, return_exceptions=True):
@@ -250,7 +258,9 @@ def _measure(kind: str, args: argparse.Namespace, report: Report, model: Path, d
             report.detail[f"{label}.{number}.different"] = verdicts[-1].different
         leaks = leaks_when_idle(cluster.url)
     report.detail |= {f"{label}.leaks": leaks, "tokens": len(asked) * ANSWER[device]}
-    failed = sum(bool(stream.error) or stream.cut for each in found for stream in each.streams)
+    ran = [stream for each in found for stream in each.streams]
+    failed = sum(bool(stream.error) or stream.cut for stream in ran)
+    failed += sum(s.finish_reason is not None and len(s.token_ids) < s.case.max_tokens for s in ran)
     failed += sum(each.failed for each in verdicts)
     different = sum(each.different + each.lost_or_repeated for each in verdicts)
     if device == "cuda":
