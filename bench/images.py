@@ -527,7 +527,7 @@ def main() -> int:
         p.error(str(error))
     turns: dict[str, Figures] = {name: known.get(name, {}) for name in names}
     found = {side.name: [turns[f"{side.name}.{seed}"] for seed in range(args.seeds)] for side in sides}
-    report.detail, failed = dict(turns), False
+    report.detail, report.rows, failed = dict(turns), rows(found, args), False
     with tempfile.TemporaryDirectory(prefix="baton-images-") as temporary:
         model = write_shape(args.model_shape or SHAPE[args.device], Path(temporary), tokenizer=True)
         for seed in range(args.seeds):

@@ -517,6 +517,7 @@ def test_runs_images(run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
             run("images", *flags)
         assert "inside.0: failed: no GPU" in capfd.readouterr().err
         rows = run("images", *flags, "--resume")
+        assert run("images", *flags, "--resume") == rows, "nothing is left"
         with pytest.raises(SystemExit):
             run("images", *flags, "--resume", "--rated", "9")
         server.shutdown()
