@@ -42,7 +42,7 @@ from baton.bench.harness.streams import (
 )
 from baton.cluster.model import embedded_path
 from baton.content.gguf import GGUFHeader
-from baton.rpc.pause import Workers
+from baton.rpc.pause import workers_at
 from baton.rpc.weights import Replaced, named, replace_weights
 
 STREAMS, SHORT_STREAMS = 8, 4
@@ -93,7 +93,7 @@ async def change(
     weights, secret = named(str(path), version), cluster.secret.encode()
     if not keeps_kv:
         return await replace_weights(addresses, weights, secret, None), time.monotonic()
-    async with Workers(addresses, secret, None) as workers:
+    async with workers_at(addresses, secret, None) as workers:
         await workers.pause("keep", 600, keep_kv=True)
         done = await replace_weights(addresses, weights, secret, None), time.monotonic()
         await workers.resume()

@@ -7,7 +7,7 @@ keep:  steps of all workers end ─▶ paused
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import grpc
@@ -40,25 +40,21 @@ class NotPaused(Exception):
         self.faults = faults
 
 
+@contextlib.asynccontextmanager
+async def workers_at(
+    addresses: Sequence[str], secret: bytes, tls: TlsFiles | None, *, may_lack: Collection[str] = ()
+) -> AsyncIterator["Workers"]:
+    """Connections to these workers, while the context is open. `may_lack`: these may be down. One that does
+    not answer is left out."""
+    async with connected(addresses, secret, tls) as stubs:
+        yield Workers(stubs, may_lack)
+
+
 class Workers:
-    """Connections to these workers, while the context is open."""
+    """Of `workers_at`."""
 
-    def __init__(
-        self, addresses: Sequence[str], secret: bytes, tls: TlsFiles | None, *, may_lack: Collection[str] = ()
-    ) -> None:
-        """`may_lack`: these may be down. One that does not answer is left out."""
-        self._addresses, self._secret, self._tls = addresses, secret, tls
-        self._may_lack = may_lack
-        self._stubs = dict[str, WorkerStub]()
-        self._until_the_end = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> "Workers":
-        opened = connected(self._addresses, self._secret, self._tls)
-        self._stubs = await self._until_the_end.enter_async_context(opened)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._until_the_end.aclose()
+    def __init__(self, stubs: dict[str, WorkerStub], may_lack: Collection[str]) -> None:
+        self._stubs, self._may_lack = stubs, may_lack
 
     async def pause(self, mode: Mode, seconds: float, *, keep_kv: bool = False) -> None:
         """Returns when no worker computes. The pause ends after so many seconds, also that of `wait` which

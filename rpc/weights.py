@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from grpc.aio import AioRpcError
 
@@ -66,23 +65,21 @@ def named(path: str, version: str, *, rolls: bool = False) -> pb.StageWeights:
     return pb.StageWeights(path=path, version=version, named_at=now, rolls=rolls)
 
 
+@contextlib.asynccontextmanager
+async def replacement_at(
+    addresses: Sequence[str], secret: bytes, tls: TlsFiles | None
+) -> AsyncIterator["Replacement"]:
+    """Of the weights of the workers at these addresses. Whatever ends the context before `apply` leaves all
+    workers as they were."""
+    async with connected(addresses, secret, tls) as stubs:
+        yield Replacement({address: _Call(stub) for address, stub in stubs.items()})
+
+
 class Replacement:
-    """Of the weights of the workers at these addresses, in an `async with`. Whatever ends it before `apply`
-    leaves all workers as they were."""
+    """Of `replacement_at`."""
 
-    def __init__(self, addresses: Sequence[str], secret: bytes, tls: TlsFiles | None) -> None:
-        self._addresses, self._secret, self._tls = addresses, secret, tls
-        self._calls = dict[str, _Call]()
-        self._until_the_end = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        opened = connected(self._addresses, self._secret, self._tls)
-        stubs = await self._until_the_end.enter_async_context(opened)
-        self._calls = {address: _Call(stub) for address, stub in stubs.items()}
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._until_the_end.aclose()
+    def __init__(self, calls: "Mapping[str, _Call]") -> None:
+        self._calls = calls
 
     async def stage(self, weights: pb.StageWeights) -> tuple[int, float]:
         """All workers read and check the weights. Returns their bytes and the seconds, of the worker with the
@@ -122,7 +119,7 @@ async def replace_weights(
 ) -> Replaced:
     """Gives the workers at these addresses the weights. `at_once`: as in `Replacement.apply`. Raises
     NotReplaced."""
-    async with Replacement(addresses, secret, tls) as replacement:
+    async with replacement_at(addresses, secret, tls) as replacement:
         nbytes, seconds = await replacement.stage(weights)
         return Replaced(nbytes, seconds, await replacement.apply(at_once=at_once), at_once)
 

@@ -1,7 +1,9 @@
 """HTTP calls that pause all workers and let them go on, as vLLM has them, and those of SGLang by which
 workers give memory back. They need the admin key."""
 
+import contextlib
 import math
+from collections.abc import AsyncIterator
 from typing import Any, get_args
 
 from aiohttp import web
@@ -10,7 +12,7 @@ from baton.router import errors
 from baton.router.api.bodies import MemoryBody, MemoryTag
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
-from baton.rpc.pause import Mode, NotPaused, Workers
+from baton.rpc.pause import Mode, NotPaused, Workers, workers_at
 
 PATHS = "/pause", "/resume", "/is_paused", "/release_memory_occupation", "/resume_memory_occupation"
 LONGEST = 7 * 24 * 3600.0
@@ -34,25 +36,17 @@ class HttpPause:
     async def _pause(self, request: web.Request) -> web.Response:
         mode, seconds = _mode(request.query.get("mode", "abort")), self._seconds(request.query.get("seconds"))
         keep_kv = not _clears(request.query.get("clear_cache", "true"))
-        workers, names = await self._workers()
-        try:
-            async with workers:
+        async with self._workers("The cluster goes on.") as workers:
+            try:
                 await workers.pause(mode, seconds, keep_kv=keep_kv)
-        except NotPaused as error:
-            raise self._calls.failed(error.faults, names, "The cluster goes on.") from error
-        except TimeoutError:
-            text = f"requests still ran after {seconds:g} s, so the cluster goes on; pause with mode=keep"
-            raise errors.TimedOut(text) from None
+            except TimeoutError:
+                text = f"requests still ran after {seconds:g} s, so the cluster goes on; pause with mode=keep"
+                raise errors.TimedOut(text) from None
         return web.json_response({"status": "paused", "seconds": seconds})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        workers, names = await self._workers()
-        try:
-            async with workers:
-                await workers.resume()
-        except NotPaused as error:
-            outcome = "Try again, or wait for the end of the pause."
-            raise self._calls.failed(error.faults, names, outcome) from error
+        async with self._workers("Try again, or wait for the end of the pause.") as workers:
+            await workers.resume()
         return web.json_response({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
@@ -61,26 +55,18 @@ class HttpPause:
 
     async def _release(self, request: web.Request) -> web.Response:
         tags = await self._tags(request)
-        workers, names = await self._workers()
-        try:
-            async with workers:
-                if busy := await workers.busy():
-                    text = f"{busy} workers have requests: call /pause?mode=abort or /pause?mode=wait first"
-                    raise errors.InvalidRequest(text)
-                await workers.release(tags)
-        except NotPaused as error:
-            outcome = "The other workers have released it: try again, or call /resume_memory_occupation."
-            raise self._calls.failed(error.faults, names, outcome) from error
+        outcome = "The other workers have released it: try again, or call /resume_memory_occupation."
+        async with self._workers(outcome) as workers:
+            if busy := await workers.busy():
+                text = f"{busy} workers have requests: call /pause?mode=abort or /pause?mode=wait first"
+                raise errors.InvalidRequest(text)
+            await workers.release(tags)
         return web.json_response({"success": True, "released": tags})
 
     async def _take_again(self, request: web.Request) -> web.Response:
         tags = await self._tags(request)
-        workers, names = await self._workers()
-        try:
-            async with workers:
-                statuses = await workers.take_again(tags)
-        except NotPaused as error:
-            raise self._calls.failed(error.faults, names, "The other workers have it: try again.") from error
+        async with self._workers("The other workers have it: try again.") as workers:
+            statuses = await workers.take_again(tags)
         lacks = sorted({tag for status in statuses for tag in status.released})
         told = {"success": True, "released": lacks}
         return web.json_response(told | {"lost_weights": any(status.lost_weights for status in statuses)})
@@ -103,8 +89,9 @@ class HttpPause:
             raise errors.InvalidRequest(text, param="seconds")
         return seconds
 
-    async def _workers(self) -> tuple[Workers, dict[str, str]]:
-        """All workers, and how errors name them.
+    @contextlib.asynccontextmanager
+    async def _workers(self, outcome: str) -> AsyncIterator[Workers]:
+        """All workers. `outcome`: what a user reads behind the faults of those that did not do it.
 
         One that is not connected may have dropped the router's stream to take new weights, or start only.
         Then it gets no request while the others are paused."""
@@ -114,7 +101,12 @@ class HttpPause:
         if not names:
             raise errors.NoWorker("no worker is known; see `baton status`")
         config = self._calls.config
-        return Workers(list(names), config.secret, config.cluster_tls, may_lack=lacking), names
+        opened = workers_at(list(names), config.secret, config.cluster_tls, may_lack=lacking)
+        try:
+            async with opened as workers:
+                yield workers
+        except NotPaused as error:
+            raise self._calls.failed(error.faults, names, outcome) from error
 
 
 def _mode(given: str) -> Mode:

@@ -21,7 +21,7 @@ from baton.router.api.bodies import DiskUpdate, FinishWeightsBody, InitTransferB
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_weights import failed, new_version, workers_for_weights
-from baton.rpc.weights import NotReplaced, Replacement, named
+from baton.rpc.weights import NotReplaced, Replacement, named, replacement_at
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +92,9 @@ class HttpWeightTransfer:
                 raise errors.InvalidRequest("this update has its weights: call /finish_weight_update")
             update.names = await workers_for_weights(self._calls)
             config = self._calls.config
-            replacement = Replacement(list(update.names), config.secret, config.cluster_tls)
+            opened = replacement_at(list(update.names), config.secret, config.cluster_tls)
             try:
-                await update.calls.enter_async_context(replacement)
+                replacement = await update.calls.enter_async_context(opened)
                 weights = named(path, new_version(None))
                 nbytes, seconds = await replacement.stage(weights)
             except NotReplaced as error:

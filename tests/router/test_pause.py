@@ -13,7 +13,7 @@ from baton.router.admission.keys import ApiKey
 from baton.router.policy.placement import PrefillWindow
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.pause import NotPaused, Workers
+from baton.rpc.pause import NotPaused, workers_at
 from tests.fake_worker import SECRET, FakeWorker
 
 from .conftest import Cluster, make_cluster
@@ -182,7 +182,7 @@ async def test_one_worker_that_refuses_pauses_none(paused: Cluster) -> None:
 
 
 async def test_a_caller_that_goes_while_it_waits_lets_workers_go_on(paused: Cluster) -> None:
-    async with Workers([w.address for w in paused.workers], SECRET, None) as workers:
+    async with workers_at([w.address for w in paused.workers], SECRET, None) as workers:
         pausing = asyncio.create_task(workers.pause("wait", 60.0))
         await knows(paused, pb.PAUSE_NEW)
         pausing.cancel()
@@ -220,12 +220,12 @@ async def test_a_worker_that_takes_new_weights_just_now_goes_on_with_the_others(
     assert (await asked(paused, "POST", "/pause?mode=keep"))[0] == 200
     addresses = [w.address for w in paused.workers]
     await prefill.kill()
-    async with Workers(addresses, SECRET, None, may_lack={prefill.address}) as workers:
+    async with workers_at(addresses, SECRET, None, may_lack={prefill.address}) as workers:
         await workers.resume()
     assert decode.status.pause == pb.PAUSE_NONE
     for address in addresses:
         with pytest.raises(NotPaused) if address == prefill.address else contextlib.nullcontext():
-            async with Workers([address], SECRET, None) as workers:
+            async with workers_at([address], SECRET, None) as workers:
                 await workers.resume()
 
 
