@@ -214,6 +214,11 @@ async def test_weights_that_are_not_at_the_path_come_from_a_worker_that_has_them
         async with replacement(worker) as new:
             with pytest.raises(grpc.aio.AioRpcError, match=reason):
                 await new.command(stage=wrong)
+    unreadable = tmp_path / (300 * "n")  # the system answers with an error, not that there is none
+    elsewhere = pb.StageWeights(path=str(unreadable), version="here", peer=worker.address)
+    elsewhere.fingerprint = right.model_fingerprint
+    async with replacement(worker) as new:
+        await new.command(stage=elsewhere)
     (path / "model-00001-of-00001.cuda.json").touch()
     async with replacement(worker) as new:
         with pytest.raises(grpc.aio.AioRpcError, match="the trainer has not copied its tensors"):
@@ -231,6 +236,7 @@ async def test_what_does_not_fit_is_refused_by_name(worker: WorkerProcess, tmp_p
         (missing, "e", name),
         (wrong, "e", "another model"),
         (tmp_path / "nowhere", "e", "no such file"),
+        (tmp_path / (300 * "n"), "e", "File name too long"),
         (missing, "", "version must be"),
         (missing, "e;f", "version must be"),
     ]

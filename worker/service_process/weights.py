@@ -230,7 +230,11 @@ class WeightsReplacement:
 
 
 def _on_gpus(path: Path) -> bool:
-    return path.is_dir() and has_handles(path.iterdir())
+    """False, too, if this host cannot read the path: another worker may have the weights."""
+    try:
+        return path.is_dir() and has_handles(path.iterdir())
+    except OSError:
+        return False  # the engine reads it next, and says why it cannot
 
 
 def _unfit(stage: pb.StageWeights, staged: WeightsStaged) -> str:
