@@ -42,9 +42,10 @@ def resolve(model: str | None, engine: str = "baton") -> ResolvedModel:
         )
     if model is None or model == EMBEDDED_NAME:
         return ResolvedModel(str(embedded_path()), EMBEDDED_NAME)
-    path = Path(model).expanduser()
-    if path.exists():
-        if path.is_dir() and not (path / "config.json").is_file():
+    path = _exists("--model", model)
+    if path is not None:
+        config = _exists("--model", str(path / "config.json"))
+        if path.is_dir() and (config is None or not config.is_file()):
             raise ValueError(
                 f"--model {model}: the directory has no config.json; name a Hugging Face model directory."
             )
@@ -60,8 +61,18 @@ def resolve(model: str | None, engine: str = "baton") -> ResolvedModel:
 
 def absolute(tokenizer: str | None) -> str | None:
     """The value of `--tokenizer` for roles: a path that exists here becomes absolute."""
-    path = None if tokenizer is None else Path(tokenizer).expanduser()
-    return str(path.absolute()) if path is not None and path.exists() else tokenizer
+    path = None if tokenizer is None else _exists("--tokenizer", tokenizer)
+    return tokenizer if path is None else str(path.absolute())
+
+
+def _exists(option: str, given: str) -> Path | None:
+    """The path, or None if it does not exist. Raises ValueError if the system does not tell."""
+    try:
+        path = Path(given).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:  # no permission, a name that is too long, no such user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{option} {given}: {reason}; correct the path") from error
 
 
 def download_to(directory: Path | None) -> None:

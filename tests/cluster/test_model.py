@@ -160,3 +160,14 @@ def test_every_role_asks_the_hub_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (["serve", "--port", "0"], ["prefill"], ["decode"], ["router", "--worker", "127.0.0.1:1"]):
         result = CliRunner().invoke(app, [*command, "--model", "a/b"])
         assert "asked for a/b" in result.stderr, command
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [(300 * "n" + "/model", "File name too long"), ("~no-such-user/model", "home directory")],
+)
+def test_a_path_that_the_system_refuses_is_named_with_its_option(given: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"--model {given}: .*{reason}"):
+        model.resolve(given)
+    with pytest.raises(ValueError, match=rf"--tokenizer {given}: .*{reason}"):
+        model.absolute(given)
