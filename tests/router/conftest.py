@@ -165,6 +165,13 @@ class Cluster:
     lanes: Lanes
     output_ids: list[int]
     workers: list[FakeWorker] = field(default_factory=list)
+    late: list[FakeWorker] = field(default_factory=list)
+    """Of `start`."""
+
+    async def start(self, *workers: FakeWorker) -> None:
+        """Starts workers that the router hears of later, if at all. They end with the cluster."""
+        for worker in workers:
+            self.late.append(await worker.start())
 
     @property
     def url(self) -> str:
@@ -340,7 +347,7 @@ async def make_cluster(
             if ends_idle:
                 await cluster.idle()
         finally:
-            for worker in workers:
+            for worker in [*workers, *cluster.late]:
                 await worker.kill()
 
 

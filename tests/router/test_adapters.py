@@ -87,13 +87,10 @@ async def adapting(
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, admin_key=key) as cluster:
         pools = pb.POOL_PREFILL, pb.POOL_DECODE
         workers = [Adapting(pool, cluster.lanes, cluster.output_ids) for pool in pools]
-        for worker in workers:
-            await worker.start()
+        await cluster.start(*workers)
         rewrite(tmp_path / "workers", list(workers))
         await cluster.until(lambda: cluster.pool.complete and bool(cluster.pool.decodes))
         yield cluster, workers
-        for worker in workers:
-            await worker.kill()
 
 
 async def changed(cluster: Cluster, call: str, key: str = "trainer", **body: Any) -> tuple[int, str]:
@@ -185,7 +182,7 @@ async def test_a_worker_that_starts_loads_the_adapters_of_the_others(
         await changed(cluster, "load", lora_name="sql", lora_path="/adapters/sql")
         started = Adapting(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=1)
         started.applies = asyncio.Event()
-        await started.start()
+        await cluster.start(started)
         rewrite(tmp_path / "workers", [*workers, started])
         await started.until(lambda w: w.described)
         assert len(cluster.pool.ready(pb.POOL_DECODE)) == 1
@@ -197,13 +194,11 @@ async def test_a_worker_that_starts_loads_the_adapters_of_the_others(
 
         other = Adapting(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=2)
         other.contents = "other"
-        await other.start()
+        await cluster.start(other)
         rewrite(tmp_path / "workers", [*workers, started, other])
         said = "the files at /adapters/sql are not those of the other workers"
         await cluster.until(lambda: any(c.reason.endswith(said) for c in cluster.pool.connections))
         assert not other.loaded
-        await started.kill()
-        await other.kill()
 
 
 async def test_a_request_ends_if_its_adapter_is_unloaded_before_it_starts(

@@ -120,8 +120,7 @@ async def test_a_worker_that_starts_gets_the_weights_of_the_others(
         first.weights = NEWEST
         for name, value in fault.items():
             setattr(started, name, value)
-        await first.start()
-        await started.start()
+        await cluster.start(first, started)
         rewrite(tmp_path / "workers", [first])
         await cluster.until(lambda: bool(cluster.pool.prefills))
         rewrite(tmp_path / "workers", [first, started])
@@ -133,8 +132,6 @@ async def test_a_worker_that_starts_gets_the_weights_of_the_others(
         else:
             await cluster.until(lambda: any(c.reason.endswith(reason) for c in cluster.pool.connections))
             assert not cluster.pool.decodes
-        await first.kill()
-        await started.kill()
 
 
 @pytest.mark.parametrize("weights", [pb.StageWeights(), OLDER])
@@ -152,8 +149,7 @@ async def test_workers_with_older_weights_get_the_newest_whichever_came_first(
         older = Trained(pb.POOL_PREFILL, cluster.lanes, cluster.output_ids)
         newest.weights, older.weights = NEWEST, weights
         workers = [older, newest] if is_first else [newest, older]
-        for worker in workers:
-            await worker.start()
+        await cluster.start(*workers)
         rewrite(tmp_path / "workers", [workers[0]])
         await cluster.until(lambda: len(cluster.pool.prefills) == 1)
         rewrite(tmp_path / "workers", list(workers))
@@ -164,8 +160,6 @@ async def test_workers_with_older_weights_get_the_newest_whichever_came_first(
 
         await cluster.until(has_both)
         assert older.weights == newest.weights == NEWEST
-        for worker in workers:
-            await worker.kill()
 
 
 def versions_of(workers: Sequence[Trained]) -> dict[bytes, set[str]]:
@@ -187,8 +181,7 @@ async def test_while_a_change_rolls_both_versions_serve_and_no_request_mixes_the
     pools = [pb.POOL_PREFILL, pb.POOL_DECODE] * 2
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
         workers = [Trained(pool, cluster.lanes, cluster.output_ids) for pool in pools]
-        for worker in workers:
-            await worker.start()
+        await cluster.start(*workers)
         rewrite(tmp_path / "workers", [*workers[:2]])
         await cluster.until(lambda: cluster.pool.complete)
         for worker in workers[:2]:
@@ -215,8 +208,6 @@ async def test_while_a_change_rolls_both_versions_serve_and_no_request_mixes_the
 
         await cluster.until(has_all)
         assert {worker.weights.version for worker in workers} == {"v2"}
-        for worker in workers:
-            await worker.kill()
 
 
 async def test_workers_change_in_turns_and_a_fault_ends_the_change(
@@ -260,14 +251,11 @@ async def trained(
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **config) as cluster:
         pools = pb.POOL_PREFILL, *[pb.POOL_DECODE] * decode
         workers = [Trained(pool, cluster.lanes, cluster.output_ids) for pool in pools]
-        for worker in workers:
-            await worker.start()
+        await cluster.start(*workers)
         rewrite(tmp_path / "workers", list(workers))
         await cluster.until(lambda: cluster.pool.complete)
         await cluster.until(lambda: len(cluster.pool.ready(pb.POOL_DECODE)) == decode)
         yield cluster, workers
-        for worker in workers:
-            await worker.kill()
 
 
 @contextlib.asynccontextmanager

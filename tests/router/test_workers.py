@@ -35,11 +35,8 @@ def rewrite(path: Path, workers: list[FakeWorker]) -> None:
 
 
 async def test_workers_come_and_go_with_the_file(cluster: Cluster, tmp_path: Path):
-    pool, extra = (
-        cluster.pool,
-        FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=1),
-    )
-    await extra.start()
+    pool, extra = cluster.pool, FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=1)
+    await cluster.start(extra)
     rewrite(tmp_path / "workers", [*cluster.workers, extra])
     await cluster.until(lambda: len(pool.ready(pb.POOL_DECODE)) == 2)
     rewrite(tmp_path / "workers", [cluster.prefills[0], extra])
@@ -49,7 +46,6 @@ async def test_workers_come_and_go_with_the_file(cluster: Cluster, tmp_path: Pat
     assert not cluster.decodes[0].submitted
     (tmp_path / "workers").unlink()
     await cluster.complete()  # the last list stays
-    await extra.kill()
 
 
 async def test_a_retired_worker_finishes_its_requests(cluster: Cluster, tmp_path: Path):
@@ -83,7 +79,7 @@ async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer,
     async with make_cluster(tokenizer, tmp_path) as cluster:
         stranger = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=9)
         stranger.model_fingerprint, stranger.max_model_len = "model=m2", 10
-        await stranger.start()
+        await cluster.start(stranger)
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
         await cluster.until(lambda: any(c.state is WorkerState.REFUSED for c in cluster.pool.connections))
         [refused] = [c for c in cluster.pool.connections if c.state is WorkerState.REFUSED]
@@ -132,7 +128,7 @@ async def test_a_worker_with_another_tokenizer_is_refused(
     async with make_cluster(tokenizer, tmp_path, decode=0) as cluster:
         stranger = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=9)
         stranger.vocab_size, stranger.vocabulary_fingerprint = 151936, "of another tokenizer"
-        await stranger.start()
+        await cluster.start(stranger)
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
         await cluster.until(lambda: stranger.described >= 3)
         workers = (await cluster.get("/status"))["workers"]
@@ -143,7 +139,6 @@ async def test_a_worker_with_another_tokenizer_is_refused(
         assert not cluster.pool.decodes
         logged = [record.message for record in caplog.records if stranger.address in record.message]
         assert [("is refused: its tokenizer" in line, "--model" in line) for line in logged] == [(True, True)]
-        await stranger.kill()
 
 
 async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
@@ -153,13 +148,11 @@ async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: Mod
         decode.model_fingerprint = "model=m2"
         for worker, other in ((prefill, decode), (decode, prefill)):
             worker.before_description = lambda other=other: other.until(lambda w: w.described)
-            await worker.start()
+            await cluster.start(worker)
         rewrite(tmp_path / "workers", [prefill, decode])
         await cluster.until(
             lambda: {c.state for c in cluster.pool.connections} == {WorkerState.READY, WorkerState.REFUSED}
         )
-        for worker in (prefill, decode):
-            await worker.kill()
 
 
 async def test_a_wrong_secret_is_reported(tokenizer: ModelTokenizer, tmp_path: Path):
