@@ -134,10 +134,17 @@ class StepModel:
             return 0.0
         # Without the factors: they change at different times, and would then say that all steps begin late.
         of_decodes, of_prompts = self.factors
-        measured = self.corrected(1 / of_decodes, 1 / of_prompts)
-        seconds = measured.step(rows, 0.0, large)
-        each = (measured.step(rows, 0.0, most) - seconds) / (most - large)
-        return of_decodes * max(0.0, seconds - large * each - measured.decode(rows, 0.0))
+        decode = self.decode(rows, 0.0) / of_decodes
+
+        def step(tokens: int) -> float:
+            """As `parts`, at position 0."""
+            alone, together = self._prompt_rows(tokens), self._prompt_rows(rows + tokens)
+            longer = max(decode, together / of_prompts)
+            return self.overlap * longer + (1.0 - self.overlap) * (decode + alone / of_prompts)
+
+        seconds = step(large)
+        each = (step(most) - seconds) / (most - large)
+        return of_decodes * max(0.0, seconds - large * each - decode)
 
     def prefill(self, tokens: int, position: float = 0.0) -> float:
         """Seconds to compute so many prompt tokens, in as few steps with prompts alone as may be."""
