@@ -36,21 +36,21 @@ class Ring:
     def __init__(self) -> None:
         # Arrays, because the entries of lists are scattered in memory. The last bits of a point are its row.
         self._arcs = [array("Q") for _ in range(1 << _ARC_BITS)]
+        self._new: dict[int, str] = {}  # names of workers whose points are in no arc yet, by row
         self._unsorted: set[int] = set()  # arcs whose last points are new
         self._size = 0
 
     def add(self, name: str, row: int) -> None:
-        for point in _points(name, row):
-            arc = point >> 64 - _ARC_BITS
-            self._arcs[arc].append(point)
-            self._unsorted.add(arc)
+        self._new[row] = name
         self._size += 1
 
     def remove(self, name: str, row: int) -> None:
-        for point in _points(name, row):
+        self._size -= 1
+        if self._new.pop(row, None) is not None:
+            return
+        for point in _points([name], [row]).tolist():
             points = self._arc(point >> 64 - _ARC_BITS)
             del points[bisect_left(points, point)]
-        self._size -= 1
 
     def _arc(self, arc: int) -> "array[int]":
         """The points of an arc in order. They are sorted once for all workers that joined since."""
@@ -59,8 +59,22 @@ class Ring:
             self._arcs[arc] = array("Q", sorted(self._arcs[arc]))
         return self._arcs[arc]
 
+    def _place_new(self) -> None:
+        """Cuts the points of all workers that joined since into the arcs, at once."""
+        points = np.sort(_points([*self._new.values()], [*self._new]))
+        arcs = points >> np.uint64(64 - _ARC_BITS)
+        begins = np.flatnonzero(arcs[1:] != arcs[:-1]) + 1
+        found, data, begin = arcs[[0, *begins]].tolist(), points.tobytes(), 0
+        for arc, end in zip(found, [*(points.itemsize * begins).tolist(), len(data)], strict=True):
+            self._arcs[arc].frombytes(data[begin:end])
+            begin = end
+        self._unsorted.update(found)
+        self._new.clear()
+
     def walk(self, key: int) -> Iterator[int]:
         """Yields the row of every worker once, in the order of preference of a session with this key."""
+        if self._new:
+            self._place_new()
         first = key >> 64 - _ARC_BITS
         start = bisect_right(self._arc(first), key | _ROW)
         seen: set[int] = set()
@@ -75,12 +89,15 @@ class Ring:
             start = 0
 
 
-def _points(name: str, row: int) -> list[int]:
-    """Returns the first outputs of splitmix64 (Steele 2014), seeded by the name, with this row."""
-    x = np.uint64(xxhash.xxh3_64_intdigest(name.encode())) + _STEPS
+def _points(names: Sequence[str], rows: Sequence[int]) -> np.ndarray:
+    """Returns uint64[names × POINTS_PER_WORKER]: of each worker, the first outputs of splitmix64 (Steele
+    2014), seeded by its name, with its row."""
+    seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)
+    x = seeds[:, None] + _STEPS
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((x ^ (x >> np.uint64(31))) & np.uint64(~_ROW & (1 << 64) - 1) | np.uint64(row)).tolist()
+    x = (x ^ (x >> np.uint64(31))) & np.uint64(~_ROW & (1 << 64) - 1)
+    return (x | np.array(rows, np.uint64)[:, None]).ravel()
 
 
 COMPARED = 3

@@ -184,7 +184,7 @@ class PrefillLoads:
         self._changed(row)
         self._among ^= 1 << row
         self._block_sizes[worker.block_size] += 1 if serving else -1
-        self._block_size = max(+self._block_sizes, default=1)
+        self._block_size = max((size for size, n in self._block_sizes.items() if n), default=1)
         place = bisect_left(self._names, worker.name)
         if serving:
             self._ring.add(worker.name, row)
@@ -276,6 +276,8 @@ class PrefillLoads:
     def _guess_speeds(self) -> None:
         """Workers without a measured speed get the mean of the others."""
         unmeasured = np.flatnonzero(~self._measured)
+        if not unmeasured.size:
+            return
         self._speed[unmeasured] = self._guessed_speed()
         for row in unmeasured.tolist():
             worker = self._workers[row]

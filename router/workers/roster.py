@@ -362,7 +362,9 @@ class Roster:
     def _limit(self, worker: Worker) -> None:
         """Counts the limits that the worker sets now, in place of those before."""
         if before := self._limits.pop(worker, None):
-            self._workers_with -= Counter([before])
+            self._workers_with[before] -= 1
+            if not self._workers_with[before]:
+                del self._workers_with[before]
         described = worker.description
         if (
             described.num_blocks
