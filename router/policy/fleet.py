@@ -93,18 +93,7 @@ class Fleet:
         """The prefill workers that may be chosen; None if there are none."""
         listed = [self.named.get(address) for address in request.avoid]
         avoided = {worker.row for worker in listed if worker is not None and worker.row >= 0}
-        snapshot = self.loads.snapshot(request, self.now, avoided)
-        if snapshot is not None and request.adapter:
-            for row in snapshot.rows.tolist():
-                snapshot.wait[row] += self.adapter_seconds(request, row)
-        return snapshot
-
-    def adapter_seconds(self, request: PrefillRequest, row: int) -> float:
-        """Seconds in which the worker moves the adapter of the request to its device. 0: it is there, or no
-        adapter is needed, or the worker has not measured that."""
-        status = self.workers[row].status
-        there = not request.adapter or request.adapter in status.adapters_on_device
-        return 0.0 if there else status.adapter_move_seconds
+        return self.loads.snapshot(request, self.now, avoided)
 
     def choose_decode(
         self, request: PrefillRequest, tokens: int, *, promised: bool = False
@@ -126,7 +115,8 @@ class Fleet:
     def _with_adapter(self, chosen: int, request: PrefillRequest, tokens: int) -> int:
         """Returns the row of a decode worker that has the adapter of the request on its device, and is not
         much more loaded than the chosen one. Else the chosen one."""
-        if not self.adapter_seconds(request, chosen):
+        seconds = self.loads.adapter_seconds
+        if not seconds(chosen, request.adapter):
             return chosen
         most = self.workers[chosen].load.pressure + CACHED_PRESSURE
         found = [
@@ -135,7 +125,7 @@ class Fleet:
             if load.fits(tokens)
             and load.pressure <= most
             and load.worker not in request.avoid
-            and not self.adapter_seconds(request, self.named[load.worker].row)
+            and not seconds(self.named[load.worker].row, request.adapter)
         ]
         best = two_choices(found, self.rng)
         return chosen if best is None else self.named[best].row

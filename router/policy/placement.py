@@ -255,7 +255,7 @@ def offer(
             for (start, stop), late in zip(request.images, encoded_in, strict=False)
             if stop > cached
         ],
-        fleet.adapter_seconds(request, row),
+        fleet.loads.adapter_seconds(row, request.adapter),
     )
 
 

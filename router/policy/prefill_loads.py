@@ -110,6 +110,8 @@ class _Worker:
     position: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
     context: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
     gap_cost: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+    adapters: frozenset[bytes] = frozenset()
+    """On its device, as last reported."""
 
     def rates(self, status: pb.WorkerStatus, now: float) -> None:
         """Counts what the worker computed since the last report."""
@@ -147,6 +149,8 @@ class PrefillLoads:
         # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
         self._least_wait, self._wait_until = np.zeros(0), np.zeros(0)
         self._measured = np.zeros(0, bool)
+        self._move_seconds = np.zeros(0)  # in which a worker moves an adapter to its device
+        self._with_adapter: dict[bytes, set[int]] = {}  # rows that have it there
         # Of the workers that serve:
         self._ring = Ring()
         self._names: list[str] = []  # in order
@@ -171,6 +175,7 @@ class PrefillLoads:
     def leave(self, row: int) -> None:
         self.index.forget(row)
         self._set_store(row, False)
+        self._set_adapters(row, pb.WorkerStatus())
         self.serve(row, False)
         self._workers[row] = None
         self._free.append(row)
@@ -198,6 +203,24 @@ class PrefillLoads:
     def _set_store(self, row: int, reads: bool) -> None:
         self._stores = self._stores | 1 << row if reads else self._stores & ~(1 << row)
 
+    def _set_adapters(self, row: int, status: pb.WorkerStatus) -> None:
+        self._move_seconds[row] = status.adapter_move_seconds
+        worker, adapters = self._worker(row), frozenset(status.adapters_on_device)
+        for adapter in adapters - worker.adapters:
+            self._with_adapter.setdefault(adapter, set()).add(row)
+        for adapter in worker.adapters - adapters:
+            rows = self._with_adapter[adapter]
+            rows.remove(row)
+            if not rows:
+                del self._with_adapter[adapter]
+        worker.adapters = adapters
+
+    def adapter_seconds(self, row: int, adapter: bytes) -> float:
+        """Seconds in which the worker moves the adapter to its device. 0: it is there, or none is needed
+        (empty), or the worker has not measured that."""
+        there = not adapter or row in self._with_adapter.get(adapter, ())
+        return 0.0 if there else self._move_seconds.item(row)
+
     def _worker(self, row: int) -> _Worker:
         worker = self._workers[row]
         assert worker is not None
@@ -207,7 +230,7 @@ class PrefillLoads:
         if len(self._workers) == MAX_ROWS:
             raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
         self._workers.append(None)
-        for name in ("_speed", "_least_wait", "_wait_until", "_measured"):
+        for name in ("_speed", "_least_wait", "_wait_until", "_measured", "_move_seconds"):
             array = getattr(self, name)
             longer = np.zeros(len(array) + 1, array.dtype)
             longer[:-1] = array
@@ -257,6 +280,7 @@ class PrefillLoads:
             Tier.STORE: status.store_tokens_per_s,
         }
         self._set_store(row, status.store_tokens_per_s > 0)
+        self._set_adapters(row, status)
         worker.others = max(0, tokens_waiting - worker.router_tokens)
         if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]
@@ -391,6 +415,10 @@ class PrefillLoads:
         if not len(rows):
             return None
         wait = np.maximum(self._least_wait, self._wait_until - now)
+        if request.adapter:
+            moves = self._move_seconds.copy()
+            moves[[*self._with_adapter.get(request.adapter, ())]] = 0.0
+            wait += moves
         avoided = [row for row in avoid if among >> row & 1]
         if 0 < len(avoided) < len(rows):
             rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`

@@ -368,3 +368,31 @@ def test_what_the_shared_store_has_counts_at_its_price_at_every_worker_that_read
         other.apply(0, part.cache)
     assert other.only_stored(0, [*range(20)]) == 0, "the worker has them, too"
     assert {*other._stored} == {*chunks} - {7}
+
+
+def test_an_adapter_is_where_the_last_report_says() -> None:
+    loads, adapter = PrefillLoads(), b"a" * 16
+    rows = [loads.join(f"{i}:1", block_size=16, now=0) for i in range(3)]
+
+    def report(row: int, *adapters: bytes) -> None:
+        report = pb.WorkerStatus(adapters_on_device=adapters, adapter_move_seconds=0.5)
+        loads.reported(row, report, 0)
+
+    def waits() -> list[float]:
+        snapshot = loads.snapshot(PrefillRequest(1, 10, adapter=adapter), 0)
+        assert snapshot is not None
+        found = [float(snapshot.wait[row]) for row in rows]
+        assert found == [loads.adapter_seconds(row, adapter) for row in rows]
+        return found
+
+    assert waits() == [0.0, 0.0, 0.0], "no move was measured"
+    report(0, adapter)
+    report(1, b"b" * 16, adapter)
+    report(2)
+    assert waits() == [0.0, 0.0, 0.5]
+    report(1, b"b" * 16)
+    assert waits() == [0.0, 0.5, 0.5]
+    loads.leave(0)
+    assert loads.join("other:1", block_size=16, now=0) == rows[0]
+    report(0)
+    assert waits() == [0.5, 0.5, 0.5], "another worker has the row"
