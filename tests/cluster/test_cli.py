@@ -218,6 +218,17 @@ def test_tokenizer_and_download_dir_reach_every_role(
     assert [each.tokenizer for each in started] == [str(tmp_path / "tok")] * 3
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Configurations of workers, which are not run."""
+    started: list[Any] = []
+    monkeypatch.setattr(
+        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
+    )
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    return started
+
+
 @pytest.mark.parametrize(
     ("flags", "caching"),
     [
@@ -226,14 +237,9 @@ def test_tokenizer_and_download_dir_reach_every_role(
     ],
 )
 def test_prefix_caching_is_on_by_default(
-    flags: tuple[str, ...], caching: bool, served: list[Blueprint], monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], caching: bool, served: list[Blueprint], started: list[Any]
 ) -> None:
     """Whether they are told directly or by `baton serve`."""
-    started: list[Any] = []
-    monkeypatch.setattr(
-        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
-    )
-    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     run_baton("serve", *flags)
     passed_on = served[0].roles()[0].args
     for role in ("prefill", "decode"):
@@ -405,13 +411,8 @@ def test_ctrl_c_before_the_command_runs_shows_no_traceback(
 
 
 def test_encoders_are_workers_and_the_others_then_have_none(
-    served: list[Blueprint], monkeypatch: pytest.MonkeyPatch
+    served: list[Blueprint], started: list[Any]
 ) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(
-        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
-    )
-    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     result = run_baton(
         "serve", "--encode", "2", "--device", "cpu", "--kv-store", "mooncake://127.0.0.1:1",
         "--replace-engine", "--speculative-config", '{"num_speculative_tokens": 3}',
@@ -433,13 +434,8 @@ def test_encoders_are_workers_and_the_others_then_have_none(
     assert "--encoder-pool" not in served[1].roles()[0].args
 
 
-def test_an_encoder_takes_the_flags_of_all_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_takes_the_flags_of_all_roles(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On Kubernetes these are variables of all pods."""
-    started: list[Any] = []
-    monkeypatch.setattr(
-        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
-    )
-    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     monkeypatch.setenv("BATON_KV_STORE", "mooncake://127.0.0.1:1")
     flags = ["--encoder-pool", "--tensor-parallel-size", "2", "--disk-cache-size", "1GiB", "--kv-connector"]
     result = run_baton("encode", "--device", "cpu", *flags, "nixl")
