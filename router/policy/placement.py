@@ -269,6 +269,7 @@ def handover(
         decode,
         cached=prefill.cached,
         within=prefill.within,
+        encoding=prefill.encoding,
         order="prefill" if prefill.queues and prefill.row != decode else "together",
         costs={"first_token": prefill.first} if costs is None else costs,
         alone=alone,
@@ -279,7 +280,15 @@ def _inline(place: Place, worker: Offer, reason: Reason, costs: Mapping[str, flo
     """One worker computes the prompt and decodes."""
     ranges = (Range(worker.row, 0, worker.request.tokens),)
     return Plan(
-        place, ranges, worker.row, worker.cached, worker.within, reason=reason, costs=costs, alone=alone
+        place,
+        ranges,
+        worker.row,
+        worker.cached,
+        worker.within,
+        worker.encoding,
+        reason=reason,
+        costs=costs,
+        alone=alone,
     )
 
 

@@ -37,6 +37,7 @@ class Plan(NamedTuple):
         decode: the worker that decodes. None: no decode worker is needed.
         cached: tokens of the first range that its worker has in its prefix cache.
         within: seconds in which the prompt should be computed. 0: it is in no hurry.
+        encoding: seconds in which the worker of the first range encodes images.
         reason: why there is no handover. None: there is one, or none is needed.
         costs: the estimates, in seconds of a first token, with the harm to others. Infinite: not possible.
         alone: seconds until the first token, if one worker computes the prompt and goes on with the decode.
@@ -49,6 +50,7 @@ class Plan(NamedTuple):
     decode: int | None = None
     cached: int = 0
     within: float = 0.0
+    encoding: float = 0.0
     order: Order = "together"
     reason: Reason | None = None
     costs: Mapping[str, float] = MappingProxyType({})
@@ -67,7 +69,8 @@ class Plan(NamedTuple):
         cached = 0 if ranges[0].start else self.cached
         tokens = sum(part.stop - part.start for part in ranges) - cached
         seconds = self.within if len(self.ranges) == 1 else 0.0
-        return PrefillWork(tokens, chunks[: ranges[-1].stop // CHUNK_TOKENS], cached, seconds)
+        encoding = 0.0 if ranges[0].start else self.encoding
+        return PrefillWork(tokens, chunks[: ranges[-1].stop // CHUNK_TOKENS], cached, seconds, encoding)
 
     def attributes(self) -> dict[str, str | float]:
         """The plan and its reasons, for a trace."""

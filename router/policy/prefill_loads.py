@@ -54,6 +54,8 @@ class PrefillWork:
     """Other tokens of the prompt."""
     seconds: float = 0.0
     """In which they should be computed, if none is ahead. 0: in those of as many tokens of other prompts."""
+    encoding: float = 0.0
+    """Seconds in which the worker encodes images of the prompt."""
 
 
 class Demand(NamedTuple):
@@ -254,9 +256,10 @@ class PrefillLoads:
 
     def _changed(self, row: int) -> None:
         worker, speed = self._worker(row), self._speed.item(row)
-        worker.router_seconds, worker.first_seconds = worker.router_tokens / speed, 0.0
+        worker.router_seconds = worker.router_tokens / speed + sum(work.encoding for work in worker.sent)
+        worker.first_seconds = 0.0
         if worker.sent and (tokens := worker.sent[0].tokens):
-            alone = tokens / speed
+            alone = tokens / speed + worker.sent[0].encoding
             seconds = worker.sent[0].seconds or alone
             worker.router_seconds += seconds - alone
             # Its last token is not computed, so a worker that is late has something left.
@@ -311,7 +314,8 @@ class PrefillLoads:
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """This router sent a prefill."""
         worker = self._worker(row)
-        worker.tokens, worker.at = self.tokens_waiting(row, now) + work.tokens, now
+        more = work.tokens + work.encoding * self._speed.item(row)
+        worker.tokens, worker.at = self.tokens_waiting(row, now) + more, now
         if not worker.sent:
             worker.first_at = now
         worker.router_tokens += work.tokens
@@ -331,8 +335,9 @@ class PrefillLoads:
         if computed or place == 0:  # otherwise the worker goes on with the first prompt
             worker.first_at = now
         if not computed:
-            waiting -= work.tokens
-        worker.tokens, worker.at = min(waiting, worker.router_tokens + worker.others), now
+            waiting -= work.tokens + work.encoding * self._speed.item(row)
+        encoding = self._speed.item(row) * sum(each.encoding for each in worker.sent)
+        worker.tokens, worker.at = min(waiting, worker.router_tokens + encoding + worker.others), now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 

@@ -67,6 +67,21 @@ def test_images_that_wait_for_the_encoder_take_their_time():
     assert loads.tokens_of_others() == 2000
 
 
+def test_images_of_prompts_that_were_sent_take_their_time():
+    """Also of those that no report counts yet: many requests with images may come within a second."""
+    loads, row = one()
+    loads.reported(row, status(0, SPEED), 0)
+    works = [PrefillWork(1000, seconds=1.5, encoding=0.5), PrefillWork(500, encoding=2.0)]
+    for work in works:
+        loads.sent(row, work, 0)
+    loads.reported(row, status(0, SPEED), 0)
+    assert [look(loads, now).wait[row] for now in (0, 1)] == pytest.approx([4, 3])
+    loads.ended(row, works[0], computed=True, now=1.5)
+    assert look(loads, 1.5).wait[row] == pytest.approx(2.5)
+    loads.ended(row, works[1], computed=False, now=2)
+    assert look(loads, 2).wait[row] == 0
+
+
 def test_a_worker_computes_the_first_of_the_prompts_that_wait():
     loads, row = one()
     loads.reported(row, status(0, SPEED), 0)
