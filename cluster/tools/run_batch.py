@@ -26,7 +26,7 @@ def run(endpoint: EndpointOptions, batch: RunBatchOptions) -> int:
     """Returns 1 if a request failed. Raises ValueError for unusable files, and without a server."""
     if batch.input_file is None or batch.output_file is None:
         raise ValueError("give both files: -i INPUT -o OUTPUT")
-    with batch.output_file.open("w", encoding="utf-8") as output:
+    with _opened(batch.output_file, batch.input_file) as output:
         done, failed = asyncio.run(send(endpoint, batch.input_file, output, batch.concurrency))
     print(f"{done} requests, {failed} failed; {batch.output_file} written.", file=sys.stderr)
     return 1 if failed else 0
@@ -52,6 +52,16 @@ async def send(endpoint: EndpointOptions, source: Path, output: IO[str], concurr
             for task in tasks:
                 task.cancel()
     return counts[0], counts[1]
+
+
+def _opened(path: Path, source: Path) -> IO[str]:
+    """The output. Raises ValueError if it cannot be written, or is the input."""
+    try:
+        if path.is_file() and path.samefile(source):
+            raise ValueError(f"-o {path}: it is the input, which would be lost; name another file")
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"-o {path}: {error.strerror}; name a file that you may write to") from error
 
 
 def _lines(source: Path) -> Iterator[RequestLine]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.options.clients import EndpointOptions
-from baton.cluster.tools.run_batch import send
+from baton.cluster.options.clients import EndpointOptions, RunBatchOptions
+from baton.cluster.tools.run_batch import run, send
 
 from .conftest import TEXT, Cluster
 
@@ -30,3 +30,15 @@ async def test_a_file_of_requests(cluster: Cluster, tmp_path: Path) -> None:
     file.write_text('{"custom_id": "x"}')
     with pytest.raises(ValueError, match="line 1: give custom_id"):
         await send(EndpointOptions(url=cluster.url), file, output, 1)
+
+
+def test_an_output_that_cannot_be_written_or_is_the_input_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text("{}")
+    for output, reason in (
+        (tmp_path / "no" / "out.jsonl", "No such file or directory; name"),
+        (file, "it is the input"),
+    ):
+        with pytest.raises(ValueError, match=rf"-o {output}: {reason}"):
+            run(EndpointOptions(), RunBatchOptions(input_file=file, output_file=output))
+    assert file.read_text() == "{}"
