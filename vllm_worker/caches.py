@@ -45,7 +45,7 @@ class Heads:
     """Into what KV of the model is cut, over all ranks."""
 
     attention: int
-    """KV heads."""
+    """KV heads of most layers."""
     latent_head_dim: int = 0
     """Numbers of a head of a latent (`cache_kinds.latent_head_dim`)."""
     rank: int = 0
@@ -201,7 +201,10 @@ def _layer_cache(
             raise ValueError(f"vLLM keeps KV as {tensor.dtype}: start it with --kv-cache-dtype auto")
         rows = _rows(name, tensor, block_size, spec.num_kv_heads, spec.head_size, 1)
         dtype = _DTYPES[tensor.dtype]
-        array = CacheArray(ATTENTION, "kv", 2, heads.attention, spec.head_size, dtype, window)
+        usual = spec.num_kv_heads == max(1, heads.attention // heads.ranks)
+        # Layers with another number of heads, as those of a draft model: each rank counts as having its own.
+        count = heads.attention if usual else spec.num_kv_heads * heads.ranks
+        array = CacheArray(ATTENTION, "kv", 2, count, spec.head_size, dtype, window)
     else:
         array, rows = _bytes(name, tensor, block_size, window, heads)
     return _LayerCache(array, rows, group, block_size)

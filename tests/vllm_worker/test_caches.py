@@ -163,3 +163,21 @@ def test_a_layer_has_one_number() -> None:
     assert layer_place("model.mtp.layers.0.self_attn.attn") == (True, 0), "of MiMo-V2"
     with pytest.raises(ValueError, match="should have one"):
         layer_place("model.blocks.3.mtp.0.attn")
+
+
+@pytest.mark.parametrize(("ranks", "own", "all_heads"), [(1, 2, 2), (2, 1, 2), (2, 3, 6)])
+def test_layers_may_have_another_number_of_heads(ranks: int, own: int, all_heads: int) -> None:
+    """As those of a draft model, or layers with windows beside others. `own`: of a rank."""
+    heads, names = 4 // ranks, ("model.layers.0.attn", "draft_model.layers.0.attn")
+    groups = [
+        attention(name, block=BLOCK, heads=count, dim=DIM)
+        for name, count in zip(names, (heads, own), strict=True)
+    ]
+    caches = {
+        name: torch.zeros(BLOCKS, count, BLOCK, 2 * DIM)
+        for name, count in zip(names, (heads, own), strict=True)
+    }
+    kv = caches_of(caches, groups, BLOCKS, Heads(4, rank=ranks - 1, ranks=ranks)).kv
+    assert [array.heads for array in kv.layout.arrays] == [4, all_heads]
+    for (start, stop), [[rows]] in zip(kv.heads, kv.planes, strict=True):
+        assert {plane.shape[2] for plane in rows} == {stop - start}
