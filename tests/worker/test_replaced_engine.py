@@ -73,6 +73,16 @@ def ids(tokens: list[pb.TokenEvent]) -> list[int]:
     return [token.token_id for token in tokens]
 
 
+async def goes_on(
+    stream: WorkerStream, decode_id: bytes, right: list[int], prompt: int = len(PROMPT), most: int = 2 * 16
+) -> None:
+    """The attempt has its tokens. The next engine computes at most so many positions again."""
+    tokens = await within(read(stream, decode_id))
+    assert ids(tokens) == right
+    again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
+    assert prompt + again.output_index - again.cached_tokens <= most
+
+
 async def until_tokens(stream: WorkerStream, decodes: list[bytes], count: int) -> None:
     while any(stream.events[decode_id].qsize() < count for decode_id in decodes):
         await status(stream)
@@ -250,10 +260,7 @@ async def test_a_planned_restart_ends_the_engine_between_two_steps(worker: Worke
             await within(restart.stub.RestartEngine(pb.RestartEngineRequest()))
             engines.append(worker.child("engine"))
         assert len({engine.pid for engine in engines}) == 3
-        tokens = await within(read(stream, decode_id))
-        assert ids(tokens) == right
-        again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
-        assert len(asked.prompt_ids) + again.output_index - again.cached_tokens <= 16
+        await goes_on(stream, decode_id, right, len(asked.prompt_ids), 16)
         both = [restart.stub.RestartEngine(pb.RestartEngineRequest()) for restart in (stream, other)]
         await within(asyncio.gather(*both))
         assert (await status(stream)).health == pb.WorkerStatus.HEALTH_SERVING
@@ -404,10 +411,7 @@ async def test_a_group_of_ranks_is_replaced_as_a_whole(tmp_path: Path) -> None:
                 await until_tokens(stream, [decode_id], 100)
                 before = [worker.child(each) for each in kinds]
                 worker.child(kind).kill()
-                tokens = await within(read(stream, decode_id))
-                assert ids(tokens) == right
-                again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
-                assert len(PROMPT) + again.output_index - again.cached_tokens <= 2 * 16
+                await goes_on(stream, decode_id, right)
                 assert not any(process.is_running() for process in before)
         await assert_whole(worker)
     finally:
