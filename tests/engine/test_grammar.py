@@ -25,6 +25,7 @@ from baton.engine.loader.tokenizer_json import tokenizer_json
 from baton.machine.grammars import LIMITS, Alphabet, compiled
 from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
 from tests.engine.scheduling import end, live_of
+from tests.shallow import VOCABULARY
 
 EOS = 2
 PERSON = {
@@ -493,14 +494,14 @@ def test_fields_that_allow_no_token_fail_their_request_only(spelled_engine: Any,
     assert "allow no token together" in message
 
 
-def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: Path) -> None:
+def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(shallow_model_path: Path) -> None:
     """From a GGUF file's vocabulary."""
-    tokenizer = Tokenizer.from_str(tokenizer_json(str(embedded_model_path)))
+    tokenizer = Tokenizer.from_str(tokenizer_json(str(shallow_model_path)))
     text = 'The temperature_celsius of {"Größe": "München"} is 12.5 degrees.'
     wanted = StructuredOutput("regex", re.escape(text))
     request = request_of(1, [1, 5], max_tokens=60, structured_output=wanted)
     live = LiveRequest(request, 1)
-    grammars = Grammars(tokenizer_json, str(embedded_model_path), 49152, {EOS})
+    grammars = Grammars(tokenizer_json, str(shallow_model_path), VOCABULARY, {EOS})
     live.grammar = grammars.compile(request)
     for expected in [*tokenizer.encode(text).ids, EOS]:
         mask, failed = grammars.allowed([(live.grammar, live.token_ids)])

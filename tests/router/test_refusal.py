@@ -180,10 +180,10 @@ async def test_the_model_is_that_of_the_first_worker_that_answers(
     assert [f"worker at {nothing}: nothing listens" in line for line in caplog.messages] == [True]
 
 
-async def test_a_router_that_asks_for_its_model_logs_no_traceback(embedded_model_path: Path) -> None:
+async def test_a_router_that_asks_for_its_model_logs_no_traceback(shallow_model_path: Path) -> None:
     """A call to the second worker is under way when the first one has answered."""
     fake = FakeWorker(pb.POOL_PREFILL, Lanes(), [2])
-    fake.model = str(embedded_model_path)
+    fake.model = str(shallow_model_path)
     async with loading_worker() as loading:
         await fake.start()
         command = [
