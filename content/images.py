@@ -18,7 +18,7 @@ MOST_RATIO = 200
 MOST_PIXELS = 1 << 24
 """Of the images of a request, when they are resized."""
 PIXELS_PART = 1 << 20
-"""Bytes of pixels that routers and workers send in one message."""
+"""Bytes of pixels in one message, at most."""
 LOW_PIXELS = 512 * 512
 """Most of an image of low detail, as in OpenAI's API."""
 CHANNELS = 3

@@ -436,7 +436,7 @@ def test_configuration_errors_name_the_flag(wrong, named):
 async def test_only_the_worker_that_computes_the_prompt_gets_pixels(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.router.workers.worker.PIXELS_PART", 4)
+    monkeypatch.setattr("baton.router.workers.worker.PIXELS_SENT", 4)
     image = PlacedImage(bytes(32), 1, 2, 3, b"pixels")
 
     def with_image(*args: Any, **given: Any) -> Iterator[list[Job]]:
