@@ -2,10 +2,12 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import grpc
 import grpc.aio
@@ -16,6 +18,12 @@ from safetensors.torch import save_file
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
+from baton.worker.messages import EngineStatus, WeightsReplaced, WeightsStaged
+from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.checkpoint_files import CheckpointFiles
+from baton.worker.service_process.pause import WorkerPause
+from baton.worker.service_process.streams import Routers
+from baton.worker.service_process.weights import WeightsReplacement
 from tests.cluster_helpers import (
     SECRET,
     WorkerProcess,
@@ -177,6 +185,41 @@ async def test_a_call_that_ends_within_apply_leaves_all_old_or_all_new(
         after = await described(worker)
         assert after.model_fingerprint.endswith(f"; version={after.weights.version}")
         assert token == pytest.approx(tokens[after.weights.path])
+
+
+async def test_the_files_of_before_are_closed_after_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams wait for the report, and to give the memory of large files back takes a second."""
+    backend, routers = create_autospec(Backend, instance=True), create_autospec(Routers, instance=True)
+    backend.draining, backend.engines, backend.pause, backend.lacks_memory = False, 0, pb.PAUSE_NONE, False
+    backend.run_dir, backend.stage_weights.return_value = str(tmp_path), WeightsStaged(1, 1, "", "files=1")
+    backend.engine_status.return_value = create_autospec(EngineStatus, instance=True, idle=True)
+    backend.replace_weights.return_value = WeightsReplaced(1, "files=1", b"root")
+    changes = WeightsReplacement(backend, routers, WorkerPause(backend), pb.WorkerDescription())
+    reported, closed = threading.Event(), list[bool]()
+    close = CheckpointFiles.close
+
+    def noted(files: CheckpointFiles) -> None:
+        closed.append(reported.wait(60.0))
+        close(files)
+
+    monkeypatch.setattr(CheckpointFiles, "close", noted)
+    (tmp_path / "weights").mkdir()
+    for version in ("1", "2"):
+
+        async def commands(version: str = version) -> AsyncIterator[pb.WeightsCommand]:
+            yield pb.WeightsCommand(stage=pb.StageWeights(path=str(tmp_path / "weights"), version=version))
+            yield pb.WeightsCommand(close=True)
+            yield pb.WeightsCommand(apply=True)
+
+        reports = changes.run(commands())
+        for _ in range(3):
+            await within(anext(reports))
+        if version == "2":
+            reported.set()
+        assert await within(anext(reports, None)) is None
+    assert closed == [True], "those of the first weights, and only after the report"
 
 
 async def test_weights_that_are_not_at_the_path_come_from_a_worker_that_has_them(
