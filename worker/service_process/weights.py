@@ -168,8 +168,8 @@ class WeightsReplacement:
     async def _apply(
         self, weights: pb.StageWeights, files: CheckpointFiles, *, keeps_kv: bool
     ) -> CheckpointFiles | None:
-        """Returns the files of the weights of before. To give 16 GB of memory back takes a second, and streams
-        go on after the report."""
+        """Returns the files of the weights of before, which are closed after the report: to give 16 GB of
+        memory back takes a second, and streams go on with the report."""
         replaced = await self._backend.replace_weights(weights.version, files.path)
         before, self._files = self._files, files
         described = self._description
