@@ -10,7 +10,15 @@ from baton.router.api.messages import SPACED, Tool
 from baton.router.api.structured import MAX_LENGTH
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.tools.regex import anywhere, literal, of_ascii
-from baton.router.tools.schema import Types, conjuncts, resolved, subschemas, types_of, unknown_reference
+from baton.router.tools.schema import (
+    Types,
+    allowed_values,
+    conjuncts,
+    resolved,
+    subschemas,
+    types_of,
+    unknown_reference,
+)
 
 _PLACES = r"\{name\}|\{arguments\}|\{number\}|\{key\}|\{value\}"
 _NUMBER = "/[0-9]{1,3}/"
@@ -212,8 +220,7 @@ def _value(
     texts: list[str] | None = None  # None: any text
     limits = []
     for each in conjuncts(schema, root):
-        values = each.get("enum", [each["const"]] if "const" in each else None)
-        if isinstance(values, list):
+        for values in allowed_values(each):
             spelled = [text if isinstance(text, str) else json.dumps(text) for text in values]
             texts = [text for text in spelled if texts is None or text in texts]
         least, most = (_count(tool, each, name) for name in ("minLength", "maxLength"))

@@ -93,8 +93,7 @@ def types_of(schema: Schema, root: Schema, known: dict[int, Types], depth: int =
     named = schema.get("type")
     if isinstance(named, str | list):
         types &= frozenset([named] if isinstance(named, str) else filter(None, map(str, named)))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
+    for values in allowed_values(schema):
         types &= frozenset(map(_type_of, values))
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
@@ -104,6 +103,12 @@ def types_of(schema: Schema, root: Schema, known: dict[int, Types], depth: int =
             types &= types_of(each, root, known, depth - 1)
     known[id(schema)] = types
     return types
+
+
+def allowed_values(schema: Mapping[str, Any]) -> list[list[Any]]:
+    """The lists of values that a schema names itself. A value is in each of them."""
+    lists = [schema.get("enum"), [schema["const"]] if "const" in schema else None]
+    return [values for values in lists if isinstance(values, list)]
 
 
 def as_json(text: str, types: Types) -> str:

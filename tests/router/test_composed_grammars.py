@@ -91,6 +91,7 @@ UNSAYABLE: list[dict[str, Any]] = [
                **{"$defs": {"b": {"enum": ["y"]}}}),
     {"$ref": "#/$defs/b", "required": ["a"], "$defs": {"b": properties({"type": "integer"})}},
     properties({"enum": ["x"], "allOf": [{"enum": ["y"]}], "type": "string"}),
+    properties({"enum": ["x"], "const": "y", "type": "string"}),
 ]  # fmt: skip
 
 
