@@ -15,6 +15,7 @@ import typer.testing
 
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
 from baton.machine.python_path import PACKAGES
+from baton.worker import WorkerConfig
 from tests.within import within
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
@@ -105,6 +106,17 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
     await within(poll())
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerConfig]:
+    """Configurations of the workers that commands would run."""
+    configs: list[WorkerConfig] = []
+    monkeypatch.setattr(
+        "baton.worker.service_process.service.run", lambda config: configs.append(config) or 0
+    )
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    return configs
 
 
 @pytest.fixture

@@ -218,17 +218,6 @@ def test_tokenizer_and_download_dir_reach_every_role(
     assert [each.tokenizer for each in started] == [str(tmp_path / "tok")] * 3
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Configurations of workers, which are not run."""
-    started: list[Any] = []
-    monkeypatch.setattr(
-        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
-    )
-    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
-    return started
-
-
 @pytest.mark.parametrize(
     ("flags", "caching"),
     [

@@ -99,17 +99,6 @@ def test_the_smallest_gpu_counts(
     assert gpu_gib() == (expected and pytest.approx(expected, abs=0.05))
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerConfig]:
-    """The workers that commands were about to run."""
-    configs: list[WorkerConfig] = []
-    monkeypatch.setattr(
-        "baton.worker.service_process.service.run", lambda config: configs.append(config) or 0
-    )
-    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
-    return configs
-
-
 def run_baton(*args: str) -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
