@@ -115,6 +115,11 @@ class _Worker:
     adapters: frozenset[bytes] = frozenset()
     """On its device, as last reported."""
 
+    @property
+    def encoding(self) -> float:
+        """Seconds in which it encodes the images of `sent`."""
+        return sum(work.encoding for work in self.sent)
+
     def rates(self, status: pb.WorkerStatus, now: float) -> None:
         """Counts what the worker computed since the last report."""
         before, passed = self.computed, now - self.reported_at
@@ -256,7 +261,7 @@ class PrefillLoads:
 
     def _changed(self, row: int) -> None:
         worker, speed = self._worker(row), self._speed.item(row)
-        worker.router_seconds = worker.router_tokens / speed + sum(work.encoding for work in worker.sent)
+        worker.router_seconds = worker.router_tokens / speed + worker.encoding
         worker.first_seconds = 0.0
         if worker.sent and (tokens := worker.sent[0].tokens):
             alone = tokens / speed + worker.sent[0].encoding
@@ -294,8 +299,7 @@ class PrefillLoads:
             self._speed[row] = status.long_chunk_tokens / status.long_chunk_seconds
         if worker.sent:  # what is left of the first prompt, at the new speed
             self._changed(row)
-        # The device encodes images in the time of as many tokens.
-        tokens_waiting += status.encode_queue_seconds * self._speed.item(row)
+        tokens_waiting += self._as_tokens(row, status.encode_queue_seconds)
         worker.tokens, worker.at = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
         self._changed(row)
         worker.rates(status, now)
@@ -314,8 +318,8 @@ class PrefillLoads:
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """This router sent a prefill."""
         worker = self._worker(row)
-        more = work.tokens + work.encoding * self._speed.item(row)
-        worker.tokens, worker.at = self.tokens_waiting(row, now) + more, now
+        waiting = self.tokens_waiting(row, now) + work.tokens + self._as_tokens(row, work.encoding)
+        worker.tokens, worker.at = waiting, now
         if not worker.sent:
             worker.first_at = now
         worker.router_tokens += work.tokens
@@ -335,11 +339,15 @@ class PrefillLoads:
         if computed or place == 0:  # otherwise the worker goes on with the first prompt
             worker.first_at = now
         if not computed:
-            waiting -= work.tokens + work.encoding * self._speed.item(row)
-        encoding = self._speed.item(row) * sum(each.encoding for each in worker.sent)
-        worker.tokens, worker.at = min(waiting, worker.router_tokens + encoding + worker.others), now
+            waiting -= work.tokens + self._as_tokens(row, work.encoding)
+        left = worker.router_tokens + self._as_tokens(row, worker.encoding) + worker.others
+        worker.tokens, worker.at = min(waiting, left), now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
+
+    def _as_tokens(self, row: int, encoding: float) -> float:
+        """Prompt tokens that the device computes in the time in which it encodes images."""
+        return encoding * self._speed.item(row)
 
     def router_tokens(self, row: int) -> int:
         """Tokens of the prompts of this router without a first token."""

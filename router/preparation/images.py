@@ -10,7 +10,7 @@ import io
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -46,6 +46,7 @@ class _Source(NamedTuple):
 
     number: int
     """Of the image in the request."""
+    name: bytes
     file: bytes
     settings: ImageSettings
     pixels: int
@@ -79,14 +80,13 @@ def decode_images(
             found[name] = kept
             total += kept.rows * kept.columns * settings.side**2
         else:
-            missing[name] = _source(file, of_image, i)
+            missing[name] = _source(name, file, of_image, i)
             total += missing[name].resized
         if total > MOST_PIXELS:
             text = f"messages: the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
             raise InvalidRequest(text, param="messages")
-    for names_of_part in _parts(missing):
-        sources = [missing[name] for name in names_of_part]
-        found |= zip(names_of_part, _threads().map(_decoded, sources), strict=True)
+    for part in _parts(missing.values()):
+        found |= {decoded.name: decoded for decoded in _threads().map(_decoded, part)}
     for name in names:
         _kept[name] = found[name]
         _kept.move_to_end(name)
@@ -101,15 +101,15 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(usable_cpus(), MOST_THREADS), "images")
 
 
-def _parts(sources: Mapping[bytes, _Source]) -> Iterator[list[bytes]]:
-    """The names in parts, whose files together have no more pixels than one file may have."""
-    part: list[bytes] = []
+def _parts(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
+    """Parts of these. The files of a part together have no more pixels than one file may have."""
+    part: list[_Source] = []
     pixels = 0
-    for name, source in sources.items():
+    for source in sources:
         if part and pixels + source.pixels > MOST_SOURCE_PIXELS:
             yield part
             part, pixels = [], 0
-        part.append(name)
+        part.append(source)
         pixels += source.pixels
     if part:
         yield part
@@ -146,7 +146,7 @@ def _file(url: str, i: int) -> bytes:
         raise _wrong(i, f"is not valid base64: {error}") from None
 
 
-def _source(file: bytes, settings: ImageSettings, i: int) -> _Source:
+def _source(name: bytes, file: bytes, settings: ImageSettings, i: int) -> _Source:
     """Decodes nothing."""
     pil = pillow()
     with _told(i, pil), pil.Image.open(io.BytesIO(file), formats=FORMATS) as image:
@@ -155,7 +155,7 @@ def _source(file: bytes, settings: ImageSettings, i: int) -> _Source:
             raise _wrong(i, f"has {size}, more than {MOST_SOURCE_PIXELS}")
         # EXIF may turn the image. Its sides are rounded alike.
         height, width = settings.size(image.height, image.width)
-    return _Source(i, file, settings, pixels, height * width)
+    return _Source(i, name, file, settings, pixels, height * width)
 
 
 def _decoded(source: _Source) -> Decoded:
@@ -167,7 +167,7 @@ def _decoded(source: _Source) -> Decoded:
         height, width = settings.size(turned.height, turned.width)
         if turned.size != (width, height):
             turned = turned.resize((width, height), pil.Image.Resampling(settings.resample))
-        return Decoded(settings.name(source.file), *settings.grid(height, width), turned.tobytes())
+        return Decoded(source.name, *settings.grid(height, width), turned.tobytes())
 
 
 @contextmanager

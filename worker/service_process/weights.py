@@ -193,16 +193,16 @@ class WeightsReplacement:
         files: CheckpointFiles | None,
         unpaused: contextlib.AsyncExitStack,
     ) -> None:
-        unused: list[CheckpointFiles | None] = []
+        before: CheckpointFiles | None = None
         async with unpaused:
             if applying is None:
                 await self._backend.send(messages.DropWeights())
             else:
                 await asyncio.wait([applying])
                 if not applying.cancelled() and applying.exception() is None:
-                    unused.append(applying.result())
-            if files is not self._files:
-                unused.append(files)
+                    before = applying.result()
+            # Before another call may replace the files.
+            unused = [each for each in (before, files) if each is not None and each is not self._files]
             self._backend.tell_staged("")
             await self._open()
             self._free.set()
@@ -210,8 +210,7 @@ class WeightsReplacement:
             await self._pause.settle()  # the engine may have lacked weights
         finally:
             for each in unused:
-                if each is not None:
-                    await asyncio.to_thread(each.close)
+                await asyncio.to_thread(each.close)
 
     def _check_staged(self, engines: int) -> None:
         if self._backend.engines != engines:

@@ -100,10 +100,7 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
         )
     if load.output == 1 and load.agents is None:
         return _one_token(of_prefill, of_decode, load, targets.ttft, alone)
-    work, first = _work(of_prefill, of_decode, load, targets, in_memory)
-    simulate = _simulation(of_prefill, of_decode, load, targets)
-    rows = of_decode.steps.fitting_rows(positions_of(load), targets.ttit)
-    search = _Search(simulate, targets, in_memory, load.max_num_seqs, rows, work)
+    search, first = _search(of_prefill, of_decode, load, targets, in_memory)
     if search.missed(first) > 1:
         _check_alone(_workers(of_prefill, of_decode, load, targets), load, targets)
     found = search.smallest(first)
@@ -112,11 +109,8 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
 
 def meets(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, pools: Pools) -> bool:
     """Whether these pools meet the targets, by one simulation."""
-    busy, _ = _work(of_prefill, of_decode, load, targets, _in_memory(of_decode, load))
-    if sum(pools) <= busy:
-        return False
-    served = _simulation(of_prefill, of_decode, load, targets)(pools)
-    return served.ttft.p99 <= targets.ttft and served.gap.p99 <= targets.ttit
+    search, _ = _search(of_prefill, of_decode, load, targets, _in_memory(of_decode, load))
+    return search.missed(pools) <= 1
 
 
 def _longest(load: SizingOptions) -> int:
@@ -193,6 +187,16 @@ def _work(
     prompts = load.rate * of_prefill.steps.prefill(load.input)
     decodes = load.rate * load.output * of_decode.steps.decode(rows, rows * context) / rows
     return prompts + decodes, Pools(math.floor(prompts) + 1, math.ceil(decodes))
+
+
+def _search(
+    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, in_memory: int
+) -> "tuple[_Search, Pools]":
+    """The search, and the pools with which it begins."""
+    work, first = _work(of_prefill, of_decode, load, targets, in_memory)
+    simulate = _simulation(of_prefill, of_decode, load, targets)
+    rows = of_decode.steps.fitting_rows(positions_of(load), targets.ttit)
+    return _Search(simulate, targets, in_memory, load.max_num_seqs, rows, work), first
 
 
 class _Search:
