@@ -20,6 +20,7 @@ from torch import Tensor
 from baton.engine.kernels import FP8, FP8_GROUP, FourBits, Fp8Experts, LinearMethod, Quantized
 from baton.engine.kernels.quantized.reference import quantize, spread
 from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.pieces import rows_in_pieces
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import OUTPUT, PlainFormat, Stack, Weights
 
@@ -192,5 +193,6 @@ def quantize_on_load(weights: Weights, name: str, rows: Shard, columns: Shard) -
 def fp8_rows(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scaled:
     """A plain matrix in FP8. The scale of a row is that of the whole row, also if a rank has a part."""
     plain = weights.stack([f"{name}.weight"], [(rows, unsharded(columns.size))], scratch=True)
-    values, scales = quantize(plain, grouped=False)
-    return Scaled(values[:, columns.indices], scales.T)
+    parts = [quantize(rows, grouped=False) for rows in rows_in_pieces(plain)]
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+    return Scaled(values[:, columns.indices], torch.cat([part.scales for part in parts]).T)

@@ -1,11 +1,12 @@
-"""Copies between memory of the host and a GPU in pieces, since steps compute meanwhile.
+"""New weights in pieces, since steps compute meanwhile.
 
 The driver makes other threads wait while it pins memory, or copies from memory that is not pinned. A launch
-of a step may come then, so it waits for one piece at most.
+of a step may come then, so it waits for one piece at most. What rounds weights needs several times their
+memory in float32, so it takes pieces, too.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     dim = max((i for i, size in enumerate(first.shape) if size > 1), key=first.stride)
     for halves in zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True):
         yield from pieces(*halves)
+
+
+def rows_in_pieces(x: Tensor) -> Sequence[Tensor]:
+    """Views of whole rows, in order. Each has PIECE bytes at most, or is one row."""
+    return x.split(max(1, PIECE // max(1, math.prod(x.shape[1:]) * x.itemsize)))
 
 
 def copy_values(to: Tensor, values: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.kernels import FLOATS, FourBits, Fp8Experts, LinearMethod, kernels_for
 from baton.engine.layers.linear import PlainLinear, packs_plain
-from baton.engine.layers.pieces import PIECE, copy_values
+from baton.engine.layers.pieces import copy_values, rows_in_pieces
 from baton.engine.layers.ranks import Ranks, Shard, unsharded
 from baton.engine.model_config import ModelConfig
 
@@ -337,11 +337,11 @@ class Weights:
 
     def _in_turns(self, parts: Sequence[Shard], to: Tensor) -> Iterator[tuple[Sequence[Shard], Tensor]]:
         """What is read at once, and its place."""
-        if not self._checkpoint.copies or to.nbytes <= PIECE:
+        if not self._checkpoint.copies or not parts:
             yield parts, to
             return
         start, _, size = parts[0]
-        for rows in to.split(max(1, PIECE // to[0].nbytes)):
+        for rows in rows_in_pieces(to):
             yield [Shard(start, start + len(rows), size), *parts[1:]], rows
             start += len(rows)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from baton.engine.kernels import LinearMethod
 from baton.engine.layers.fp8_linear import ALIGNED, KEPT_PLAIN, Fp8Format
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
-from baton.engine.layers.weights import OUTPUT, Groups, Stack, Weights
+from baton.engine.layers.pieces import rows_in_pieces
+from baton.engine.layers.weights import OUTPUT, Groups, Stack, Weights, stacked
 from baton.engine.loader.fp8_formats import fp8_output
 
 SIZES = (128, 64, 32)
@@ -43,7 +44,8 @@ class Int4OnLoad(GroupsFormat):
         if size is None or stack.names[0].rpartition(".")[2] in (OUTPUT, *KEPT_PLAIN):
             return None
         columns.check_groups(size, f"{stack.names[0]} in {weights.source}")
-        return rounded(weights.stack(*stack.weights, scratch=True), size)
+        plain = weights.stack(*stack.weights, scratch=True)
+        return stacked([rounded(rows, size) for rows in rows_in_pieces(plain)])
 
 
 def int4_on_load(device: torch.device) -> Int4OnLoad:

@@ -5,7 +5,7 @@
 
 The tensors of the model keep their addresses, so graphs stay. Nothing changes before all is checked, so an
 error leaves the model as it was. The device has room for the largest part: a layer, the embedding or the
-output projection. If these two are tied, it has room for them and a layer.
+output projection.
 """
 
 import contextlib

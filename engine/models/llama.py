@@ -172,6 +172,8 @@ class Llama:
         self.embedding = Embedding(config, weights, summed=self.norms.summed)
         if not config.tie_embeddings:  # else the output projection derives from it
             self.embedding = weights.part_built("embedding", self.embedding)
+        # It has the size of the embedding, and fits where that was. Layers would leave holes there.
+        self.head = weights.part_built("head", OutputProjection(config, weights, self.embedding))
         factors = config.multipliers
         self.embedding_scale = factors.embedding / factors.residual if factors else None
         self.rotary = Rotary(config, weights)
@@ -182,7 +184,6 @@ class Llama:
         self.norm = RMSNorm(
             weights, "model.norm", config.hidden_size, config.rms_norm_eps, summed=self.norms.summed
         )
-        self.head = weights.part_built("head", OutputProjection(config, weights, self.embedding))
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `Embedding`."""

@@ -1,6 +1,7 @@
 """Random checkpoints of tiny models without transformers, which takes three seconds to import."""
 
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def save_random(directory: Path, kind: str, **changes: Any) -> None:
     declared = _Declared(directory)
     weights = DeclaredWeights(declared, PlainFormat(), sampled=True)
     model_class(declared.config, declared.source)(declared.config, weights)
-    generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for name, shape in declared.shapes.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # in whatever order models read
         values = torch.randn(shape, generator=generator)
         is_matrix = name.endswith(".weight") and not name.endswith("norm.weight")
         # Matrices as in `TINY`. Else zeros and ones would prove nothing.

@@ -98,7 +98,7 @@ def test_weights_of_a_trainer_stay_where_they_are(
     driver: Callable[[Mapping[str, torch.Tensor]], Driver],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("baton.engine.layers.weights.PIECE", 2000)
+    monkeypatch.setattr("baton.engine.layers.pieces.PIECE", 2000)
     before = tmp_path / "before"
     before.mkdir()
     save_random(before, "Qwen3Moe", tie_word_embeddings=True)

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 
 from baton.engine import Engine, SpeculativeConfig
 from baton.engine.core.live_request import Phase
+from baton.engine.layers import fp8_linear
 from baton.engine.layers.in_place import pairs
 from baton.engine.layers.pieces import pieces
+from baton.engine.loader import int4_on_load
 from baton.engine.loader.live_weights import LoadedModel, NewWeights
 from baton.weights import Checkpoint, Memory
 from tests.device import DEVICE
@@ -108,7 +110,45 @@ def test_no_part_stays_on_the_device_while_others_are_read(
     engine.stage_weights(str(trained(before, tmp_path)))
     layers = [(f"layers.{i}", True) for i in range(engine.model_config.num_layers)]
     embedding = [] if tied else [("embedding", True)]
-    assert moved[:-3] == [*embedding, *layers, ("head", True)]
+    assert moved[:-3] == [*embedding, ("head", True), *layers]
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_rounding_takes_a_few_rows_at_once(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_random(tmp_path, "Llama")
+    whole = answers(load(tmp_path, device=DEVICE, num_blocks=16, quantization=quantization))
+    rounding, name = {"fp8": (fp8_linear, "quantize"), "int4": (int4_on_load, "rounded")}[quantization]
+    most = 2000
+    sizes, real = list[int](), getattr(rounding, name)
+
+    def noted(x: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        sizes.append(x.nbytes)
+        return real(x, *args, **settings)
+
+    monkeypatch.setattr(rounding, name, noted)
+    monkeypatch.setattr("baton.engine.layers.pieces.PIECE", most)
+    pieces = load(tmp_path, device=DEVICE, num_blocks=16, quantization=quantization)
+    assert max(sizes) <= most
+    assert answers(pieces) == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_the_device_has_room_for_the_largest_part(quantization: str | None, tmp_path: Path) -> None:
+    shape = {"vocab_size": 1 << 18, "hidden_size": 256, "intermediate_size": 32768, "num_hidden_layers": 8}
+    before = tmp_path / "before"
+    before.mkdir()
+    save_random(before, "Llama", **shape, max_position_embeddings=8192)
+    settings = {"dtype": "bfloat16", "num_blocks": 16, "quantization": quantization}
+    engine = load(before, device=DEVICE, **settings)
+    after = trained(before, tmp_path)
+    torch.cuda.empty_cache()
+    reserved, largest = torch.cuda.memory_reserved(), 2 * 256 << 18
+    torch.cuda.reset_peak_memory_stats()
+    engine.stage_weights(str(after))
+    assert torch.cuda.max_memory_reserved() - reserved <= 1.3 * largest
 
 
 def test_the_head_that_drafts_changes_too(tmp_path: Path, one_form: None) -> None:
