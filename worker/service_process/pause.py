@@ -32,6 +32,8 @@ class WorkerPause:
         self._asked: pb.Pause = pb.PAUSE_NONE
         """Without memory the worker computes no step, whatever was asked."""
         self._one_at_a_time = asyncio.Lock()
+        self._seconds, self._over = 0.0, 0.0
+        """What the pause may last, and when it is over, by the clock of the loop."""
         self._ending: asyncio.Task[None] | None = None
         """Waits until the pause is over."""
 
@@ -41,6 +43,10 @@ class WorkerPause:
             raise Refused(f"pause is {request.pause}: it must be one of {', '.join(pb.Pause.keys())}")
         if request.pause and not 0 < request.seconds <= LONGEST:
             raise Refused(f"seconds is {request.seconds:g}: it must be above 0, at most {LONGEST:g}")
+        # A call that is cancelled must not leave the engine frozen while routers hear that it goes on.
+        return await asyncio.shield(asyncio.create_task(self._set(request)))
+
+    async def _set(self, request: pb.PauseRequest) -> pb.WorkerStatus:
         async with self._one_at_a_time:
             if not request.pause and self._backend.lacks_memory:
                 raise Refused(_lacks(self._backend))
@@ -52,10 +58,11 @@ class WorkerPause:
                 status = await self._apply(pause, abort=request.abort)
                 self._asked = request.pause
                 self.keeps_kv = request.keep_kv and request.pause == pb.PAUSE_STEPS
+                self._seconds, self._over = request.seconds, _now() + request.seconds
                 return status
             finally:  # also if the engine has refused it, and the pause before goes on
                 if self._backend.pause:
-                    self._ending = asyncio.create_task(self._end(request.seconds))
+                    self._ending = asyncio.create_task(self._end())
 
     @contextlib.asynccontextmanager
     async def unchanged(self) -> AsyncIterator[None]:
@@ -73,15 +80,21 @@ class WorkerPause:
             if not self._backend.lacks_memory and self._backend.pause != self._asked:
                 await self._apply(self._asked, abort=False)
 
-    async def _end(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        async with self._one_at_a_time:
-            self.keeps_kv, self._asked = False, pb.PAUSE_NONE
-            if self._backend.lacks_memory:
-                log.warning("the pause has lasted %g s, but %s", seconds, _lacks(self._backend))
-                return
-            log.warning("the pause has lasted %g s: the worker goes on", seconds)
-            await self._apply(pb.PAUSE_NONE, abort=False)
+    async def _end(self) -> None:
+        """If the engine refuses to go on, it is asked again each time that the pause has lasted once more."""
+        while self._backend.pause:
+            await asyncio.sleep(self._over - _now())
+            async with self._one_at_a_time:
+                self.keeps_kv, self._asked = False, pb.PAUSE_NONE
+                if self._backend.lacks_memory:
+                    log.warning("the pause has lasted %g s, but %s", self._seconds, _lacks(self._backend))
+                    return
+                log.warning("the pause has lasted %g s: the worker goes on", self._seconds)
+                try:
+                    await self._apply(pb.PAUSE_NONE, abort=False)
+                except Refused as error:
+                    self._over = _now() + self._seconds
+                    log.error("the engine stays paused, and is asked again in %g s: %s", self._seconds, error)
 
     async def _apply(self, pause: "pb.Pause", *, abort: bool) -> pb.WorkerStatus:
         backend = self._backend
@@ -98,6 +111,10 @@ class WorkerPause:
                 return await backend.status()
             abort = False
             await asyncio.sleep(STILL_CHECK)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _lacks(backend: Backend) -> str:
