@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.nn import ModuleList
 
 from baton.content.images import CHANNELS, ImageSettings
+from baton.encode_worker.embeddings import CACHE_BYTES
+from baton.encode_worker.pinned_memory import PinnedMemory
 from baton.encode_worker.turns import Turns
 from baton.encode_worker.vision_models import package_of, vision_model
 
@@ -61,12 +64,14 @@ class Tower:
         for layer in layers:
             layer.register_forward_pre_hook(self._next_layer)
         self._turns = turns
-        self._before: torch.cuda.Event | None = None  # when the layer before the last launched one has ended
+        self._launched = deque[torch.cuda.Event]()  # layers, each from when the one before it has ended
         self._settings = settings
         self._device = device
         self._dtype = dtype
         # A stream of its own: steps of the engine do not wait for an image.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._memory = PinnedMemory(CACHE_BYTES if self._on_gpu else 0, pinned=self._on_gpu)
         # Rounded as in the processor of transformers.
         values = torch.arange(256, dtype=torch.float64).mul_(1 / 255).float()[:, None]
         values = (values - torch.tensor(settings.mean)) / torch.tensor(settings.std)
@@ -82,27 +87,39 @@ class Tower:
             return self._encode(pixels, rows, columns)
 
     def _next_layer(self, *_: object) -> None:
-        """Runs before each layer. One layer is launched ahead, so that the device does not idle between two,
-        and no more: those that are launched cannot wait."""
+        """Runs before each layer. Beside decodes one layer is launched ahead, so that the device does not
+        idle between two, and no more: those that are launched cannot wait. Otherwise more of them are, since
+        a thread that launches steps holds up this one (`Turns.ahead`)."""
         if self._stream is not None:
-            if self._before is not None:
-                self._before.synchronize()
-            self._before = torch.cuda.Event(blocking=True)
-            self._before.record(self._stream)
+            while len(self._launched) >= self._turns.ahead:
+                self._launched.popleft().synchronize()
+            self._launched.append(torch.cuda.Event(blocking=True))
+            self._launched[-1].record(self._stream)
         self._turns.next_layer()
 
     def _encode(self, pixels: bytes, rows: int, columns: int) -> np.ndarray:
+        self._launched.clear()
         side = self._settings.side
-        image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(
-            rows * side, columns * side, CHANNELS
-        )
-        image = image.to(self._device)
+        # Neither copy holds up the threads of this process.
+        image = torch.empty(rows * columns * side**2 * CHANNELS, dtype=torch.uint8, pin_memory=self._on_gpu)
+        image.numpy()[:] = np.frombuffer(pixels, np.uint8)
+        image = image.to(self._device, non_blocking=True).view(rows * side, columns * side, CHANNELS)
         values = self._values[image.int(), torch.arange(CHANNELS, device=self._device)]
         features = self._features(self._model, values, self._settings)
         packed = torch.cat([feature.to(self._dtype) for feature in features], dim=1).contiguous()
         if len(packed) != rows * columns:
             raise ValueError(f"the vision tower made {len(packed)} tokens, not {rows * columns}")
-        return _on_host(packed, self._stream).view(torch.uint8).numpy()
+        return self._on_host(packed.view(torch.uint8))
+
+    def _on_host(self, values: Tensor) -> np.ndarray:
+        """On a GPU in pinned memory: a copy to other memory takes most of the time of an image, and steps of
+        the engine wait for it. A step reads them from there (`upload`)."""
+        if self._stream is None:
+            return values.numpy()
+        copied = self._memory.take(values.nbytes).reshape(values.shape)
+        torch.from_numpy(copied).copy_(values, non_blocking=True)
+        self._stream.synchronize()
+        return copied
 
 
 def tower_fingerprint(
@@ -116,17 +133,6 @@ def tower_fingerprint(
         some = values[:: max(1, len(values) // SAMPLED)][:SAMPLED].float().cpu()
         digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + some.numpy().tobytes())
     return f"images={digest.hexdigest()[:32]}"
-
-
-def _on_host(values: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
-    """On a GPU in pinned memory: a copy to other memory takes most of the time of an image, and steps of the
-    engine wait for it. A step reads them from there (`upload`)."""
-    if stream is None:
-        return values
-    copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    copied.copy_(values, non_blocking=True)
-    stream.synchronize()
-    return copied
 
 
 def _computed(module: Any, name: str, buffer: Tensor, device: torch.device) -> Tensor:

@@ -64,6 +64,15 @@ class Turns:
 
     # Encoder
 
+    @property
+    def ahead(self) -> float:
+        """How many layers may be launched before the first of them has ended. A request that begins to decode
+        now waits for these, at most until the gap target. Infinite: nothing decodes, and there is none."""
+        with self._granted:
+            if not math.isinf(self._left):
+                return 1
+            return max(1, self._longest / self._seconds) if self._longest and self._seconds else math.inf
+
     @contextmanager
     def image(self, tokens: int) -> Iterator[None]:
         """Around the computation of an image. The cost of its layers is learned if it ends well."""

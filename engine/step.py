@@ -114,12 +114,32 @@ class Drafting(NamedTuple):
     """Guesses of each of them."""
 
 
+class Pieces:
+    """Rows that lie in several arrays, as one array [rows, bytes] uint8. A device reads them from there.
+
+    Attributes:
+        pieces: the arrays, each [rows, bytes] uint8.
+        shape: of all of them.
+    """
+
+    def __init__(self, pieces: Sequence[np.ndarray]) -> None:
+        self.pieces = pieces
+        self.shape = sum(map(len, pieces)), pieces[0].shape[1]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """A copy."""
+        return np.concatenate(self.pieces)
+
+
 class ImageInputs(NamedTuple):
     """The tokens of a step that are part of an image."""
 
     rows: Annotated[np.ndarray, Layout(np.int64, ("image rows",))]
     """Their indices among the tokens, in ascending order."""
-    embeddings: Annotated[np.ndarray, Layout(np.uint8, ("image rows", "image bytes"))]
+    embeddings: Annotated[np.ndarray | Pieces, Layout(np.uint8, ("image rows", "image bytes"))]
     """Of each of them, in the dtype of the model: what takes the place of the token's embedding, then what is
     added behind the first layers of the model."""
     positions: Annotated[np.ndarray, Layout(np.int64, ("image rows", 3))]

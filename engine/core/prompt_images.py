@@ -22,7 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from baton.engine.api.request import Image
-from baton.engine.step import NO_SHIFT, ImageInputs, Step
+from baton.engine.step import NO_SHIFT, ImageInputs, Pieces, Step
 
 Encode = Callable[[Image], "Future[np.ndarray]"]
 """Asks for the embeddings of an image: [tokens, bytes] uint8."""
@@ -141,6 +141,6 @@ def with_images(step: Step, chunks: Sequence[tuple[PromptImages | None, range]])
             inputs.append(each._replace(rows=each.rows + begin, whole=each.whole + np.array([chunk, 0, 0])))
     if not inputs:
         return replace(step, rotary_shift=shift)
-    if len(inputs) > 1:  # else nothing is copied
-        inputs = [ImageInputs(*(np.concatenate(arrays) for arrays in zip(*inputs, strict=True)))]
-    return replace(step, rotary_shift=shift, images=inputs[0])
+    rows, embeddings, positions, whole = zip(*inputs, strict=True)
+    together = Pieces(embeddings), np.concatenate(positions), np.concatenate(whole)
+    return replace(step, rotary_shift=shift, images=ImageInputs(np.concatenate(rows), *together))

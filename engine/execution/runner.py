@@ -67,7 +67,7 @@ from baton.engine.models.cache_spec import (
     SharedCache,
 )
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
-from baton.engine.step import Step, Variant
+from baton.engine.step import Pieces, Step, Variant
 from baton.engine.step_adjustments import Adjustments, ScoredLogprobs
 
 
@@ -94,6 +94,8 @@ class Launched:
     scored: ScoredLogprobs | None = None
     guessed: Tensor | None = None
     """[rows, guesses]: what the draft head made for the first row of each request."""
+    embeddings: np.ndarray | Pieces | None = None
+    """Of images, on the host: the device may still copy them."""
 
     @property
     def over(self) -> bool:
@@ -408,7 +410,10 @@ class ModelRunner:
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
         drafting = None if self.drafter is None else SampledStep(step, None, tensors, hidden, layer_done)
-        return Launched(rows, step.variant, None, logits, tensors, began, drafting, scored=scored)
+        embeddings = step.images.embeddings
+        return Launched(
+            rows, step.variant, None, logits, tensors, began, drafting, scored=scored, embeddings=embeddings
+        )
 
     def _copy_states(self, slots: np.ndarray) -> None:
         """Enqueues copies of what all layers keep of requests, each from a slot to another, in a launch for

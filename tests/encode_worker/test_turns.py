@@ -82,3 +82,15 @@ def test_an_image_tells_what_its_tokens_cost(turns: Turns) -> None:
     assert turns.token_seconds == pytest.approx(2 / 100)
     turns.forget()
     assert turns.token_seconds == 0
+
+
+def test_layers_are_launched_ahead_where_nothing_decodes(turns: Turns) -> None:
+    with turns.image(200):  # a layer takes 1 s
+        turns.grant(5.0, 20.0)
+        assert turns.ahead == 1, "those that are launched could not wait"
+        turns.grant(math.inf, 4.0)
+        assert turns.ahead == 4, "a request that begins to decode waits for no more than the target of a gap"
+        turns.grant(math.inf, 0.5)
+        assert turns.ahead == 1
+        turns.grant(math.inf)
+        assert turns.ahead == math.inf

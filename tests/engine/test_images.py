@@ -20,10 +20,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from baton.cluster import check_model
 from baton.content.images import ImageSettings
+from baton.encode_worker.pinned_memory import PinnedMemory
 from baton.engine import Engine, EngineConfig, EngineRequest, Image, SpeculativeConfig, check_request
 from baton.engine.core.prompt_images import PromptImages
+from baton.engine.kernels.upload import LARGE, upload
 from baton.engine.loader import model_fingerprint
 from baton.engine.loader.hf_config import read_config
+from baton.engine.step import Pieces
 from tests.device import DEVICE
 from tests.engine import checkpoints
 from tests.engine.checkpoints import edited_tensors
@@ -369,6 +372,18 @@ def test_a_decode_engine_needs_no_pixels(seeing: tuple[Path, Any], monkeypatch: 
     monkeypatch.setattr(prefill, "add", lambda _, **how: add(whole, **how))
     assert pair.run([request])[request.id] == expected
     prefill.close(), decode.close()
+
+
+def test_embeddings_of_several_images_are_uploaded_from_where_they_are() -> None:
+    memory = PinnedMemory(2 * LARGE, pinned=DEVICE == "cuda")
+    arrays = [memory.take(count * 1024).reshape(count, 1024) for count in (LARGE >> 10, 3)]
+    for seed, array in enumerate(arrays):
+        array[:] = pixels_of(seed, 1, 512).reshape(-1)[:1024]
+    pieces = Pieces([arrays[0][5:], arrays[1][:2], arrays[0][:5]])
+    rows, found, none = upload([np.arange(7), pieces, np.zeros((0, 3), np.int64)], torch.device(DEVICE))
+    assert (rows.tolist(), none.shape) == ([*range(7)], (0, 3))
+    assert found.shape == pieces.shape
+    np.testing.assert_array_equal(found.cpu().numpy(), np.asarray(pieces))
 
 
 def test_ranks_share_what_one_of_them_encodes(seeing: tuple[Path, Any], ranks: Callable[..., Engine]) -> None:
