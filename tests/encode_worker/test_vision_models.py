@@ -33,8 +33,8 @@ def test_a_tower_computes_what_transformers_computes(kind: str) -> None:
             found = family.features(module, pixels, SETTINGS)
             grid = torch.tensor([[1, height // 4, width // 4]], device=DEVICE)
             rows = pixels.permute(2, 0, 1).reshape(3, height // 8, 2, 4, width // 8, 2, 4)
-            rows = rows.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, 2, -1, -1)
-            output = plain(rows.reshape(-1, 96), grid_thw=grid)
+            frames = rows.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].repeat_interleave(2, dim=5)
+            output = plain(frames.reshape(-1, 96), grid_thw=grid)
             expected = [output.pooler_output, *getattr(output, "deepstack_features", ())]
             assert len(found) == len(expected)
             for ours, theirs in zip(found, expected, strict=True):
