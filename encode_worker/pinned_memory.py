@@ -40,7 +40,7 @@ class PinnedMemory:
             if stop - start >= size:
                 self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []
                 owner = _Part(self._memory, start, nbytes)
-                weakref.finalize(owner, self._returned.append, (start, start + size)).atexit = False
+                weakref.finalize(owner, self._returned.append, (start, start + size))
                 return np.asarray(owner)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned).numpy()
 
