@@ -237,7 +237,7 @@ class Engine:
         )
         """Computes the requests. The caller calls its `step` while it `has_work`."""
         self.memory = EngineMemory(started.memory, lives, self.loop, started.runner.followers)
-        self.caches = runner.caches
+        self.caches = runner.cache.of_layers
         self.prefix_exchange = lives.prefix_exchange
         """Moves prefixes between this prefix cache and those of other workers or a shared store. None: there
         is no cache."""

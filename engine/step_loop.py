@@ -204,7 +204,7 @@ class StepLoop:
             schedule,
             self._model_config.vocab_size,
             block_size=self._runner.block_size,
-            table_width=self._runner.table_width,
+            table_width=self._runner.cache.table_width,
             has_states=states is not None,
             restores=() if states is None else states.take_restores(schedule),
             saves=() if states is None else states.saves(schedule.chunks),

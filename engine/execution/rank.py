@@ -57,7 +57,7 @@ class Follower:
         self.cache_spec = started.cache_spec
         self.block_size = started.runner.block_size
         self.cache_arrays = started.cache_arrays
-        self.caches = started.runner.caches
+        self.caches = started.runner.cache.of_layers
         self.offload_places = tier_places(
             config, started.pool, self.cache_spec, self.block_size, self.ranks.size
         )
@@ -151,7 +151,7 @@ def commands(config: EngineConfig, started: Started, files: RankFiles) -> Comman
         files,
         tokens=config.max_num_batched_tokens,
         requests=config.max_num_seqs,
-        table_width=runner.table_width or longest,
+        table_width=runner.cache.table_width or longest,
         ahead=runner.ahead,
         image_bytes=runner.image_bytes,
     )

@@ -8,20 +8,16 @@ kernel by kernel.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import ATTENTION
 from baton.engine.execution.commands import Commands, Kind
 from baton.engine.execution.draft_runner import DraftRunner, SampledStep
-from baton.engine.execution.elastic_cache import ElasticCache
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import (
@@ -35,6 +31,7 @@ from baton.engine.execution.graphs import (
     largest_graph,
 )
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
+from baton.engine.execution.layer_caches import AttentionShape, LayerCaches, attention_shapes
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import (
     FP8,
@@ -48,7 +45,6 @@ from baton.engine.kernels import (
     LatentNorm,
     Rates,
     StateLayer,
-    parts,
 )
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import NO_IMAGES, SHORT
@@ -58,14 +54,7 @@ from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, ImageRows, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.cache_spec import (
-    AttentionCache,
-    CacheMemory,
-    CacheSpec,
-    DeviceTensors,
-    Places,
-    SharedCache,
-)
+from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
 from baton.engine.step import Pieces, Step, Variant
 from baton.engine.step_adjustments import Adjustments, ScoredLogprobs
@@ -137,9 +126,7 @@ class StepGivenUp(Exception):
 
 
 class ModelRunner:
-    """Owns the model, its cache and its graphs on one device.
-
-    `caches` has what each layer caches, as its `CacheSpec` allocates it."""
+    """Owns the model, its cache and its graphs on one device."""
 
     def __init__(
         self,
@@ -164,30 +151,22 @@ class ModelRunner:
         self.device = device
         self.followers: Commands | None = None
         """Set on rank 0 when all ranks have started: the other ranks then follow its calls."""
-        self.caches: list[Any] = []
+        self.cache = LayerCaches(
+            cache, block_size=block_size, max_model_len=config.max_model_len, device=device
+        )
         self._kernels = kernels
         self._config = config
-        self._cache = cache
-        self._spans = [
-            layer.span if isinstance(layer, AttentionCache | SharedCache) else None for layer in cache
-        ]
-        self._sources = [
-            layer.source if isinstance(layer, SharedCache) else number for number, layer in enumerate(cache)
-        ]
-        """Of each layer, the layer that keeps the cache it reads."""
-        self._window_blocks: int | None = None
-        """Blocks of layers with windows, if they have blocks of their own."""
-        self._has_states = any(not array.per_token for layer in cache for array in layer.arrays)
-        self._elastic: ElasticCache | None = None
-        self._slots: list[list[Tensor]] = []
-        """The tensors [slots, …] of all arrays of requests, those of one dtype together."""
+        num_layers = len(cache) if head is None else len(cache) - 1
+        self._shapes = attention_shapes(cache, config, range(num_layers))
+        self._tiled = {*self._shapes.values()}
+        """Those of the model, without its draft head."""
         self._dtype = dtype
         vision = config.vision
         self.image_bytes = (
             0 if vision is None else (1 + vision.deepstack) * config.hidden_size * dtype.itemsize
         )
         """Of the embeddings of a token of an image. 0: the model takes none."""
-        self.chunk_tokens = kernels.chunk_tokens(dtype) if self._has_states else 0
+        self.chunk_tokens = kernels.chunk_tokens(dtype) if self.cache.has_states else 0
         """As `Kernels.chunk_tokens`; 0: no layer has states."""
         self.expert_load = ExpertLoad(config.experts, device) if config.experts else None
         """None: a dense model."""
@@ -215,72 +194,27 @@ class ModelRunner:
         if head is not None:
             for layer in head[1].taps:
                 model.layers[layer].tapped = True
-            attends = partial(self._attends, config=head[1].model)
+            shapes = attention_shapes(cache, head[1].model, [num_layers])
+            self._shapes |= shapes
+            attends = partial(self._attends, config=head[1].model, shapes={*shapes.values()})
             self.drafter = DraftRunner(
-                *head, len(cache) - 1, self.sampled, self._resolved, self._guesses, attends, ranks, block_size
+                *head, num_layers, self.sampled, self._resolved, self._guesses, attends, ranks, block_size
             )
-        self.table_width: int | None = None
-        """Of the block tables; None: as many blocks as a step needs."""
-
-    def open(
-        self,
-        num_blocks: int,
-        num_slots: int = 0,
-        *,
-        window_blocks: int | None = None,
-        elastic: ElasticCache | None = None,
-        memory: CacheMemory | None = None,
-        shared: bool = False,
-    ) -> None:
-        """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
-        `window_blocks`: as in `Places`. `elastic` or `memory`: has the memory. None: torch has. `shared`: all
-        layers with the same arrays share the memory of one."""
-        self._elastic = elastic
-        memory = elastic or memory or DeviceTensors(self.device)
-        places = Places(num_blocks, self.block_size, num_slots, window_blocks)
-        alike = dict[Any, Any]()
-        self._window_blocks = window_blocks
-        if self.device.type == "cuda":
-            # One width: Triton compiles a kernel anew for strides that differ in their divisibility.
-            width = -(-self._config.max_model_len // (16 * self.block_size)) * 16
-            self.table_width = width if window_blocks is None else 2 * width
-        self.caches = []
-        for layer, spec in enumerate(self._cache):
-            key = spec.arrays if shared else layer
-            if key not in alike:
-                alike[key] = spec.allocate(places, memory)
-            self.caches.append(alike[key])
-        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for spec, cache in zip(self._cache, self.caches, strict=True):
-            slots = spec.slots(cache)
-            each = sum(array.bytes for array in spec.arrays if not array.per_token)
-            assert sum(x.nbytes for x in slots) == num_slots * each, "copies have all arrays of a request"
-            for x in slots:
-                by_dtype[x.dtype].append(x)
-        self._slots = list(by_dtype.values())
-        if elastic is not None:
-            elastic.map_present()
 
     def move(self, moves: Sequence[tuple[int, int, bool]]) -> None:
         """Makes these moves of memory (`engine.core.elastic.Move`), on all ranks. No step and no copy uses
         what loses its memory."""
-        assert self._elastic is not None, "the cache has memory that moves"
         if self.followers is None:
-            self._elastic.move(moves)
+            self.cache.move(moves)
             return
         done = self.followers.move(moves)
-        self._elastic.move(moves)
+        self.cache.move(moves)
         done()
 
     def follow(self, moves: Sequence[tuple[int, int, bool]]) -> None:
         """As `move`, on another rank. Rank 0 knows what its own steps use, which may be over here later."""
-        assert self._elastic is not None, "all ranks have the same kind of cache"
         self._record().synchronize()
-        self._elastic.move(moves)
-
-    def close(self) -> None:
-        """Gives the cache's memory back."""
-        self.caches, self._slots = [], []
+        self.cache.move(moves)
 
     def stop(self) -> None:
         """Runs nothing more: drops the graphs, and leaves the group of ranks."""
@@ -292,20 +226,20 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, max_num_batched_tokens: int, progress: Callable[[float], None]) -> None:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
-        assert self.table_width is not None, "a CPU has no graphs"
+        assert self.cache.table_width is not None, "a CPU has no graphs"
         config = self._config
         tiles, window_tiles = (self._tile_shape(windowed=windowed) for windowed in (False, True))
         if tiles is None:
             tiles, window_tiles = window_tiles, None
         widths = Widths(
-            self.table_width,
+            self.cache.table_width,
             config.hidden_size * (1 + (self.drafter.taps if self.drafter else 0)),
             config.vocab_size,
             tiles or NO_TILES,
             self.chunk_tokens,
             self.ahead,
             self.drafter is not None,
-            self._window_blocks is not None,
+            self.cache.window_blocks is not None,
             window_tiles if window_tiles and window_tiles != tiles else NO_TILES,
             config.vision is not None and config.vision.sections is not None,
         )
@@ -327,17 +261,11 @@ class ModelRunner:
     def _tile_shape(self, *, windowed: bool) -> TileShape | None:
         """What graphs cut chunks into, for all layers with windows or all without. None: there is no such
         layer. The most query heads that share a KV head in one of them decide, and its fewest programs."""
-        layers = [
-            layer.num_kv_heads
-            for layer in self._cache
-            if isinstance(layer, AttentionCache)
-            and layer.kind == ATTENTION
-            and (layer.span is not None) is windowed
-        ]
-        if not layers:
+        shapes = [x for x in self._shapes.values() if (x.span is not None) is windowed]
+        if not shapes:
             return None
-        tokens = SHORT.tokens(self._config.heads(windowed=windowed) // min(layers))
-        return TileShape(tokens, self._kernels.tile_programs(max(layers)))
+        tokens = SHORT.tokens(max(shape.num_heads // shape.num_kv_heads for shape in shapes))
+        return TileShape(tokens, self._kernels.tile_programs(max(shape.num_kv_heads for shape in shapes)))
 
     def _apart(self, rows: int) -> tuple[Apart, Attends] | None:
         """Memory for chunks that attend between graphs, and what makes them do so in each layer. None: chunks
@@ -376,13 +304,15 @@ class ModelRunner:
             if step.awaits_kv:
                 layer_done = self.followers.waited(0, layer_done)
         began = self._record()
-        self._copy_states(step.restores)
+        if len(step.restores):
+            self.cache.copy_states(step.restores)
         try:
             launched = self._launch(step, layer_done, began)
         except StepGivenUp:
             self._record().synchronize()  # what was launched of it writes into blocks that are free then
             raise
-        self._copy_states(step.saves)
+        if len(step.saves):
+            self.cache.copy_states(step.saves)
         return launched
 
     def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
@@ -414,14 +344,6 @@ class ModelRunner:
         return Launched(
             rows, step.variant, None, logits, tensors, began, drafting, scored=scored, embeddings=embeddings
         )
-
-    def _copy_states(self, slots: np.ndarray) -> None:
-        """Enqueues copies of what all layers keep of requests, each from a slot to another, in a launch for
-        each dtype."""
-        pairs = slots.tolist()
-        for states in self._slots if pairs else ():
-            targets = [state[to] for state in states for _, to in pairs]
-            torch._foreach_copy_(targets, [state[source] for state in states for source, _ in pairs])
 
     def _score(self, hidden: Tensor, step: Step) -> ScoredLogprobs | None:
         """Enqueues the log probabilities of prompts."""
@@ -476,7 +398,7 @@ class ModelRunner:
         """Writes the KV of all tokens of a step with these arrays. Returns the hidden state of each, [tokens,
         hidden_size]."""
         token_ids, positions, attention = self._resolve(inputs, attention)
-        attend = self._attends(attention, layer_done, self._config)
+        attend = self._attends(attention, layer_done, self._config, self._tiled)
         if (load := self.expert_load) is not None:
             load.begin_step()
         counts = None if load is None else load.counts
@@ -488,12 +410,12 @@ class ModelRunner:
             images=self._images(inputs) if len(inputs["images.rows"]) else None,
             rotary_shift=shift if len(shift) else None,
         )
-        callers, kernels = [attend], self._kernels
-        if self._has_states:
+        callers, kernels, caches = [attend], self._kernels, self.cache.of_layers
+        if self.cache.has_states:
             states = kernels.tile_states(attention, self._dtype)
 
             def mix(layer: int, x: Tensor, rates: Rates, parameters: StateLayer) -> Tensor:
-                y = kernels.mix_states(x, rates, parameters, self.caches[layer], states)
+                y = kernels.mix_states(x, rates, parameters, caches[layer], states)
                 layer_done(layer)
                 return y
 
@@ -508,48 +430,45 @@ class ModelRunner:
         features = embeddings.view(self._dtype).view(len(rows), -1, self._config.hidden_size)
         return ImageRows(rows, features, inputs["images.positions"])
 
-    def _attends(self, attention: AttentionMetadata, layer_done: LayerDone, config: ModelConfig) -> Any:
-        """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""
-        kernels = self._kernels
+    def _attends(
+        self,
+        attention: AttentionMetadata,
+        layer_done: LayerDone,
+        config: ModelConfig,
+        shapes: Collection[AttentionShape],
+    ) -> Any:
+        """What the layers of a model with these shapes call to attend, as `Attend` or as `AttendLatent`."""
+        kernels, caches, sources = self._kernels, self.cache.of_layers, self.cache.sources
         latents = config.latent
         latent_tiling: Any = None
         if latents is not None:
             latent_tiling = self._tile_latent(attention, config)
         of_layers = [attention.of_layers(windowed=windowed) for windowed in (False, True)]
         causal = [replace(each, images=NO_IMAGES) for each in of_layers]
-        vision = self._config.vision
-        whole = vision.whole_layers if vision is not None and attention.images else ()
-        layers = (
-            (span, layer.num_kv_heads, layer.head_dim, number in whole)
-            for number, (span, layer) in enumerate(
-                zip(self._spans, (self._cache[at] for at in self._sources), strict=True)
-            )
-            if isinstance(layer, AttentionCache) and layer.kind == ATTENTION
-        )
         tilings = {
-            of: kernels.tile(
-                (of_layers if of[3] else causal)[of[0] is not None],
-                config.heads(windowed=of[0] is not None),
-                of[1],
+            shape: kernels.tile(
+                (of_layers if shape.whole_images else causal)[shape.span is not None],
+                shape.num_heads,
+                shape.num_kv_heads,
                 self._dtype,
-                of[0],
-                of[2],
+                shape.span,
+                shape.head_dim,
             )
-            for of in {*layers}
+            for shape in shapes
         }
 
         def attend(
             layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None, scale: float
         ) -> Tensor:
-            kv, span = self.caches[self._sources[layer]], self._spans[layer]
-            if self._sources[layer] == layer:
-                slots = of_layers[span is not None].slots
+            source, shape = sources[layer], self._shapes[layer]
+            kv = caches[source]
+            if source == layer:
+                slots = of_layers[shape.span is not None].slots
                 q = kernels.rope_and_write(qkv, rotary, norm, kv, slots)
             else:
                 q = kernels.rotate(qkv, rotary, norm)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            kv_heads, head_dim = parts(kv)[0].shape[3:]
-            return kernels.attention(q, kv, tilings[span, kv_heads, head_dim, layer in whole], sinks, scale)
+            return kernels.attention(q, kv, tilings[shape], sinks, scale)
 
         def attend_latent(
             layer: int,
@@ -561,7 +480,7 @@ class ModelRunner:
             heads: LatentHeads,
             index: Index | None,
         ) -> Tensor:
-            cache = self.caches[layer]
+            cache = caches[layer]
             kv, keys = cache if isinstance(cache, IndexedLatents) else (cache, None)
             kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
             queries = None
@@ -592,7 +511,9 @@ class ModelRunner:
 
     def _tile_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
         assert config.latent is not None, "asked of models with latents only"
-        caches = (cache.latents if isinstance(cache, IndexedLatents) else cache for cache in self.caches)
+        caches = (
+            cache.latents if isinstance(cache, IndexedLatents) else cache for cache in self.cache.of_layers
+        )
         fp8 = any(isinstance(cache, Fp8KV) for cache in caches)
         return self._kernels.tile_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 

@@ -181,7 +181,7 @@ def start_rank(
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         elastic = _elastic_cache(pool.elastic, device)
         saver = None if elastic else _memory_saver(config, device)
-        runner.open(
+        runner.cache.open(
             pool.num_blocks,
             pool.num_slots + pool.num_copies,
             window_blocks=pool.window_blocks,
@@ -191,7 +191,7 @@ def start_rank(
         if kept is not None and not kept.open(root_of(fingerprint), ranks):
             log.warning("the KV that was kept is of another model or layout: it is not used")
             kept = None
-            runner.open(pool.num_blocks)
+            runner.cache.open(pool.num_blocks)
         if on_gpu:
             warm_up(runner, rehearsal_in(pool, config, limits.block_size), progress)
         if on_gpu and config.cuda_graphs:
@@ -409,9 +409,9 @@ def _measure(
     device = runner.device
     weights = torch.cuda.memory_allocated(device)
     with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
-        runner.open(rehearsal.num_blocks, num_slots, shared=True)
+        runner.cache.open(rehearsal.num_blocks, num_slots, shared=True)
         most, decode = measure_steps(runner, rehearsal, progress)
-    runner.close()
+    runner.cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     graphs = 0

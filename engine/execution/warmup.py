@@ -298,7 +298,7 @@ def measure_times(
         timed: list[float] = []
         while len(timed) < TIMED_RUNS and (not timed or timed[-1] < LONG_STEP):
             step = rehearsal.sized(
-                rows, context, tokens, position, table_width=runner.table_width, vocab_size=vocab_size
+                rows, context, tokens, position, table_width=runner.cache.table_width, vocab_size=vocab_size
             )
             launched = runner.run(step, lambda _: None)
             runner.sample(launched, None)
@@ -320,7 +320,7 @@ def measure_times(
 
 def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[float], None]) -> Iterator[bool]:
     """Runs the steps one by one. Yields after each whether it only decoded."""
-    steps = list(rehearsal.steps(runner.table_width))
+    steps = list(rehearsal.steps(runner.cache.table_width))
     for done, step in enumerate(steps, 1):
         launched = runner.run(step, lambda _: None)
         heaviest = step.variant is Variant.FILTERED and launched.rows

@@ -124,7 +124,7 @@ def capture_on_cpu(
     _read_padded_steps(monkeypatch)
     runner = engine._runner
     width = -(-engine.model_config.max_model_len // engine.block_size)
-    runner.table_width = width if engine.lives.pool.windows is None else 2 * width
+    runner.cache.table_width = width if engine.lives.pool.windows is None else 2 * width
     runner.capture(64, lambda done: None)
     engine.loop.graph_rows = runner.graph_rows
     engine._scheduler._mixed_rows = runner.mixed_rows

@@ -143,8 +143,8 @@ def test_a_rehearsal_with_fewer_states_than_requests(path: Path, tiny_engine: Ma
     limits = EngineConfig(str(path), max_num_seqs=4, max_num_batched_tokens=16)
     rehearsal = Rehearsal(limits, 32, 4, num_slots=3)
     runner = tiny_engine(model=str(path), max_num_seqs=4)._runner
-    runner.open(rehearsal.num_blocks, 3, shared=True)
-    states = [cache.ssm.data_ptr() for cache in runner.caches if isinstance(cache, LayerState)]
+    runner.cache.open(rehearsal.num_blocks, 3, shared=True)
+    states = [cache.ssm.data_ptr() for cache in runner.cache.of_layers if isinstance(cache, LayerState)]
     assert len(set(states)) == 1 < len(states)
     warm_up(runner, rehearsal, lambda *_: None)
 
@@ -448,7 +448,7 @@ def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path) ->
 def test_each_rank_holds_the_states_of_its_heads(tmp_path: Path, ranks: Callable[..., Engine]) -> None:
     """x of the heads of the rank, and one of the two groups, which four ranks hold twice."""
     save_tiny(tmp_path, "Bamba")
-    states = [ranks(tmp_path, size, max_num_seqs=3)._runner.caches[0] for size in (1, 4)]
+    states = [ranks(tmp_path, size, max_num_seqs=3)._runner.cache.of_layers[0] for size in (1, 4)]
     assert [state.ssm.shape for state in states] == [(3, 8, 16, 16), (3, 2, 16, 16)]
     assert [state.conv.shape for state in states] == [(3, 3, 128 + 2 * 32), (3, 3, 32 + 2 * 16)]
 

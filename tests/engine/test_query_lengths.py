@@ -43,7 +43,7 @@ def step(runner: ModelRunner, starts: Sequence[int], stops: Sequence[int], num_d
         [token for i, tokens in enumerate(TOKENS) for token in tokens[starts[i] : stops[i]]],
         starts, stops, TABLES,
         [], Variant.GREEDY, Draws(*(np.zeros(sum(map(len, rows)), dtype) for dtype in types)),
-        num_decodes=num_decodes, hands_over=False, block_size=BLOCK, table_width=runner.table_width,
+        num_decodes=num_decodes, hands_over=False, block_size=BLOCK, table_width=runner.cache.table_width,
     )  # fmt: skip
     return replace(made, sampled_rows=np.concatenate(rows))
 
