@@ -40,10 +40,10 @@ def faults(found: ResolvedModel, engine: EngineOptions, model: ModelOptions | No
     """
     model = model or ModelOptions()
     ranks = engine.tensor_parallel_size > 1 or engine.enable_expert_parallel
-    plain = not ranks and engine.quantization == "auto" and model.tokenizer is None
+    plain = not ranks and not engine.encoder_pool and engine.quantization == "auto" and model.tokenizer is None
     if (found.name == EMBEDDED_NAME and plain) or not Path(found.location).exists():
         return []
-    names = ("load_format", "quantization", *RANKS) if engine.engine == "baton" else ()
+    names = ("load_format", "quantization", "encoder_pool", *RANKS) if engine.engine == "baton" else ()
     asked = {name: getattr(engine, name) for name in names}
     arguments = json.dumps([found.location, asked, model.tokenizer, not model.language_model_only])
     command = [sys.executable, "-m", "baton.cluster.check_model", arguments]

@@ -95,6 +95,8 @@ def _check_roles(blueprint: Blueprint, found: model.ResolvedModel, secret: bytes
     """Raises ValueError for what a role would refuse when it has started."""
     from baton.router.api.jobs import sampling_defaults
 
+    if blueprint.files.trace_dir is not None:
+        make_directory("--trace-dir", blueprint.files.trace_dir)
     for pool in POOLS:
         worker_config(pool, blueprint.worker(pool), found, secret)
     if blueprint.pool.encode:

@@ -10,14 +10,16 @@ import random
 import resource
 import signal
 import socket
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_HOSTS = {"--admin-port": "--admin-host", "--kv-port": "--kv-host"}
+"""The option of the address, if it is not `--host`."""
 _REASONS = {
     errno.EADDRINUSE: "the port is in use; choose another one, or stop the process that listens there",
-    errno.EADDRNOTAVAIL: "no network interface of this machine has that address",
     errno.EACCES: "this user may not listen there; ports below 1024 need a privilege",
 }
 
@@ -63,16 +65,20 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:
     """Returns the message for the user. `flag` is the option that named the port."""
-    reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
-    if isinstance(error, socket.gaierror):  # its number is none of `errno`
-        reason = f"{host!r} is no address of this machine, and no name of one"
+    number = error.errno or 0
+    if number < 0 or number == errno.EADDRNOTAVAIL:  # below 0: that of a resolver, also in a plain OSError
+        why = "it is no name of this machine" if number < 0 else "no network interface of this machine has it"
+        return f"{_HOSTS.get(flag, '--host')} {host}: cannot listen there: {why}; give an address of this machine"
+    reason = _REASONS.get(number) or error.strerror or str(error)
     return f"{flag} {port}: cannot listen on {url_host(host)}:{port}: {reason}"
 
 
 def make_directory(flag: str, path: Path) -> None:
-    """Makes the directory and its parents. `flag`: its option. Raises ValueError that names both."""
+    """Makes the directory and its parents. `flag`: its option. Raises ValueError that names both if no file
+    can be made there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ValueError(cannot_write(flag, path, error)) from error
 

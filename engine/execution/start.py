@@ -48,7 +48,7 @@ from baton.engine.kernels import kernels_for
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
-from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
+from baton.engine.loader import check_encoder, choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.loader.live_weights import LoadedModel
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
@@ -252,16 +252,14 @@ def start_encoder(
     _set_threads(config, ranks)
     checkpoint = open_checkpoint(config, device, progress)
     model = checkpoint.config
-    if model.vision is None:
-        raise ValueError(f"--model {config.model}: it takes no images, so it needs no encoder")
     weight_format = choose_format(config, model, device)
     dtype = choose_dtype(config, model, weight_format, device)
     with memory_for("the weights of the encoder", "choose a smaller --model"):
         weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks).below(TOWER)
+    check_encoder(config, model, has_weights=bool(weights))
+    assert model.vision is not None, "it has been checked"
     if find_spec("transformers") is None:
         raise ValueError("an encoder needs transformers: install Baton with the extra `images`")
-    if not weights and config.load_format != "dummy":
-        raise ValueError(f"--model {config.model}: its files have no weights of an encoder of images")
     made = embedding_format(config, model, weights, dtype, device)
     turns = Turns()
     with memory_for("the encoder of images", "choose a smaller --model"):
@@ -319,9 +317,9 @@ def _encoder(
     files have no encoder, transformers is not installed, or another rank or another worker encodes. In the
     last case there is the format of embeddings from there."""
     vision = model_config.vision
+    if config.encoder_pool:  # ranks other than 0 have no weights of the encoder
+        check_encoder(config, model_config, has_weights=bool(ranks.rank or getattr(model, "tower", {})))
     if vision is None:
-        if config.encoder_pool:
-            raise ValueError("--encoder-pool: this model takes no images; leave the flag out")
         return None, {}, None
     weights, model.tower = model.tower, {}
     if config.encoder_pool:

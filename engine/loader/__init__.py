@@ -61,18 +61,31 @@ def in_one_form(files: HFCheckpoint) -> Checkpoint:
 
 def check_model(engine: EngineConfig) -> None:
     """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for a model
-    that is not supported, for files and tensors that are missing, cut short or of another shape, and if
-    `tensor_parallel_size` does not fit the heads or the experts."""
+    that is not supported, for files and tensors that are missing, cut short or of another shape, if
+    `tensor_parallel_size` does not fit the heads or the experts, and if `encoder_pool` has nothing to do."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
     checkpoint.config.of_rank(engine.tensor_parallel_size)
     checkpoint.config.check_step(engine.max_num_batched_tokens, engine.max_num_seqs)
     if engine.enable_expert_parallel:
         checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)
     model, _, weight_format = _declared(engine, checkpoint, sampled=False)
+    if engine.encoder_pool:
+        check_encoder(engine, checkpoint.config, has_weights=bool(getattr(model, "tower", {})))
     if (head := draft_head(engine, checkpoint, weight_format)) is not None:
         own = DeclaredWeights(head.checkpoint, head.weight_format)
         head.build(model, 1, own)
         own.check_all_taken()
+
+
+def check_encoder(engine: EngineConfig, model: ModelConfig, *, has_weights: bool) -> None:
+    """Raises `ValueError` if no encoder can encode images for this model. `has_weights`: files of the model
+    have those of its encoder."""
+    if model.vision is None:
+        raise ValueError(
+            f"--model {engine.model}: it takes no images, so leave out --encode and --encoder-pool"
+        )
+    if not has_weights and engine.load_format != "dummy":
+        raise ValueError(f"--model {engine.model}: its files have no weights of an encoder of images")
 
 
 def model_fingerprint(engine: EngineConfig, max_model_len: int) -> str:

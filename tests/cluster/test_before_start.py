@@ -1,6 +1,7 @@
 """`baton serve` looks at every port, key and certificate before it starts anything."""
 
 import json
+import re
 import socket
 import subprocess
 from dataclasses import asdict
@@ -41,9 +42,17 @@ def test_the_same_port_given_twice_is_refused() -> None:
         check_ports(FrontOptions(port=port, grpc_port=0, admin_port=port))
 
 
-def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--port 0: cannot listen on 192\.0\.2\.1"):
-        check_ports(FrontOptions(host="192.0.2.1", port=0))
+@pytest.mark.parametrize(
+    ("front", "said"),
+    [
+        (FrontOptions(host="192.0.2.1", port=0), "--host 192.0.2.1: cannot listen there: no network interface"),
+        (FrontOptions(host="a.invalid", port=0), "--host a.invalid: cannot listen there: it is no name of this"),
+        (FrontOptions(port=0, admin_host="b.invalid", admin_port=0), "--admin-host b.invalid: cannot listen"),
+    ],
+)
+def test_an_address_of_another_machine_is_refused(front: FrontOptions, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_ports(front)
 
 
 @pytest.mark.parametrize("listens", [False, True])
@@ -94,12 +103,15 @@ EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size
         (("--allowed-origins", "chat.example"), "--allowed-origins must be * or an origin such as"),
         (("--prefill", "0", "--no-overflow"), "--no-overflow: without prefill workers"),
         (("--generation-config", "gone"), "gone/generation_config.json cannot be read: No such file or"),
+        (("--trace-dir", "/proc/self"), "--trace-dir /proc/self: No such file or directory; name a directory"),
         (("--device", "3"), "--device '3': choose cpu, cuda or cuda:N"),
         (("--no-standby",), "--no-standby: only with --replace-engine; leave it out"),
         (("--kv-slots", "7"), "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
         (("--quantization", "bitnet"), "'bitnet' is not one of 'auto', 'fp8', 'int4', 'none', 'gguf'"),
         (("--data-parallel-size", "2"), "--data-parallel-size 2: needs --engine vllm"),
         (("--data-parallel-size", "2", "--decode", "1:2"), "needs pools of a fixed size, not --decode 1:2"),
+        (("--encode", "1"), "it takes no images, so leave out --encode and --encoder-pool"),
+        (("--encoder-pool",), "it takes no images, so leave out --encode and --encoder-pool"),
         ((*EXPERTS, "3"), "--enable-expert-parallel: the model has no experts"),
         ((*EXPERTS, "1"), "--enable-expert-parallel: needs --tensor-parallel-size above 1"),
     ],

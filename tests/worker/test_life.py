@@ -103,7 +103,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": Path("/nonexistent/model")}, "--model /nonexistent/model"),
     # This is no mistake on a machine that has a GPU.
     *([({"engine": TINY | {"device": "cuda"}}, "--device cuda")] if DEVICE == "cpu" else []),
-    ({"host": "192.0.2.1"}, "--port 0: cannot listen on 192.0.2.1:0: no network interface of this machine"),
+    ({"host": "192.0.2.1"}, "--host 192.0.2.1: cannot listen there: no network interface of this machine"),
     *[
         ({option: "taken"}, f"{flag} TAKEN: cannot listen on 127.0.0.1:TAKEN: the port is in use")
         for option, flag in (("port", "--port"), ("metrics_port", "--metrics-port"), ("kv_port", "--kv-port"))
