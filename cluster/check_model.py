@@ -40,7 +40,8 @@ def faults(found: ResolvedModel, engine: EngineOptions, model: ModelOptions | No
     """
     model = model or ModelOptions()
     ranks = engine.tensor_parallel_size > 1 or engine.enable_expert_parallel
-    plain = not ranks and not engine.encoder_pool and engine.quantization == "auto" and model.tokenizer is None
+    as_usual = not ranks and not engine.encoder_pool and engine.quantization == "auto"
+    plain = as_usual and model.tokenizer is None
     if (found.name == EMBEDDED_NAME and plain) or not Path(found.location).exists():
         return []
     names = ("load_format", "quantization", "encoder_pool", *RANKS) if engine.engine == "baton" else ()

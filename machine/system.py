@@ -68,7 +68,8 @@ def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:
     number = error.errno or 0
     if number < 0 or number == errno.EADDRNOTAVAIL:  # below 0: that of a resolver, also in a plain OSError
         why = "it is no name of this machine" if number < 0 else "no network interface of this machine has it"
-        return f"{_HOSTS.get(flag, '--host')} {host}: cannot listen there: {why}; give an address of this machine"
+        option = _HOSTS.get(flag, "--host")
+        return f"{option} {host}: cannot listen there: {why}; give an address of this machine"
     reason = _REASONS.get(number) or error.strerror or str(error)
     return f"{flag} {port}: cannot listen on {url_host(host)}:{port}: {reason}"
 

@@ -45,8 +45,8 @@ def test_the_same_port_given_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     ("front", "said"),
     [
-        (FrontOptions(host="192.0.2.1", port=0), "--host 192.0.2.1: cannot listen there: no network interface"),
-        (FrontOptions(host="a.invalid", port=0), "--host a.invalid: cannot listen there: it is no name of this"),
+        (FrontOptions(host="192.0.2.1", port=0), "--host 192.0.2.1: cannot listen there: no network"),
+        (FrontOptions(host="a.invalid", port=0), "--host a.invalid: cannot listen there: it is no name"),
         (FrontOptions(port=0, admin_host="b.invalid", admin_port=0), "--admin-host b.invalid: cannot listen"),
     ],
 )
@@ -103,7 +103,7 @@ EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size
         (("--allowed-origins", "chat.example"), "--allowed-origins must be * or an origin such as"),
         (("--prefill", "0", "--no-overflow"), "--no-overflow: without prefill workers"),
         (("--generation-config", "gone"), "gone/generation_config.json cannot be read: No such file or"),
-        (("--trace-dir", "/proc/self"), "--trace-dir /proc/self: No such file or directory; name a directory"),
+        (("--trace-dir", "/proc/self"), "--trace-dir /proc/self: No such file or directory; name a"),
         (("--device", "3"), "--device '3': choose cpu, cuda or cuda:N"),
         (("--no-standby",), "--no-standby: only with --replace-engine; leave it out"),
         (("--kv-slots", "7"), "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
