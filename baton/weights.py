@@ -26,7 +26,7 @@ from typing import IO, Any, Literal, Self
 
 import torch
 
-from baton.machine import cuda_driver, usable_cpus
+from baton.machine import cuda_driver, trainer_files, usable_cpus
 from baton.machine.cuda_driver import CudaError
 
 HostMemory = Literal["shm", "memfd"]
@@ -42,7 +42,6 @@ that takes the time. More than eight have not been measured, and workers of the 
 LEAST_FILE, PIECE = 64 << 20, 16 << 20
 """Bytes of a file, if there are several: a thread writes it for 30 ms, and starts in far less. Bytes of a
 copy from a GPU: so no copy takes new memory."""
-_HANDLES = ".cuda.json"
 _INDEX = ".safetensors.index.json"
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -100,6 +99,7 @@ class Checkpoint:
         self.directory = directory
         self.memory: Memory = memory
         self._files = list[int]()
+        self._locks = list[int]()  # of files that stand for tensors on GPUs
         self._on_gpus = dict[Path, dict[str, torch.Tensor]]()  # tensors that workers read by handles
         directory.mkdir(parents=True, exist_ok=True)
         for file in like.glob("*.json"):
@@ -117,7 +117,8 @@ class Checkpoint:
         path = self.directory / f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         if self.memory == "cuda":
             whole = self._on_gpus[path] = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            path.with_suffix(_HANDLES).write_text(_handles(whole))
+            file = path.with_suffix(trainer_files.SUFFIX)
+            self._locks.append(trainer_files.write(file, _handles(whole)))
         else:
             self._to_host(path, tensors, self.memory)
 
@@ -127,7 +128,8 @@ class Checkpoint:
         for path, tensors in self._on_gpus.items():
             self._to_host(path, tensors, memory)
         for path in self._on_gpus:  # last: with files of handles, workers that start wait
-            path.with_suffix(_HANDLES).unlink()
+            path.with_suffix(trainer_files.SUFFIX).unlink()
+        self._unlock()
         self._on_gpus.clear()
 
     def _to_host(self, path: Path, tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> None:
@@ -160,6 +162,13 @@ class Checkpoint:
         self._files.clear()
         self._on_gpus.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Last: a process that finds a file without its lock takes this one for dead."""
+        for fd in self._locks:
+            os.close(fd)
+        self._locks.clear()
 
 
 def _handles(tensors: Mapping[str, torch.Tensor]) -> str:

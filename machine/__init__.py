@@ -7,7 +7,8 @@ memory of a GPU or CPU whose pages move, `cuda_driver` raw memory of a GPU and i
 directories and child processes, `connections` the bound of those to a port, `background` what gives way to
 other processes, `logs` the lines that every process logs, `tracing` the spans of requests,
 `grammars` a compiler of clients' grammars that has limits, `step_model` what the steps of an engine cost,
-`link` what loading KV costs, `quantiles` what a quantile is.
+`trainer_files` files that stand for weights on a trainer's GPU, `link` what loading KV costs, `quantiles`
+what a quantile is.
 The package imports no other package of Baton, and no torch.
 """
 

@@ -1,6 +1,6 @@
 """Tensors in the GPU memory of a trainer on the same host.
 
-`baton.weights` writes the file, which has handles of CUDA IPC in place of values:
+`baton.weights` writes the file (`machine.trainer_files`), which has handles of CUDA IPC in place of values:
 
     {"memory": [handle, …],
      "tensors": {name: {"dtype": "bfloat16", "shape": [2, 3], "memory": 0, "offset": 512}, …}}
@@ -22,10 +22,9 @@ from torch import Tensor
 
 from baton.engine.layers.ranks import Shard
 from baton.engine.loader.settings import read_json
-from baton.machine import cuda_driver
+from baton.machine import cuda_driver, trainer_files
 from baton.machine.cuda_driver import CudaError
 
-SUFFIX = ".cuda.json"
 MOST_DIMENSIONS = 8
 COPY_CHECK = 0.1
 """Seconds between two looks whether a trainer has copied its tensors."""
@@ -95,8 +94,10 @@ class DeviceFile:
 
 def wait_for_copy(directory: Path, progress: Callable[[str, float], None]) -> None:
     """Returns when the trainer needs its memory no more for this checkpoint, since all is in memory of the
-    host. An engine that starts reads for longer than the trainer leaves its tensors as they are."""
-    while any(directory.glob(f"*{SUFFIX}")):
+    host. An engine that starts reads for longer than the trainer leaves its tensors as they are. Raises
+    `ValueError` if the trainer ends before."""
+    while files := trainer_files.found_in(directory.glob("*")):
+        trainer_files.check_runs(files)
         progress("waiting for the trainer's copy of the weights", 0.0)
         time.sleep(COPY_CHECK)
 

@@ -22,6 +22,7 @@ from baton.engine.loader.hf_config import read_config
 from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import read_json
 from baton.engine.model_config import ModelConfig
+from baton.machine import trainer_files
 
 INDEX = "model.safetensors.index.json"
 OTHER_FORMATS = ["*/*", "consolidated*"]
@@ -42,7 +43,7 @@ class HFCheckpoint(Files):
         paths = [directory / name for name in sorted({*shard_of.values()})]
         paths = paths or sorted(
             path
-            for kind in (".safetensors", device_file.SUFFIX)
+            for kind in (".safetensors", trainer_files.SUFFIX)
             for path in directory.glob(f"*{kind}")
             if not fnmatch(path.name, OTHER_FORMATS[1])
         )
@@ -146,7 +147,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _open(path: Path, device: torch.device | None) -> Any:
-    if path.name.endswith(device_file.SUFFIX):
+    if path.name.endswith(trainer_files.SUFFIX):
         return DeviceFile(path, device_file.check_device(path, device))
     if not path.is_file():
         raise ValueError(f"{path}: missing, though {INDEX} names it; the download is incomplete")

@@ -142,6 +142,36 @@ def test_weights_of_a_trainer_stay_where_they_are(
     checkpoint.remove()
 
 
+COPYING = """
+import sys
+from pathlib import Path
+from baton.machine import trainer_files
+trainer_files.write(Path(sys.argv[1]), "{}")
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_engine_does_not_wait_for_a_trainer_that_has_died(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COPYING, str(tmp_path / FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        waits = list[str]()
+
+        def progress(stage: str, _: float) -> None:
+            waits.append(stage)
+            trainer.kill()
+            trainer.wait()
+
+        with pytest.raises(ValueError, match=f"{FILE}: the trainer has ended before it copied its tensors"):
+            device_file.wait_for_copy(tmp_path, progress)
+    assert waits == ["waiting for the trainer's copy of the weights"]
+    (tmp_path / FILE).unlink()
+    device_file.wait_for_copy(tmp_path, progress)
+    assert len(waits) == 1
+
+
 def no_such_allocation(found: dict[str, Any]) -> None:
     found["tensors"]["b"]["memory"] = 1
 

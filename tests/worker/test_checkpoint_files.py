@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.loader import device_file
+from baton.machine import trainer_files
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import checkpoint_files
 from baton.worker.service_process.backend import Refused
@@ -74,7 +74,7 @@ async def test_memory_of_a_trainers_gpu_is_not_read_once_more(tmp_path: Path) ->
     source, before = tmp_path / "source", descriptors()
     source.mkdir()
     (source / "config.json").write_bytes(b"{}")
-    (source / f"model-00001-of-00001{device_file.SUFFIX}").write_bytes(b"{}")
+    (source / f"model-00001-of-00001{trainer_files.SUFFIX}").write_bytes(b"{}")
     opened = CheckpointFiles.opened(source, str(tmp_path))
     assert opened.path == str(source), "the trainer leaves its copy there"
     with pytest.raises(Refused, match=r"from a trainer's GPUs: they are at .*source"):

@@ -7,7 +7,7 @@ So a worker that starts later gets the weights from any worker that has them, al
 removed them, or when its host never had them. The engine finds the files as links in a directory. It checks
 what it reads from there as it does with any checkpoint.
 
-Weights on GPUs of a trainer have files with handles (`engine.loader.device_file`). The trainer changes that
+Weights on GPUs of a trainer have files with handles (`machine.trainer_files`). The trainer changes that
 memory later, and leaves a copy in memory of the host at the path. So these files are not opened here. Only an
 update that the trainer itself makes reads its memory. A worker or an engine process that comes later waits
 for the copy.
@@ -17,19 +17,17 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
-from baton.machine import available_memory
+from baton.machine import available_memory, trainer_files
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process.backend import Refused
 
 KINDS = (".json", ".safetensors", ".gguf")
 SECOND_FORMAT = "consolidated"
 """Files with the same weights once more begin so."""
-HANDLES = ".cuda.json"
-"""Files with handles of a trainer's GPU memory end so."""
 PART = 1 << 20
 """Bytes of a message. The event loop copies it."""
 MOST_FILES, MOST_NAME = 2048, 255
@@ -54,7 +52,7 @@ class CheckpointFiles:
         found = cls(run_dir)
         try:
             names = sorted(source.iterdir()) if source.is_dir() else [source]
-            if has_handles(names):
+            if trainer_files.found_in(names):
                 found.path = str(source)
                 return found
             for file in names:
@@ -126,18 +124,13 @@ class CheckpointFiles:
         self._directory.cleanup()
 
 
-def has_handles(files: Iterable[Path]) -> bool:
-    """Whether a trainer still has tensors of the checkpoint in its GPU memory only."""
-    return any(file.name.endswith(HANDLES) for file in files)
-
-
 def _check(part: pb.CheckpointPart, left: int, files: dict[str, int]) -> None:
     """Raises Refused."""
     name = part.name
     if left:
         raise Refused("the other worker began a file in the middle of another")
     plain = name.isprintable() and "/" not in name and name[0] != "." and len(name.encode()) <= MOST_NAME
-    is_kind = name.endswith(KINDS) and not name.endswith(HANDLES)
+    is_kind = name.endswith(KINDS) and not name.endswith(trainer_files.SUFFIX)
     if not plain or not is_kind or name in files or len(files) == MOST_FILES:
         raise Refused(f"the other worker sent a file {name[:40]!r}, which no checkpoint has")
 

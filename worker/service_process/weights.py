@@ -24,12 +24,13 @@ from pathlib import Path
 from grpc.aio import AioRpcError
 
 from baton.engine.api.config import versioned
+from baton.machine import trainer_files
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import WorkerStub
 from baton.worker import messages
 from baton.worker.messages import WeightsStaged
 from baton.worker.service_process.backend import Backend, Refused
-from baton.worker.service_process.checkpoint_files import CheckpointFiles, has_handles
+from baton.worker.service_process.checkpoint_files import CheckpointFiles
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers
 
@@ -134,8 +135,8 @@ class WeightsReplacement:
 
     async def _stage(self, stage: pb.StageWeights) -> tuple[CheckpointFiles, WeightsStaged]:
         """The engine reads the weights, from the path or from another worker. Raises Refused."""
-        if stage.fingerprint and await asyncio.to_thread(_on_gpus, Path(stage.path)):
-            raise Refused(f"{stage.path}: the trainer has not copied its tensors to memory of the host")
+        if stage.fingerprint and (why := await asyncio.to_thread(_not_copied, Path(stage.path))):
+            raise Refused(why)
         staged = await self._backend.stage_weights(stage.path)
         if not (why := _unfit(stage, staged)):
             return await _opened(Path(stage.path), self._backend.run_dir), staged
@@ -239,12 +240,17 @@ class WeightsReplacement:
             self._is_open.set()
 
 
-def _on_gpus(path: Path) -> bool:
-    """False, too, if this host cannot read the path: another worker may have the weights."""
+def _not_copied(path: Path) -> str:
+    """Why the weights cannot be read yet. Empty, too, if this host cannot read the path: another worker may
+    have them."""
     try:
-        return path.is_dir() and has_handles(path.iterdir())
+        files = trainer_files.found_in(path.iterdir()) if path.is_dir() else []
+        trainer_files.check_runs(files)
+    except ValueError as error:
+        return str(error)
     except OSError:
-        return False  # the engine reads it next, and says why it cannot
+        return ""  # the engine reads it next, and says why it cannot
+    return f"{path}: the trainer has not copied its tensors to memory of the host" if files else ""
 
 
 def _unfit(stage: pb.StageWeights, staged: WeightsStaged) -> str:
