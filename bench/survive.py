@@ -78,6 +78,8 @@ class Client:
             self.streams.append(Stream(self.case))
             name = f"survive-{number}-{len(self.streams)}"
             await read(http, url, self.case, into=self.streams[-1], name=name)
+            if self.streams[-1].failed and not self.streams[-1].token_ids:
+                raise RuntimeError(f"an answer failed before its first token: {self.streams[-1].error}")
             async with http.get(f"{url}/status/requests/{name}") as answer:
                 self.timelines.append(await answer.json())
 

@@ -175,11 +175,15 @@ LOOK_S = 0.005
 
 
 async def until(holds: Callable[[], bool], running: Sequence[asyncio.Task[Any]]) -> None:
-    """Looks at streams that tasks read until this holds. Raises what a task has raised."""
+    """Looks at streams that tasks read until this holds. Raises what a task has raised, and RuntimeError if a
+    task has read a stream that failed, or if all tasks have ended."""
     while not holds():
-        for task in running:
-            if task.done():
-                task.result()
+        ended = [task.result() for task in running if task.done()]
+        failed = [each for each in ended if isinstance(each, Stream) and each.failed]
+        if failed:
+            raise RuntimeError(f"a stream failed: {failed[0].error or 'it ended early'}")
+        if len(ended) == len(running):
+            raise RuntimeError("all streams have ended")
         await asyncio.sleep(LOOK_S)
 
 

@@ -86,7 +86,11 @@ def decode_images(
             text = f"messages: the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
             raise InvalidRequest(text, param="messages")
     for part in _parts(missing.values()):
-        found |= {decoded.name: decoded for decoded in _threads().map(_decoded, part)}
+        try:
+            decoding = _threads().map(_decoded, part)
+        except RuntimeError as error:  # no memory is left for the stack of a thread
+            raise MemoryError(str(error)) from error
+        found |= {decoded.name: decoded for decoded in decoding}
     for name in names:
         _kept[name] = found[name]
         _kept.move_to_end(name)

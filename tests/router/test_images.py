@@ -6,6 +6,7 @@ import json
 import os
 import random
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -234,6 +235,20 @@ def test_images_are_decoded_in_parts_and_answers_keep_their_order(
     assert prepared(tokenizer, chat(*files, files[1])).images == whole
     with pytest.raises(InvalidRequest, match="image 3 cannot be decoded"):
         prepared(tokenizer, chat(*files[:3], url_of(file_of(picture())[:-60]), files[4]))
+
+
+def test_a_child_without_memory_for_a_thread_ends_as_one_without_memory(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # as CPython does when the system refuses its stack
+
+    images._threads.cache_clear()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    body = chat(url_of(file_of(picture())))
+    with pytest.raises(SystemExit):
+        pipe.answered(lambda _: prepared(tokenizer, body), b"")
+    images._threads.cache_clear()
 
 
 def bomb(width: int, height: int) -> bytes:
