@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from baton.machine import Average
+from baton.machine.averages import Average
 
 DECAY = 0.8
 """Factor on the weight of an image with each later one."""

@@ -1,4 +1,4 @@
-"""How much of its machine this process may use, and what its work has cost lately.
+"""How much of its machine this process may use.
 
 A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use.
 
@@ -7,8 +7,8 @@ memory of a GPU or CPU whose pages move, `cuda_driver` raw memory of a GPU and i
 directories and child processes, `connections` the bound of those to a port, `background` what gives way to
 other processes, `logs` the lines that every process logs, `tracing` the spans of requests,
 `grammars` a compiler of clients' grammars that has limits, `step_model` what the steps of an engine cost,
-`trainer_files` files that stand for weights on a trainer's GPU, `link` what loading KV costs, `quantiles`
-what a quantile is.
+`trainer_files` files that stand for weights on a trainer's GPU, `link` what loading KV costs, `averages` what
+work has cost lately, `quantiles` what a quantile is.
 The package imports no other package of Baton, and no torch.
 """
 
@@ -18,33 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
-
-
-class Average:
-    """The ratio of two sums in which older samples weigh less: mean seconds of a step, tokens in a second.
-
-    Attributes:
-        value: the ratio; 0 before the first sample.
-    """
-
-    __slots__ = ("_amount", "_decay", "_per", "value")
-
-    def __init__(self, decay: float = 0.9) -> None:
-        """`decay`: factor on the weight of all samples before, for one step."""
-        self.value = self._amount = self._per = 0.0
-        self._decay = decay
-
-    def add(self, amount: float, per: float = 1.0, *, steps: float = 1.0) -> None:
-        """Adds a sample of `amount` in `per`, both at least 0, after so many steps since the last one."""
-        kept = self._decay**steps
-        self._amount = kept * self._amount + amount
-        self._per = kept * self._per + per
-        self.value = self._amount / self._per if self._per else 0.0
-
-    def scale(self, factor: float) -> None:
-        """Multiplies the value. Later samples count as much as without this call."""
-        self._amount *= factor
-        self.value *= factor
 
 
 def usable_cpus(root: Path = _ROOT) -> int:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from baton.machine import Average
+from baton.machine.averages import Average
 
 MEMORY = 0.7
 """Factor on the weight of the fetches before, in averages."""

@@ -25,7 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from baton.machine import Average
+from baton.machine.averages import Average
 
 LARGE = 512
 """Prompt tokens from which on a step shows the speed of prompts. A smaller one reads the weights for a few

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.content import CHUNK_TOKENS
-from baton.machine import Average
+from baton.machine.averages import Average
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import LONGEST_REPORT

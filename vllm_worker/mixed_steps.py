@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from baton.engine.api.stats import UNKNOWN_STEP, StepStats
 from baton.engine.core.meters import DECAY, LEAST, LONG, Batch, ChunkLimit, Meters, prompt_limit
-from baton.machine import Average
+from baton.machine.averages import Average
 from baton.machine.step_model import LearnedSteps, row_sizes, token_sizes
 
 ALIKE = 8

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
 from baton.engine.model_config import FULL_STEP
-from baton.machine import Average
+from baton.machine.averages import Average
 from baton.machine.step_model import LARGE, LearnedSteps, StepModel, long_seconds, with_room
 
 DECAY = 0.9

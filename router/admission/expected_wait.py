@@ -15,7 +15,7 @@ Pure: the caller passes counts and times.
 import math
 from typing import NamedTuple
 
-from baton.machine import Average
+from baton.machine.averages import Average
 from baton.router.policy.placement import PrefillWindow
 
 FORGET_SECONDS = 30.0

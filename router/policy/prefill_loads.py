@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.content import CHUNK_TOKENS, Tier
-from baton.machine import Average
+from baton.machine.averages import Average
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.prefill import MAX_ROWS, PrefillRequest, PrefillSnapshot, Ring
 from baton.rpc import bounded_report

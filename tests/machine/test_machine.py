@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.machine import Average, available_memory, memory_limit, oom_kills, usable_cpus
+from baton.machine import available_memory, memory_limit, oom_kills, usable_cpus
+from baton.machine.averages import Average
 
 GIB = 1 << 30
 
