@@ -47,6 +47,7 @@ from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedProm
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.engine.core.request_loads import RequestLoads
 from baton.engine.core.request_memory import RequestMemory
 from baton.machine.leases import Leases
 
@@ -94,6 +95,7 @@ class RequestLives:
         if cache is not None:
             self.prefix_exchange = PrefixExchange(pool, cache, self._may_take)
         self.memory = RequestMemory(pool, states, cache, budget)
+        self._loads = None if cache is None else RequestLoads(pool, cache, self.memory)
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]
         self.compiling = self._of_phase[Phase.COMPILING]
@@ -354,7 +356,7 @@ class RequestLives:
         if not self.memory.has_room(self.memory.need(tokens, hits), 1, windows, hits):
             hits = self.memory.hits(live)
         self.memory.take(live, tokens, hits)
-        if self.memory.load(live, partial(self._load_ended, live)):
+        if self._loads is not None and self._loads.load(live, partial(self._load_ended, live)):
             live.leases.begin(LOADING)
             self._enter(live, Phase.LOADING)
         else:

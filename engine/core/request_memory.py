@@ -1,7 +1,7 @@
 """The blocks of KV of requests, and the names under which the prefix cache may have them. Pure."""
 
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
@@ -25,7 +25,7 @@ class RequestMemory:
     ) -> None:
         """`states`: of a model with state layers. `cache`: None if there is no prefix cache. `budget`: None
         if the pools keep their sizes."""
-        self.states = None if states is None else RequestStates(states, pool.block_size, cache, self._names)
+        self.states = None if states is None else RequestStates(states, pool.block_size, cache, self.names)
         """None: the model has no state layers."""
         self._pool = pool
         self._states = states
@@ -66,7 +66,7 @@ class RequestMemory:
         """Blocks that any tier has of the beginning of a request."""
         if self._cache is None:
             return 0
-        names = self._usable(live, self._cache)
+        names = self.usable(live, self._cache)
         return self._cache.usable(names[: self._cache.known(names)])
 
     def hits(self, live: LiveRequest, *, on_device: bool = True) -> list[int]:
@@ -76,7 +76,7 @@ class RequestMemory:
         They also read its cached blocks, so far as their windows reach."""
         if self._cache is None:
             return []
-        names, shared = self._usable(live, self._cache), live.shared
+        names, shared = self.usable(live, self._cache), live.shared
         if shared.ranges and self.states is not None:
             names = names[: (shared.ranges[0].stop - 1) // self._block_size]
         for position in shared.read_by_others(self._cache.windows):
@@ -285,7 +285,7 @@ class RequestMemory:
         live.num_verified = 0
         live.num_published = len(hits)
         if self._cache is not None:
-            self._cache.used(self._names(live, self._cache).blocks[: len(hits)])
+            self._cache.used(self.names(live, self._cache).blocks[: len(hits)])
             self._cache.queries += len(live.token_ids)
             self._cache.hits += live.num_cached
 
@@ -339,7 +339,7 @@ class RequestMemory:
         """As in `Wanted`: the end of what any tier has of the request, past the `hits`."""
         if self._cache is None or live.phase is Phase.RESERVED:
             return 0
-        known = self._cache.known(self._usable(live, self._cache))
+        known = self._cache.known(self.usable(live, self._cache))
         return known * self._block_size if known > hits else 0
 
     def _adopt(self, live: LiveRequest, hits: Sequence[int]) -> tuple[int, list[int]]:
@@ -347,7 +347,7 @@ class RequestMemory:
         cached blocks. A reservation needs none: its KV comes from another worker."""
         if self._cache is None or self.states is not None or live.phase is Phase.RESERVED:
             return len(hits) * self._block_size, []
-        names, limit = self._names(live, self._cache), self._usable_tokens(live)
+        names, limit = self.names(live, self._cache), self._usable_tokens(live)
         end, name = self._cache.remnant(names, live.token_ids, len(hits), limit)
         return end, [] if name is None else [self._pool.adopt(name)]
 
@@ -361,108 +361,7 @@ class RequestMemory:
             return None  # no chunk ends in the last block, or the block is thin
         if not self._pool.has_window(live.blocks[index]):
             return None
-        return live.blocks[index], self._names(live, self._cache).of_chunk(live.token_ids, end)
-
-    def load(self, live: LiveRequest, ended: Callable[[bool], None]) -> bool:
-        """Loads what the tiers below have of a request, behind the blocks that it took from the cache. False:
-        nothing, or computing it takes less time.
-
-        `ended` is called when nothing writes to the blocks any more. True: the request has the KV, unless it
-        was dropped. False: a block was damaged, which the tier has forgotten."""
-        cache = self._cache
-        if cache is None or not cache.offload:
-            return False
-        names, usable = self._names(live, cache), self._usable(live, cache)
-        first, begin = (
-            live.num_published,
-            cache.usable(usable[: live.num_published], on_device=True, loads=False),
-        )
-        stop = self._loadable(live, cache, usable)
-        if stop == begin:
-            return False
-        states = None
-        if self.states is not None:
-            tier, seconds = cache.states_tier_of(usable[stop - 1]), self._seconds(live, cache, begin, stop)
-            if tier is None or tier.pays(1, seconds):
-                states = self.states.load(live, names, stop)
-            if states is None:
-                self._begin_at(live, names, begin)
-                return False
-        cache.used(usable[first:stop])
-        wanted = self._wanted(live, usable[:stop], first)
-
-        def landed(intact: bool) -> None:
-            has_kv = intact and live.phase is not Phase.GONE
-            if has_kv:
-                for index in range(first, stop):
-                    cache.restore(usable[index], live.blocks[index])
-                cache.hits += (stop - first) * self._block_size
-                live.num_published, live.num_cached = stop, stop * self._block_size
-            if states is not None:
-                states.loaded(has_kv)
-            ended(intact)
-
-        cache.load(wanted, landed, None if states is None else states.wanted)
-        return True
-
-    def _has(self, names: Sequence[bytes], index: int, stop: int) -> int | None:
-        """The block of the pool with this index, as a request reads it that begins behind `stop` blocks.
-        None: it must be loaded."""
-        cached = self._pool.lookup([names[index]])
-        if not cached:
-            return None
-        windows = self._windows
-        is_read = windows is not None and index >= windows.first(stop * self._block_size)
-        return None if is_read and not self._pool.has_window(cached[0]) else cached[0]
-
-    def _wanted(self, live: LiveRequest, names: Sequence[bytes], first: int) -> list[tuple[bytes, int]]:
-        """What a request must load to begin behind the blocks with these names, of which it has `first`."""
-        if (windows := self._windows) is not None:
-            windows.leave(live.windows, live.blocks, live.windows.stop)
-        wanted: list[tuple[bytes, int]] = []
-        for index in range(first, len(names)):
-            # The pool may have blocks again behind those that it lacks.
-            if (cached := self._has(names, index, len(names))) is not None:
-                self._pool.release([live.blocks[index]])
-                self._pool.share([cached])
-                live.blocks[index] = cached
-            else:
-                wanted.append((names[index], live.blocks[index]))
-        if windows is not None:
-            begin = windows.first(len(names) * self._block_size)
-            windows.begin(live.windows, live.blocks, begin, len(names))
-        return wanted
-
-    def _loadable(self, live: LiveRequest, cache: PrefixCache, usable: Sequence[bytes]) -> int:
-        """How many blocks the request begins with, once what pays of its blocks is loaded."""
-        first, stop = live.num_published, cache.usable(usable[: cache.known(usable)])
-        tiers = [
-            cache.tier_of(name) if self._has(usable, index, stop) is None else None
-            for index, name in enumerate(usable[first:stop], first)
-        ]
-        for tier in dict.fromkeys(filter(None, tiers)):
-            start, count = first + tiers.index(tier), tiers.count(tier)
-            if not tier.pays(count, self._seconds(live, cache, start, start + count)):
-                stop = min(stop, start)
-        return cache.usable(usable[:stop])
-
-    def _seconds(self, live: LiveRequest, cache: PrefixCache, start: int, stop: int) -> float:
-        """Seconds by which the prompt is computed sooner with the blocks from `start` to `stop`."""
-        size = self._block_size
-        return cache.prompt_seconds((stop - start) * size, len(live.token_ids) - stop * size, start * size)
-
-    def _begin_at(self, live: LiveRequest, names: PrefixNames, begin: int) -> None:
-        """The request gives back cached blocks from this one on: it has no states after them. There is room,
-        since `need` did not count them."""
-        assert self._cache is not None, "they are cached"
-        assert self.states is not None, "the model has states"
-        stop = live.num_published
-        self._pool.release(live.blocks[begin:stop])
-        live.blocks[begin:stop] = array("i", self.allocate(stop - begin))
-        self._cache.hits -= (stop - begin) * self._block_size
-        live.num_published, live.num_cached = begin, begin * self._block_size
-        if begin:
-            self.states.begin_with(live, names.blocks[begin - 1])
+        return live.blocks[index], self.names(live, self._cache).of_chunk(live.token_ids, end)
 
     def publish(self, live: LiveRequest, computed: int) -> None:
         """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
@@ -472,7 +371,7 @@ class RequestMemory:
             return
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:
-            names = self._names(live, self._cache)
+            names = self.names(live, self._cache)
             self._cache.publish(names, live.blocks, live.num_published, full, thin=live.thin)
             live.num_published = full
         if self.states is not None:
@@ -502,13 +401,13 @@ class RequestMemory:
         self._pool.release(live.blocks, remnant, copied=live.handed_over, first_copied=whole)
         if remnant is not None and self._cache is not None:
             end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
-            self._cache.remnant_kept(self._names(live, self._cache), end)
+            self._cache.remnant_kept(self.names(live, self._cache), end)
         live.num_verified, live.thin = 0, ()
         del live.blocks[:]
 
-    def _usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:
+    def usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:
         """The names of the blocks of a request that may come from the prefix cache."""
-        return self._names(live, cache).blocks[: self._usable_tokens(live) // self._block_size]
+        return self.names(live, cache).blocks[: self._usable_tokens(live) // self._block_size]
 
     def _usable_tokens(self, live: LiveRequest) -> int:
         """How many positions of a request may come from the prefix cache. A prefill always computes the
@@ -517,7 +416,7 @@ class RequestMemory:
             return len(live.token_ids)
         return live.num_scored if live.num_scored < live.asked.scores_to else len(live.token_ids) - 1
 
-    def _names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
+    def names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
         """The names of all full blocks with known tokens."""
         if live.names is None:
             live.names = cache.names(live.request)

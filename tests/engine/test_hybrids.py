@@ -16,7 +16,7 @@ from baton.engine.core import state_copies
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixNames
-from baton.engine.core.request_memory import RequestMemory
+from baton.engine.core.request_loads import RequestLoads
 from baton.engine.core.state_copies import StateCopies, Wanted
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_sizing
@@ -279,14 +279,14 @@ def test_blocks_on_the_device_stay_while_their_states_are_loaded(
 ) -> None:
     """The device has few copies and many blocks. If a load does not pay, a request gives such blocks back."""
     given_back = list[int]()
-    begin_at = RequestMemory._begin_at
+    begin_at = RequestLoads._begin_at
 
-    def noted(self: RequestMemory, live: LiveRequest, names: PrefixNames, begin: int) -> None:
+    def noted(self: RequestLoads, live: LiveRequest, names: PrefixNames, begin: int) -> None:
         given_back.append(live.num_published - begin)
         begin_at(self, live, names, begin)
 
     monkeypatch.setattr(OffloadTier, "pays", lambda self, *_: pays)
-    monkeypatch.setattr(RequestMemory, "_begin_at", noted)
+    monkeypatch.setattr(RequestLoads, "_begin_at", noted)
     engine = tiny_engine(model=str(path), **caching(4, num_blocks=200, host_cache_size=1 << 25))
     assert answers(engine, TURNS[:12]) == answered
     [stats] = engine.stats().offload

@@ -321,7 +321,7 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     worker.run(prompt)
     pool = worker.scheduler.lives.pool
     live = worker.add(prompt)
-    names = worker.scheduler.lives.memory._names(live, worker.scheduler.lives.cache).blocks  # type: ignore[arg-type]
+    names = worker.scheduler.lives.memory.names(live, worker.scheduler.lives.cache).blocks  # type: ignore[arg-type]
     worker.scheduler.lives.drop(live)
     blocks = pool.lookup(names[:6])
     pool._unreferenced.move_to_end(blocks[0], last=False)
