@@ -17,7 +17,7 @@ from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.mixed_steps import ALIKE, TRIED_AGAIN, MixedSteps
 from baton.vllm_worker.stats import Load
-from baton.worker.service_process.backend import reported_step_model, same_names
+from baton.worker.service_process.status import reported_step_model, same_names
 from tests.router.fleets import SeenWorker, fleet_of
 
 STEP, TOKEN = 0.010, 0.0001

@@ -24,12 +24,13 @@ from baton.worker.config import WorkerConfig
 from baton.worker.messages import Code, EngineReady
 from baton.worker.processes import EngineError, EngineRestart, StartError, TreeError
 from baton.worker.service_process import streams
-from baton.worker.service_process.backend import POOLS, Backend, same_names
+from baton.worker.service_process.backend import POOLS, Backend
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.service_process.standby import Standby
+from baton.worker.service_process.status import same_names
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.validation import Limits

@@ -1,0 +1,68 @@
+"""What the processes of a worker report, as routers read it."""
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+from baton.content import Tier
+from baton.engine import EngineStats
+from baton.kv_transfer import TransferStats
+from baton.rpc import worker_pb2 as pb
+from baton.worker.messages import EngineStatus
+
+
+def same_names(message: type[Message], value: object) -> dict[str, Any]:
+    """The fields of a message that `value` has under the same names."""
+    return {name: getattr(value, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(value, name)}
+
+
+def reported_step_model(stats: EngineStats) -> pb.StepModel | None:
+    if (table := stats.step_table) is None:
+        return None
+    decode, prompt = stats.step_factors
+    return pb.StepModel(decode_factor=decode, prompt_factor=prompt, **same_names(pb.StepModel, table))
+
+
+def reported(engine: EngineStatus, transfer: TransferStats) -> pb.WorkerStatus:
+    """The status of a worker, without what its service process alone knows."""
+    stats = engine.stats
+    tiers, drafts = {tier.tier: tier for tier in stats.offload}, stats.speculation
+    host, disk = tiers.get(Tier.HOST), tiers.get(Tier.DISK)
+    counts, fetched = engine.counts, engine.counts.prefix_fetched_tokens
+    return pb.WorkerStatus(
+        idle=engine.idle,
+        transfers_open=transfer.transfers_open,
+        arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
+        arena_slots_total=2 * transfer.slots,
+        prompt_tokens=counts.prompt_tokens,
+        no_room=counts.no_room,
+        long_chunk_tokens=stats.long.tokens,
+        long_chunk_seconds=stats.long.seconds,
+        kv_transports=transfer.transports,
+        host_tokens_per_s=host.tokens_per_s if host else 0.0,
+        disk_tokens_per_s=disk.tokens_per_s if disk else 0.0,
+        store_tokens_per_s=0.0 if engine.store is None else engine.store.tokens_per_s,
+        store="" if engine.store is None else "open" if engine.store.is_open else "closed",
+        prefix_links=[pb.PrefixLink(**same_names(pb.PrefixLink, link)) for link in engine.links],
+        generation_tokens=counts.generation_tokens,
+        kv_transfers=sum(transfer.transfers.get(end, 0) for end in ("acked", "injected")),
+        kv_sent=transfer.sent_to,
+        kv_bytes=transfer.bytes_sent + transfer.bytes_received,
+        prefix_fetched_tokens=sum(fetched),
+        store_fetched_tokens=fetched[Tier.STORE],
+        host_loaded_tokens=host.loaded_tokens if host else 0,
+        disk_loaded_tokens=disk.loaded_tokens if disk else 0,
+        draft_tokens=drafts.drafts if drafts else 0,
+        accepted_draft_tokens=drafts.accepted if drafts else 0,
+        step_model=reported_step_model(stats),
+        kv_memory_bytes=stats.memory.kv_bytes if stats.memory else 0,
+        state_memory_bytes=stats.memory.state_bytes if stats.memory else 0,
+        window_memory_bytes=stats.memory.window_bytes if stats.memory else 0,
+        images_waiting=stats.encoder.waiting if stats.encoder else 0,
+        images_encoded=stats.encoder.images if stats.encoder else 0,
+        encode_token_seconds=stats.encoder.token_seconds if stats.encoder else 0.0,
+        encode_queue_seconds=stats.encoder.queue_seconds if stats.encoder else 0.0,
+        adapters_on_device=engine.adapters_on_device,
+        adapter_move_seconds=engine.adapter_move_seconds,
+        **same_names(pb.WorkerStatus, stats),
+    )
