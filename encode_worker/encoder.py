@@ -3,8 +3,10 @@
 import math
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +28,12 @@ class Encoder(Embeddings):
 
     A fetch waits for no image, so both end.
 
+    An image may be asked for without its pixels. If its embeddings are not kept, `wants` is called, and its
+    future waits until the pixels come with a later question. One that nothing waits for is forgotten.
+
     Attributes:
+        wants: hears the name of an image of which the pixels are missing, in the thread that asks for it.
+            None: such an image fails.
         encoded: images that were encoded since the start.
         tokens: of these images.
         seconds: in which they were encoded, without those in which they waited for their turns.
@@ -38,6 +45,8 @@ class Encoder(Embeddings):
     ) -> None:
         """`hold_seconds` 0: the embeddings are for this process, which holds what it needs itself."""
         super().__init__(cache_bytes)
+        self.wants: Callable[[bytes], None] | None = None
+        self._without_pixels: MutableMapping[bytes, Future[np.ndarray]] = weakref.WeakValueDictionary()
         self._hold_seconds = hold_seconds
         self._released = threading.Condition(self._lock)
         self._closed = False
@@ -53,6 +62,25 @@ class Encoder(Embeddings):
     def queue_seconds(self) -> float:
         """In which the waiting images are encoded, if nothing decodes. 0: none waits, or not known."""
         return self._tokens_waiting * self.turns.token_seconds
+
+    @property
+    def waiting(self) -> int:
+        return super().waiting + len(self._without_pixels)
+
+    def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+        if not pixels and self.wants is not None:
+            with self._lock:
+                lacks = name not in self._kept and name not in self._under_way
+                waiting = self._without_pixels.setdefault(name, Future()) if lacks else None
+            if waiting is not None:
+                self.wants(name)  # also if it was asked for before: that router may have gone
+                return waiting
+        found = super().embeddings(name, pixels, rows, columns)
+        with self._lock:
+            waiting = self._without_pixels.pop(name, None)
+        if waiting is not None:
+            found.add_done_callback(partial(_pass_on, waiting))
+        return found
 
     def rehearse(self, rows: int, columns: int, pixels: bytes) -> None:
         """Encodes an image that is not kept, and learns from it alone what images cost."""
@@ -123,3 +151,12 @@ class Encoder(Embeddings):
         super()._over(name, tokens)
         with self._lock:
             self._tokens_waiting -= tokens
+
+
+def _pass_on(waiting: "Future[np.ndarray]", found: "Future[np.ndarray]") -> None:
+    if found.cancelled():
+        waiting.cancel()
+    elif (error := found.exception()) is not None:
+        waiting.set_exception(error)
+    else:
+        waiting.set_result(found.result())

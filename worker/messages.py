@@ -135,7 +135,8 @@ class ImageReady(_Message):
 
 
 class Encode(_Message):
-    """Make the embeddings of an image, and keep them until workers have fetched them. Encoded answers."""
+    """Make the embeddings of an image, and keep them until workers have fetched them. Encoded answers. To an
+    engine with an encoder of its own: the pixels that it has asked for. Nothing answers."""
 
     stream: int
     origin: Origin
@@ -289,6 +290,7 @@ class EngineReady(_Message):
     # Of embeddings that the engine fetches from encoders, as the first two above. None: it fetches none.
     image_layout: KVLayout | None = None
     image_fingerprint: str = ""
+    asks_for_pixels: bool = False  # as in WorkerDescription
 
 
 class Tokens(_Message):
@@ -311,7 +313,8 @@ class PrefillStarted(_Message):
 
 
 class ImageWanted(_Message):
-    """The engine needs the embeddings of an image, and no router has named an encoder that has them."""
+    """The engine needs the embeddings of an image, and no router has named an encoder that has them, or has
+    sent its pixels."""
 
     name: bytes
     lost: bool  # they did not come from the encoder that a router has named

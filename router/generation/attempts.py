@@ -333,20 +333,23 @@ class AttemptPair:
         return request
 
     def _submit(self, attempt: Attempt, message: pb.RouterMessage, *, computes_prompt: bool = True) -> None:
-        """`computes_prompt`: the worker needs the pixels of images."""
+        """`computes_prompt`: the worker needs images."""
         asked = message.prefill.request if message.HasField("prefill") else message.decode.request
-        worker = attempt.worker
+        worker, cached = attempt.worker, attempt.plan.cached
         encodes = computes_prompt and not worker.description.image_fingerprint
         for image in self.job.images:
-            asked.images.add(name=image.name, start=image.start, rows=image.rows, columns=image.columns)
-            if encodes:
-                worker.send_pixels(image.pixels)
+            placed = asked.images.add(
+                name=image.name, start=image.start, rows=image.rows, columns=image.columns
+            )
+            if encodes and worker.lacks_pixels(image, cached):
+                placed.with_pixels = True
+                worker.send_pixels(image)
         numerics = worker.description.numerics
         self.numerics = self.numerics or numerics
         self.numerics_changed |= numerics != self.numerics
+        attempt.images = self.job.images
         worker.submit(attempt, message, self.span)
         if computes_prompt and not encodes:
-            attempt.images = self.job.images
             for image in self.job.images:
                 if image.start + image.rows * image.columns > attempt.plan.cached:
                     self.pool.encoders.want(attempt, image)

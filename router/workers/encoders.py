@@ -6,7 +6,7 @@
 The prompt is submitted at once: its worker computes the text before the image meanwhile. An image that
 several prompts want at the same time is encoded once. If its encoder is lost, another one gets it. A worker
 that misses embeddings asks for them (ImageWanted): those that the router believed to be in its prefix cache,
-and those that did not come from the encoder.
+and those that did not come from the encoder. A worker that encodes asks for the pixels that it lacks.
 """
 
 import asyncio
@@ -115,6 +115,10 @@ class Encoders:
             for image in attempt.images
             if image.name == message.name
         }
+        if waiting and not worker.description.image_fingerprint:
+            attempt, image = next(iter(waiting.items()))
+            _submit(worker, os.urandom(16), image, attempt)
+            return
         if message.lost and waiting:
             for kept in self._kept.values():
                 kept.pop(message.name, None)
@@ -207,15 +211,7 @@ class Encoders:
         self._by_id[encode.id] = encode
         self._sent[worker] += encode.tokens
         attempt = next(iter(encode.attempts))
-        image = encode.image
-        worker.send_pixels(image.pixels)
-        submit = pb.SubmitEncode(
-            encode_id=encode.id,
-            image=pb.Image(name=image.name, rows=image.rows, columns=image.columns),
-            traceparent=attempt.span.traceparent,
-            name=attempt.name,
-        )
-        worker.send(pb.RouterMessage(encode=submit))
+        _submit(worker, encode.id, encode.image, attempt)
         if log.isEnabledFor(logging.DEBUG):
             about = of_request(attempt.name, encode.id)
             log.debug("request %s: image at %s", attempt.name, worker, extra=about)
@@ -251,6 +247,18 @@ class Encoders:
         self._withdraw(encode)
         if encode.timer is not None:
             encode.timer.cancel()
+
+
+def _submit(worker: Worker, encode_id: bytes, image: PlacedImage, attempt: Attempt) -> None:
+    """Sends an image to a worker that encodes it. `attempt`: one that needs it."""
+    worker.send_pixels(image)
+    submit = pb.SubmitEncode(
+        encode_id=encode_id,
+        image=pb.Image(name=image.name, rows=image.rows, columns=image.columns, with_pixels=True),
+        traceparent=attempt.span.traceparent,
+        name=attempt.name,
+    )
+    worker.send(pb.RouterMessage(encode=submit))
 
 
 def _tell(target: Worker, name: bytes, encoder: Worker) -> None:

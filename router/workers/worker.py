@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -49,6 +49,8 @@ MOST_UNSENT_BYTES = 256 << 20
 """128 choices with the longest schema are 64 MiB."""
 MOST_UNSENT_PIXELS = 1 << 30
 """Bytes. The images of a request are 48 MiB."""
+MOST_SHOWN = 4096
+"""Images that a router remembers of each worker."""
 MOST_PHASES = 64
 """Of one request and worker that are shown."""
 OF_WEIGHTS = "weights", "model_fingerprint", "content_root"
@@ -171,7 +173,7 @@ class Attempt:
     scores: list[pb.PromptLogprobs] = field(default_factory=list)
     """The log probabilities of the prompt that came."""
     images: "Sequence[PlacedImage]" = ()
-    """Those of the prompt, if the worker computes it and encoders make their embeddings."""
+    """Those of the prompt. The worker may ask for them."""
     lost_images: Counter[bytes] = field(default_factory=Counter)
     """Times that embeddings did not come from the encoder that had them, by image."""
     on_end: list[Callable[["Attempt"], None]] = field(default_factory=list)
@@ -223,6 +225,8 @@ class Worker:
     """Discovery no longer lists it."""
     send_queue: SendQueue | None = None
     """Of its stream, as is `stub`. None without a stream."""
+    shown_images: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    """Names of those whose pixels it got from this router: it may still have their embeddings."""
     stub: WorkerStub | None = None
     outdated_since: float | None = None
     """The time.monotonic() at which another worker got newer weights. It takes no new work until it has
@@ -407,6 +411,7 @@ class Worker:
     def lose_all(self) -> list[Attempt]:
         """Forgets all attempts when the stream ends. Returns what was open."""
         lost, self.attempts, self.decode_load = list(self.attempts.values()), {}, None
+        self.shown_images.clear()  # another process may answer next
         for attempt in lost:
             attempt.ended("the worker was lost")
         return lost
@@ -420,10 +425,21 @@ class Worker:
             attempt.span.end()
         self.loads.ended(self.row, work, computed=computed, now=time.monotonic())
 
-    def send_pixels(self, pixels: bytes | memoryview) -> None:
-        """Sends those of an image of the attempt that is submitted next."""
+    def lacks_pixels(self, image: "PlacedImage", cached: int) -> bool:
+        """Whether the worker may have neither the embeddings of an image nor its KV. If it seems to have
+        them, it asks for pixels that it needs. `cached`: tokens of the prompt of which it has KV."""
+        if not self.description.asks_for_pixels:
+            return True
+        return image.name not in self.shown_images and image.start + image.rows * image.columns > cached
+
+    def send_pixels(self, image: "PlacedImage") -> None:
+        """Sends those of an image of the attempt, or of the `SubmitEncode`, that comes next."""
         if self.send_queue is not None:
-            self.send_queue.put_pixels(pixels)
+            self.send_queue.put_pixels(image.pixels)
+            self.shown_images[image.name] = None
+            self.shown_images.move_to_end(image.name)
+            if len(self.shown_images) > MOST_SHOWN:
+                self.shown_images.popitem(last=False)
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:

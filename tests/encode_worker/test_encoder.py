@@ -3,6 +3,7 @@
 import threading
 
 import numpy as np
+import pytest
 
 from baton.encode_worker.encoder import Encoder
 from baton.encode_worker.turns import Turns
@@ -53,6 +54,30 @@ def test_what_is_asked_for_again_is_held_again() -> None:
     encoder.embeddings(IMAGES[0], b"", 1, 1).result(0)
     encoder.embeddings(IMAGES[2], IMAGES[2], 1, 1).result(WITHIN)
     assert [encoder.kept(name) is not None for name in IMAGES[:3]] == [True, False, True]
+    encoder.close()
+
+
+def test_an_image_without_pixels_waits_for_them() -> None:
+    """One that nothing waits for is forgotten, and pixels that nothing waits for are encoded all the same."""
+    encoder = encoder_of(4, 0.0)
+    with pytest.raises(ValueError, match="pixels of an image are missing"):
+        encoder.embeddings(IMAGES[0], b"", 1, 1).result(WITHIN)
+    wanted = list[bytes]()
+    encoder.wants = wanted.append
+    waiting = [encoder.embeddings(IMAGES[1], b"", 1, 1) for _ in range(2)]
+    assert (wanted, encoder.waiting) == ([IMAGES[1]] * 2, 1)
+    encoder.embeddings(IMAGES[1], IMAGES[1], 1, 1)
+    assert [each.result(WITHIN).tolist() for each in waiting] == [[[1] * TOKEN_BYTES]] * 2
+    encoder.embeddings(IMAGES[1], b"", 1, 1).result(0)
+    encoder.embeddings(IMAGES[2], b"", 1, 1)
+    assert wanted == [IMAGES[1], IMAGES[1], IMAGES[2]]
+    assert encoder.waiting == 0, "nothing waits for it"
+    encoder.embeddings(IMAGES[2], IMAGES[2], 1, 1).result(WITHIN)
+    failing = encoder.embeddings(IMAGES[3], b"", 1, 1)
+    encoder._encode = lambda *_: 1 / 0  # type: ignore[assignment]
+    encoder.embeddings(IMAGES[3], IMAGES[3], 1, 1)
+    with pytest.raises(ZeroDivisionError):
+        failing.result(WITHIN)
     encoder.close()
 
 

@@ -66,8 +66,8 @@ class Fleet:
         worker.send_queue, worker.state = None, WorkerState.CONNECTING
         self.roster.availability_changed(worker)
 
-    def attempt(self, name: str, *images: PlacedImage) -> Attempt:
-        """A prompt with images, which is submitted to the worker."""
+    def attempt(self, name: str, *images: PlacedImage, wants: bool = True) -> Attempt:
+        """A prompt with images, which is submitted to the worker. `wants`: its images are sent to encoders."""
         told = self.told[name] = list[Any]()
         attempt = Attempt(
             worker=self.worker, name=name, on_event=lambda _, event: told.append(event), plan=Plan("handover")
@@ -75,7 +75,7 @@ class Fleet:
         submit = pb.RouterMessage(prefill=pb.SubmitPrefill(prefill_id=attempt.id))
         self.worker.submit(attempt, submit, Tracer(None, "test", {}).begin("request", "", {}))
         attempt.images = images
-        for each in images:
+        for each in images if wants else ():
             self.roster.encoders.want(attempt, each)
         return attempt
 
@@ -128,6 +128,31 @@ async def test_an_image_is_encoded_once_and_its_worker_is_told() -> None:
     assert fleet.sent(encoder) == []
     assert fleet.roster.prefills  # which encoders are not part of
     assert not fleet.roster.decodes
+
+
+async def test_a_worker_that_encodes_gets_the_pixels_that_it_asks_for() -> None:
+    fleet, picture = Fleet(), image(1)
+    fleet.worker.description.image_fingerprint = ""
+    fleet.worker.description.asks_for_pixels = True
+    fleet.attempt("a", picture, image(2), wants=False)
+    fleet.attempt("b", picture, wants=False)
+    fleet.roster.encoders.wanted(fleet.worker, pb.ImageWanted(name=picture.name))
+    submit = fleet.encode(fleet.worker)
+    assert (submit.image.name, submit.image.with_pixels, submit.name) == (picture.name, True, "a")
+    fleet.roster.encoders.wanted(fleet.worker, pb.ImageWanted(name=image(3).name))
+    assert fleet.idle(fleet.worker), "no attempt of this router has it"
+
+
+async def test_a_worker_gets_no_pixels_of_what_it_seems_to_have() -> None:
+    fleet, first, second = Fleet(), image(1), image(2)
+    worker = fleet.worker
+    worker.send_pixels(first)
+    assert worker.lacks_pixels(first, 0), "it asks for none"
+    worker.description.asks_for_pixels = True
+    assert not worker.lacks_pixels(first, 0)
+    assert [worker.lacks_pixels(second, cached) for cached in (3, 4)] == [True, False]
+    worker.lose_all()
+    assert worker.lacks_pixels(first, 0), "another process may answer"
 
 
 async def test_metrics_have_a_pool_of_encoders_once_there_was_one() -> None:

@@ -446,7 +446,7 @@ async def test_only_the_worker_that_computes_the_prompt_gets_pixels(
     monkeypatch.setattr(frontend, "make_jobs", with_image)
     await cluster.complete()
     decoded = cluster.decodes[0].submitted[-1].decode.request
-    for sent in (cluster.sent, decoded):
-        assert list(sent.images) == [pb.Image(name=bytes(32), start=1, rows=2, columns=3)]
+    for sent, has in ((cluster.sent, True), (decoded, False)):
+        assert list(sent.images) == [pb.Image(name=bytes(32), start=1, rows=2, columns=3, with_pixels=has)]
     assert cluster.prefills[0].pixels == [b"pixe", b"ls"]
     assert cluster.decodes[0].pixels == []

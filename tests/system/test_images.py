@@ -169,3 +169,37 @@ async def test_an_encoder_is_killed_while_a_request_waits_for_its_image(tmp_path
             )
             assert len(encoder.lives) == 2
         assert leaks_when_idle(cluster.url) == {}
+
+
+async def test_an_engine_asks_for_an_image_that_the_one_before_it_had(tmp_path: Path) -> None:
+    """A router sends pixels once, since workers keep embeddings by name."""
+    model = tmp_path / "model"
+    reference = save_tiny(model, "Qwen3VL")
+    save_seeing_tokenizer(model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    picture = np.random.default_rng(6).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    before, after = (tokenizer.encode(part, add_special_tokens=False).ids for part in ("Look:", "which?"))
+    ids = [*before, *[IMAGE_TOKEN] * 15, *after]
+    named = ["--model", str(model), "--served-model-name", "vl"]
+    flags = [*FLAGS, *named, "--replace-engine", "--no-standby"]
+    with LocalCluster(
+        tmp_path, prefill=1, decode=1, worker_flags=flags, router_flags=["--no-overflow", *named]
+    ) as cluster:
+        [worker] = cluster.of("prefill")
+        expected = expected_of(reference, model, ids, [picture], TOKENS)
+        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
+            messages: Any = [{"role": "user", "content": content_of("Look:", picture, "which?")}]
+            for life in range(3):
+                answer = await client.chat.completions.create(
+                    model="vl",
+                    messages=messages,
+                    max_tokens=TOKENS,
+                    temperature=0.0,
+                    extra_body={"ignore_eos": True, "return_token_ids": True},
+                )
+                [choice] = answer.choices
+                assert (choice.model_extra or {})["token_ids"] == expected
+                assert worker.metric("baton:images_encoded_total") == 1 + (life == 2)
+                if life == 1:
+                    worker.kill("engine")
+        assert leaks_when_idle(cluster.url) == {}

@@ -34,9 +34,10 @@ def test_images_are_taken_whole_or_refused() -> None:
     asked = request([1, 7, 7, 2], sampling())
     asked.images.add(name=bytes(32), start=1, rows=1, columns=2)
     pixels = bytes(range(192)) * 2
+    assert work(ID, asked, limits).request.images == (Image(bytes(32), 1, 1, 2),)
+    asked.images[0].with_pixels = True
     [image] = work(ID, asked, limits, pixels).request.images
     assert image == Image(bytes(32), 1, 1, 2, pixels)
-    assert work(ID, asked, limits).request.images == (Image(bytes(32), 1, 1, 2),)
     with pytest.raises(RefusedAttempt, match="this worker takes none"):
         work(ID, asked, LIMITS)
     for field, value in (
@@ -47,17 +48,21 @@ def test_images_are_taken_whole_or_refused() -> None:
     ):
         wrong = pb.Request()
         wrong.CopyFrom(asked)
+        wrong.images[0].with_pixels = False
         setattr(wrong.images[0], field, value)
         with pytest.raises(RefusedAttempt, match=r"images\[0\]"):
             work(ID, wrong, limits)
     both = request([7, 7, 7, 2], sampling())
-    both.images.add(name=bytes(32), start=0, rows=1, columns=1)
-    both.images.add(name=bytes(32), start=1, rows=1, columns=2)
+    both.images.add(name=bytes(32), start=0, rows=1, columns=1, with_pixels=True)
+    both.images.add(name=bytes(32), start=1, rows=1, columns=2, with_pixels=True)
     images = work(ID, both, limits, pixels + pixels[:192]).request.images
     assert [image.pixels for image in images] == [pixels[:192], pixels[192:] + pixels[:192]]
     for other in (pixels, pixels * 2):
         with pytest.raises(RefusedAttempt, match=r"images: \d+ bytes of pixels came, not 576"):
             work(ID, both, limits, other)
+    both.images[0].with_pixels = False
+    images = work(ID, both, limits, pixels).request.images
+    assert [image.pixels for image in images] == [b"", pixels]
     with pytest.raises(RefusedAttempt, match="bytes of pixels came, not 0"):
         work(ID, request([1], sampling()), limits, pixels)
 

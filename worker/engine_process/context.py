@@ -113,4 +113,6 @@ class Context:
             transport = Transport.inherited(config.image_arenas, self.trace)
             self.images = FetchedEmbeddings(transport, made, self.link)
             engine.fetch_images(self.images)
+        if engine.encoder is not None:
+            engine.encoder.wants = lambda name: self.link.send(messages.ImageWanted(name, lost=False))
         return engine

@@ -76,6 +76,8 @@ class AttachService:
                 "retarget": ("decode_id", self._retarget),
                 "only_copies": ("", lambda _stream, _id, told: messages.OnlyCopies(validation.chunks(told))),
             }
+        if description.asks_for_pixels:
+            self._kinds["encode"] = "encode_id", self._encode
         if description.image_fingerprint:
             self._kinds["image_ready"] = (
                 "",
@@ -220,7 +222,7 @@ class AttachService:
 
     def _encode(self, stream: RouterStream, encode_id: bytes, submit: pb.SubmitEncode) -> messages.Encode:
         pixels = stream.take_pixels()
-        if self._backend.draining:
+        if self._encodes and self._backend.draining:
             raise RefusedAttempt(Code.DRAINING, "the worker is shutting down")
         return validation.encode(stream.number, encode_id, submit, self._limits, pixels)
 

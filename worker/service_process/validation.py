@@ -91,8 +91,8 @@ def work(
     *,
     handover: bool = True,
 ) -> messages.Work:
-    """Checks the request of an attempt and converts it. No later code checks it again. `pixels`: those of all
-    its images.
+    """Checks the request of an attempt and converts it. No later code checks it again. `pixels`: those of its
+    images that have some.
 
     Without `handover` the next token must be the last, because no worker continues the request. Raises
     RefusedAttempt(INVALID), which names the field.
@@ -149,11 +149,12 @@ def _check_labels(asked: pb.Request) -> None:
 def _images(asked: pb.Request, limits: Limits, pixels: bytes | bytearray) -> tuple[Image, ...]:
     """Raises ValueError if they have other pixels than these."""
     settings = limits.images
-    sizes = [settings.pixel_bytes(x.rows, x.columns) if settings is not None else 0 for x in asked.images]
-    if pixels and sum(sizes) != len(pixels):
+    sizes = [
+        settings.pixel_bytes(x.rows, x.columns) if settings is not None and x.with_pixels else 0
+        for x in asked.images
+    ]
+    if sum(sizes) != len(pixels):
         raise ValueError(f"images: {len(pixels)} bytes of pixels came, not {sum(sizes)}")
-    if not pixels:
-        sizes = [0] * len(sizes)
     stops = accumulate(sizes)
     return tuple(
         Image(x.name, x.start, x.rows, x.columns, bytes(memoryview(pixels)[stop - size : stop]))
@@ -257,7 +258,7 @@ def encode(
 ) -> messages.Encode:
     """Checks an image for an encoder. Raises RefusedAttempt(INVALID)."""
     image, settings = submit.image, limits.images
-    assert settings is not None, "it is an encoder"
+    assert settings is not None, "it encodes"
     if len(image.name) != IMAGE_NAME_BYTES:
         raise _invalid(f"image: its name must have {IMAGE_NAME_BYTES} bytes, not {len(image.name)}")
     size = settings.pixel_bytes(image.rows, image.columns)
