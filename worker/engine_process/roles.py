@@ -107,7 +107,7 @@ class Roles:
                 assert self._images is not None, "the service refuses them where the engine encodes"
                 self._images.ready(name, source)
             case messages.Encode(name=name, pixels=pixels, rows=rows, columns=columns):
-                assert self.engine.encoder is not None, "the service refuses pixels where nothing asks for them"
+                assert self.engine.encoder is not None, "the service refuses them elsewhere"
                 self.engine.encoder.embeddings(name, pixels, rows, columns)
             case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
                 self._weights.handle(message)
