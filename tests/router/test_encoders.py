@@ -67,7 +67,7 @@ class Fleet:
         self.roster.availability_changed(worker)
 
     def attempt(self, name: str, *images: PlacedImage, wants: bool = True) -> Attempt:
-        """A prompt with images, which is submitted to the worker. `wants`: its images are sent to encoders."""
+        """A prompt with images, which is submitted to the worker. `wants`: encoders get its images."""
         told = self.told[name] = list[Any]()
         attempt = Attempt(
             worker=self.worker, name=name, on_event=lambda _, event: told.append(event), plan=Plan("handover")
