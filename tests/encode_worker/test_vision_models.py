@@ -21,7 +21,8 @@ SETTINGS = ImageSettings(7, 4, 2, 2, 64, 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tower_computes_what_transformers_computes(kind: str) -> None:
+def test_a_tower_computes_what_transformers_computes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a GPU convolves in TF32 by default
     torch.manual_seed(0)
     family = vision_model(kind)
     module: Any = family.build(package_of(family), KINDS[kind]).to(DEVICE).eval()
