@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Serves MODEL at PORT (8000) with two vLLM servers on two GPUs: BatonConnector moves KV between them.
+# Serves MODEL at PORT (8000) with two vLLM servers: BatonConnector moves KV between them. The prefill server has the
+# GPUs of PREFILL_GPUS (0), the decode server those of DECODE_GPUS (1). With several, as 0,1, the weights are shared out.
 #
 #     bash examples/vllm_proxy.sh MODEL PROXY
 #
@@ -8,14 +9,16 @@ set -euo pipefail
 model=$1 proxy=$2 port=${PORT:-8000}
 trap 'kill $(jobs -p); wait' EXIT
 
-start() {  # GPU, port, kv_role
-    CUDA_VISIBLE_DEVICES=$1 ${SERVE:-vllm serve} "$model" --port "$2" --kv-transfer-config '{
+start() {  # GPUs, port, kv_role
+    local gpus=${1//[^,]/}
+    CUDA_VISIBLE_DEVICES=$1 ${SERVE:-vllm serve} "$model" --port "$2" --tensor-parallel-size $((${#gpus} + 1)) \
+        --kv-transfer-config '{
         "kv_connector": "BatonConnector", "kv_connector_module_path": "baton.vllm_worker.connector",
         "kv_role": "'"$3"'", "kv_load_failure_policy": "recompute"}' &
 }
 
-start 0 $((port + 100)) kv_producer
-start 1 $((port + 200)) kv_consumer
+start "${PREFILL_GPUS:-0}" $((port + 100)) kv_producer
+start "${DECODE_GPUS:-1}" $((port + 200)) kv_consumer
 for each in $((port + 100)) $((port + 200)); do
     until curl --silent --fail --output /dev/null "http://127.0.0.1:$each/health"; do
         [ "$(jobs -pr | wc -l)" = 2 ]  # else one has ended

@@ -27,7 +27,7 @@ Transfer processes touch sockets (`process/`) and never torch. Between them are 
 What both sides agree on is in `protocol/`, as pure state machines; the wire is in `docs/protocol.md`.
 """
 
-from baton.kv_transfer.arena import Arena, ArenaEnd, Arenas, channel_pair
+from baton.kv_transfer.arena import Arena, ArenaEnd, Arenas, WorkerEnds, channel_pair
 from baton.kv_transfer.config import TransferConfig, TransferDeadlines
 from baton.kv_transfer.endpoint import Receiver, Sender, Transport
 from baton.kv_transfer.heartbeat import Heartbeat

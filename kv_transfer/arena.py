@@ -170,3 +170,65 @@ class Arenas(msgspec.Struct, frozen=True):
 
     def ranks(self) -> Sequence[socket.socket]:
         return [socket.socket(fileno=fd) for fd in self.rank_fds]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnds:
+    """What the engine of a worker, its ranks and its transfer process share.
+
+    Attributes:
+        engine, transfer: ends of the arenas to send and to receive.
+        ranks: of the channel between rank 0 and each other rank; rank 0's end first.
+    """
+
+    engine: Sequence[ArenaEnd]
+    transfer: Sequence[ArenaEnd]
+    ranks: Sequence[tuple[socket.socket, socket.socket]]
+
+    @classmethod
+    def create(cls, num_slots: int, slot_bytes: int, ranks: int) -> "WorkerEnds":
+        engine, transfer = list[ArenaEnd](), list[ArenaEnd]()
+        channels = list[tuple[socket.socket, socket.socket]]()
+        found = cls(engine, transfer, channels)
+        try:
+            for _ in range(2):
+                of_engine, of_transfer = ArenaEnd.pair(num_slots, slot_bytes)
+                engine.append(of_engine)
+                transfer.append(of_transfer)
+            for _ in range(ranks - 1):
+                channels.append(channel_pair())
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def of_rank(self, rank: int, *, exports: bool, adopts: bool) -> Arenas:
+        """`exports` and `adopts` as in `Transport`."""
+        arena = self.engine[0].arena
+        socks = [theirs for _, theirs in self.ranks[rank - 1 : rank]] if rank else [x for x, _ in self.ranks]
+        return Arenas(
+            memory_fds=[end.arena.fd for end in self.engine],
+            transfer_fds=[] if rank else [end.channel.fileno() for end in self.engine],
+            rank_fds=[sock.fileno() for sock in socks],
+            num_slots=arena.num_slots,
+            slot_bytes=arena.slot_bytes,
+            exports=exports,
+            adopts=adopts,
+        )
+
+    def copied(self, *, exports: bool, adopts: bool) -> Sequence[Arenas]:
+        """Of each rank, with descriptors that the caller owns. Ranks share those of the memory."""
+        found = [self.of_rank(rank, exports=exports, adopts=adopts) for rank in range(len(self.ranks) + 1)]
+        copies = {fd: os.dup(fd) for arenas in found for fd in arenas.fds}
+        return [arenas.with_fds([copies[fd] for fd in arenas.fds]) for arenas in found]
+
+    def close_inherited(self) -> None:
+        """Closes what the ranks have inherited."""
+        for sock in (*(end.channel for end in self.engine), *(end for pair in self.ranks for end in pair)):
+            sock.close()
+
+    def close(self) -> None:
+        self.close_inherited()
+        for end in self.transfer:
+            end.channel.close()
+            end.arena.close()

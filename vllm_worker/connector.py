@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
@@ -141,7 +141,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._process: TransferProcess | None = None
 
     def _refuse_what_is_not_supported(self) -> None:
-        groups, parallel = self._groups, self._vllm_config.parallel_config
+        groups = self._groups
         if self._has_states and self._vllm_config.speculative_config is not None:
             raise ValueError(
                 "BatonConnector does not support speculative decoding of a model with states, which in vLLM "
@@ -162,11 +162,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(
                 f"this vLLM cannot be told that KV of {len(groups)} groups of layers is lost: use vLLM 0.32, "
                 "`baton serve --engine vllm`, or, for a model with windows, --disable-hybrid-kv-cache-manager"
-            )
-        if parallel.world_size != 1:
-            raise ValueError(
-                f"BatonConnector supports one GPU a server, and vLLM was started with {parallel.world_size}: "
-                "use a worker of Baton, `baton serve --engine vllm`"
             )
 
     # ------------------------------------------------------------ in the scheduler
@@ -306,33 +301,30 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         kv, self._layers, self._caches = found.kv, found.layers, found
         model, vocabulary = fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
+            path = settings.attach
             if not config.use_v2_model_runner:
                 from baton.vllm_worker.model_runner import let_requests_begin_with
 
                 let_requests_begin_with(self._first_tokens, vocabulary)
-            attach = Attach(kv.rank, kv.layout, pool_of(self._groups, num_blocks), model)
-            link = WorkerLink.open(settings.attach, attach)
-            arenas, heartbeat, worker = link.arenas, link.heartbeat, link.channel
-            if kv.rank:
-                [rank0] = arenas.ranks()
-                self._copier = RankCopier(
-                    kv, rank0, *arenas.map(), exports=arenas.exports, adopts=arenas.adopts
-                )
-                return
-            transport = Transport.inherited(arenas, TraceWriter(None, ""))
         else:
-            name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
-            process = TransferProcess(kv, settings, name, model, secret(settings.host))
-            transport, heartbeat, worker = process.transport, process.heartbeat, None
-            self._process = process
+            if kv.rank == 0:
+                name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
+                self._process = TransferProcess(kv, settings, name, model, secret(settings.host))
+            path = get_tp_group().broadcast_object(self._process and self._process.path)
+        link = WorkerLink.open(path, Attach(kv.rank, kv.layout, pool_of(self._groups, num_blocks), model))
+        arenas = link.arenas
+        if kv.rank:
+            [rank0] = arenas.ranks()
+            self._copier = RankCopier(kv, rank0, *arenas.map(), exports=arenas.exports, adopts=arenas.adopts)
+            return
         self._transfers = Transfers(
             kv,
             found.tables,
-            transport,
-            heartbeat,
+            Transport.inherited(arenas, TraceWriter(None, "")),
+            link.heartbeat,
             timeout=settings.timeout,
             vocabulary=vocabulary,
-            worker=worker,
+            worker=link.channel if settings.attach else None,
         )
         _process_transfers.append(self._transfers)
         if config.lora_config is not None:
@@ -417,10 +409,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
 def check_config(config: VllmConfig) -> None:
     """Raises ValueError for options that are not supported."""
-    if config.parallel_config.world_size != config.parallel_config.tensor_parallel_size:
+    parallel = config.parallel_config
+    if parallel.world_size != parallel.tensor_parallel_size:
         raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
     refused = {
-        "microbatches": config.parallel_config.use_ubatching,  # a layer would be saved in parts
+        "microbatches": parallel.use_ubatching,  # a layer would be saved in parts
+        # Ranks would share out the tokens of a block, too.
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "ranks on several machines": getattr(parallel, "nnodes_within_dp", 1) > 1,
     }
     for name, setting in refused.items():
         if setting:

@@ -1,23 +1,18 @@
 """The process with the sockets of a vLLM server without a worker of Baton."""
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
-from baton.kv_transfer import (
-    ArenaEnd,
-    Heartbeat,
-    PagedKV,
-    TraceWriter,
-    TransferConfig,
-    Transport,
-    channel_pair,
-    spawn_transfer,
-)
+from baton.kv_transfer import Heartbeat, PagedKV, TransferConfig, WorkerEnds, channel_pair, spawn_transfer
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
+from baton.vllm_worker.attachment import ConnectorLink
 from baton.vllm_worker.mixed_steps import LONG
 
 _TICK = 0.25
@@ -53,26 +48,26 @@ class Settings:
 
 
 class TransferProcess:
-    """The process with the sockets, as a child of vLLM's process."""
+    """The process with the sockets, as a child of the process of rank 0. The connector of each rank attaches
+    to `path`, as to that of a worker."""
 
     def __init__(self, kv: PagedKV, settings: Settings, name: str, model: str, secret: bytes) -> None:
-        """Returns when it can be reached. Raises ValueError if the settings are wrong, and RuntimeError if
-        the process ends."""
+        """`kv`: of rank 0. Returns when the process can be reached. Raises ValueError if the settings are
+        wrong, and RuntimeError if the process ends."""
         incarnation = int.from_bytes(os.urandom(8))
-        self.heartbeat = Heartbeat.create()
-        self.heartbeat.tick()
-        engine_ends, transfer_ends = zip(
-            *(ArenaEnd.pair(settings.slots, settings.slot_bytes) for _ in range(2)), strict=True
-        )
+        self._heartbeat = Heartbeat.create()
+        self._heartbeat.tick()
+        ends = WorkerEnds.create(settings.slots, settings.slot_bytes, kv.ranks)
         self._service, service = channel_pair()
         config = TransferConfig(
             name=name, title="baton vllm", incarnation=incarnation, model_fingerprint=model,
             layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, host=settings.host,
             port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
         )  # fmt: skip
+        sending, receiving = ends.transfer
         self.process: subprocess.Popen[bytes] = spawn_transfer(
-            config, sending=transfer_ends[0], receiving=transfer_ends[1], heartbeat=self.heartbeat,
-            service=service, secret=secret,
+            config, sending=sending, receiving=receiving, heartbeat=self._heartbeat, service=service,
+            secret=secret,
         )  # fmt: skip
         data = self._service.recv(MAX_MESSAGE)
         if not data:
@@ -80,16 +75,25 @@ class TransferProcess:
         ready = decode_from_transfer(data)
         assert isinstance(ready, Ready), ready
         self.address = f"{settings.host}:{ready.port}", incarnation
-        self.transport = Transport(engine_ends[0], engine_ends[1], TraceWriter(None, name), exports=True)
+        self._directory = TemporaryDirectory(prefix="baton-")
+        arenas = ends.copied(exports=True, adopts=False)
+        ends.close()
+        self._link = ConnectorLink(arenas, self._heartbeat.fd, Path(self._directory.name))
+        self.path = self._link.path
+        threading.Thread(target=self._attach, name="baton attach", daemon=True).start()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="baton heartbeat", daemon=True)
         self._thread.start()
+
+    def _attach(self) -> None:
+        asyncio.run(self._link.attached())
+        self._directory.cleanup()
 
     def _tick(self) -> None:
         """Shows the transfer process that this process lives, and reads its reports."""
         self._service.settimeout(_TICK)
         while not self._ended.is_set():
-            self.heartbeat.tick()
+            self._heartbeat.tick()
             with contextlib.suppress(TimeoutError):
                 if not self._service.recv(MAX_MESSAGE):
                     return
@@ -99,3 +103,4 @@ class TransferProcess:
         self._thread.join()
         self._service.close()  # which ends the process
         self.process.wait()
+        self._link.close()

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from baton.kv_transfer import (
     FetchFailed,
     Injected,
+    PagedKV,
     Released,
+    TraceWriter,
     TransferConfig,
     TransferDeadlines,
     Transport,
@@ -24,11 +27,10 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.host_pool import HostPool
-from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnector
+from baton.vllm_worker.attachment import Attach, Close, Commit, FromConnector, Pool, ToConnector, WorkerLink
 from baton.vllm_worker.caches import Caches, Heads, caches_of
 from baton.vllm_worker.metadata import Chunk, ConnectorScheduler, Fetch, Source, StepMetadata
 from baton.vllm_worker.transfer_process import Settings, TransferProcess
@@ -57,18 +59,24 @@ class Server:
 
     def start(self, found: Caches, name: str, model: str = "model", timeout: float = 60) -> None:
         self.process = TransferProcess(self.kv, Settings(), name, model, SECRET)
+        link = self.attached(self.kv)
+        self.heartbeat = link.heartbeat
         worker, self.worker = (Channel(end, kind) for end, kind in zip(channel_pair(), KINDS, strict=True))
         self.transfers = Transfers(
             self.kv,
             found.tables,
-            self.process.transport,
-            self.process.heartbeat,
+            Transport.inherited(link.arenas, TraceWriter(None, "")),
+            link.heartbeat,
             timeout=timeout,
             vocabulary=VOCABULARY,
             worker=worker,
         )
         self.sent: set[str] = set()
         self.received: set[str] = set()
+
+    def attached(self, kv: PagedKV) -> WorkerLink:
+        attach = Attach(kv.rank, kv.layout, Pool(BLOCK, BLOCKS), "model")
+        return WorkerLink.open(self.process.path, attach)
 
     def close(self) -> None:
         self.transfers.close()
@@ -326,9 +334,9 @@ def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Ser
     prefill, decode = servers
     prefill_id = b"p" * 16
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
-    ticks = prefill.process.heartbeat.ticks
+    ticks = prefill.heartbeat.ticks
     prefill.step(StepMetadata(expected=[prefill_id]))
-    assert prefill.process.heartbeat.ticks > ticks + LAYERS
+    assert prefill.heartbeat.ticks > ticks + LAYERS
     prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2]], 0, 20, 20)]))
     prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
     [landed] = decode.told(1)
@@ -443,13 +451,14 @@ class TwoRanks(Server):
         ]  # fmt: skip
         self.ranks = [found.kv for found in both]
         self.process = TransferProcess(self.ranks[0], Settings(), name, "model", SECRET)
-        transport = self.process.transport
-        ends, (ours, theirs) = (transport.sending, transport.receiving), channel_pair()
-        self.copier = RankCopier(self.ranks[1], theirs, *(end.arena for end in ends), exports=True)
-        first = Transport(*ends, transport.trace, exports=True, ranks=OtherRanks([ours]))
+        with ThreadPoolExecutor() as pool:  # the ranks are processes
+            first, second = pool.map(self.attached, self.ranks)
+        [rank0] = second.arenas.ranks()
+        self.copier = RankCopier(self.ranks[1], rank0, *second.arenas.map(), exports=True)
         self.transfers = Transfers(
-            self.ranks[0], both[0].tables, first, self.process.heartbeat, timeout=60, vocabulary=VOCABULARY
-        )
+            self.ranks[0], both[0].tables, Transport.inherited(first.arenas, TraceWriter(None, "")),
+            first.heartbeat, timeout=60, vocabulary=VOCABULARY,
+        )  # fmt: skip
         self.sent, self.received = set(), set()
 
     def step(self, metadata: StepMetadata, finished: set[str] | None = None) -> None:

@@ -19,13 +19,15 @@ PREFILL: dict[str, Any] = {"do_remote_decode": True}
 
 
 class Servers:
-    def __init__(self, model: Path, policy: str, **options: Any) -> None:
-        def connector(role: str) -> dict[str, Any]:
-            return {"kv_role": role, "kv_load_failure_policy": policy}
+    def __init__(self, model: Path, policy: str, ranks: tuple[int, int] = (1, 1), **options: Any) -> None:
+        """`ranks`: of the prefill server, and of the decode server."""
+
+        def server(role: str, size: int) -> Server:
+            connector = {"kv_role": role, "kv_load_failure_policy": policy}
+            return Server(model, kv_transfer_config=connector, tensor_parallel_size=size, **options)
 
         self.model = model
-        self.prefill = Server(model, kv_transfer_config=connector("kv_producer"), **options)
-        self.decode = Server(model, kv_transfer_config=connector("kv_consumer"), **options)
+        self.prefill, self.decode = server("kv_producer", ranks[0]), server("kv_consumer", ranks[1])
 
     def prefilled(self, prompts: list[list[int]]) -> Answers:
         return self.prefill.answers([(prompt, GREEDY | {"max_tokens": 1}, PREFILL) for prompt in prompts])
@@ -37,8 +39,8 @@ class Servers:
 
 
 @contextlib.contextmanager
-def started(model: Path, policy: str, **options: Any) -> Iterator[Servers]:
-    pair = Servers(model, policy, **options)
+def started(model: Path, policy: str, ranks: tuple[int, int] = (1, 1), **options: Any) -> Iterator[Servers]:
+    pair = Servers(model, policy, ranks, **options)
     servers = (pair.prefill, pair.decode)
     try:
         with ThreadPoolExecutor() as pool:
@@ -81,6 +83,20 @@ def test_tokens_are_those_of_one_engine(servers: Servers, lengths: list[int]) ->
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 2)], ids=str)
+def test_servers_of_several_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """A server has one address for all of its ranks. Both may have other numbers of them."""
+    prompts = prompts_of([3, 128, 129, 300, 700], 5)
+    with started(save_model(tmp_path), "fail", ranks) as servers:
+        expected = generated(tmp_path, prompts)
+        for _ in range(2):  # then from prefix caches
+            held = servers.prefilled(prompts)
+            assert servers.decoded(prompts, held) == expected
+        assert servers.decode.cached
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_layers_with_windows_beside_others(tmp_path: Path, groups: int) -> None:
     """vLLM keeps all KV of such layers, as of the others, or frees their blocks behind the window."""
@@ -95,8 +111,8 @@ def test_layers_with_windows_beside_others(tmp_path: Path, groups: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cached", [False, True])
-def test_states_are_those_before_the_last_position(tmp_path: Path, cached: bool) -> None:
+@pytest.mark.parametrize(("cached", "ranks"), [(False, 1), (True, 1), (True, 2)])
+def test_states_are_those_before_the_last_position(tmp_path: Path, cached: bool, ranks: int) -> None:
     """The decode server computes it again, and has no KV of the last prompts. Then it computes all of them.
     Blocks begin with NaN, as blocks of states may have it where another layer reads them as KV."""
     from tests.engine.conftest import save_tiny
@@ -105,7 +121,7 @@ def test_states_are_those_before_the_last_position(tmp_path: Path, cached: bool)
     prompts = prompts_of([1, 2, 3, 63, 64, 65, 128, 129, 300], 3) + [beginning + end for end in ends]
     sizes = {"vocab_size": 500, "hidden_size": 128, "max_position_embeddings": 2048, "mamba_n_heads": 16}
     save_tiny(tmp_path, "GraniteMoeHybrid", **sizes, bos_token_id=None, eos_token_id=0)
-    with started(tmp_path, "recompute", enable_prefix_caching=cached, states=True) as servers:
+    with started(tmp_path, "recompute", (ranks, ranks), enable_prefix_caching=cached, states=True) as servers:
         expected = generated(tmp_path, prompts)
         for _ in range(2):  # then from prefix caches
             held = servers.prefilled(prompts)

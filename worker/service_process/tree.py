@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, channel_pair
+from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, WorkerEnds, channel_pair
 from baton.kv_transfer.config import MOST_PINS
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, WaitingTransfer, spawn
@@ -49,7 +49,7 @@ from baton.worker.processes import (
     TreeError,
     Watchdog,
 )
-from baton.worker.service_process.inherited import Ends, StoreEnds
+from baton.worker.service_process.inherited import StoreEnds
 from baton.worker.service_process.transfer_link import TransferLink
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Transfer:
     def __init__(self, config: WorkerConfig, kind: str, ranks: int) -> None:
         """`ranks`: of the engine that have arenas."""
         self.name = f"{config.name} {kind}"
-        self.ends = Ends.create(config.kv_slots, config.kv_slot_bytes, ranks)
+        self.ends = WorkerEnds.create(config.kv_slots, config.kv_slot_bytes, ranks)
         try:
             end, self._service_end = channel_pair()
         except BaseException:
