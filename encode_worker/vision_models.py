@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from baton.content.images import ImageSettings
 
@@ -59,6 +59,8 @@ def _qwen(package: str, prefix: str) -> VisionModel:
         module = getattr(classes, f"{prefix}VisionModel")(config)
         # A convolution whose windows do not overlap is a product, which takes a twentieth of its time.
         module.patch_embed.forward = partial(_embedded, module.patch_embed.proj)
+        for block in module.blocks:
+            block.attn.forward = partial(_attended, block.attn)
         module.of_grid = lru_cache(MOST_GRIDS)(partial(_of_grid, module))
         return module
 
@@ -78,9 +80,27 @@ def _embedded(convolution: Any, patches: Tensor) -> Tensor:
     return linear(patches.to(weight.dtype), weight, convolution.bias)
 
 
+def _attended(
+    attention: Any, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any
+) -> Tensor:
+    """All patches of one image attend to each other. The rotation has half of the launches, and reads and
+    writes half of the bytes, of that in transformers, which also looks for several images in each layer."""
+    rows, (cosines, sines) = len(hidden_states), position_embeddings
+    projected = attention.qkv(hidden_states).view(rows, 3, attention.num_heads, -1).permute(1, 2, 0, 3)
+    first, second = projected[:2].chunk(2, dim=-1)  # of queries and keys
+    cosines, sines = cosines[:, : first.shape[-1]].float(), sines[:, : first.shape[-1]].float()
+    rotated = torch.empty_like(projected[:2], memory_format=torch.contiguous_format)
+    left, right = rotated.chunk(2, dim=-1)
+    left.copy_((first * cosines).addcmul_(second, sines, value=-1))
+    right.copy_((second * cosines).addcmul_(first, sines))
+    queries, keys = rotated[:, None]
+    attended = scaled_dot_product_attention(queries, keys, projected[2:], scale=attention.scaling)
+    return attention.proj(attended.transpose(1, 2).reshape(rows, -1))
+
+
 def _of_grid(module: Any, rows: int, columns: int, device: torch.device) -> dict[str, Any]:
-    """What the tower computes from the patches of an image alone, and takes as arguments. Each layer reads
-    the lengths on the host, so they stay there: else the host would wait for the device in each layer."""
+    """What the tower computes from the size of an image alone, and takes as arguments. The grid is on the
+    host, which reads it."""
     vision, merge = importlib.import_module("transformers.vision_utils"), module.config.spatial_merge_size
     grid = torch.tensor([[1, rows, columns]])
     indices, weights = vision.get_vision_interpolation_indices_and_weights(
@@ -95,7 +115,6 @@ def _of_grid(module: Any, rows: int, columns: int, device: torch.device) -> dict
         "interp_indices": indices.to(device),
         "interp_weights": weights.to(device),
         "position_ids": vision.get_vision_position_ids(grid, merge).to(device),
-        "cu_seqlens": vision.get_vision_cu_seqlens(grid),
     }
 
 
