@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.content import CHUNK_TOKENS
+from baton.router.admission.fairness import Ticket
 from baton.router.policy.split import HOP_SECONDS
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import Answer
@@ -45,6 +46,7 @@ class Request:
         left: prompt tokens that no step has taken.
         computed: the position from which the next step computes.
         in_window: what its prompt takes of the router's window.
+        ticket: its place in the router's queue.
         due: when the prompt should be computed.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
@@ -69,6 +71,7 @@ class Request:
     left: int = 0
     computed: int = 0
     in_window: int = 0
+    ticket: Ticket | None = None
     due: float = 0.0
     gap_cost: float = 0.0
     token_at: float = 0.0

@@ -9,6 +9,7 @@ from typing import Literal
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.machine.step_model import StepModel
+from baton.router.admission.fairness import FairQueue
 from baton.router.policy import placement as policy
 from baton.router.policy import regime
 from baton.router.policy.answers import AnswerLengths
@@ -90,7 +91,7 @@ class Router:
         self._seen = {row: SeenWorker(row, worker, self.seats) for row, worker in enumerate(self.workers)}
         self._named = {worker.address: worker for worker in self._seen.values()}
         self._answers = AnswerLengths()
-        self._queue: deque[Request] = deque()
+        self._queue: FairQueue[None, Request] = FairQueue()
         self._sent_tokens = 0  # prompt tokens in the window: workers have them, without a first token
         self._window = policy.PrefillWindow()
         self._apart = False
@@ -117,10 +118,12 @@ class Router:
         """Whether nothing is left in its view of the workers."""
         rows = range(len(self.workers))
         left = [self._loads.router_tokens(row) or self._seen[row].load.router_requests for row in rows]
-        return not (self._queue or self._sent_tokens or any(left))
+        return not (len(self._queue) or self._sent_tokens or any(left))
 
     def add(self, request: Request) -> None:
-        self._queue.append(request)
+        rows = (1 << len(self.workers)) - 1
+        cached = self._loads.index.overlap(request.prompt_names, request.prompt, CHUNK_TOKENS, rows).most
+        request.ticket = self._queue.push(None, 0, request, tokens=request.prompt - cached)
         self._dispatch()
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
@@ -153,13 +156,15 @@ class Router:
         self._apart = regime.apart(of_prefill, of_decode, self._loads.demand())
 
     def _dispatch(self) -> None:
-        while self._queue:
-            if self._sent_tokens and self._sent_tokens >= self._window.tokens:
+        while not (self._sent_tokens and self._sent_tokens >= self._window.tokens):
+            request = self._queue.pop()
+            if request is None:
                 return
-            found = self._plan(self._queue[0])
+            found = self._plan(request)
             if isinstance(found, Lack):
+                assert request.ticket is not None
+                self._queue.put_back(None, 0, request, request.ticket)
                 return
-            request = self._queue.popleft()
             request.due, request.gap_cost = request.arrived + found.within, found.gap_cost
             self.outcome.places[found.place] += 1
             assert found.decode is not None

@@ -2,7 +2,8 @@
 
 A request is refused if its key has reached its limits (`Account`), if it would wait longer than it may
 (`expected_wait`), or if the prompts that wait fill the memory. All other generations go through one queue
-(`fairness`), in which keys take turns. The first generation starts when three conditions hold:
+(`fairness`), in which keys take turns and short prompts of a key do not wait for long ones. A prompt is as
+long as what no worker has cached of it. The first generation starts when three conditions hold:
 
 1. Workers have less than a *window* of its key's prompt tokens without a first token.
 2. A decode worker has free capacity for it.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.router.admission.expected_wait import Ahead, ExpectedWait
-from baton.router.admission.fairness import FairQueue
+from baton.router.admission.fairness import FairQueue, Ticket
 from baton.router.admission.keys import MAX_RETRY_AFTER, Account, Clock
 from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.errors import Overloaded, RateLimited
@@ -66,7 +67,7 @@ class Turn:
         self._admission = admission
         self._priority = priority
         self._level = account.among_keys(priority) if admission.shared else priority
-        self._ticket: int | None = None  # its number in the queue, from the first wait on
+        self._ticket: Ticket | None = None  # its place in the queue, from the first wait on
         self._positions = tokens
         self.is_new = True  # no worker ever had it
         self._answered = False  # it has its first token
@@ -85,7 +86,13 @@ class Turn:
         self._release()
         self._on_turn = on_turn
         self._ticket = admission.queue.push(
-            self.account, self._rank, self, self._ticket, self._priority, lane=self.is_new
+            self.account,
+            self._rank,
+            self,
+            self._ticket,
+            self._priority,
+            tokens=self.computed,
+            lane=self.is_new,
         )
         admission.dispatch()
 
@@ -112,7 +119,8 @@ class Turn:
         return True
 
     def computes(self, tokens: int) -> None:
-        """Workers compute so many tokens of the prompt, as far as known. The key is charged for these."""
+        """Workers compute so many tokens of the prompt, as far as known. The key is charged for these, and
+        before the first wait they say which prompts are short."""
         if not self.is_new:
             self._admission.queue.charge(self.account, tokens - self.computed)
         self.computed = tokens

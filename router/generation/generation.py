@@ -104,6 +104,8 @@ class Generation:
         if self.done or self.pair.complete:
             return
         if self.pair.decode is None:
+            if self.turn.is_new:
+                self.turn.computes(self.pool.uncached(self.job.chunks, len(self.job.prompt_ids)))
             self.turn.wait(self._start)
         else:
             self._start()

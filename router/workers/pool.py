@@ -5,8 +5,10 @@ import logging
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
+from baton.content import CHUNK_TOKENS
 from baton.machine.step_model import LARGE
 from baton.router.config import RouterConfig
 from baton.router.policy import placement as policy
@@ -145,6 +147,10 @@ class WorkerPool(Roster):
             prefix_fetches=config.prefix_fetches,
             apart=self._apart,
         )
+
+    def uncached(self, chunks: Sequence[int], tokens: int) -> int:
+        """Returns the tokens of a prompt that the worker with most of it in its caches would compute."""
+        return tokens - self.loads.index.overlap(chunks, tokens, CHUNK_TOKENS, self.attached_rows).most
 
     def free_capacity(self) -> FreeCapacity:
         """Free capacity of all workers that decode. Infinite without such workers.

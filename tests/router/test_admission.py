@@ -205,6 +205,20 @@ def test_keys_take_turns_by_the_tokens_that_are_computed():
         assert abs(computed[cached] - computed[other]) <= 4000
 
 
+def test_of_one_key_a_prompt_goes_first_of_which_little_must_be_computed():
+    account = no_limit()
+    with Router() as router:
+        router.slots[0] = 0
+        router.ask(account, "long", tokens=4000)
+        [turn] = router._stack.enter_context(admitted(router.admission, account, [5000]))
+        turn.computes(100)
+        turn.wait(Generation(turn, "cached", router.started, router.slots).on_turn)
+        router.ask(account, "short", tokens=300)
+        router.slots[0] = 3
+        router.admission.dispatch()
+        assert router.new() == ["cached", "short", "long"]
+
+
 def test_a_priority_goes_before_other_keys_only_down_to_the_limit_of_its_key():
     plain, trusted = Account(ApiKey.of("plain", "1")), Account(ApiKey.of("trusted", "2", min_priority=-5))
     with Router(shared=True) as router:

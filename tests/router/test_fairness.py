@@ -1,4 +1,5 @@
-"""The fair queue: first priority, then the least served key, then arrival. A pause gives no advantage."""
+"""The fair queue: first priority, then the least served key, then what is due first. A pause gives no
+advantage."""
 
 import itertools
 import random
@@ -6,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.admission.fairness import FairQueue
+from baton.router.admission.fairness import FairQueue, Ticket
 
 
 def served(queue: FairQueue[str, tuple[str, int]], tokens: int) -> dict[str, int]:
@@ -26,6 +27,69 @@ def test_one_key_is_first_come_first_served():
         queue.push("a", 0, i)
     assert [queue.pop() for _ in range(5)] == list(range(5))
     assert not len(queue)
+
+
+def test_a_short_item_does_not_wait_for_long_ones_and_those_do_not_wait_for_ever():
+    queue: FairQueue[str, str] = FairQueue()
+    queue.push("a", 0, "long", tokens=300)
+    came = [f"short {i}" for i in range(12)]
+    went = list[str | None]()
+    for name in came:  # each comes when the one before has gone
+        queue.push("a", 0, name, tokens=100)
+        went.append(queue.pop())
+    # Served at the same time as these, the long one would be done before the ninth.
+    assert went == [*came[:8], "long", *came[8:11]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, max_size=40))
+def test_no_item_waits_longer_than_if_all_were_served_at_the_same_time(steps: list[tuple[int, bool]]):
+    """Time is counted in tokens that were served. After an item with `goes` one item of the queue is next."""
+    queue: FairQueue[str, int] = FairQueue()
+    left: dict[int, float] = {}  # of items that are served at the same time
+    now, done_at, done = 0, dict[int, int](), dict[int, float]()
+
+    def pop() -> None:
+        nonlocal now
+        number = queue.pop()
+        assert number is not None
+        spent = 0.0
+        tokens = steps[number][0]
+        while left and spent < tokens - 1e-6:
+            least = min(left.values())
+            each = min(least, (tokens - spent) / len(left))
+            spent += each * len(left)
+            for other in [*left]:
+                left[other] -= each
+                if left[other] < 1e-6:
+                    del left[other]
+                    done[other] = now + spent
+        now += tokens
+        done_at[number] = now
+
+    for number, (tokens, goes) in enumerate(steps):
+        queue.push("a", 0, number, tokens=tokens)
+        left[number] = tokens
+        if goes:
+            pop()
+    while len(queue):
+        pop()
+    assert not left
+    assert all(done_at[number] <= done[number] + 1e-3 for number in done)
+
+
+def test_items_that_left_or_were_put_back_count_once():
+    queue: FairQueue[str, str] = FairQueue()
+    blocked = queue.push("a", 0, "blocked", tokens=100)
+    gone = queue.push("a", 0, "gone", tokens=800)
+    queue.push("a", 0, "long", tokens=1000)
+    for _ in range(50):  # there is no room for it
+        assert queue.pop() == "blocked"
+        queue.put_back("a", 0, "blocked", blocked)
+    queue.push("a", 0, "soon", tokens=90)
+    queue.push("a", 0, "short", tokens=950)
+    queue.remove(gone)
+    queue.push("a", 0, "late", tokens=850)  # each of the others would have got more than 150 by now
+    assert [queue.pop() for _ in range(5)] == ["soon", "blocked", "short", "long", "late"]
 
 
 def test_priority_comes_before_all_else():
@@ -163,12 +227,14 @@ def test_an_item_that_waits_again_has_its_old_place():
 def test_each_item_comes_exactly_once(steps: list[tuple[str, int]]):
     queue: FairQueue[str, int] = FairQueue()
     numbers = itertools.count()
-    waiting: dict[int, int] = {}  # ticket → item
-    gone: list[int] = []
+    waiting: dict[Ticket, int] = {}
+    gone: list[Ticket] = []
     for what, value in steps:
         if what == "push":
             item = next(numbers)
-            waiting[queue.push("abc"[value % 3], value // 50, item, lane=value % 2 == 0)] = item
+            waiting[
+                queue.push("abc"[value % 3], value // 50, item, tokens=value % 7, lane=value % 2 == 0)
+            ] = item
         elif what == "pop" and waiting:
             item = queue.pop()
             assert item is not None
@@ -182,5 +248,8 @@ def test_each_item_comes_exactly_once(steps: list[tuple[str, int]]):
         assert len(queue) == len(waiting)
     rest = {queue.pop() for _ in range(len(queue))}
     assert rest == set(waiting.values())
+    assert queue.pop() is None
     assert not queue._lanes
     assert not queue._items
+    sharings = queue._sharing.values()
+    assert all(due < sharing.passed + 1e-6 for sharing in sharings for due in sharing.dues), "all is served"

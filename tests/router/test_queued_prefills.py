@@ -73,6 +73,19 @@ async def test_the_decode_is_submitted_when_the_prefill_starts(
     assert await no_attempt_was_replaced(cluster)
 
 
+async def test_of_the_prompts_that_wait_in_the_router_the_one_that_is_cached_is_next(
+    cluster: Cluster, queue: list[asyncio.Task[None]]
+) -> None:
+    [prefill] = cluster.prefills
+    for number, waiting in ((9, 1), (1, 2)):  # the worker has, or computes, the second one
+        queue.append(asyncio.create_task(answered(cluster, number)))
+        await cluster.until(lambda: len(cluster.router.services.admission.queue) == waiting)  # noqa: B023
+    start(prefill, 1)
+    release(prefill)
+    await prefill.until(lambda w: len(prefills(w)) == 4)
+    assert prefills(prefill)[3].request.prompt_ids[0] == 1
+
+
 async def test_prompts_of_other_routers_are_ahead_too(cluster: Cluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
     prefill.starts = asyncio.Semaphore(0)
