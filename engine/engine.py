@@ -28,7 +28,7 @@ from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
-from baton.engine.execution.commands import Kind
+from baton.engine.execution.commands import Drop
 from baton.engine.execution.elastic_cache import Cells
 from baton.engine.execution.graphs import batch_sizes
 from baton.engine.execution.kept_cache import KeptCache, kept_cache
@@ -440,7 +440,7 @@ class Engine:
     def drop_weights(self) -> None:
         """What was staged is not wanted."""
         if (followers := self._runner.followers) is not None:
-            followers.send(Kind.DROP)
+            followers.send(Drop())
 
     def replace_weights(self, new: NewWeights, version: str) -> None:
         """Computes with these weights from now on. `version` is one that no other weights have or had. It is

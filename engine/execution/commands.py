@@ -6,22 +6,21 @@
 Rank 0 decides what is computed, and the others follow in its order. So all ranks call their collectives in
 one order. The slots are a ring: rank 0 waits before it overwrites a command that some rank has not done.
 
-The idea is that of nano-vllm's runner and of vLLM's `shm_broadcast`, which send pickled calls. Here a command
-is the plain arrays of a step.
+The idea is that of nano-vllm's runner and of vLLM's `shm_broadcast`, which send pickled calls. Here a step is
+its plain arrays, and another command is JSON.
 """
 
+import json
 import math
 import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import IntEnum
-from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
-from baton.engine.api.config import MEMORY_TAGS, MemoryTag
+from baton.engine.api.config import MemoryTag
 from baton.engine.execution.inputs import aligned
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.step import ARRAYS, DIMENSIONS, NUMBERS, Step, arrays_of, assembled, numbers_of
@@ -36,45 +35,55 @@ LAYER_SECONDS = 2e-5
 """Between two looks whether rank 0 goes on with a layer."""
 
 
-class Kind(IntEnum):
-    STOP = 0
-    RUN = 1
-    SAMPLE = 2
-    MOVE = 3
-    STAGE = 4
-    """Read and check other weights, beside steps."""
-    REPLACE = 5
-    """Compute with those from now on."""
-    DROP = 6
-    """They are not wanted."""
-    MEMORY = 7
-    """Give memory back to the device, or take it again."""
+class Stop(NamedTuple):
+    """Nothing follows."""
+
+
+class Sample(NamedTuple):
+    """Take part in sampling the step that was run last."""
+
+
+class Move(NamedTuple):
+    """Make these moves of memory, as in `ModelRunner.move`."""
+
+    moves: Sequence[tuple[int, int, bool]]
 
 
 class Stage(NamedTuple):
-    """A command to read the weights of a checkpoint."""
+    """Read and check the weights of a checkpoint, beside steps."""
 
     number: int
     """Of the reading, from 1 on."""
     path: str
 
 
+class Replace(NamedTuple):
+    """Compute with the weights that are staged."""
+
+
+class Drop(NamedTuple):
+    """The weights that are staged are not wanted."""
+
+
 class Memory(NamedTuple):
-    """A command to give memory back, or to take it again."""
+    """Give memory back to the device, or take it again."""
 
     tag: MemoryTag
     release: bool
 
 
-Moves = list[tuple[int, int, bool]]
-"""Moves of memory, as in `ModelRunner.move`."""
+Command = Stop | Sample | Move | Stage | Replace | Drop | Memory
+_KINDS = {kind.__name__: kind for kind in get_args(Command)}
+
 MOST_MOVES = 64
 """Of a command."""
+MOST_COMMAND = 1 << 17
+"""Bytes of a command that runs no step, as JSON. A character of a path may take six."""
 MOST_PATH, MOST_REASON = 16_384, 2_048
 """Bytes of a path, and of the reason why a rank cannot have weights."""
 HEAD = 1 + len(DIMENSIONS) + len(NUMBERS)
-"""int64 of a command before its arrays: its kind, the sizes of the dimensions, and the numbers of the
-step."""
+"""int64 of a step before its arrays: 0, the sizes of the dimensions, and the numbers of the step. Another
+command begins with the number of its bytes."""
 
 
 class Commands:
@@ -98,20 +107,20 @@ class Commands:
         sizes |= {"requests": requests, "width": table_width, "ahead": ahead, "image bytes": image_bytes}
         items = [(math.prod(layout.shape(sizes)), np.dtype(layout.dtype)) for layout in ARRAYS.values()]
         arrays = aligned(8 * HEAD) + sum(aligned(n * dtype.itemsize) for n, dtype in items)
-        self._slot_bytes = max(arrays, aligned(8 * (2 + 3 * MOST_MOVES)), aligned(8 * 3 + MOST_PATH))
+        self._slot_bytes = max(arrays, aligned(8 + MOST_COMMAND))
         self._wakes, self._reading = files.wakes, files.readings
         slots = LINE * (1 + len(files.wakes))
-        reports = slots + SLOTS * self._slot_bytes
-        size = reports + 2 * (16 + MOST_REASON) * (1 + len(files.wakes))
+        answers = slots + SLOTS * self._slot_bytes
+        size = answers + 2 * (16 + MOST_REASON) * (1 + len(files.wakes))
         os.ftruncate(files.commands, size)
         memory = mmap.mmap(files.commands, size)
         self._memory = np.frombuffer(memory, dtype=np.uint8)
         # By rank, the commands that are done. Of rank 0, the layers of `waited` that may go on.
         self._done = self._memory[:slots].view(np.int64).reshape(-1, LINE // 8)[:, 0]
-        self._slots = self._memory[slots:reports].reshape(SLOTS, self._slot_bytes)
-        # By rank, how its last reading of weights ended.
-        # Then, why it has no memory.
-        self._reports, self._lacks = self._memory[reports:].reshape(2, -1, 16 + MOST_REASON)
+        self._slots = self._memory[slots:answers].reshape(SLOTS, self._slot_bytes)
+        # Of readings of weights, and of memory; by rank: the number of the reading, the bytes of the reason
+        # why the rank could not do it, and the reason.
+        self._of_readings, self._of_memory = self._memory[answers:].reshape(2, -1, 16 + MOST_REASON)
         self._readings = 0
         self._written = 0
         self._layers = 0  # of `waited`, on this rank
@@ -138,65 +147,53 @@ class Commands:
         """The other ranks run the step."""
         arrays = arrays_of(step)
         sizes = _sizes_of(arrays)
-        slot = self._next([Kind.RUN, *(sizes[name] for name in DIMENSIONS), *numbers_of(step)])
+        slot = self._next([0, *(sizes[name] for name in DIMENSIONS), *numbers_of(step)])
         for target, array in zip(_arrays_in(slot, sizes), arrays, strict=True):
             target[...] = array
         self._publish()
 
-    def send(self, kind: Kind) -> None:
-        """The other ranks take part in sampling the step that was run last, or they end, or they drop the
-        weights that are staged."""
-        self._next([kind])
+    def send(self, command: Command) -> None:
+        """The other ranks do this, after all that was sent before."""
+        encoded = json.dumps([type(command).__name__, *command]).encode()
+        slot = self._next([len(encoded)])
+        slot[8 : 8 + len(encoded)] = np.frombuffer(encoded, np.uint8)
         self._publish()
 
     def move(self, moves: Sequence[tuple[int, int, bool]]) -> Callable[[], None]:
         """The other ranks make these moves of memory. Returns what waits until all have made them: then KV
         may be written on any rank. They wait only for what they compute."""
         for first in range(0, len(moves), MOST_MOVES):
-            some = moves[first : first + MOST_MOVES]
-            self._next([Kind.MOVE, len(some), *chain.from_iterable(some)])
-            self._publish()
-
+            self.send(Move(moves[first : first + MOST_MOVES]))
         return self._wait
 
     def stage(self, path: str) -> Callable[[], None]:
         """The other ranks read and check the weights of a checkpoint, beside steps. Returns what waits for
         all of them, in any thread. It raises `ValueError` with the reason of a rank that cannot have them."""
         self._readings += 1
-        number, encoded = self._readings, path.encode()
-        if len(encoded) > MOST_PATH:
+        number = self._readings
+        if len(path.encode()) > MOST_PATH:
             raise ValueError(f"{path[:100]}…: a path has at most {MOST_PATH} bytes")
-        slot = self._next([Kind.STAGE, number, len(encoded)])
-        slot[24 : 24 + len(encoded)] = np.frombuffer(encoded, np.uint8)
-        self._publish()
+        self.send(Stage(number, path))
 
         def wait() -> None:
-            heads = self._reports[1:, :16].view(np.int64)
-            while heads[:, 0].min() < number:
+            while self._of_readings[1:, :8].view(np.int64).min() < number:
                 os.eventfd_read(self._reading)  # it may count an earlier reading
-            for rank, (head, report) in enumerate(zip(heads, self._reports[1:], strict=True), 1):
-                if head[1]:
-                    reason = report[16 : 16 + int(head[1])].tobytes().decode(errors="replace")
-                    raise ValueError(f"rank {rank}: {reason}")
+            if reason := _reason(self._of_readings):
+                raise ValueError(reason)
 
         return wait
 
     def memory(self, tag: MemoryTag, *, release: bool) -> None:
         """The other ranks give memory back, or take it again. Returns when all have. Raises
         `MemoryError` with the reason of a rank whose device has not as much."""
-        self._next([Kind.MEMORY, MEMORY_TAGS.index(tag), release])
-        self._publish()
+        self.send(Memory(tag, release))
         self._wait()
-        for rank, report in enumerate(self._lacks[1:], 1):
-            if length := int(report[:8].view(np.int64)[0]):
-                raise MemoryError(
-                    f"rank {rank}: {report[16 : 16 + length].tobytes().decode(errors='replace')}"
-                )
+        if reason := _reason(self._of_memory):
+            raise MemoryError(reason)
 
     def replace(self) -> Callable[[], None]:
         """The other ranks compute with the weights that they have read. Returns what waits until they do."""
-        self._next([Kind.REPLACE])
-        self._publish()
+        self.send(Replace())
         return self._wait
 
     def _wait(self) -> None:
@@ -218,44 +215,40 @@ class Commands:
 
     # The other ranks
 
-    def read(self, rank: int, number: int, reason: str) -> None:
-        """A rank has read these weights, in any thread. `reason`: why it cannot have them; empty: it can."""
-        report, encoded = self._reports[rank], reason.encode()[:MOST_REASON]
-        report[16 : 16 + len(encoded)] = np.frombuffer(encoded, np.uint8)
-        head = report[:16].view(np.int64)
+    def answer(self, rank: int, command: Stage | Memory, reason: str) -> None:
+        """The rank has done the command; weights are read in any thread. `reason`: why it could not. Empty:
+        it could."""
+        answers = self._of_readings if isinstance(command, Stage) else self._of_memory
+        answer, encoded = answers[rank], reason.encode()[:MOST_REASON]
+        answer[16 : 16 + len(encoded)] = np.frombuffer(encoded, np.uint8)
+        head = answer[:16].view(np.int64)
         head[1] = len(encoded)
-        head[0] = number  # last: rank 0 looks at it
-        os.eventfd_write(self._reading, 1)
+        if isinstance(command, Stage):
+            head[0] = command.number  # last: rank 0 looks at it
+            os.eventfd_write(self._reading, 1)
 
-    def lacks(self, rank: int, reason: str) -> None:
-        """Why a rank has not taken the memory that was asked for last. Empty: it has."""
-        report, encoded = self._lacks[rank], reason.encode()[:MOST_REASON]
-        report[16 : 16 + len(encoded)] = np.frombuffer(encoded, np.uint8)
-        report[:8].view(np.int64)[0] = len(encoded)
-
-    def received(self, rank: int) -> Iterator[Step | Moves | Stage | Memory | Kind | None]:
-        """The commands in order, until `stop`: a step to run, moves of memory, weights to read, memory to
-        give back or to take, `REPLACE`, `DROP`, or None to sample the step that was run last. The arrays of a
-        step are valid until the next command is asked for."""
+    def received(self, rank: int) -> Iterator[Step | Command]:
+        """The commands in order, until `Stop`, and steps to run. The arrays of a step are valid until the
+        next command is asked for."""
         for number in range(1, 1 << 62):
             os.eventfd_read(self._wakes[rank - 1])
             slot = self._slots[(number - 1) % SLOTS]
-            kind = slot[: 8 * HEAD].view(np.int64)[0]
-            if kind == Kind.STOP:
-                return
-            if kind == Kind.MOVE:
-                yield _moves(slot)
-            elif kind == Kind.STAGE:
-                _, reading, length = slot[:24].view(np.int64).tolist()
-                yield Stage(reading, slot[24 : 24 + length].tobytes().decode())
-            elif kind == Kind.MEMORY:
-                _, tag, release = slot[:24].view(np.int64).tolist()
-                yield Memory(MEMORY_TAGS[tag], bool(release))
-            elif kind in (Kind.REPLACE, Kind.DROP):
-                yield Kind(kind)
+            if length := int(slot[:8].view(np.int64)[0]):
+                kind, *fields = json.loads(slot[8 : 8 + length].tobytes())
+                if kind == Stop.__name__:
+                    return
+                yield _KINDS[kind](*fields)
             else:
-                yield _step(slot) if kind == Kind.RUN else None
+                yield _step(slot)
             self._done[rank] = number
+
+
+def _reason(answers: np.ndarray) -> str:
+    """The first rank from 1 on that could not do the command, and why. Empty: all could."""
+    for rank, answer in enumerate(answers[1:], 1):
+        if length := int(answer[8:16].view(np.int64)[0]):
+            return f"rank {rank}: {answer[16 : 16 + length].tobytes().decode(errors='replace')}"
+    return ""
 
 
 def _sizes_of(arrays: Sequence[np.ndarray]) -> dict[str, int]:
@@ -274,12 +267,6 @@ def _arrays_in(slot: np.ndarray, sizes: Mapping[str, int]) -> Iterator[np.ndarra
         array = np.ndarray(layout.shape(sizes), layout.dtype, slot, at)
         yield array
         at += aligned(array.nbytes)
-
-
-def _moves(slot: np.ndarray) -> Moves:
-    numbers = slot[: 8 * (2 + 3 * MOST_MOVES)].view(np.int64)
-    rows = numbers[2 : 2 + 3 * int(numbers[1])].reshape(-1, 3).tolist()
-    return [(cells, unit, bool(present)) for cells, unit, present in rows]
 
 
 def _step(slot: np.ndarray) -> Step:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from baton.engine.api.config import EngineConfig, MemoryTag
-from baton.engine.execution.commands import Commands, Kind, Memory, Stage
+from baton.engine.execution.commands import Commands, Drop, Memory, Move, Replace, Sample, Stage
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.host_ranks import HostRanks
@@ -72,22 +72,25 @@ class Follower:
         `layer_done(step)` returns the function that learns of each layer with its KV written on this rank."""
         launched: Launched | None = None
         for command in self._commands.received(self.ranks.rank):
-            if command is None:
-                assert launched is not None, "a step is run before it is sampled"
-                self._runner.sample(launched, None)
-            elif isinstance(command, list):
-                self._runner.follow(command)
-            elif isinstance(command, Stage):
-                self._weights.stage(command)
-            elif isinstance(command, Memory):
-                self._set_memory(command)
-            elif isinstance(command, Kind):
-                self._weights.replace() if command is Kind.REPLACE else self._weights.drop()
-            else:
-                done = layer_done(command)
-                if command.awaits_kv:
-                    done = self._commands.waited(self.ranks.rank, done)
-                launched = self._runner.run(command, done)
+            match command:
+                case Step():
+                    done = layer_done(command)
+                    if command.awaits_kv:
+                        done = self._commands.waited(self.ranks.rank, done)
+                    launched = self._runner.run(command, done)
+                case Sample():
+                    assert launched is not None, "a step is run before it is sampled"
+                    self._runner.sample(launched, None)
+                case Move(moves):
+                    self._runner.follow(moves)
+                case Stage():
+                    self._weights.stage(command)
+                case Replace():
+                    self._weights.replace()
+                case Drop():
+                    self._weights.drop()
+                case Memory():
+                    self._set_memory(command)
         self._weights.close()
         self._runner.stop()
 
@@ -106,7 +109,7 @@ class Follower:
                 self._released.remove(command.tag)
             except MemoryError as error:
                 reason = str(error) or "no memory is left"
-        self._commands.lacks(self.ranks.rank, reason)
+        self._commands.answer(self.ranks.rank, command, reason)
 
 
 class RankWeights:
@@ -122,12 +125,12 @@ class RankWeights:
     def stage(self, command: Stage) -> None:
         self._thread = self._thread or ThreadPoolExecutor(1, "weights")
         self._staged = self._thread.submit(self._loaded.stage, command.path)
-        self._staged.add_done_callback(partial(self._read, command.number))
+        self._staged.add_done_callback(partial(self._read, command))
 
-    def _read(self, number: int, staged: "Future[NewWeights]") -> None:
+    def _read(self, command: Stage, staged: "Future[NewWeights]") -> None:
         error = staged.exception()
         reason = "" if error is None else str(error) or type(error).__name__
-        self._commands.read(self._rank, number, reason)
+        self._commands.answer(self._rank, command, reason)
 
     def replace(self) -> None:
         assert self._staged is not None, "rank 0 knows that they were read"

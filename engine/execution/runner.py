@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.execution.commands import Commands, Kind
+from baton.engine.execution.commands import Commands, Sample, Stop
 from baton.engine.execution.draft_runner import DraftRunner, SampledStep
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
@@ -220,7 +220,7 @@ class ModelRunner:
     def stop(self) -> None:
         """Runs nothing more: drops the graphs, and leaves the group of ranks."""
         if self.followers is not None:
-            self.followers.send(Kind.STOP)
+            self.followers.send(Stop())
         self._graphs = self.drafter = None
         self.ranks.close()
 
@@ -358,7 +358,7 @@ class ModelRunner:
         `adjustments` None: its rows ask for nothing beyond `Draws`. Returns the event that the step is
         over."""
         if self.followers is not None:
-            self.followers.send(Kind.SAMPLE)
+            self.followers.send(Sample())
         rows, graphs = launched.rows, self._graphs
         if rows:
             replayed = graphs if launched.size is not None else None

@@ -25,7 +25,7 @@ import torch
 
 from baton.engine import Engine, EngineConfig
 from baton.engine.execution import commands, host_ranks
-from baton.engine.execution.commands import SLOTS, Commands, Kind
+from baton.engine.execution.commands import SLOTS, Commands, Sample, Stage, Stop
 from baton.engine.execution.host_ranks import HostRanks
 from baton.engine.execution.rank import open_store
 from baton.engine.execution.rank_files import RankFiles
@@ -262,13 +262,13 @@ def test_a_command_arrives_as_it_was_sent() -> None:
     threads = [threading.Thread(target=read, args=(rank,)) for rank in (1, 2)]
     for sent in steps[: SLOTS // 2]:  # before the readers begin
         writer.run(sent)
-        writer.send(Kind.SAMPLE)
+        writer.send(Sample())
     for thread in threads:
         thread.start()
     for sent in steps[SLOTS // 2 :]:
         writer.run(sent)
-        writer.send(Kind.SAMPLE)
-    writer.send(Kind.STOP)
+        writer.send(Sample())
+    writer.send(Stop())
     for thread in threads:
         thread.join(10)
     files.close()
@@ -318,11 +318,11 @@ def test_rank_0_waits_until_all_ranks_have_read_weights(monkeypatch: pytest.Monk
         for number, reason in ((1, "an earlier one"), (2, "")):
             for rank, other in enumerate(others, 1):
                 assert not waited.done()
-                other.read(rank, number, reason)
+                other.answer(rank, Stage(number, ""), reason)
         waited.result(WITHIN)
     wait = first.stage("/wrong")
     for rank, (other, reason) in enumerate(zip(others, ("", "other shapes"), strict=True), 1):
-        other.read(rank, 3, reason)
+        other.answer(rank, Stage(3, ""), reason)
     with pytest.raises(ValueError, match="rank 2: other shapes"):
         wait()
     files.close()
