@@ -7,20 +7,24 @@ white, resized by Pillow. So workers get pixels, and no file of a client.
 import base64
 import binascii
 import io
+import math
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 from baton.content.images import MOST_PIXELS, ImageSettings
 from baton.machine import usable_cpus
 from baton.router.api.fields import ShownImage
 from baton.router.api.jobs import PlacedImage
 from baton.router.errors import InvalidRequest, Unsupported
+
+T = TypeVar("T")
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_SOURCE_PIXELS = 1 << 26
@@ -86,11 +90,7 @@ def decode_images(
             text = f"messages: the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
             raise InvalidRequest(text, param="messages")
     for part in _parts(missing.values()):
-        try:
-            decoding = _threads().map(_decoded, part)
-        except RuntimeError as error:  # no memory is left for the stack of a thread
-            raise MemoryError(str(error)) from error
-        found |= {decoded.name: decoded for decoded in decoding}
+        found |= {decoded.name: decoded for decoded in _decoded(part)}
     for name in names:
         _kept[name] = found[name]
         _kept.move_to_end(name)
@@ -103,6 +103,14 @@ def decode_images(
 def _threads() -> ThreadPoolExecutor:
     """Of this process. Pillow decodes and resizes without the GIL."""
     return ThreadPoolExecutor(min(usable_cpus(), MOST_THREADS), "images")
+
+
+def _by_threads(call: Callable[..., T], *arguments: Iterable[Any]) -> Iterator[T]:
+    """As `map`."""
+    try:
+        return _threads().map(call, *arguments)
+    except RuntimeError as error:  # no memory is left for the stack of a thread
+        raise MemoryError(str(error)) from error
 
 
 def _parts(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
@@ -162,16 +170,56 @@ def _source(name: bytes, file: bytes, settings: ImageSettings, i: int) -> _Sourc
     return _Source(i, name, file, settings, pixels, height * width)
 
 
-def _decoded(source: _Source) -> Decoded:
-    pil, settings = pillow(), source.settings
+def _decoded(part: Sequence[_Source]) -> Iterator[Decoded]:
+    """A thread decodes a file. To resize an image takes twice as long, so threads share it if they can."""
+    images = list(_by_threads(_turned, part))
+    sizes = [
+        source.settings.size(image.height, image.width) for source, image in zip(part, images, strict=True)
+    ]
+    bands = [_bands(image, *size) for image, size in zip(images, sizes, strict=True)]
+    tasks = [(part[i], images[i], sizes[i][1], band) for i, of_image in enumerate(bands) for band in of_image]
+    pixels = _by_threads(_resized, *zip(*tasks, strict=True))
+    for source, size, of_image in zip(part, sizes, bands, strict=True):
+        yield Decoded(source.name, *source.settings.grid(*size), b"".join(islice(pixels, len(of_image))))
+
+
+def _turned(source: _Source) -> Any:
+    """The image in red, green and blue, before it is resized."""
+    pil = pillow()
+    with _told(source.number, pil), pil.Image.open(io.BytesIO(source.file), formats=FORMATS) as image:
+        pil.ImageOps.exif_transpose(image, in_place=True)
+        return _opaque(image, pil)
+
+
+class _Band(NamedTuple):
+    """Rows of an image."""
+
+    top: int
+    bottom: int
+    rows: int
+    """When it is resized."""
+
+
+def _bands(image: Any, height: int, width: int) -> list[_Band]:
+    """Of an image with this size when it is resized, one below the other. They end where a row ends before
+    and after, so a band has the pixels that it has in the whole image. One that changes both sides is one
+    band: Pillow resizes one side after the other, and the order depends on the sizes."""
+    units = math.gcd(image.height, height) if image.width == width else 1
+    count = min(units, MOST_THREADS)
+    ends = [units * i // count for i in range(count + 1)]
+    return [
+        _Band(image.height // units * begin, image.height // units * end, height // units * (end - begin))
+        for begin, end in pairwise(ends)
+    ]
+
+
+def _resized(source: _Source, image: Any, width: int, band: _Band) -> bytes:
+    pil, box = pillow(), (0, band.top, image.width, band.bottom)
     with _told(source.number, pil):
-        with pil.Image.open(io.BytesIO(source.file), formats=FORMATS) as image:
-            pil.ImageOps.exif_transpose(image, in_place=True)
-            turned = _opaque(image, pil)
-        height, width = settings.size(turned.height, turned.width)
-        if turned.size != (width, height):
-            turned = turned.resize((width, height), pil.Image.Resampling(settings.resample))
-        return Decoded(source.name, *settings.grid(height, width), turned.tobytes())
+        if (image.width, band.bottom - band.top) == (width, band.rows):
+            return image.crop(box).tobytes()
+        how = pil.Image.Resampling(source.settings.resample)
+        return image.resize((width, band.rows), how, box).tobytes()
 
 
 @contextmanager

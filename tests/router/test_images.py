@@ -100,6 +100,7 @@ FILES = {
     "webp": lambda: file_of(picture(), "WEBP"),
     "animated": lambda: file_of(picture(), "GIF", save_all=True, append_images=[picture(seed=2)]),
     "large": lambda: file_of(picture(size=(400, 300))),
+    "of another height alone, by several threads": lambda: file_of(picture(size=(32, 45))),
 }
 
 
