@@ -178,7 +178,8 @@ class LocalCluster:
         self._announce(run_dir, admin)
         self._display.ready(self._blueprint, admin, self._logs)
         given, first = self._blueprint, self._roles[0]
-        balancer = Balancer(given.pool, given.front.ttft_target, given.engine.ttit_target)
+        targets = given.front.ttft_target, given.engine.ttit_target
+        balancer = Balancer(given.pool, *targets, first.workers)
         scaling = asyncio.create_task(Autoscaler(supervisor, balancer, first.secret, first.tls).run())
         to_stop.callback(scaling.cancel)
         restarting = asyncio.create_task(self._restart_when_told(supervisor))

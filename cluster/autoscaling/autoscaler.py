@@ -7,7 +7,7 @@ Ray, a new worker requests its resources, and Ray's own autoscaler adds a machin
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from grpc import RpcError
 from grpc.aio import Channel
@@ -16,6 +16,7 @@ from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.autoscaling.scaling import Needed, Sample
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import named_pool, set_pool, status_of
+from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.router.workers.checks import clear_invalid_rates, step_model
 from baton.rpc import worker_pb2 as pb
@@ -64,9 +65,10 @@ class Autoscaler:
         samples = {
             address: sample for address, sample in zip(addresses, answers, strict=True) if sample is not None
         }
-        self._supervisor.set_pools(
-            {a: pool for a, s in samples.items() if (pool := named_pool(s.status)) is not None}
-        )
+        pools = {
+            a: pool for a, s in samples.items() if not s.silent and (pool := named_pool(s.status)) is not None
+        }
+        self._supervisor.set_pools(pools)
         # Workers in a pause look idle, and requests wait in the routers: neither says what the load needs.
         paused = any(s.status.pause or s.status.released for s in samples.values() if not s.silent)
         needed: dict[Pool, Needed | None] = {}
@@ -74,8 +76,8 @@ class Autoscaler:
         starting: set[Pool] = set()
         for pool in scalers:
             states = self._supervisor.pool(pool)
-            ready = [str(state.ready["address"]) for state in states if state.ready is not None]
-            known = [samples[address] for address in ready if address in samples]
+            await self._join_groups(states, pools)
+            known = [samples[each] for state in states for each in state.addresses if each in samples]
             needed[pool] = None if paused else self._balancer.needed(now, pool, known, self._held)
             sizes[pool] = len(states)
             if any(state.phase != "ready" and not state.crash_loop for state in states):
@@ -90,6 +92,7 @@ class Autoscaler:
                 "ready": sum(state.phase == "ready" for state in self._supervisor.pool(pool)),
                 "least": scalers[pool].least,
                 "most": scalers[pool].most,
+                "group": self._balancer.group,
                 "needed": None if need is None else round(need.workers, 2),
                 "why": need.why if need else unknown,
             }
@@ -109,21 +112,42 @@ class Autoscaler:
             self._supervisor.resize(pool, wanted[pool])
 
     async def _flip(self, source: Pool, target: Pool, samples: Mapping[str, Sample]) -> None:
-        """Moves the worker of `source` that has the least work, unless no other is ready there: the size of a
-        pool includes workers that start or crash. If that fails, a later poll decides again."""
-        ready = {str(state.ready["address"]) for state in self._supervisor.pool(source) if state.ready}
-        answered = {address for address in ready & samples.keys() if not samples[address].silent}
+        """Moves the worker of `source` that has the least work, or the group, unless no other is ready there:
+        the size of a pool includes workers that start or crash. If that fails, a later poll decides again."""
+        answered = [
+            state.addresses
+            for state in self._supervisor.pool(source)
+            if state.addresses and all(a in samples and not samples[a].silent for a in state.addresses)
+        ]
         if len(answered) < 2:
             return
-        left = {each: samples[each].status for each in answered}  # what each would still do in its old pool
-        address = min(left, key=lambda each: (left[each].tokens_waiting, left[each].requests_running))
+
+        def left(addresses: Sequence[str]) -> tuple[int, int]:
+            """What they would still do in their old pool."""
+            statuses = [samples[address].status for address in addresses]
+            return sum(x.tokens_waiting for x in statuses), sum(x.requests_running for x in statuses)
+
+        addresses = min(answered, key=left)
+        # The first one last: where it is, its group counts.
+        if all([await self._move(address, target) for address in reversed(addresses)]):
+            log.info("moved %s from the %s pool to the %s pool", " and ".join(addresses), source, target)
+            self._supervisor.set_pools({addresses[0]: target})
+
+    async def _join_groups(self, states: Sequence[RoleState], pools: Mapping[str, Pool]) -> None:
+        """A worker of a group that could not be reached when its group moved follows the first one now."""
+        for state in states:
+            for address in state.addresses[1:]:
+                pool = pools.get(state.addresses[0])
+                if pool is not None and pools.get(address, pool) != pool:
+                    await self._move(address, pool)
+
+    async def _move(self, address: str, pool: Pool) -> bool:
         try:
-            await set_pool(self._channels[address], target, PATIENCE)
+            await set_pool(self._channels[address], pool, PATIENCE)
         except RpcError as error:
-            log.warning("%s was not moved to the %s pool: %s", address, target, error)
-            return
-        log.info("moved %s from the %s pool to the %s pool", address, source, target)
-        self._supervisor.set_pools({address: target})
+            log.warning("%s was not moved to the %s pool: %s", address, pool, error)
+            return False
+        return True
 
     async def _ask(self, address: str) -> Sample | None:
         """The load of a worker: its last one, if it does not answer. None: it has never answered."""

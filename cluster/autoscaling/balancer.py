@@ -8,6 +8,7 @@ milliseconds, a new worker takes its start. So a pool gives a worker away much s
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from baton.cluster.autoscaling.scaling import DecodeDemand, Needed, PrefillDemand, Sample, Scaler
 from baton.cluster.options.pools import PoolOptions, PoolSize
@@ -21,11 +22,15 @@ class Balancer:
     """Owns the history of both loads.
 
     Attributes:
+        group: workers of a group. All sizes count groups.
         scalers: one for each pool that is given as a range; other pools keep their size.
     """
 
-    def __init__(self, pools: PoolOptions, ttft_target: float | None, ttit_target: float | None) -> None:
+    def __init__(
+        self, pools: PoolOptions, ttft_target: float | None, ttit_target: float | None, group: int = 1
+    ) -> None:
         """`ttft_target`, `ttit_target`: in ms, as given."""
+        self.group = group
         given: dict[Pool, PoolSize] = dict(zip(POOLS, pools.sizes, strict=True))
         self.scalers: dict[Pool, Scaler] = {
             pool: Scaler(size.least, size.most, pools.shrink_after)
@@ -37,10 +42,12 @@ class Balancer:
         self._flipped = -math.inf
 
     def needed(self, now: float, pool: Pool, samples: Sequence[Sample], held: int) -> Needed | None:
-        """The need of a pool. `held`: prompt tokens in the routers."""
-        if pool == "prefill":
-            return self._prefill.needed(now, samples, held)
-        return self._decode.needed(samples)
+        """The need of a pool, in groups. `samples`: of all workers. `held`: prompt tokens in the routers."""
+        if pool == "decode":
+            need: Needed | None = self._decode.needed(samples)
+        else:
+            need = self._prefill.needed(now, samples, held)
+        return need and replace(need, workers=need.workers / self.group)
 
     def decide(
         self,

@@ -146,8 +146,8 @@ class ClusterActor:
         self._supervisor = Supervisor(roles, self._place, self._note, cluster.drain_grace)
         self._following = asyncio.create_task(self._supervisor.run())
         self._following.add_done_callback(_end_if_failed)
-        balancer = Balancer(cluster.pools, cluster.ttft_target, cluster.ttit_target)
         first = cluster.roles[0]
+        balancer = Balancer(cluster.pools, cluster.ttft_target, cluster.ttit_target, first.workers)
         autoscaler = Autoscaler(self._supervisor, balancer, first.secret, first.tls)
         self._scaling = asyncio.create_task(autoscaler.run())
         self._scaling.add_done_callback(_end_if_failed)

@@ -120,7 +120,6 @@ class Blueprint:
     def roles(self) -> list[RoleSpec]:
         """The workers, then the router. Raises ValueError for options that cannot be used."""
         shared, keys = self._secrets()
-        self._check_groups()
         tls, pairs = self.secret.tls(), self._pairs()
         specs: list[RoleSpec] = []
         nodes_of = (self.ray.prefill_nodes, self.ray.decode_nodes)
@@ -318,15 +317,6 @@ class Blueprint:
                 "them on the CPU with --device cpu"
             )
         return present
-
-    def _check_groups(self) -> None:
-        """Raises ValueError if a pool of groups should follow its load."""
-        for name, size in zip(POOLS, self.pool.sizes, strict=True):
-            if self.engine.data_parallel_size > 1 and size.least < size.most:
-                raise ValueError(
-                    f"--data-parallel-size {self.engine.data_parallel_size}: needs pools of a fixed size, "
-                    f"not --{name} {size}; give one number of groups"
-                )
 
     def _pairs(self) -> int:
         """The number of pairs of a prefill and a decode worker that share one machine."""

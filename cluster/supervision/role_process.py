@@ -43,6 +43,13 @@ class RoleState:
     seconds_to_ready: float | None = None  # of the current run
     node: str = ""  # the machine, for people
 
+    @property
+    def addresses(self) -> Sequence[str]:
+        """gRPC addresses of a ready worker, or of those of a group. Empty: they are not ready."""
+        if self.ready is None:
+            return ()
+        return [str(each) for each in self.ready.get("addresses", (self.ready.get("address"),))]
+
 
 # Takes the ready line of a role. Returns when the role counts as dead, with the reason for people.
 Watch = Callable[[Mapping[str, Any]], Coroutine[Any, Any, str]]

@@ -88,12 +88,9 @@ class _Member:
         return self._entry
 
     @property
-    def addresses(self) -> list[str | None]:
+    def addresses(self) -> Sequence[str | None]:
         """Of its workers, in the order of `spec.indices`. None: they are not ready."""
-        ready = self.state.ready
-        if ready is None:
-            return [None] * self.spec.workers
-        return [str(each) for each in ready.get("addresses", (ready.get("address"),))]
+        return self.state.addresses or [None] * self.spec.workers
 
 
 class Supervisor:
@@ -130,11 +127,11 @@ class Supervisor:
         return [(member.spec, member.state) for member in self._members]
 
     def pool(self, pool: Pool) -> list[RoleState]:
-        """The states of the workers that are in a pool now, without those that leave."""
+        """The states of the workers, or groups, that are in a pool now, without those that leave."""
         return [m.state for m in self._members if m.pool == pool and not m.leaving]
 
     def set_pools(self, pools: Mapping[str, Pool]) -> None:
-        """Notes the present pools of workers, by address."""
+        """Notes the present pools of workers, by address. The first worker of a group speaks for it."""
         for member in self._workers():
             if member.state.ready is not None:
                 member.pool = pools.get(str(member.state.ready["address"]), member.pool)

@@ -83,7 +83,8 @@ def show(report: dict[str, Any], *, wide: bool) -> None:
             out.print(told, markup=False)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
-        out.print(f"{role}: {pool['size']} workers ({bounds}), {pool['needed']} needed: {pool['why']}")
+        what = "workers" if pool["group"] == 1 else f"groups of {pool['group']} workers"
+        out.print(f"{role}: {pool['size']} {what} ({bounds}), {pool['needed']} needed: {pool['why']}")
 
 
 def columns_for(rows: Sequence[Row], columns: Sequence[str]) -> Sequence[str]:

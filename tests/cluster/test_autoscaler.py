@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import baton.cluster.autoscaling.autoscaler
 from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.options.pools import PoolOptions, PoolSize
-from baton.cluster.supervision.blueprint import Pool, RoleSpec
+from baton.cluster.supervision.blueprint import POOLS, Pool, RoleSpec
 from baton.cluster.supervision.calls import tokens_held
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor
@@ -57,19 +57,23 @@ class Handle(AnyRole):
 
 
 class WorkerHandle(Handle):
-    """Its role is a worker in this process."""
+    """Its role is a worker in this process, or a group of them."""
 
-    def __init__(self, worker: FakeWorker) -> None:
+    def __init__(self, workers: Sequence[FakeWorker]) -> None:
         super().__init__({})
-        self.worker = worker
+        self.worker, self.workers = workers[0], workers
 
     async def start(self) -> RoleState:
-        await self.worker.start()
+        for worker in self.workers:
+            await worker.start()
         self.ready["address"] = self.worker.address
+        if len(self.workers) > 1:
+            self.ready["addresses"] = [worker.address for worker in self.workers]
         return await self.changed("")
 
     async def stop(self, signum: int, grace: float) -> None:
-        await self.worker.kill()
+        for worker in self.workers:
+            await worker.kill()
         await super().stop(signum, grace)
 
 
@@ -87,21 +91,22 @@ class RouterHandle(Handle):
 
 
 class Pools:
-    def __init__(self) -> None:
+    def __init__(self, group: int = 1) -> None:
         self.handles: dict[str, WorkerHandle] = {}
         self.router = RouterHandle({"url": "http://127.0.0.1:1"})
-        roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {}), RoleSpec("router", 0, (), {})]
-        self.supervisor = Supervisor(roles, self.place)
+        workers = [RoleSpec(role, 0, (), {}, workers=group) for role in POOLS]
+        self.supervisor = Supervisor([*workers, RoleSpec("router", 0, (), {})], self.place)
         pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), shrink_after=10.0)
-        self.autoscaler = Autoscaler(self.supervisor, Balancer(pools, 1000, None), SECRET)
+        self.autoscaler = Autoscaler(self.supervisor, Balancer(pools, 1000, None, group), SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
     def place(self, spec: RoleSpec) -> Handle:
         if spec.role == "router":
             return self.router
-        worker = FakeWorker(ROLES[spec.role], Lanes(), [1], index=spec.index)
-        worker.status.step_model.CopyFrom(STEPS)
-        self.handles[spec.name] = handle = WorkerHandle(worker)
+        workers = [FakeWorker(ROLES[spec.role], Lanes(), [1], index=index) for index in spec.indices]
+        for worker in workers:
+            worker.status.step_model.CopyFrom(STEPS)
+        self.handles[spec.name] = handle = WorkerHandle(workers)
         return handle
 
     def names(self) -> list[str]:
@@ -110,18 +115,18 @@ class Pools:
     def load(self, role: str, **values: float) -> None:
         for name, handle in self.handles.items():
             if name.startswith(role):
-                for key, value in values.items():
-                    setattr(handle.worker.status, key, value)
+                for worker, (key, value) in itertools.product(handle.workers, values.items()):
+                    setattr(worker.status, key, value)
 
 
 @pytest.fixture
-async def pools(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
+async def pools(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[Pools]:
     """However long a poll takes, a second passes until the next one."""
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
     for name, value in (("INTERVAL", 0.01), ("PATIENCE", WITHIN), ("time", clock)):
         monkeypatch.setattr(baton.cluster.autoscaling.autoscaler, name, value)
-    running = Pools()
+    running = Pools(getattr(request, "param", 1))
     yield running
     running.tasks[1].cancel()
     await running.supervisor.stop(9, 0)
@@ -152,6 +157,34 @@ async def test_a_worker_moves_to_the_other_pool_rather_than_one_starting(pools: 
     pools.load("prefill", tokens_waiting=0, requests_waiting=0, requests_running=0)
     await eventually(lambda: pools.supervisor.pools["prefill"]["ready"] == 2)
     assert pools.names() == ["decode 0", "decode 1", "prefill 0"], "the one with less work moved"
+    assert len(pools.supervisor.pool("decode")) == 1
+
+
+@pytest.mark.parametrize("pools", [2], indirect=True)
+async def test_groups_grow_and_move_as_a_whole(pools: Pools) -> None:
+    """Two workers with this load each need 1.8 groups. A flip that did not reach all workers of a group is
+    completed."""
+    await eventually(lambda: bool(pools.supervisor.pools))
+    pools.load("prefill", tokens_waiting=900, requests_waiting=1)
+    await eventually(lambda: "prefill group 1" in pools.names())
+    assert 1.5 < pools.supervisor.pools["prefill"]["needed"] < 2
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: pools.supervisor.pools["decode"]["ready"] == 2)
+    pools.load("decode", blocks_free=512)
+    pools.handles["decode group 0"].workers[1].status.requests_running = 5
+    first, second = pools.handles["decode group 1"].workers
+    refused: list[pb.Pool] = []
+
+    def refuse(pool: pb.Pool) -> None:
+        refused.append(pool)
+        second.flip = FakeWorker.flip.__get__(second)  # type: ignore[method-assign]
+        raise ValueError("it cannot be reached")
+
+    second.flip = refuse  # type: ignore[method-assign]
+    pools.load("prefill", tokens_waiting=2000, requests_waiting=1)
+    await eventually(lambda: first.status.pool == second.status.pool == pb.POOL_PREFILL)
+    assert refused == [pb.POOL_PREFILL]
+    assert {x.status.pool for x in pools.handles["decode group 0"].workers} == {pb.POOL_DECODE}
     assert len(pools.supervisor.pool("decode")) == 1
 
 

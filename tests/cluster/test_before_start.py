@@ -109,7 +109,6 @@ EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size
         (("--kv-slots", "7"), "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
         (("--quantization", "bitnet"), "'bitnet' is not one of 'auto', 'fp8', 'int4', 'none', 'gguf'"),
         (("--data-parallel-size", "2"), "--data-parallel-size 2: needs --engine vllm"),
-        (("--data-parallel-size", "2", "--decode", "1:2"), "needs pools of a fixed size, not --decode 1:2"),
         (("--encode", "1"), "it takes no images, so leave out --encode and --encoder-pool"),
         (("--encoder-pool",), "it takes no images, so leave out --encode and --encoder-pool"),
         ((*EXPERTS, "3"), "--enable-expert-parallel: the model has no experts"),

@@ -302,8 +302,10 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
         | {"crash_loop": True},
         common | {"role": "router", "index": 0, "phase": "ready", "restarts": 0, "last_exit": ""},
     ]  # fmt: skip
-    pool = {"size": 2, "ready": 1, "least": 1, "most": 4, "needed": 1.7, "why": "the queue"}
-    monkeypatch.setitem(STATUS, "cluster", {"roles": roles, "pools": {"decode": pool}})
+    pool = {"size": 2, "ready": 1, "least": 1, "most": 4, "group": 1, "needed": 1.7, "why": "the queue"}
+    monkeypatch.setitem(
+        STATUS, "cluster", {"roles": roles, "pools": {"prefill": pool | {"group": 2}, "decode": pool}}
+    )
     lines = run_baton("status", "--url", url).stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["prefill", "0"], ["prefill", "1"], ["decode", "0"], ["decode", "1"],
@@ -315,7 +317,10 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     assert "starting" in lines[4]
     assert "decode 1 is starting: loading weights" in lines
     assert "prefill 1 has ended ([no] room); it keeps crashing: see its log" in lines
-    assert lines[-1] == "decode: 2 workers (1 to 4), 1.7 needed: the queue"
+    assert lines[-2:] == [
+        "prefill: 2 groups of 2 workers (1 to 4), 1.7 needed: the queue",
+        "decode: 2 workers (1 to 4), 1.7 needed: the queue",
+    ]
 
 
 def test_status_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, url: str) -> None:

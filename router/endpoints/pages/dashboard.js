@@ -187,7 +187,7 @@ function drawRecords({ status: { router, cluster } }) {
   const pools = Object.entries(cluster?.pools ?? {});
   at.pools.hidden = !pools.length;
   table(at.sizes, ["pool", "workers", "needed", "why"], pools.map(([name, pool]) => ({ pool: name,
-    workers: `${pool.size} (${pool.least} to ${pool.most})`, needed: number(pool.needed), why: pool.why })), ["pool", "why"], "");
+    workers: `${pool.size}${pool.group > 1 ? ` groups of ${pool.group}` : ""} (${pool.least} to ${pool.most})`, needed: number(pool.needed), why: pool.why })), ["pool", "why"], "");
 }
 
 const long = text => element("span", { className: "long" }, text.length > 300 ? `${text.slice(0, 300)}…` : text);
