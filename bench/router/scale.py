@@ -3,6 +3,8 @@
 streams  keeps thousands of streams open for minutes. A stream that ends is replaced. `lost` are streams that
          ended early, or with another number of tokens than they asked for.
 workers  lets fake workers join, report, a quarter of them fail and come back, and half of them leave.
+         `loop` is the CPU time of the event loop, less that of this client's looks at the metrics
+         (`loop_looks`). It has what an idle router takes in that time (`loop_idle`).
 memory   fills the index with reports, for one router process and for several. Memory is PSS: what several
          processes share counts once.
 
@@ -60,7 +62,9 @@ START_S = 120.0
 REPORT_S, REPORTS_S = 1.0, 20.0
 """Between two reports of a worker, and in which reports are measured."""
 PAUSE_S = 0.25
-"""Between two looks at the metrics, which take the router some ten milliseconds."""
+"""Between two looks at the metrics, which take the router some ten milliseconds. They are counted apart."""
+LOOKS, IDLE_S = 8, 2.0
+"""Looks that measure what one costs, and seconds that measure an idle router."""
 PARTS, FIRST_PORT = 4, 21_000
 HOLDERS, REPORTED = 8, 4096
 """Workers with chunks, and chunks of one message."""
@@ -321,22 +325,35 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
             own.enter_context(fakes(secret, part, len(part) // 2))
         flags = "--workers-file", file.name, "--model", EMBEDDED_NAME
         _, url, pid = stack.enter_context(router(secret, args.processes, *flags))
+        looked = [0]
 
         def ready() -> int:
+            looked[0] += 1
             return int(sum(v for labels, v in samples(url, "baton:workers") if labels["state"] == "ready"))
 
         def list_workers(listed: Sequence[int]) -> None:
             Path(file.name).write_text("".join(f"127.0.0.1:{port}\n" for port in listed))
 
         def phase(name: str, change: Callable[[], object], wanted: int) -> None:
-            before, cpu, loop = lags(url), cpu_seconds(pid), loop_seconds(pid)
+            before, cpu, loop, looks = lags(url), cpu_seconds(pid), loop_seconds(pid), looked[0]
             change()
             took = until(lambda: ready() == wanted, f"{wanted} workers: {name}")
             name = f"router.workers{args.workers}.{name}"
-            report.add(Row(f"{name}.known", took, "s"))
-            report.add(Row(f"{name}.cpu", cpu_seconds(pid) - cpu, "s"))
-            report.add(Row(f"{name}.loop", (loop_seconds(pid) - loop) / args.processes, "s", goal=0.5))
+            loop, looks, cpu = loop_seconds(pid) - loop, looked[0] - looks, cpu_seconds(pid) - cpu
             add_stalls(report, name, url, before)
+            idle, began = loop_seconds(pid), time.perf_counter()
+            time.sleep(IDLE_S)
+            idle = (loop_seconds(pid) - idle) / (time.perf_counter() - began)
+            of_look, began = loop_seconds(pid), time.perf_counter()
+            for _ in range(LOOKS):
+                ready()
+            of_look = (loop_seconds(pid) - of_look - idle * (time.perf_counter() - began)) / LOOKS
+            own = loop - looks * of_look
+            report.add(Row(f"{name}.known", took, "s"))
+            report.add(Row(f"{name}.cpu", cpu, "s"))
+            report.add(Row(f"{name}.loop", own / args.processes, "s", goal=0.5))
+            report.add(Row(f"{name}.loop_idle", idle * took / args.processes, "s"))
+            report.add(Row(f"{name}.loop_looks", looks * of_look / args.processes, "s"))
 
         def join() -> None:
             """Each process joins all workers. For several at once the two cores would be too slow."""

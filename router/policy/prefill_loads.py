@@ -156,7 +156,11 @@ class PrefillLoads:
         # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
         self._least_wait, self._wait_until = np.zeros(0), np.zeros(0)
         self._measured = np.zeros(0, bool)
+        self._works = np.zeros(0, bool)  # whether it has prompts
         self._move_seconds = np.zeros(0)  # in which a worker moves an adapter to its device
+        # The memory of these arrays, with room for later rows.
+        self._numbers, self._flags = np.zeros((4, 0)), np.zeros((2, 0), bool)
+        self._mean: float | None = None  # of measured speeds; None: they have changed since
         self._with_adapter: dict[bytes, set[int]] = {}  # rows that have it there
         # Of the workers that serve:
         self._ring = Ring()
@@ -173,8 +177,7 @@ class PrefillLoads:
         Raises ValueError if there is none left."""
         row = self._free.pop() if self._free else self._new_row()
         self._workers[row] = _Worker(name, block_size, at=now, reported_at=now, first_at=now)
-        self._measured[row] = False
-        self._speed[row] = self._guessed_speed()
+        self._measure(row, None)
         self._changed(row)
         self.serve(row, serving)
         return row
@@ -184,7 +187,7 @@ class PrefillLoads:
         self._set_store(row, False)
         self._set_adapters(row, pb.WorkerStatus())
         self.serve(row, False)
-        self._workers[row] = None
+        self._workers[row], self._works[row] = None, False
         self._free.append(row)
 
     def serve(self, row: int, serving: bool) -> None:
@@ -237,13 +240,15 @@ class PrefillLoads:
         if len(self._workers) == MAX_ROWS:
             raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
         self._workers.append(None)
-        for name in ("_speed", "_least_wait", "_wait_until", "_measured", "_move_seconds"):
-            array = getattr(self, name)
-            longer = np.zeros(len(array) + 1, array.dtype)
-            longer[:-1] = array
-            setattr(self, name, longer)
-        self.index.grow(len(self._workers))
-        return len(self._workers) - 1
+        rows = len(self._workers)
+        if rows > self._flags.shape[1]:
+            self._numbers, self._flags = (
+                np.pad(each, ((0, 0), (0, rows))) for each in (self._numbers, self._flags)
+            )
+        self._speed, self._least_wait, self._wait_until, self._move_seconds = self._numbers[:, :rows]
+        self._measured, self._works = self._flags[:, :rows]
+        self.index.grow(rows)
+        return rows - 1
 
     def draw(self, count: int, rng: random.Random) -> list[int]:
         """Rows of workers that serve prefills, at random: the first of equal ones is another one for each
@@ -256,11 +261,22 @@ class PrefillLoads:
         return float(self._speed[row])
 
     def _guessed_speed(self) -> float:
-        count = np.count_nonzero(self._measured)
-        return float(np.add.reduce(self._speed, where=self._measured)) / count if count else UNKNOWN_SPEED
+        if self._mean is None:
+            count = np.count_nonzero(self._measured)
+            total = float(np.add.reduce(self._speed, where=self._measured))
+            self._mean = total / count if count else UNKNOWN_SPEED
+        return self._mean
+
+    def _measure(self, row: int, speed: float | None) -> None:
+        """The speed of the worker. None: it has measured none, and gets the mean of the others."""
+        if speed is not None or self._measured[row]:
+            self._mean = None
+        self._measured[row] = speed is not None
+        self._speed[row] = self._guessed_speed() if speed is None else speed
 
     def _changed(self, row: int) -> None:
         worker, speed = self._worker(row), self._speed.item(row)
+        self._works[row] = worker.tokens or worker.router_tokens
         worker.router_seconds = worker.router_tokens / speed + worker.encoding
         worker.first_seconds = 0.0
         if worker.sent and (tokens := worker.sent[0].tokens):
@@ -292,11 +308,11 @@ class PrefillLoads:
         worker.others = max(0, tokens_waiting - worker.router_tokens)
         if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]
-            self._speed[row], self._measured[row] = status.prefill_tokens_per_s, True
+            self._measure(row, status.prefill_tokens_per_s)
             if first:
                 self._guess_speeds()
         elif not alone and status.long_chunk_tokens and status.long_chunk_seconds > 0:
-            self._speed[row] = status.long_chunk_tokens / status.long_chunk_seconds
+            self._speed[row], self._mean = status.long_chunk_tokens / status.long_chunk_seconds, None
         if worker.sent:  # what is left of the first prompt, at the new speed
             self._changed(row)
         tokens_waiting += self._as_tokens(row, status.encode_queue_seconds)
@@ -306,14 +322,10 @@ class PrefillLoads:
 
     def _guess_speeds(self) -> None:
         """Workers without a measured speed get the mean of the others."""
-        unmeasured = np.flatnonzero(~self._measured)
-        if not unmeasured.size:
-            return
+        unmeasured = ~self._measured
         self._speed[unmeasured] = self._guessed_speed()
-        for row in unmeasured.tolist():
-            worker = self._workers[row]
-            if worker is not None and (worker.tokens or worker.router_tokens):
-                self._changed(row)
+        for row in np.flatnonzero(unmeasured & self._works).tolist():
+            self._changed(row)
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """This router sent a prefill."""

@@ -308,12 +308,14 @@ class Roster:
         Runs again when an open breaker may have closed. uvloop fires timers up to a millisecond early, so the
         breaker may still be open then, and the timer is set once more."""
         for pool in sorted(POOL_NAMES, key=worker.ready_in):  # the one that it leaves is first
-            ready = self._ready[pool]
+            ready, is_in = self._ready[pool], worker.ready_in(pool)
+            if not is_in and worker not in ready.workers:
+                continue
             all_open = ready.all_open
             ready.workers.pop(worker, None)
             if timer := ready.open.pop(worker, None):
                 timer.cancel()
-            if worker.ready_in(pool):
+            if is_in:
                 ready.workers[worker] = None
                 if seconds := worker.breaker.open_for(time.monotonic()):
                     loop = asyncio.get_running_loop()

@@ -140,6 +140,32 @@ def test_an_unknown_speed_is_the_mean_of_the_others():
     loads.reported(rows[1], status(0, 0), 0)
     assert look(loads, 0).speed.tolist() == [3000, 3000, 3000]
     assert loads.tokens_per_s() == 3000
+    loads.reported(rows[0], status(0, 1000), 0)
+    assert loads.speed(loads.join("d:1", block_size=16, now=0)) == 1000
+    loads.reported(rows[0], status(0, 0, long_chunk_tokens=50, long_chunk_seconds=0.1), 0, alone=False)
+    assert loads.speed(loads.join("e:1", block_size=16, now=0)) == 500
+
+
+def test_the_wait_at_a_worker_without_a_measured_speed_follows_the_guess() -> None:
+    loads = PrefillLoads()
+    rows = [loads.join(name, block_size=16, now=0) for name in "abc"]
+    for row in rows[:2]:
+        loads.sent(row, PrefillWork(6000), 0)
+    loads.leave(rows[1])
+    loads.reported(rows[2], status(0, 2000), 0)
+    assert look(loads, 0).wait[rows[0]] == 3
+
+
+def test_many_workers_join_with_the_rates_that_each_reports() -> None:
+    loads = PrefillLoads()
+    rows = [loads.join(f"{i}", block_size=16, now=0) for i in range(20)]
+    for row in rows:
+        loads.reported(row, status(100 * row, 1000 + row), 0)
+    rows += [loads.join(f"{i}", block_size=16, now=0) for i in range(20, 40)]
+    snapshot = look(loads, 0)
+    assert [loads.speed(row) for row in rows[:20]] == [1000 + row for row in rows[:20]]
+    assert snapshot.wait.tolist()[:20] == [100 * row / (1000 + row) for row in rows[:20]]
+    assert [loads.speed(row) for row in rows[20:]] == [1009.5] * 20
 
 
 @pytest.mark.parametrize(
