@@ -13,13 +13,17 @@ have some more tokens.
                  (detection), and after it comes the first step of each stream
     step         a decode step of an engine whose KV outlives it, to one that writes no records of blocks
 
+On GPUs (`--device cuda`) it is a shape with dummy weights in the exact mode, with prompts of
+`--prompt-tokens`. The right answers are those before the first kill, and the standby alone is measured:
+engines start for half a minute there. The step is measured in this process, with an engine of each kind in
+turns.
+
 `…_without` is the same for a worker that ends with its engine process. `…_no_standby` is the same with
 `--no-standby`: such a worker starts Python and torch (the engine process) and loads weights in the pause.
 """
 
 import argparse
 import asyncio
-import os
 import re
 import sys
 import tempfile
@@ -34,15 +38,17 @@ from typing import Any
 import aiohttp
 
 import baton.bench.contract as contract
-from baton.bench.contract import Report, Row
+from baton.bench.contract import Report, Row, gpus_or_exit, interleaved, paired_ratio
 from baton.bench.engine.drive import drain, fill
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
 from baton.bench.harness.streams import Case, Stream, cases, expected, judge, new_session, read, until
+from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
+from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.cluster.model import embedded_path
-from baton.engine import CachedBlock, EngineConfig, build_engine
+from baton.engine import CachedBlock, Engine, EngineConfig, build_engine
 from baton.engine.core.kept_blocks import KeptBlocks
-from baton.kv_transfer.arena import memory_file
 from baton.machine.tracing import time_of_day
+from baton.worker.kept_files import KeptFiles
 
 STREAMS, SHORT_STREAMS = 8, 4
 KILLS, SHORT_KILLS = 20, 2
@@ -52,11 +58,19 @@ BETWEEN = 10
 REPEAT = 5  # of the texts of prompts: they have up to some 200 tokens
 ANSWER = 96
 """Tokens of an answer. They end at any time, before a kill and after it."""
-STEPS, SHORT_STEPS = 256, 64
+STEPS, SHORT_STEPS, PAIRS = 256, 64, 5
 BATCH, CONTEXT = 4, 128
 STANDS_BY = "an engine process stands by"
-FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
-MOST_RECOMPUTED, SLOWEST_STEP = 128, 1.005
+CPU_FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
+GPU_FLAGS = ("--dtype", "bfloat16", "--load-format", "dummy", "--batch-invariant", "--max-model-len", "32768")
+GPU_ANSWER = 1024
+MOST_RECOMPUTED, SLOWEST_STEP = {"cpu": 128, "cuda": 192}, 1.005
+TOLD = "memory:", "stands by", "standby", "goes on", "blocks of KV", "WARN", "ERR"
+"""In lines of the log of a worker on a GPU that the bench repeats."""
+LONGEST_PAUSE = 3.0
+"""Seconds, on an H200."""
+ALONE = ("--no-overflow",)
+"""Of the router: else answers would go on at the prefill worker, where no kill reaches them."""
 
 
 @dataclass
@@ -124,11 +138,36 @@ def started(*flags: str, of_router: Sequence[str] = ()) -> Iterator[LocalCluster
             Path(directory),
             prefill=1,
             decode=1,
-            worker_flags=(*FLAGS, *model, *flags),
+            worker_flags=(*CPU_FLAGS, *model, *flags),
             router_flags=(*model, *of_router),
         ) as cluster,
     ):
         yield cluster
+
+
+@contextmanager
+def started_on_gpus(shape: str) -> Iterator[LocalCluster]:
+    """The decode worker has a GPU of its own if there are two. The prefill worker ends with its engine."""
+    gpus = gpus_or_exit(1, "this bench")
+    shares = ("0.9", "0.9") if gpus > 1 else ("0.25", "0.68")
+    with tempfile.TemporaryDirectory(prefix="baton-survive-") as directory:
+        model = ("--model", str(write_shape(shape, Path(directory), tokenizer=True)))
+        prefill, decode = (("--gpu-memory-utilization", share) for share in shares)
+        with LocalCluster(
+            Path(directory),
+            prefill=1,
+            decode=1,
+            worker_flags=(*GPU_FLAGS, *model),
+            prefill_flags=prefill,
+            decode_flags=(*decode, "--replace-engine"),
+            router_flags=(*model, *ALONE),
+            devices=[f"cuda:{number % gpus}" for number in range(2)],
+        ) as cluster:
+            try:
+                yield cluster
+            except BaseException:
+                print(cluster.of("decode")[0].log.read_text(), file=sys.stderr)
+                raise
 
 
 async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int, *, standby: bool = False) -> Kills:
@@ -213,18 +252,18 @@ def stages_in(log: str) -> dict[str, list[float]]:
 def step_seconds(report: Report, steps: int) -> None:
     """Adds the time of a decode step, and its ratio to one without the records of published blocks. That
     part is measured by itself: two engines of one process differ by more."""
-    fd = memory_file()
+    files = KeptFiles.create()
     config = EngineConfig(
         str(embedded_path()), dtype="float32", num_blocks=256, num_threads=1, enable_prefix_caching=True
     )
-    engine = build_engine(config, kept_fds=[fd])
+    engine = build_engine(config, kept=[files.memory])
     fill(engine, BATCH, CONTEXT, steps + 1)
     spent = 0.0
 
-    def timed(self: KeptBlocks, block: int, cached: CachedBlock, tenant: bytes) -> None:
+    def timed(self: KeptBlocks, blocks: Sequence[int], cached: Sequence[CachedBlock], tenant: bytes) -> None:
         nonlocal spent
         began = time.process_time()
-        add(self, block, cached, tenant)
+        add(self, blocks, cached, tenant)
         spent += time.process_time() - began
 
     add = KeptBlocks.add
@@ -241,7 +280,80 @@ def step_seconds(report: Report, steps: int) -> None:
             ratio_to="without records", goal=SLOWEST_STEP,
         )
     )  # fmt: skip
-    os.close(fd)
+    files.close()
+
+
+def step_on_gpu(shape: str, report: Report, steps: int) -> None:
+    """Adds the ratio of a decode step with records of published blocks to one without, in pairs."""
+    files = KeptFiles.create()
+    with tempfile.TemporaryDirectory(prefix="baton-survive-") as directory:
+        config = EngineConfig(
+            str(write_shape(shape, Path(directory))), device="cuda", dtype="bfloat16", load_format="dummy",
+            num_blocks=1024, max_model_len=8192, enable_prefix_caching=True,
+        )  # fmt: skip
+        kept, plain = build_engine(config, kept=[files.memory]), build_engine(config)
+
+    def seconds(engine: Engine) -> float:
+        fill(engine, 32, CONTEXT, steps + 1)
+        began = time.monotonic()
+        drain(engine)
+        return (time.monotonic() - began) / steps
+
+    ratio, spread = paired_ratio(*interleaved(lambda: seconds(kept), lambda: seconds(plain), PAIRS))
+    report.add(
+        Row(
+            "survive.cuda.step", 1e3 * seconds(kept), "ms", ratio=ratio, ratio_to="without records",
+            spread=spread, goal=SLOWEST_STEP,
+        )
+    )  # fmt: skip
+    files.close()
+
+
+def long_cases(count: int, tokens: int) -> list[Case]:
+    compose = Composer(Tokenization(WORDS, 1.0, 0, "one token a word")).compose
+    prompts = [compose([Segment((0, number), tokens)]) for number in range(count)]
+    return [Case(prompt, GPU_ANSWER, 0.8 * (i % 2), seed=i + 1) for i, prompt in enumerate(prompts)]
+
+
+def measure_on_gpus(args: argparse.Namespace, report: Report) -> None:
+    if args.part != "kills":
+        step_on_gpu(args.model_shape, report, SHORT_STEPS if args.short else STEPS)
+    if args.part == "step":
+        return
+    asked = long_cases(args.streams, args.prompt_tokens)
+    with started_on_gpus(args.model_shape) as cluster:
+        log = cluster.of("decode")[0].log
+        right = asyncio.run(expected(cluster.url, asked, args.streams))
+        stays = asyncio.run(killed(cluster, asked, args.kills, standby=True))
+        tell(report, "cuda", stays, right, leaks_when_idle(cluster.url), len(cluster.of("decode")[0].exits))
+        for line in log.read_text().splitlines():
+            if any(word in line for word in TOLD):
+                print(line, file=sys.stderr)
+    report.add_median("survive.cuda.pause", stays.pauses, "s", goal=LONGEST_PAUSE)
+    for stage, seconds in stays.stages.items():
+        report.add_median(f"survive.cuda.pause.{stage.replace(' ', '_')}", seconds, "s")
+
+
+def tell(
+    report: Report,
+    device: str,
+    stays: Kills,
+    right: dict[Case, list[int]],
+    leaks: dict[str, int],
+    exits: int,
+) -> None:
+    verdict = judge(stays.streams, right)
+    for error in verdict.errors:
+        print(error, file=sys.stderr)
+    report.detail = {"leaks": leaks, "recomputed": stays.recomputed, "pauses": stays.pauses}
+    name = f"survive.{device}"
+    report.add(Row(f"{name}.different", verdict.different + verdict.lost_or_repeated, "tokens", goal=0))
+    report.add(Row(f"{name}.failed", verdict.failed, "streams", goal=0))
+    report.add(Row(f"{name}.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0))
+    report.add(Row(f"{name}.ended", exits, "workers", goal=0))
+    report.add(Row(f"{name}.answers", len(stays.streams), "answers"))
+    most = max(stays.recomputed)
+    report.add(Row(f"{name}.recomputed", most, "tokens a stream", goal=MOST_RECOMPUTED[device]))
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -250,26 +362,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         right = asyncio.run(expected(cluster.url, asked))
     with started() as cluster:
         ends = asyncio.run(killed(cluster, asked, 1))
-    # Else answers would go on at the prefill worker, where no kill reaches them.
-    alone = ["--no-overflow"]
-    with started("--replace-engine", "--no-standby", of_router=alone) as cluster:
+    with started("--replace-engine", "--no-standby", of_router=ALONE) as cluster:
         starts = asyncio.run(killed(cluster, asked, min(args.kills, KILLS_NO_STANDBY)))
-    with started("--replace-engine", of_router=alone) as cluster:
+    with started("--replace-engine", of_router=ALONE) as cluster:
         stays = asyncio.run(killed(cluster, asked, args.kills, standby=True))
         memory = standby_memory(cluster.of("decode")[0].log.read_text())
         leaks = leaks_when_idle(cluster.url)
         exits = len(cluster.of("decode")[0].exits)
-    verdict = judge(stays.streams, right)
-    for error in verdict.errors:
-        print(error, file=sys.stderr)
-    report.detail = {"leaks": leaks, "recomputed": stays.recomputed, "pauses": stays.pauses}
-    report.add(Row("survive.cpu.different", verdict.different + verdict.lost_or_repeated, "tokens", goal=0))
-    report.add(Row("survive.cpu.failed", verdict.failed, "streams", goal=0))
-    report.add(Row("survive.cpu.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0))
-    report.add(Row("survive.cpu.ended", exits, "workers", goal=0))
-    report.add(Row("survive.cpu.answers", len(stays.streams), "answers"))
-    most = max(stays.recomputed)
-    report.add(Row("survive.cpu.recomputed", most, "tokens a stream", goal=MOST_RECOMPUTED))
+    tell(report, "cpu", stays, right, leaks, exits)
     report.add(Row("survive.cpu.recomputed_without", max(ends.recomputed), "tokens a stream"))
     for name, kills in (("pause", stays), ("pause_no_standby", starts)):
         report.add_median(f"survive.cpu.{name}", kills.pauses, "s")
@@ -281,10 +381,13 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def main() -> int:
-    p = contract.parser(__doc__ or "", devices=("cpu",))
+    p = contract.parser(__doc__ or "")
+    p.add_argument("--model-shape", choices=sorted(SHAPES), default=DENSE, help=f"on GPUs; default: {DENSE}")
+    p.add_argument("--prompt-tokens", type=int, default=16_000, metavar="N", help="on GPUs; default: 16,000")
+    p.add_argument("--part", choices=("kills", "step"), help="on GPUs: measure this alone")
     args = contract.with_counts(p, kills=(KILLS, SHORT_KILLS), streams=(STREAMS, SHORT_STREAMS))
     report = Report.of("survive", args)
-    measure(args, report)
+    (measure_on_gpus if args.device == "cuda" else measure)(args, report)
     return report.finish()
 
 

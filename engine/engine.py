@@ -31,8 +31,8 @@ from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.commands import Drop
 from baton.engine.execution.elastic_cache import Cells
 from baton.engine.execution.graphs import batch_sizes
-from baton.engine.execution.kept_cache import KeptCache, kept_cache
-from baton.engine.execution.memory_sizing import COPY_TOKENS, CacheLimits, PoolSize, tier_places
+from baton.engine.execution.kept_cache import Keep
+from baton.engine.execution.memory_sizing import COPY_TOKENS, PoolSize, tier_places
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, encoder_stats, start_rank
@@ -45,6 +45,7 @@ from baton.engine.model_config import ModelConfig, known_ids
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.outputs import Outputs
 from baton.engine.step_loop import StepLoop
+from baton.machine.kept_pages import KeptMemory
 from baton.machine.step_model import LARGE, LearnedSteps, StepModel, row_sizes, token_sizes
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def build_engine(
     *,
     files: RankFiles | None = None,
     hooks: Hooks = NO_HOOKS,
-    kept_fds: Sequence[int] = (),
+    kept: Sequence[KeptMemory] = (),
     wait_for_turn: Callable[[], None] | None = None,
 ) -> "Engine":
     """Loads the model and makes it ready. Raises `ValueError` for mistakes that the user can mend.
@@ -64,8 +65,8 @@ def build_engine(
     other rank. That process runs an `engine.execution.rank.Follower` with the same configuration and `files`.
     If one of them ends, the caller ends this process.
 
-    `kept_fds`: memory for the KV of each rank, as in `KeptCache`; the caller owns it. Engines that follow
-    each other on it use the published KV of those before. Only one may write it at a time.
+    `kept`: for the KV of each rank; the caller owns them. Engines that follow each other on them use
+    the published KV of those before. Only one may write it at a time.
 
     `wait_for_turn`: for an engine that is made while another one uses that memory. It is called when the
     engine needs the memory, and returns when the other one has ended. Weights are loaded at a low priority
@@ -77,14 +78,8 @@ def build_engine(
 
     device, ranks = join(config, 0, files)
 
-    def keep(limits: CacheLimits, pool: PoolSize) -> KeptCache | None:
-        if wait_for_turn is not None:
-            wait_for_turn()
-        if kept_fds:
-            progress("mapping KV", 0.0)
-        return kept_cache(kept_fds, config, record_bytes, limits, pool)
-
-    started = start_rank(config, device, ranks, progress, keep, background=wait_for_turn is not None)
+    keep = Keep(kept, record_bytes, wait_for_turn)
+    started = start_rank(config, device, ranks, progress, keep)
     if files is not None:
         started.runner.followers = commands(config, started, files)
     return Engine(config, started, hooks)
@@ -279,7 +274,7 @@ class Engine:
             )
         kept = None
         if self._kept is not None:
-            kept = KeptBlocks(self._kept.table, self.block_size, self._kept.checksum)
+            kept = KeptBlocks(self._kept.table, self.block_size, self._kept.sums)
         return PrefixCache(
             pool,
             self.content_root,

@@ -276,6 +276,8 @@ class StepLoop:
         self._landed_at = landed_at
         self._computing()
         schedule.end_leases()
+        if (cache := self._scheduler.lives.cache) is not None:
+            cache.settle()
         self._outputs.add(schedule, launched, tokens, result)
 
     def _computing(self, *launching: Schedule) -> None:

@@ -219,7 +219,7 @@ class EngineOptions:
     )
     replace_engine: bool = opt(
         False,
-        "Replace an engine process that ends: requests go on with the KV that it published (only on CPUs).",
+        "Replace an engine process that ends: requests go on with its published KV (GPUs: one a worker).",
     )
     no_standby: bool = opt(
         False,

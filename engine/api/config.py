@@ -135,6 +135,8 @@ class EngineConfig:
     all processes on a GPU must fit together."""
     other_bytes: int = 0
     """GPU memory that this process takes outside the engine, within its share."""
+    stands_by: bool = False
+    """Whether another engine process stands by on the same GPU, within the share of this one."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together. None: the model's context, or what a smaller pool holds."""
     max_num_seqs: int = 64

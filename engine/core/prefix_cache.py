@@ -190,9 +190,8 @@ class PrefixCache:
                 entered.append(index)
         for index, block in zip(entered, names.cached(entered), strict=True):
             self._enter(block, index, names.blocks, names.tenant)
-        if self._kept is not None:
-            for index, block in zip(whole, names.cached(whole), strict=True):
-                self._kept.add(blocks[index], block, names.tenant)
+        if self._kept is not None and whole:
+            self._kept.add([blocks[index] for index in whole], list(names.cached(whole)), names.tenant)
         if entered:
             self._hooks.cached(names.cached(entered))
 
@@ -204,6 +203,11 @@ class PrefixCache:
         for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
             first = chunk * CHUNK_TOKENS // self._block_size
             self._blocks_of[name] = chunk, names[first : index + 1]
+
+    def settle(self) -> None:
+        """Called often: what the next engine may use becomes known after a while."""
+        if self._kept is not None:
+            self._kept.settle()
 
     def take_over(self) -> int:
         """Has the blocks from now on that the engine before this one left, if they are whole. Returns their

@@ -1,78 +1,219 @@
-"""KV in memory that outlives its engine: a `memfd` that another process makes, and passes to each engine.
+"""KV in memory that outlives its engine.
 
-    page 0: what the rest is of ── K, V of each layer ── table of published blocks (`engine.core.kept_blocks`)
+    pages of each dtype (K, V of all layers) ── their files wait in a socket (`KeptMemory`)
+    table: what the rest is of ── what the engine measured ── records of blocks (`engine.core.kept_blocks`)
 
-Each rank has such memory for its part of the KV. Rank 0 alone has a table. It reads the KV of the other ranks
+Each rank has such memory for its part of the KV. Rank 0 alone has records. It reads the KV of the other ranks
 for checksums.
 
-The process that holds the descriptors maps nothing. The memory is given back when that process and the engine
-have ended. The file has no name, so no other process can open it. Its size is sealed once its layout is
-known.
+The first engine makes the pages. Those that follow adopt them, once the engine before them has ended. Until
+then their tensors have the same addresses as later, over one page of each dtype, which is mapped again and
+again: so a GPU warms up and captures graphs, and touches no KV that is kept.
+
+The process that holds the descriptors maps nothing, and needs no CUDA. The memory is given back when that
+process and the engine have ended. The files have no names, so no other process can open them.
 """
 
+import ctypes
 import fcntl
+import json
 import logging
 import mmap
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from baton.engine.api.block_sums import Outcome, Sums
 from baton.engine.api.config import EngineConfig
+from baton.engine.execution.elastic_cache import tensor_at
 from baton.engine.execution.memory_sizing import CacheLimits, PoolSize
+from baton.engine.execution.sampler import to_host
+from baton.engine.kernels.upload import upload
 from baton.engine.layers.ranks import Ranks
+from baton.engine.models.cache_spec import CacheSpec, Places
+from baton.machine.device_memory import DeviceMemory, Page, open_device_memory
+from baton.machine.kept_pages import MOST_PAGES, KeptMemory, KeptPages
+from baton.machine.step_model import StepModel
 
 log = logging.getLogger(__name__)
 
 _KEY_BYTES = 32
-_VERSION = b"baton kept cache 2"
+_HEAD = 1 << 14
+"""Bytes before the records: the key, then the length of what was measured, and this as JSON."""
+_MEASURED = _KEY_BYTES + 4
+_VERSION = b"baton kept cache 3"
+_ALIGNMENT = 512
+"""Bytes. As the allocator of torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What a rank needs to keep its KV."""
+
+    memory: Sequence[KeptMemory] = ()
+    """Its own and, on rank 0, those of the others. Empty: KV ends with the engine."""
+    record_bytes: Callable[[int], int] = lambda _: 0
+    """Of a block with so many positions. 0 but on rank 0."""
+    wait_for_turn: Callable[[], None] | None = None
+    """For an engine that is made while another one serves: waits until that one has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What an engine on a GPU tells those that follow, which cannot measure it beside the KV."""
+
+    num_blocks: int
+    max_model_len: int
+    steps: StepModel | None = None
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def of(cls, text: bytes) -> "Measured":
+        """From `to_json`."""
+        found: dict[str, Any] = json.loads(text)
+        if (steps := found["steps"]) is not None:
+            tables: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in steps.items()}
+            steps = StepModel(**tables)
+        return cls(found["num_blocks"], found["max_model_len"], steps)
+
+
+def measured(keep: Keep) -> Measured | None:
+    """None: no engine before has left any KV."""
+    if not keep.memory:
+        return None
+    head = os.pread(keep.memory[0].table, _HEAD, 0)
+    length = int.from_bytes(head[_KEY_BYTES:_MEASURED], "little")
+    return Measured.of(head[_MEASURED:][:length]) if length else None
+
+
+class _Region:
+    """The addresses of all tensors of one dtype."""
+
+    def __init__(self, device: torch.device, size: int, kept: KeptPages | None) -> None:
+        """`kept`: of an engine before. None: there was none. Raises `MemoryError`."""
+        index = None if device.type == "cpu" else device.index or 0
+        self._memory = memory = open_device_memory(index, -(-size // MOST_PAGES), exportable=True)
+        weakref.finalize(self, memory.close).atexit = False  # pyrefly: ignore[missing-attribute]
+        self._count = -(-size // memory.page_bytes)
+        self.address = self.end = memory.reserve(size)
+        self._kept = kept
+        self._pages = memory.create(self._count if kept is None else 1)
+        memory.map(self.address, self._pages if kept is None else self._pages * self._count)
+        if kept is not None and device.type == "cuda":  # what a step reads must be numbers
+            tensor_at(self.address, (memory.page_bytes,), torch.uint8, device).zero_()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the pages of the engine before are of this size and number."""
+        kept = self._kept
+        return kept is None or (kept.page_bytes, len(kept.pages)) == (self._memory.page_bytes, self._count)
+
+    def take(self, size: int) -> int:
+        """Returns the address of the next `size` bytes."""
+        address, self.end = self.end, self.end + _aligned(size)
+        return address
+
+    def adopt(self) -> None:
+        """Has the pages of the engine before in place of its own. Nothing uses the memory."""
+        if self._kept is not None:
+            pages = adopted(self._memory, self._kept)
+            self._memory.unmap(self.address, self._count)
+            self._memory.map(self.address, pages)
+            self._memory.free(self._pages)
+            self._pages, self._kept = pages, None
+
+    def export(self) -> KeptPages:
+        """The caller owns the files."""
+        return KeptPages(self._memory.page_bytes, [self._memory.export(page) for page in self._pages])
+
+    def of_another_rank(self, kept: KeptPages) -> int:
+        """Maps the same region of another rank, and returns its address."""
+        address = self._memory.reserve(self._count * self._memory.page_bytes)
+        self._memory.map(address, adopted(self._memory, kept))
+        return address
+
+
+def adopted(memory: DeviceMemory, kept: KeptPages) -> list[Page]:
+    """The pages of another process. Closes its files."""
+    try:
+        return [page for exported in kept.pages for page in memory.adopt(exported, 1)]
+    finally:
+        close(kept)
+
+
+def close(*kept: KeptPages) -> None:
+    for each in kept:
+        for page in each.pages:
+            os.close(page.fd)
+
+
+class _Sizes:
+    """`CacheMemory` that has none: it adds up the bytes of each dtype."""
+
+    def __init__(self) -> None:
+        self.of_dtype: dict[torch.dtype, int] = {}
+
+    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = _aligned(prod(shape) * dtype.itemsize)
+        self.of_dtype[dtype] = self.of_dtype.get(dtype, 0) + size
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    windows = slots = blocks
 
 
 class KeptCache:
-    """The `CacheMemory` of one engine. `fd` is an empty `memfd` that can be sealed, or that of an engine
-    before. It stays the caller's. `others`: those of the other ranks.
+    """The `CacheMemory` of one engine.
 
-    Use it in this order: `blocks` for each tensor, `open`, then `table` and `checksum`."""
+    Use it in this order: `blocks` for each tensor, `open`, then `table` and `sums`. On a GPU `warm_up` comes
+    before `open`."""
 
-    def __init__(self, fd: int, num_blocks: int, record_bytes: int, others: Sequence[int] = ()) -> None:
-        self._fd = fd
-        self._others = others
-        self._num_blocks = num_blocks
-        self._record_bytes = record_bytes
-        self._arrays: list[np.ndarray] = []  # uint8 [rows, blocks, bytes]
-        self._layout: list[tuple[int, int, int]] = []  # offset, bytes and rows of these
-        self._end = 0
-        self._fits = True
+    def __init__(self, keep: Keep, cache: Sequence[CacheSpec], places: Places, device: torch.device) -> None:
+        """For what `cache` allocates at these places. Raises `MemoryError`."""
+        self._own, *self._others = keep.memory
+        self._device = device
+        self._num_blocks = places.num_blocks
+        self._record_bytes = keep.record_bytes(places.block_size)
+        sizes = _Sizes()
+        for layer in cache:
+            layer.allocate(places, sizes)
+        kept = self._own.pages()
+        self._is_first = not kept
+        self._fits = len(kept) in (0, len(sizes.of_dtype))
+        if not self._fits:
+            close(*kept)
+            kept = []
+        self._regions = {
+            dtype: _Region(device, size, kept[number] if kept else None)
+            for number, (dtype, size) in enumerate(sizes.of_dtype.items())
+        }
+        self._rows: list[tuple[int, int]] = []  # address, bytes of a block
+        self._layout: list[tuple[torch.dtype, int, int, int]] = []
+        """Of each tensor: its dtype, offset in that region, rows, and bytes of a block in a row."""
         self._key = blake2b(_VERSION, digest_size=_KEY_BYTES)
-        self._head = memoryview(self._map(mmap.PAGESIZE))
+        self._mapped = memoryview(b"")
         self.table = memoryview(b"")
         """Of `KeptBlocks`, from `open` on."""
-
-    def _map(self, size: int) -> mmap.mmap:
-        """The next `size` bytes of the file. If its sealed size has no room for them, other memory."""
-        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        if os.fstat(self._fd).st_size < self._end + size:
-            try:
-                os.ftruncate(self._fd, self._end + size)
-            except PermissionError:
-                self._fits = False
-                return mmap.mmap(-1, size)
-        found = mmap.mmap(self._fd, size, offset=self._end)
-        self._end += size
-        return found
+        self.sums: Sums = _DeviceSums(self._rows, device) if device.type == "cuda" else _HostSums(self._rows)
+        """Of the K and V of all layers in blocks, on all ranks."""
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size, offset = prod(shape) * dtype.itemsize, self._end
-        memory = torch.frombuffer(self._map(size), dtype=torch.uint8)[:size]
-        self._arrays.append(memory.numpy().reshape(shape[0], self._num_blocks, -1))
-        self._layout.append((offset, size, shape[0]))
+        size, region = prod(shape) * dtype.itemsize, self._regions[dtype]
+        address = region.take(size)
+        self._layout.append((dtype, address - region.address, shape[0], size // (shape[0] * shape[1])))
+        self._add_rows(region.address, self._layout[-1:])
         self._key.update(f"{dtype} {[*shape]};".encode())
-        return memory.view(dtype).view(*shape)
+        return tensor_at(address, shape, dtype, self._device, owner=region)
 
     def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         raise AssertionError("window blocks are not kept")
@@ -80,68 +221,137 @@ class KeptCache:
     def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         raise AssertionError("states are not kept")
 
+    def _add_rows(self, region: int, layout: Iterable[tuple[torch.dtype, int, int, int]]) -> None:
+        for _, offset, rows, size in layout:
+            first = region + offset
+            self._rows += [(first + row * self._num_blocks * size, size) for row in range(rows)]
+
+    def warm_up(self) -> None:
+        """Compiles what `sums` needs."""
+        self.sums([0]).wait()
+
     def open(self, root: bytes, ranks: Ranks) -> bool:
         """All tensors have memory. `root`: of the names of KV. False: the memory of a rank has the KV of
-        another layout or model, or is not whole."""
+        another layout or model."""
         if not ranks.minimum(int(self._open(root))):
             return False
-        for fd in self._others:
-            for offset, size, rows in self._layout:
-                memory = mmap.mmap(fd, size, prot=mmap.PROT_READ, offset=offset)
-                self._arrays.append(np.frombuffer(memory, np.uint8).reshape(rows, self._num_blocks, -1))
+        for memory in self._others:
+            for (dtype, region), kept in zip(self._regions.items(), memory.pages(), strict=True):
+                address = region.of_another_rank(kept)
+                self._add_rows(address, [each for each in self._layout if each[0] == dtype])
         return True
 
     def _open(self, root: bytes) -> bool:
-        if size := self._num_blocks * self._record_bytes:
-            self.table = memoryview(self._map(size))[:size]
-        key = self._key_of(root)
-        found = bytes(self._head[:_KEY_BYTES])
-        if found == key:
-            return True
-        if any(found) or not self._fits:
+        if not (self._fits and all(region.fits for region in self._regions.values())):
             return False
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._head[:_KEY_BYTES] = key
+        size = -(-(_HEAD + self._num_blocks * self._record_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if os.fstat(self._own.table).st_size != size:
+            try:
+                os.ftruncate(self._own.table, size)
+            except PermissionError:
+                return False
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._own.table, fcntl.F_ADD_SEALS, seals)
+        self._mapped = memoryview(mmap.mmap(self._own.table, size))
+        key, found = self._key_of(root), bytes(self._mapped[:_KEY_BYTES])
+        if any(found) and found != key:
+            return False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # steps have used the page in place of these
+        for region in self._regions.values():
+            region.adopt()
+        if self._is_first:
+            exported = [region.export() for region in self._regions.values()]
+            self._own.put(exported)
+            close(*exported)
+        self._mapped[:_KEY_BYTES] = key
+        self.table = self._mapped[_HEAD:][: self._num_blocks * self._record_bytes]
         return True
+
+    def remember(self, found: Measured) -> None:
+        """For engines that follow. The memory is open."""
+        text = found.to_json()
+        assert len(text) <= _HEAD - _MEASURED, "steps of some dozen sizes are measured"
+        length = self._mapped[_KEY_BYTES:_MEASURED]
+        length[:] = bytes(4)
+        self._mapped[_MEASURED:][: len(text)] = text
+        length[:] = len(text).to_bytes(4, "little")
 
     def rename(self, root: bytes) -> None:
         """The names of KV begin at this root from now on. The table is empty."""
-        self._head[:_KEY_BYTES] = self._key_of(root)
+        self._mapped[:_KEY_BYTES] = self._key_of(root)
 
     def _key_of(self, root: bytes) -> bytes:
         key = self._key.copy()
-        if self._record_bytes:  # the memory of another rank has no table, and rank 0 verifies what is in it
+        if self._record_bytes:  # the memory of another rank has no records, and rank 0 verifies what is in it
             key.update(root)
         return key.digest()
 
-    def checksum(self, block: int) -> xxhash.xxh3_64:
-        """Of the K and V of all layers in a block, on all ranks."""
+
+class _HostSums:
+    """Of memory of the host, at once."""
+
+    def __init__(self, rows: Sequence[tuple[int, int]]) -> None:
+        """`rows`: as in `KeptCache`."""
+        self._rows = rows
+
+    def __call__(self, blocks: Sequence[int]) -> Outcome:
+        found = [self._sum(block) for block in blocks]
+        return Outcome(lambda: True, lambda: found)
+
+    def _sum(self, block: int) -> int:
         found = xxhash.xxh3_64()
-        for rows in self._arrays:
-            for row in rows:
-                found.update(row[block])
-        return found
+        for address, size in self._rows:
+            found.update((ctypes.c_ubyte * size).from_address(address + block * size))
+        return found.intdigest()
+
+
+class _DeviceSums:
+    """Of memory of a GPU, on a stream of its own. The KV of the blocks is there."""
+
+    def __init__(self, rows: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """`rows`: as in `KeptCache`."""
+        self._rows = rows
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._words = 0
+        self._on_device = torch.empty(0)
+
+    def __call__(self, blocks: Sequence[int]) -> Outcome:
+        from baton.engine.kernels.block_sums import block_sums  # it needs Triton
+
+        with torch.cuda.stream(self._stream):
+            if len(self._on_device) != len(self._rows):
+                assert not any(size % 8 for _, size in self._rows), "blocks have whole words"
+                words = [(address, size // 8) for address, size in self._rows]
+                self._words = max(count for _, count in words)
+                [self._on_device] = upload([np.array(words, np.int64)], self._device)
+            [places] = upload([np.array(blocks, np.int64)], self._device)
+            sums = to_host(block_sums(self._on_device, self._words, places))
+            over = torch.cuda.Event()
+            over.record(self._stream)
+
+        def wait() -> Sequence[int]:
+            over.synchronize()
+            return [each % (1 << 64) for each in sums.tolist()]
+
+        return Outcome(over.query, wait)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def kept_cache(
-    fds: Sequence[int],
-    config: EngineConfig,
-    record_bytes: Callable[[int], int],
-    limits: CacheLimits,
-    pool: PoolSize,
+    keep: Keep, config: EngineConfig, limits: CacheLimits, pool: PoolSize, device: torch.device
 ) -> KeptCache | None:
-    """The memory of one rank. None: the KV ends with the engine, since `fds` is empty or it cannot be kept.
-
-    `fds`: that of this rank, then, on rank 0, those of the others. `record_bytes`: of a block with so many
-    positions; 0 but on rank 0."""
-    if not fds or not config.enable_prefix_caching:
+    """The memory of one rank. None: the KV ends with the engine, since there are no files for it, or it
+    cannot be kept. Raises `MemoryError`."""
+    if not keep.memory or not config.enable_prefix_caching:
         return None
-    if not config.device.startswith("cpu"):
-        reason = "only a CPU keeps it"
-    elif limits.state_bytes or pool.window_blocks is not None:
-        reason = "the model has states, or windows with blocks of their own"
-    else:
-        own, *others = fds
-        return KeptCache(own, pool.num_blocks, record_bytes(limits.block_size), others)
-    log.info("KV ends with this engine process: %s", reason)
-    return None
+    if limits.state_bytes or pool.window_blocks is not None:
+        log.info(
+            "KV ends with this engine process: the model has states, or windows with blocks of their own"
+        )
+        return None
+    return KeptCache(keep, limits.cache, Places(pool.num_blocks, limits.block_size), device)

@@ -21,6 +21,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, IndexedLatentCache
 from baton.machine import available_memory
+from baton.machine.kept_pages import MOST_PAGES
 
 log = logging.getLogger(__name__)
 
@@ -148,11 +149,21 @@ class MemoryUse:
     """As `EngineConfig.other_bytes`."""
     encoder: int = 0
     """Peak of the encoder of images, beside its weights."""
+    stands_by: bool = False
+    """As `EngineConfig.stands_by`."""
+
+    @property
+    def standby(self) -> int:
+        """Of the process that stands by: all that this one has, but for KV."""
+        if not self.stands_by:
+            return 0
+        return CUDA_BYTES + self.weights + self.activations + self.graphs + self.encoder
 
     def room(self, share: float) -> int:
         """Bytes for KV if this process may use `share` of the GPU. Less if other processes leave less."""
         usable = min(int(share * self.total) - CUDA_BYTES - self.weights, self.free)
-        return usable - self.activations - self.graphs - self.other - self.encoder
+        room = usable - self.activations - self.graphs - self.other - self.encoder - self.standby
+        return room * MOST_PAGES // (MOST_PAGES + 1) if self.stands_by else room
 
     def __str__(self) -> str:
         return (
@@ -160,6 +171,7 @@ class MemoryUse:
             f"CUDA graphs {gib(self.graphs)}, CUDA itself {gib(CUDA_BYTES)}"
             + (f", outside the engine {gib(self.other)}" if self.other else "")
             + (f", the largest image {gib(self.encoder)}" if self.encoder else "")
+            + (f", the standby {gib(self.standby)}" if self.stands_by else "")
         )
 
 

@@ -17,14 +17,15 @@ from baton.engine.execution.commands import Commands, Drop, Memory, Move, Replac
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.host_ranks import HostRanks
-from baton.engine.execution.kept_cache import KeptCache, kept_cache
-from baton.engine.execution.memory_sizing import CacheLimits, PoolSize, tier_places
+from baton.engine.execution.kept_cache import Keep
+from baton.engine.execution.memory_sizing import tier_places
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.runner import Launched
 from baton.engine.execution.start import Started, start_rank
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader.live_weights import LoadedModel, NewWeights
 from baton.engine.step import Step
+from baton.machine.kept_pages import KeptMemory
 
 
 class Follower:
@@ -37,21 +38,16 @@ class Follower:
         config: EngineConfig,
         rank: int,
         files: RankFiles,
-        kept_fds: Sequence[int] = (),
+        kept: Sequence[KeptMemory] = (),
         *,
         wait_for_turn: Callable[[], None] | None = None,
     ) -> None:
-        """`kept_fds`: memory for its KV, as in `KeptCache`. Empty: the KV ends with it. `wait_for_turn`: as
-        in `build_engine`. Raises `ValueError` for mistakes that the user can mend."""
+        """`kept`: for its KV. Empty: the KV ends with it. `wait_for_turn`: as in `build_engine`. Raises
+        `ValueError` for mistakes that the user can mend."""
         device, ranks = join(config, rank, files)
 
-        def keep(limits: CacheLimits, pool: PoolSize) -> KeptCache | None:
-            if wait_for_turn is not None:
-                wait_for_turn()
-            return kept_cache(kept_fds, config, lambda _: 0, limits, pool)
-
-        background = wait_for_turn is not None
-        started = start_rank(config, device, ranks, lambda *_: None, keep, background=background)
+        keep = Keep(kept, wait_for_turn=wait_for_turn)
+        started = start_rank(config, device, ranks, lambda *_: None, keep)
         self.ranks = ranks
         self.model_config = started.model_config
         self.cache_spec = started.cache_spec

@@ -29,7 +29,7 @@ from baton.engine.api.config import EngineConfig, MemoryTag, versioned
 from baton.engine.api.stats import EncoderStats
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
-from baton.engine.execution.kept_cache import KeptCache
+from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, kept_cache, measured
 from baton.engine.execution.memory_saver import PAGE, MemorySaver
 from baton.engine.execution.memory_sizing import (
     CacheLimits,
@@ -65,6 +65,9 @@ COMMON_PIXELS = 1920 * 1080
 """Of the image that shows what images cost."""
 MEASURED = 0.05
 """Share of the time of the start that it may take to measure what steps cost."""
+
+
+NOT_KEPT = Keep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +110,30 @@ def start_rank(
     device: torch.device,
     ranks: Ranks,
     progress: Callable[[str, float], None],
-    keep: Callable[[CacheLimits, PoolSize], KeptCache | None] = lambda *_: None,
-    *,
-    background: bool = False,
+    keep: Keep = NOT_KEPT,
 ) -> Started:
     """Loads this rank's part of the model and makes it ready. Raises `ValueError` for mistakes that the user
-    can mend. `progress(stage, fraction)` tells how far the start is. `keep` makes memory for KV that outlives
-    the engine, if there is any for such a cache. `background`: weights are loaded at a low priority."""
+    can mend. `progress(stage, fraction)` tells how far the start is. `keep`: memory for KV that outlives the
+    engine, if such a cache can be kept. An engine that waits for its turn loads weights at a low priority
+    before. On a GPU it does all but to map and verify KV before, if the one before has left what it measured;
+    else it takes no memory of the GPU before."""
     began = time.monotonic()
     _set_threads(config, ranks)
     on_gpu = device.type == "cuda"
+    wait_for_turn = keep.wait_for_turn or _nothing
+    known = measured(keep) if on_gpu else None
+    if on_gpu and known is None:
+        wait_for_turn()
+        wait_for_turn = _nothing
     checkpoint = open_checkpoint(config, device, progress)
     checkpoint.config.check_step(config.max_num_batched_tokens, config.max_num_seqs)
     weight_format = choose_format(config, checkpoint.config, device)
     head = draft_head(config, checkpoint, weight_format)
     limits = choose_limits(config, checkpoint.config, weight_format, device, ranks, drafts=head is not None)
     with memory_for("the weights", "choose a smaller --model"):
-        model, drafter, fingerprint = (at_low_priority if background else _at_once)(
+        model, drafter, fingerprint = _loaded(
+            device,
+            wait_for_turn is not _nothing,
             partial(
                 load_model,
                 checkpoint,
@@ -135,7 +145,7 @@ def start_rank(
                 ranks,
                 head=head,
                 exact=config.batch_invariant,
-            )
+            ),
         )
     fingerprint = versioned(fingerprint, config.weights_version)
     encoder, tower, embeddings = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
@@ -165,20 +175,15 @@ def start_rank(
     if on_gpu and encoder is not None and model_config.vision is not None:
         with memory_for("the largest image", "choose a smaller --model"):
             encoding = _rehearse(encoder, model_config.vision.settings, device)
-    use = _measure(config, runner, limits, model_config.full_step, encoding, progress) if on_gpu else None
-    if use is not None and of_weights is not None:
-        use = replace(use, weights=use.weights + of_weights.nbytes)
-    shares = moves_memory(config, limits)
-    pages = _pages(device, ranks) if shares else None
-    pool = size_pool(config, model_config, limits, use, ranks, pages)
+    pool = _pool(config, runner, limits, model_config, encoding, of_weights, known, progress)
     root_of = partial(
         content_root,
         weight_format=str(limits.dtype),
         kv_dtype=str(limits.kv_dtype),
         numerics=numerics_of(config, limits, weight_format, device) if config.batch_invariant else "",
     )
-    kept = keep(limits, pool)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
+        kept = kept_cache(keep, config, limits, pool, device)
         elastic = _elastic_cache(pool.elastic, device)
         saver = None if elastic else _memory_saver(config, device)
         runner.cache.open(
@@ -188,19 +193,14 @@ def start_rank(
             elastic=elastic,
             memory=kept or saver,
         )
-        if kept is not None and not kept.open(root_of(fingerprint), ranks):
-            log.warning("the KV that was kept is of another model or layout: it is not used")
-            kept = None
-            runner.cache.open(pool.num_blocks)
-        if on_gpu:
-            warm_up(runner, rehearsal_in(pool, config, limits.block_size), progress)
-        if on_gpu and config.cuda_graphs:
-            runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
         steps = None
         if on_gpu:
-            steps = measure_times(
-                runner, config, pool, model_config.vocab_size, MEASURED * (time.monotonic() - began)
-            )
+            steps = _rehearsed(runner, config, pool, limits, model_config, kept, known, began, progress)
+        wait_for_turn()
+        if keep.memory:
+            progress("mapping KV", 0.0)
+        if kept is not None:
+            kept = _opened(kept, runner, root_of(fingerprint), pool, steps)
         if runner.expert_load is not None:
             runner.expert_load.clear()
     return Started(
@@ -232,8 +232,83 @@ def start_rank(
     )
 
 
-def _at_once(call: Callable[[], T]) -> T:
-    return call()
+def _nothing() -> None:
+    pass
+
+
+def _loaded(device: torch.device, background: bool, load: Callable[[], T]) -> T:
+    """What `load` returns. `background`: at a low priority."""
+    if not background:
+        return load()
+
+    def in_thread() -> T:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return load()
+
+    return at_low_priority(in_thread)
+
+
+def _pool(
+    config: EngineConfig,
+    runner: ModelRunner,
+    limits: CacheLimits,
+    model_config: ModelConfig,
+    encoding: int,
+    of_weights: MemorySaver | None,
+    known: Measured | None,
+    progress: Callable[[str, float], None],
+) -> PoolSize:
+    """`known`: by an engine before, whose KV fills the GPU."""
+    if known is not None:
+        return PoolSize(known.num_blocks, known.max_model_len)
+    use, device = None, runner.device
+    if device.type == "cuda":
+        use = _measure(config, runner, limits, model_config.full_step, encoding, progress)
+        if of_weights is not None:
+            use = replace(use, weights=use.weights + of_weights.nbytes)
+    pages = _pages(device, runner.ranks) if moves_memory(config, limits) else None
+    return size_pool(config, model_config, limits, use, runner.ranks, pages)
+
+
+def _rehearsed(
+    runner: ModelRunner,
+    config: EngineConfig,
+    pool: PoolSize,
+    limits: CacheLimits,
+    model_config: ModelConfig,
+    kept: KeptCache | None,
+    known: Measured | None,
+    began: float,
+    progress: Callable[[str, float], None],
+) -> StepModel:
+    """Makes a GPU ready for its first step. Returns what steps cost. A process that stands by cannot measure
+    it: another one computes beside it."""
+    if kept is not None:
+        kept.warm_up()
+    warm_up(runner, rehearsal_in(pool, config, limits.block_size), progress)
+    if config.cuda_graphs:
+        runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
+    if known is not None and known.steps is not None:
+        return known.steps
+    budget = MEASURED * (time.monotonic() - began)
+    return measure_times(runner, config, pool, model_config.vocab_size, budget)
+
+
+def _opened(
+    kept: KeptCache, runner: ModelRunner, root: bytes, pool: PoolSize, steps: StepModel | None
+) -> KeptCache | None:
+    """None: the KV there is of another model or layout, and the runner has other memory."""
+    on_gpu = runner.device.type == "cuda"
+    if kept.open(root, runner.ranks):
+        if on_gpu:
+            kept.remember(Measured(pool.num_blocks, pool.max_model_len, steps))
+        return kept
+    if on_gpu:
+        raise ValueError("the GPU has KV of another model or layout, and no room beside it")
+    log.warning("the KV that was kept is of another model or layout: it is not used")
+    runner.cache.open(pool.num_blocks)
+    return None
 
 
 def _set_threads(config: EngineConfig, ranks: Ranks) -> None:
@@ -417,4 +492,6 @@ def _measure(
         # All graphs share one memory pool, which must hold a step of decodes and the largest one with chunks.
         rows = largest_graph(full_step, config.max_num_batched_tokens)
         graphs = decode + most * rows // config.max_num_batched_tokens
-    return MemoryUse(total, free, weights, most, graphs, config.other_bytes, encoding)
+    return MemoryUse(
+        total, free, weights, most, graphs, config.other_bytes, encoding, stands_by=config.stands_by
+    )

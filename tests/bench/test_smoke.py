@@ -69,10 +69,11 @@ ON_GPU = (
     "speculation",
     "split",
     "store",
+    "survive",
     "vllm",
     "weights",
 )
-ON_CPU = ("quality", "router", "routing_sim", "survive")
+ON_CPU = ("quality", "router", "routing_sim")
 ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",

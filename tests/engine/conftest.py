@@ -16,6 +16,8 @@ from baton.engine.execution.events import record
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Kernels
+from baton.machine.kept_pages import KeptMemory
+from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.interpreter import watch_memory
 
@@ -627,7 +629,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
     def make(
         *,
         hooks: Hooks = NO_HOOKS,
-        kept_fds: Sequence[int] = (),
+        kept_files: Sequence[KeptFiles] = (),
         wait_for_turn: Callable[[], None] | None = None,
         **config: Any,
     ) -> Engine:
@@ -643,7 +645,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
         return build_engine(
             EngineConfig(**{**settings, **config}),
             hooks=hooks,
-            kept_fds=kept_fds,
+            kept=[files.memory for files in kept_files],
             wait_for_turn=wait_for_turn,
         )
 
@@ -766,8 +768,8 @@ def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return directory
 
 
-def follow(config: EngineConfig, rank: int, files: RankFiles, kept_fds: Sequence[int]) -> None:
-    Follower(config, rank, files, kept_fds).run(lambda step: lambda layer: None)
+def follow(config: EngineConfig, rank: int, files: RankFiles, kept: Sequence[KeptMemory]) -> None:
+    Follower(config, rank, files, kept).run(lambda step: lambda layer: None)
 
 
 @pytest.fixture
@@ -775,19 +777,19 @@ def ranks() -> Iterator[Callable[..., Engine]]:
     """Makes engines with several ranks, and ends them after the test."""
     groups: list[tuple[Engine, list[threading.Thread], RankFiles]] = []
 
-    def make(path: Path, size: int, kept_fds: Sequence[int] = (), **config: Any) -> Engine:
+    def make(path: Path, size: int, kept_files: Sequence[KeptFiles] = (), **config: Any) -> Engine:
         settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
         settings = {"model": str(path), "tensor_parallel_size": size, **settings}
-        files = RankFiles.create(size) if size > 1 else None
+        files, kept = RankFiles.create(size) if size > 1 else None, [each.memory for each in kept_files]
         threads = [
             threading.Thread(
-                target=follow, args=(EngineConfig(**settings), rank, files, kept_fds[rank : rank + 1])
+                target=follow, args=(EngineConfig(**settings), rank, files, kept[rank : rank + 1])
             )
             for rank in range(1, size)
         ]
         for thread in threads:
             thread.start()
-        engine = build_engine(EngineConfig(**settings), files=files, kept_fds=kept_fds)
+        engine = build_engine(EngineConfig(**settings), files=files, kept=kept)
         if files is not None:
             groups.append((engine, threads, files))
         return engine

@@ -5,14 +5,23 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import xxhash
+import torch
 
 from baton.engine import CachedBlock, Engine, EngineRequest
+from baton.engine.api.block_sums import Outcome
 from baton.engine.api.request import Hooks
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
+from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, close, measured
+from baton.engine.layers.ranks import Ranks
+from baton.engine.models.cache_spec import AttentionCache, Places
+from baton.machine.device_memory import open_device_memory
+from baton.machine.kept_pages import KeptPages
+from baton.machine.step_model import StepModel
+from baton.worker.kept_files import KeptFiles
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run
 from tests.engine.drafting import draft_always
 from tests.engine.test_images import pixels_of, request_with
@@ -20,18 +29,18 @@ from tests.engine.test_speculation import THREE, answers_of, requests_of
 
 PROMPT = [*range(3, 43)]  # ten blocks
 SETTINGS: dict[str, Any] = {
-    "device": "cpu",
     "block_size": 4,
     "max_num_batched_tokens": 64,
     "enable_prefix_caching": True,
 }
+CPU = SETTINGS | {"device": "cpu"}
 
 
 @pytest.fixture
-def memory() -> Iterator[int]:
-    fd = os.memfd_create("kept", os.MFD_ALLOW_SEALING)
-    yield fd
-    os.close(fd)
+def memory() -> Iterator[KeptFiles]:
+    files = KeptFiles.create()
+    yield files
+    files.close()
 
 
 def answer(
@@ -42,7 +51,22 @@ def answer(
     request.cache_salt = salt
     outputs = run(engine, [request])[request.id].outputs
     engine.assert_whole()
+    settle(engine)
     return [output.token for output in outputs], outputs[0].cached_tokens
+
+
+def settle(engine: Engine) -> None:
+    """A GPU sums KV after the steps."""
+    cache = engine.lives.cache
+    assert cache is not None
+    while cache._kept is not None and cache._kept._under_way:
+        cache.settle()
+
+
+def content(engine: Engine, files: KeptFiles) -> list[bytes]:
+    """All that is kept, as the engine before sees it."""
+    table = os.pread(files.table, os.fstat(files.table).st_size, 0)
+    return [table, *(x.cpu().numpy().tobytes() for x in engine.caches)]
 
 
 def record_of(engine: Engine, index: int) -> tuple[KeptBlocks, int]:
@@ -56,13 +80,13 @@ def record_of(engine: Engine, index: int) -> tuple[KeptBlocks, int]:
 
 
 def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
-    tiny_engine: MakeEngine, memory: int
+    tiny_engine: MakeEngine, memory: KeptFiles
 ) -> None:
-    first = tiny_engine(kept_fds=[memory], **SETTINGS)
+    first = tiny_engine(kept_files=[memory], **SETTINGS)
     tokens, cached = answer(first, logprobs=2)
     assert cached == 0
     seen: list[CachedBlock] = []
-    second = tiny_engine(kept_fds=[memory], hooks=Hooks(cached=seen.extend), **SETTINGS)
+    second = tiny_engine(kept_files=[memory], hooks=Hooks(cached=seen.extend), **SETTINGS)
     assert len(seen) == 12, "those of the answer, too: 51 of 52 positions have KV"
     assert answer(second, logprobs=2) == (tokens, 36)
     # A recovered stream has all but what fills no block.
@@ -71,37 +95,36 @@ def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
     assert [output.token for output in outputs] == tokens[11:]
     assert outputs[0].cached_tokens == 48
     assert answer(second, b"salt") == (tokens, 0), "no KV of another salt"
-    third = tiny_engine(kept_fds=[memory], **SETTINGS)
+    third = tiny_engine(kept_files=[memory], **SETTINGS)
     assert answer(third, b"salt") == (tokens, 36)
 
 
-def test_a_standby_leaves_the_memory_alone_until_its_turn(tiny_engine: MakeEngine, memory: int) -> None:
-    first = tiny_engine(kept_fds=[memory], **SETTINGS)
+def test_a_standby_leaves_the_memory_alone_until_its_turn(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+    first = tiny_engine(kept_files=[memory], **SETTINGS)
     tokens, _ = answer(first)
-    size = os.fstat(memory).st_size
-    before, stages = os.pread(memory, size, 0), list[str]()
+    before, stages = content(first, memory), list[str]()
 
     def turn() -> None:
         assert "loading weights" in stages
         assert "mapping KV" not in stages
-        assert os.pread(memory, size, 0) == before
+        assert content(first, memory) == before
         assert answer(first, b"salt") == (tokens, 0), "the first one still computes and publishes"
 
     standby = tiny_engine(
-        kept_fds=[memory],
+        kept_files=[memory],
         wait_for_turn=turn,
         hooks=Hooks(progress=lambda stage, _: stages.append(stage)),
-        **SETTINGS,
+        **SETTINGS | {"cuda_graphs": DEVICE == "cuda"},
     )
     assert answer(standby, b"salt") == (tokens, 36)
 
 
-def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: int) -> None:
+def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
     prompt = [token % 190 for token in range(3, 178)]  # two chunks and a part of the third
-    first = tiny_engine(kept_fds=[memory], **SETTINGS)
+    first = tiny_engine(kept_files=[memory], **SETTINGS)
     answer(first, prompt=prompt)
     seen: list[CachedBlock] = []
-    second = tiny_engine(kept_fds=[memory], hooks=Hooks(cached=seen.extend), **SETTINGS)
+    second = tiny_engine(kept_files=[memory], hooks=Hooks(cached=seen.extend), **SETTINGS)
     chunks = [name for block in seen for name in block.chunks]
     assert len(chunks) == 2
     prompts = []
@@ -115,28 +138,28 @@ def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: int) -> Non
 
 
 def test_damaged_blocks_and_those_behind_them_are_computed_again(
-    tiny_engine: MakeEngine, memory: int
+    tiny_engine: MakeEngine, memory: KeptFiles
 ) -> None:
-    first = tiny_engine(kept_fds=[memory], **SETTINGS)
+    first = tiny_engine(kept_files=[memory], **SETTINGS)
     tokens, _ = answer(first)
     _, block = record_of(first, 4)
     first.caches[1][1, block, 2, 0, 3] += 1  # one V of one position of the second layer
-    second = tiny_engine(kept_fds=[memory], **SETTINGS)
+    second = tiny_engine(kept_files=[memory], **SETTINGS)
     assert answer(second) == (tokens, 16)
     table, block = record_of(second, 2)
     table._table[block * record_bytes(4) + 40] ^= 1  # a bit of its name or its tokens
-    third = tiny_engine(kept_fds=[memory], **SETTINGS)
+    third = tiny_engine(kept_files=[memory], **SETTINGS)
     assert answer(third) == (tokens, 8)
 
 
-def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngine, memory: int) -> None:
-    first = tiny_engine(kept_fds=[memory], num_blocks=20, **SETTINGS)
+def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+    first = tiny_engine(kept_files=[memory], num_blocks=20, **SETTINGS)
     tokens, _ = answer(first)
     other = [*range(100, 160)]
     answer(first, prompt=other)  # takes 18 blocks: only two of the first prompt are left
     reserved = first.reserve(request_of(7, range(50, 70), max_tokens=8))
     assert reserved is not None, "evicts blocks, and does not write them"
-    second = tiny_engine(kept_fds=[memory], num_blocks=20, **SETTINGS)
+    second = tiny_engine(kept_files=[memory], num_blocks=20, **SETTINGS)
     cache = second.lives.cache
     assert cache is not None
     second.assert_whole()
@@ -147,8 +170,8 @@ def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngin
     assert answer(second)[0] == tokens
 
 
-def test_another_layout_gets_memory_of_its_own(tiny_engine: MakeEngine, memory: int) -> None:
-    first = tiny_engine(kept_fds=[memory], **SETTINGS)
+def test_another_layout_gets_memory_of_its_own(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+    first = tiny_engine(kept_files=[memory], **CPU)
     tokens, _ = answer(first)
     for other in (
         {"num_blocks": 48},
@@ -157,16 +180,16 @@ def test_another_layout_gets_memory_of_its_own(tiny_engine: MakeEngine, memory: 
         {"dtype": "bfloat16"},
         {"seed": 1, "load_format": "dummy"},
     ):
-        engine = tiny_engine(kept_fds=[memory], **{**SETTINGS, **other})
+        engine = tiny_engine(kept_files=[memory], **{**CPU, **other})
         assert answer(engine)[1] == 0, other
-    assert answer(tiny_engine(kept_fds=[memory], **SETTINGS)) == (tokens, 36), "what was kept is as it was"
+    assert answer(tiny_engine(kept_files=[memory], **CPU)) == (tokens, 36), "what was kept is as it was"
 
 
-def test_a_size_that_is_sealed(tiny_engine: MakeEngine, memory: int) -> None:
-    tiny_engine(kept_fds=[memory], **SETTINGS)
-    for size in (0, os.fstat(memory).st_size + 4096):
+def test_a_size_that_is_sealed(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+    tiny_engine(kept_files=[memory], **SETTINGS)
+    for size in (0, os.fstat(memory.table).st_size + 4096):
         with pytest.raises(PermissionError):
-            os.ftruncate(memory, size)
+            os.ftruncate(memory.table, size)
 
 
 def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
@@ -174,14 +197,13 @@ def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     table = memoryview(bytearray(3 * size))
 
     def kept() -> KeptBlocks:
-        return KeptBlocks(table, 4, lambda _: xxhash.xxh3_64())
+        return KeptBlocks(table, 4, lambda blocks: Outcome(lambda: True, lambda: [7] * len(blocks)))
 
     one = CachedBlock(b"1" * 16, [], 0, b"", b"", [1, 2, 3, 4])
     two = CachedBlock(b"2" * 16, [b"c" * 16], 0, b"s" * 16, b"1" * 16, [5, 6, 7, 8])
     writer = kept()
-    writer.add(0, one, b"tenant")
-    writer.add(2, two, b"")
-    writer.add(1, two._replace(name=b"3" * 16, salt=b"s" * 400), b"")
+    writer.add([0], [one], b"tenant")
+    writer.add([2, 1], [two, two._replace(name=b"3" * 16, salt=b"s" * 400)], b"")
     found = [*kept().left()]
     assert [(each.block, each.cached, each.tenant) for each in found] == [
         (0, one._replace(token_ids=found[0].cached.token_ids), b"tenant"),
@@ -210,6 +232,7 @@ def streams_that_go_on(
             tokens[output.id].append(output.token)
             if output.finish_reason:
                 ended.add(output.id)
+    settle(first)
     going = [
         replace(request, output_ids=tokens[request.id], retried=True)
         for request in asked
@@ -234,7 +257,7 @@ def assert_kept(going: Sequence[tuple[EngineRequest, int]]) -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_streams_of_every_kind_go_on(
-    tiny_engine: MakeEngine, spelled_path: Path, memory: int, drafts: bool
+    tiny_engine: MakeEngine, spelled_path: Path, memory: KeptFiles, drafts: bool
 ) -> None:
     """Seeds, penalties, grammars, stop tokens, bias and log probabilities, with drafts and without."""
     settings = SETTINGS | {"model": str(spelled_path), "num_blocks": 512}
@@ -242,8 +265,8 @@ def test_streams_of_every_kind_go_on(
 
     def make() -> Engine:
         if not drafts:
-            return tiny_engine(kept_fds=[memory], **settings)
-        engine = tiny_engine(kept_fds=[memory], speculative_config=THREE, **settings)
+            return tiny_engine(kept_files=[memory], **settings)
+        engine = tiny_engine(kept_files=[memory], speculative_config=THREE, **settings)
         draft_always(engine, right, 0.3)
         return engine
 
@@ -260,7 +283,7 @@ COMPUTED_AGAIN = [
 
 @pytest.mark.parametrize(("kind", "num_blocks"), [*KEPT, *COMPUTED_AGAIN])
 def test_models_of_every_kind_go_on(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: int, kind: str, num_blocks: int
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str, num_blocks: int
 ) -> None:
     """States are computed again, and so are windows that have blocks of their own, as in a large pool."""
     settings = SETTINGS | {"model": str(tiny_of(kind)), "num_blocks": num_blocks}
@@ -269,38 +292,123 @@ def test_models_of_every_kind_go_on(
         for n in range(3)
     ]
     right = answers_of(run(tiny_engine(**settings), asked))
-    going = streams_that_go_on(lambda: tiny_engine(kept_fds=[memory], **settings), asked, right)
+    going = streams_that_go_on(lambda: tiny_engine(kept_files=[memory], **settings), asked, right)
     if (kind, num_blocks) in KEPT:
         assert_kept(going)
     else:
         assert [cached for _, cached in going] == [0] * 3
 
 
-def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, memory: int) -> None:
+def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles) -> None:
     """An image with as many tokens has other names."""
     settings = SETTINGS | {"model": str(tiny_of("Qwen3VL")), "num_blocks": 128}
     fresh = tiny_engine(**settings)
     asked = [request_with(n, fresh, [pixels_of(n, 40, 24), pixels_of(5, 16, 80)]) for n in range(3)]
     right = answers_of(run(fresh, asked))
-    assert_kept(streams_that_go_on(lambda: tiny_engine(kept_fds=[memory], **settings), asked, right))
-    third = tiny_engine(kept_fds=[memory], **settings)
+    assert_kept(streams_that_go_on(lambda: tiny_engine(kept_files=[memory], **settings), asked, right))
+    third = tiny_engine(kept_files=[memory], **settings)
     other = request_with(7, third, [pixels_of(7, 40, 24), pixels_of(5, 16, 80)])
     assert run(third, [other])[other.id].outputs[0].cached_tokens <= 8, "the text before the image"
 
 
-def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: int) -> None:
+def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptFiles) -> None:
     """Rank 0 verifies those of all."""
-    of_rank_1 = os.memfd_create("kept", os.MFD_ALLOW_SEALING)
+    of_rank_1 = KeptFiles.create()
 
     def make(**other: Any) -> Engine:
-        return ranks(tiny_path, 2, kept_fds=[memory, of_rank_1], **SETTINGS | other)
+        return ranks(tiny_path, 2, kept_files=[memory, of_rank_1], **CPU | other)
 
     first = make()
     tokens, _ = answer(first)
     assert answer(make()) == (tokens, 36)
     _, block = record_of(first, 4)
-    with mmap.mmap(of_rank_1, 0) as part:
-        part[mmap.PAGESIZE + block * first.caches[0][0, 0].nbytes] ^= 1  # K of the first layer
+    [kept] = of_rank_1.pages()
+    page, offset = divmod(block * first.caches[0][0, 0].nbytes, kept.page_bytes)  # K of the first layer
+    fd, offset = kept.pages[page].fd, kept.pages[page].offset + offset
+    os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 1]), offset)
+    close(kept)
     assert answer(make()) == (tokens, 16)
     assert answer(make(num_blocks=32))[1] == 0, "of another layout"
-    os.close(of_rank_1)
+    of_rank_1.close()
+
+
+def test_a_sum_that_comes_late_is_of_the_block_that_the_cache_has_then() -> None:
+    """A device computes it beside the next steps, in which the block may be evicted and entered again."""
+    size = record_bytes(4)
+    table = memoryview(bytearray(3 * size))
+    come = [False]
+
+    def late(blocks: Sequence[int]) -> Outcome:
+        return Outcome(lambda: come[0], lambda: [100 + block for block in blocks])
+
+    one, two, three = (CachedBlock(x * 16, [], 0, b"", b"", [1, 2, 3, 4]) for x in (b"1", b"2", b"3"))
+    writer = KeptBlocks(table, 4, late)
+    writer.add([0, 1], [one, two], b"")
+    assert not any(table)
+    writer.remove(two.name)
+    writer.add([1], [three], b"")
+    writer.remove(one.name)
+    writer.add([2], [one], b"")
+    come[0] = True
+    writer.settle()
+    found = [(each.block, each.cached.name) for each in KeptBlocks(table, 4, late).left()]
+    assert found == [(1, three.name), (2, one.name)]
+    writer.add([0], [two], b"")
+    writer.clear()
+    assert [*KeptBlocks(table, 4, late).left()] == []
+
+
+def test_files_wait_for_each_engine_and_keep_memory_without_the_process_that_made_it() -> None:
+    files, memory = KeptFiles.create(), open_device_memory(None, 4096, exportable=True)
+    assert files.pages() == []
+    exported = KeptPages(4096, [memory.export(page) for page in memory.create(3)])
+    os.pwrite(exported.pages[1].fd, b"kept", exported.pages[1].offset)
+    files.put([exported])
+    close(exported)
+    memory.close()
+    for _ in range(2):
+        [kept] = files.pages()
+        assert os.pread(kept.pages[1].fd, 4, kept.pages[1].offset) == b"kept"
+        close(kept)
+    files.close()
+
+
+def test_what_an_engine_measured_is_there_for_the_next_one(
+    tiny_engine: MakeEngine, memory: KeptFiles
+) -> None:
+    assert measured(Keep()) is None
+    assert measured(Keep([memory.memory])) is None
+    tiny_engine(kept_files=[memory], **CPU)
+    kept = KeptCache(Keep([memory.memory], record_bytes), [], Places(64, 4), torch.device("cpu"))
+    steps = StepModel((1, 8), (0.1, 0.3), 1e-9, (1, 512), (0.1, 0.2), 1e-12, 0.9)
+    for found in (Measured(64, 256, steps), Measured(64, 256)):
+        kept._mapped = memoryview(mmap.mmap(memory.table, 0))
+        kept.remember(found)
+        assert measured(Keep([memory.memory])) == found
+
+
+def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptFiles) -> None:
+    """As it does when it warms up and captures graphs on a GPU."""
+    device = torch.device(DEVICE)
+    layers = [AttentionCache(2, 8, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    places = Places(100, 4)
+
+    def made() -> tuple[KeptCache, list[torch.Tensor]]:
+        kept = KeptCache(Keep([memory.memory], record_bytes), layers, places, device)
+        return kept, [cast(torch.Tensor, layer.allocate(places, kept)) for layer in layers]
+
+    first, of_first = made()
+    assert first.open(b"root", Ranks())
+    for number, tensor in enumerate(of_first):
+        tensor.fill_(number + 1)
+    second, of_second = made()
+    for tensor in of_second:
+        tensor.zero_()
+    assert [x.unique().tolist() for x in of_first] == [[1], [2], [3]]
+    sums = first.sums([5, 6]).wait()
+    assert second.open(b"root", Ranks())
+    assert [x.unique().tolist() for x in of_second] == [[1], [2], [3]]
+    of_second[2][1, 6, 3, 1, 7] += 1
+    assert [a == b for a, b in zip(second.sums([5, 6]).wait(), sums, strict=True)] == [True, False]
+    third, _ = made()
+    assert not third.open(b"of another model", Ranks())

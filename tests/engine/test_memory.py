@@ -47,7 +47,8 @@ LIMITS = CacheLimits(torch.bfloat16, 128, 131072, CACHE)
 
 def use(free: float = 60, *, weights: float = 15) -> MemoryUse:
     """Of a GPU of 80 GiB. The arguments are in GiB."""
-    return MemoryUse(*(int(size * GIB) for size in (80, free, weights, 2, 0.5)))
+    total, left, of_weights, step, graphs = (int(size * GIB) for size in (80, free, weights, 2, 0.5))
+    return MemoryUse(total, left, of_weights, step, graphs)
 
 
 def pool(memory: MemoryUse | None, limits: CacheLimits = LIMITS, **config: Any) -> PoolSize:
@@ -445,3 +446,10 @@ def test_other_numbers_of_rows_take_no_more_memory(dtype: torch.dtype) -> None:
     for rows in range(1, len(x) + 1):
         assert len(product(x[:rows])) == rows
     assert anonymous_bytes() - before < 16 << 20, "each number would take 90 MiB"
+
+
+def test_a_standby_takes_what_the_engine_takes_and_a_page() -> None:
+    room = replace(use(), stands_by=True).room(0.9)
+    # As above, less 1 (CUDA) + 15 + 2 + 0.5 of the standby
+    assert room == (use().room(0.9) - int(18.5 * GIB)) * 64 // 65
+    assert "the standby 18.50 GiB" in str(replace(use(), stands_by=True))

@@ -78,7 +78,7 @@ class Worker:
                 engine=config,
                 files=None,
                 incarnation=incarnation,
-                kept_fds=(),
+                kept_files=(),
                 standby=False,
             ),
             stand_in(ServiceLink, send=lambda message: None),

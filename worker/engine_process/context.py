@@ -105,7 +105,7 @@ class Context:
             config.engine,
             files=config.files,
             hooks=hooks,
-            kept_fds=config.kept_fds,
+            kept=[files.memory for files in config.kept_files],
             wait_for_turn=stand_by(config, self._wait_for_turn) if config.standby else None,
         )
         if (made := engine.embedding_format) is not None:

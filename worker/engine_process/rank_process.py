@@ -28,7 +28,8 @@ def run(config: RankProcessConfig) -> int:
     gc.freeze()  # as in the engine process
     wait = stand_by(config, partial(config.files.wait_for_turn, config.rank)) if config.standby else None
     try:
-        follower = Follower(config.engine, config.rank, config.files, config.kept_fds, wait_for_turn=wait)
+        kept = [files.memory for files in config.kept_files]
+        follower = Follower(config.engine, config.rank, config.files, kept, wait_for_turn=wait)
     except ValueError as error:
         config.files.fail(str(error))
         return EXIT_START_FAILED

@@ -27,6 +27,7 @@ from baton.kv_transfer.wait import end_waits_on_time
 from baton.machine.background import at_low_priority, killed_first
 from baton.machine.memory import trim
 from baton.machine.system import die_with_parent
+from baton.worker.kept_files import KeptFiles
 
 RANK_MODULE = "baton.worker.engine_process.rank_process"
 EXIT_START_FAILED = 2
@@ -49,8 +50,8 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     arenas: Arenas | None  # None: the engine hands over no KV, and has no tiers
     store_fds: Sequence[int] = ()
     """Of the shared store: memory for its units and, of rank 0, the channel to the store process."""
-    kept_fds: Sequence[int] = ()
-    """Memory for KV that outlives this process: its own and, of rank 0, that of the others. Empty: none."""
+    kept_files: Sequence[KeptFiles] = ()
+    """Of KV that outlives this process: its own and, of rank 0, those of the others. Empty: none."""
     standby: bool = False
     """Whether another process writes to that memory, until this one takes its place."""
 
@@ -65,7 +66,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
             *(() if arenas is None else arenas.fds),
             *(() if files is None else files.fds),
             *self.store_fds,
-            *self.kept_fds,
+            *chain.from_iterable(self.kept_files),
         )
 
 

@@ -13,7 +13,6 @@ from itertools import pairwise
 import setproctitle
 from grpc_health.v1 import health_pb2
 
-from baton.kv_transfer.arena import memory_file
 from baton.machine.system import cannot_listen, report, try_port
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
@@ -21,6 +20,7 @@ from baton.rpc.health import HealthServicer
 from baton.rpc.stubs import WORKER, add_service
 from baton.rpc.tls import add_port
 from baton.worker.config import WorkerConfig
+from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import Code, EngineReady
 from baton.worker.processes import EngineError, EngineRestart, StartError, TreeError
 from baton.worker.service_process import streams
@@ -86,9 +86,9 @@ class Service:
         self._server = create_server(config.secret, config.tls, self._health)
         self._metrics = Metrics(config.role, config.model_name, config.engine.tensor_parallel_size)
         self._journal = Journal(config, incarnation)
-        # It has no name. So the system gives it back when the processes of this worker have ended.
-        self._kept_fds = [memory_file() for _ in range(config.ranks if config.replace_engine else 0)]
-        self._tree = WorkerTree(config, self._incarnation, self._kept_fds)
+        # They have no names. So the system gives memory back when the processes of this worker have ended.
+        self._kept_files = [KeptFiles.create() for _ in range(config.ranks if config.replace_engine else 0)]
+        self._tree = WorkerTree(config, self._incarnation, self._kept_files)
         self._engine: EngineReady | None = None
         self._kv_port = 0
         self._crashed: list[bytes] = []
@@ -246,8 +246,8 @@ class Service:
             self._kv_events.close()
         await asyncio.to_thread(self._journal.close)
         await self._tree.close()
-        for fd in self._kept_fds:
-            os.close(fd)
+        for files in self._kept_files:
+            files.close()
         self._ready.close()
 
     async def _run_until_failure(
@@ -301,7 +301,7 @@ class Service:
         if (weights := self._backend.weights) is not None:
             config = replace(config, engine=weights.of(config.engine))
         number = self._backend.engines + (not self._backend.replacing)
-        return WorkerTree(config, self._incarnation, self._kept_fds, number)
+        return WorkerTree(config, self._incarnation, self._kept_files, number)
 
     async def _standby_goes_on(self, standby: Standby, stages: dict[str, float]) -> bool:
         """False: there is none, or it ends before it serves. What it wrote into the memory of KV is verified

@@ -39,6 +39,7 @@ from baton.worker.engine_process.start import (
     RankProcessConfig,
 )
 from baton.worker.ipc import EngineLink
+from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import EngineReady, FromEngine
 from baton.worker.processes import (
     START_SILENCE,
@@ -128,19 +129,25 @@ class WorkerTree:
     """
 
     def __init__(
-        self, config: WorkerConfig, incarnation: int, kept_fds: Sequence[int] = (), replacements: int = 0
+        self,
+        config: WorkerConfig,
+        incarnation: int,
+        kept_files: Sequence[KeptFiles] = (),
+        replacements: int = 0,
     ) -> None:
-        """`kept_fds`: by rank, memory for KV that outlives the engine. The caller owns it. `replacements`:
+        """`kept_files`: by rank, for KV that outlives the engine. The caller owns them. `replacements`:
         how many engines this worker has had before."""
         self._config = config
         self._replacements = replacements
-        self._kept_fds = kept_fds
+        self._kept_files = kept_files
         self._adopted = config.reader_device() is not None
         self._exported = self._adopted or config.kv_connector == "auto"
         other = 0
         if self._exported:
             other = device_bytes(config.kv_slots, config.kv_slot_bytes, adopted=self._adopted)
-        self._engine_config = replace(config.engine, other_bytes=other)  # of each rank
+        self._engine_config = replace(
+            config.engine, other_bytes=other, stands_by=config.standby
+        )  # of each rank
         self._incarnation = incarnation
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers: list[asyncio.Task[None]] = []
@@ -298,7 +305,7 @@ class WorkerTree:
             "engine": self._engine_config,
             "arenas": self._arenas(rank),
             "store_fds": () if self._store_ends is None else self._store_ends.of_rank(rank),
-            "kept_fds": self._kept_fds[rank : None if rank == 0 else rank + 1],
+            "kept_files": self._kept_files[rank : None if rank == 0 else rank + 1],
             "standby": standby,
         }
 
