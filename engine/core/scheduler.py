@@ -106,7 +106,7 @@ class Scheduler:
         """Starts waiting requests while there is budget, with `before` only those that come before it in
         order. Returns the number of their tokens in the schedule."""
         used = 0
-        while budget > used and not schedule.preempted and self.lives.can_admit:
+        while self._waiting and budget > used and not schedule.preempted and self.lives.can_admit:
             live = self._waiting[0]
             if live is not alone and (alone is not None or live.alone):
                 break
@@ -175,7 +175,11 @@ class Scheduler:
     def _next_alone(self) -> LiveRequest | None:
         """The request that has this step to itself, if any. Such requests get every second step while other
         requests are ready."""
-        ready = [*self._running, *(self._waiting[:1] if self.lives.can_admit else ())]
+        first = self._waiting[:1]
+        if not any(live.alone for live in chain(self._running, first)):
+            self._was_alone = False
+            return None
+        ready = [*self._running, *(first if self.lives.can_admit else ())]
         alone = next((live for live in ready if live.alone), None)
         if self._was_alone and not all(live.alone for live in ready):
             alone = None
