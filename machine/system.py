@@ -118,7 +118,7 @@ def waited_for_cpu(pid: int) -> float:
 
 @contextlib.contextmanager
 def waits_for_cpu(pid: int) -> Iterator[Callable[[], float]]:
-    """Gives `waited_for_cpu` of that process, for many calls: to open its file takes longer than to read it."""
+    """Gives `waited_for_cpu` of that process, for many calls: to open its file takes longer than to read."""
     try:
         fd = os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
     except OSError:
