@@ -9,8 +9,8 @@ have some more tokens.
     recomputed   prompt and output tokens of an answer that were computed again for a kill: of all, the most
     pause        the longest gap of all answers around a kill
     pause.STAGE  what the worker does meanwhile: it ends processes, wakes the standby, maps and verifies KV,
-                 starts the transfer process, and submits the attempts. Before that it notices the end
-                 (detection), and after it comes the first step of each stream
+                 prepares transfers, starts the transfer process, and submits the attempts. Before that it
+                 notices the end (detection), and after it comes the first step of each stream
     step         a decode step of an engine whose KV outlives it, to one that writes no records of blocks
 
 On GPUs (`--device cuda`) it is a shape with dummy weights in the exact mode, with prompts of
@@ -63,7 +63,7 @@ BATCH, CONTEXT = 4, 128
 STANDS_BY = "an engine process stands by"
 CPU_FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
 GPU_FLAGS = ("--dtype", "bfloat16", "--load-format", "dummy", "--batch-invariant", "--max-model-len", "32768")
-GPU_ANSWER = 1024
+GPU_ANSWER = 768
 MOST_RECOMPUTED, SLOWEST_STEP = {"cpu": 128, "cuda": 192}, 1.005
 TOLD = "memory:", "stands by", "standby", "goes on", "blocks of KV", "WARN", "ERR"
 """In lines of the log of a worker on a GPU that the bench repeats."""

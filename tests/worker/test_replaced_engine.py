@@ -272,7 +272,7 @@ async def test_a_planned_restart_ends_the_engine_between_two_steps(worker: Worke
     assert {len(seconds) for seconds in stages.values()} == {3}
     assert [*stages] == [
         "ending processes", "starting the engine process", "loading weights", "mapping KV", "verifying KV",
-        "starting the transfer process", "submitting attempts",
+        "preparing transfers", "starting the transfer process", "submitting attempts",
     ]  # fmt: skip
     assert "ERROR" not in new
     await assert_whole(worker)

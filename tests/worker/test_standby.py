@@ -121,7 +121,7 @@ async def test_a_planned_restart_uses_code_that_is_new(worker: WorkerProcess) ->
         assert ids(await within(read(stream, decode_id))) == right
         await within(next_standby(worker, stream, worker.child("engine")))
     assert [*stages_in(worker.log.read_text().removeprefix(log))] == [
-        "ending processes", "waking the standby", "mapping KV", "verifying KV",
+        "ending processes", "waking the standby", "mapping KV", "verifying KV", "preparing transfers",
         "starting the transfer process", "submitting attempts",
     ]  # fmt: skip
     await assert_whole(worker)
