@@ -17,7 +17,7 @@ ALIGNMENT = 256
 class PinnedMemory:
     """Parts are given back when no array refers to them any more. One thread takes parts.
 
-    A copy to the GPU that is under way refers to none: whoever starts it keeps the array until it has ended.
+    A copy to the GPU that is under way refers to none: the step that began it keeps the array until its end.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = True) -> None:

@@ -129,7 +129,7 @@ class Aborted(ApiError):
     """A pause has ended the request."""
 
     status, type, code = 503, "service_unavailable_error", "aborted"
-    remedy = "nothing: whoever paused the cluster with mode=abort wanted that; mode=keep ends no request"
+    remedy = "nothing: a pause with mode=abort is meant to end requests; one with mode=keep ends none"
 
 
 class ShuttingDown(ApiError):

@@ -4,7 +4,7 @@ rank. Without torch, and without CUDA.
 An engine makes the memory and exports its pages as files, on a GPU, too. A file keeps its page after the
 process that made it has ended, however that ended. The files wait in a Unix socket: one message, which each
 engine peeks at, so that the kernel gives each of them copies of the descriptors. The message stays there
-while one process holds the socket. Nobody reads it away, so no engine that dies can lose it.
+while one process holds the socket. No engine takes it out, so none that dies can lose it.
 """
 
 import os

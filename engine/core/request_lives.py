@@ -1,5 +1,5 @@
 """The lives of all requests of an engine, from `add`, `reserve` or `start` to their end: which phase each is
-in, and who gets blocks and seats. Pure; knows no tensor.
+in, and which of them gets blocks and seats. Pure; knows no tensor.
 
 One engine may prefill for other workers and decode for them at the same time. What waits for blocks or seats:
 
