@@ -232,7 +232,7 @@ class KeptCache:
 
     def open(self, root: bytes, ranks: Ranks) -> bool:
         """All tensors have memory. `root`: of the names of KV. False: the memory of a rank has the KV of
-        another layout or model."""
+        another layout, or, on a CPU, of another model. A GPU has no room beside it, so there it is lost."""
         if not ranks.minimum(int(self._open(root))):
             return False
         for memory in self._others:
@@ -255,7 +255,10 @@ class KeptCache:
         self._mapped = memoryview(mmap.mmap(self._own.table, size))
         key, found = self._key_of(root), bytes(self._mapped[:_KEY_BYTES])
         if any(found) and found != key:
-            return False
+            if self._device.type != "cuda":
+                return False
+            log.warning("the KV that was kept is of another model: the GPU's memory is used anew")
+            self._mapped[_HEAD:] = bytes(size - _HEAD)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # steps have used the page in place of these
         for region in self._regions.values():
@@ -349,7 +352,7 @@ def kept_cache(
     cannot be kept. Raises `MemoryError`."""
     if not keep.memory or not config.enable_prefix_caching:
         return None
-    if limits.state_bytes or pool.window_blocks is not None:
+    if limits.state_bytes or pool.window_blocks is not None or (device.type == "cuda" and limits.windows):
         log.info(
             "KV ends with this engine process: the model has states, or windows with blocks of their own"
         )

@@ -305,7 +305,7 @@ def _opened(
             kept.remember(Measured(pool.num_blocks, pool.max_model_len, steps))
         return kept
     if on_gpu:
-        raise ValueError("the GPU has KV of another model or layout, and no room beside it")
+        raise ValueError("the GPU has KV of another layout, and no room beside it")
     log.warning("the KV that was kept is of another model or layout: it is not used")
     runner.cache.open(pool.num_blocks)
     return None
@@ -487,11 +487,12 @@ def _measure(
     runner.cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    # Where no KV can be kept, the standby takes memory when it is needed.
+    stands_by = config.stands_by and config.enable_prefix_caching
+    stands_by = stands_by and not (limits.state_bytes or limits.windows)
     graphs = 0
     if config.cuda_graphs:
         # All graphs share one memory pool, which must hold a step of decodes and the largest one with chunks.
         rows = largest_graph(full_step, config.max_num_batched_tokens)
         graphs = decode + most * rows // config.max_num_batched_tokens
-    return MemoryUse(
-        total, free, weights, most, graphs, config.other_bytes, encoding, stands_by=config.stands_by
-    )
+    return MemoryUse(total, free, weights, most, graphs, config.other_bytes, encoding, stands_by=stands_by)
