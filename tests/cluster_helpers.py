@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -41,7 +41,8 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "num_blocks": 51
 
 @dataclass
 class WorkerProcess:
-    """A worker's process tree, on its way up until `wait_ready` returns."""
+    """A worker's process tree, on its way up until `wait_ready` returns. As a context it is killed in the
+    end."""
 
     popen: subprocess.Popen[bytes]
     log: Path
@@ -49,6 +50,13 @@ class WorkerProcess:
     ready_pipe: IO[bytes]
     told: list[dict[str, Any]] = field(default_factory=list)
     """All that came on its ready descriptor."""
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.popen.kill()
+        self.popen.wait()
 
     def wait_ready(self) -> WorkerProcess:
         self.wait_told()
@@ -137,17 +145,15 @@ def started_pair(
     model: Path, directory: Path, *, engine: dict[str, Any], ranks: tuple[int, int] = (1, 1), **settings: Any
 ) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
     """A prefill and a decode worker, alike but for their ranks. They must stop cleanly in the end."""
-    started = [
-        start_worker(role, model, directory, engine=engine | {"tensor_parallel_size": size}, **settings)
-        for role, size in zip(("prefill", "decode"), ranks, strict=True)
-    ]
-    try:
-        prefill, decode = (worker.wait_ready() for worker in started)
-        yield prefill, decode
-        assert [worker.stop() for worker in started] == [0, 0]
-    finally:
-        for worker in started:
-            worker.popen.kill()
+
+    def started(role: str, size: int) -> WorkerProcess:
+        return start_worker(
+            role, model, directory, engine=engine | {"tensor_parallel_size": size}, **settings
+        )
+
+    with started("prefill", ranks[0]) as prefill, started("decode", ranks[1]) as decode:
+        yield prefill.wait_ready(), decode.wait_ready()
+        assert [prefill.stop(), decode.stop()] == [0, 0]
 
 
 def tiny_model(directory: Path, intermediate_size: int = 128) -> Path:
@@ -177,16 +183,11 @@ def side_by_side(directory: Path, workers: Mapping[K, dict[str, Any]]) -> Iterat
     """Workers with the tiny model, if no other is given, that start at the same time: by key, what
     `start_worker` takes. None is left in the end."""
     default: dict[str, Any] = {"model": tiny_model(directory / "model")}
-    started = {
-        key: start_worker(directory=directory / str(i), **(default | given))
-        for i, (key, given) in enumerate(workers.items())
-    }
-    try:
-        yield started
-    finally:
-        for worker in started.values():
-            worker.popen.kill()
-            worker.popen.wait()
+    with ExitStack() as stack:
+        yield {
+            key: stack.enter_context(start_worker(directory=directory / str(i), **(default | given)))
+            for i, (key, given) in enumerate(workers.items())
+        }
 
 
 def sampling(**fields: Any) -> pb.SamplingParams:

@@ -57,12 +57,8 @@ async def exit_code(worker: WorkerProcess) -> int:
 def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     directory = tmp_path_factory.mktemp("one")
     model, engine = tiny_model(directory / "model"), TINY | {"tensor_parallel_size": RANKS}
-    worker = start_worker("prefill", model, directory, index=3, engine=engine, fresh=True)
-    try:
+    with start_worker("prefill", model, directory, index=3, engine=engine, fresh=True) as worker:
         yield worker.wait_ready()
-    finally:
-        worker.popen.kill()
-        worker.popen.wait()
 
 
 # ---------------------------------------------------------------- start
@@ -138,14 +134,11 @@ def test_a_wrong_setting_ends_the_start_with_a_message_and_no_traceback(
 
 
 def test_sigterm_during_the_start_leaves_nothing(tmp_path: Path) -> None:
-    worker = start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=TINY)
-    try:
+    with start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=TINY) as worker:
         assert worker.ready_pipe.read(1)
         tree = worker.tree()
         assert worker.stop() == 0
         assert_nothing_left(worker, tree)
-    finally:
-        worker.popen.kill()
 
 
 # ---------------------------------------------------------------- end

@@ -31,7 +31,7 @@ from tests.within import WITHIN, within
 
 from .group_failures import Failure, assert_nothing_left, prompt_of, tokens_despite
 from .test_deaths import stop_in_step
-from .test_weights import described, first_token, replacement, saved
+from .test_weights import described, first_token, replaced, replacement, saved
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs two devices")
 
@@ -182,17 +182,13 @@ def test_a_size_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.long
 async def test_all_ranks_of_a_worker_get_new_weights(tmp_path: Path) -> None:
     path = saved(tmp_path / "trained", 1)
-    worker = start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=SHORT_STEPS)
-    try:
+    with start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=SHORT_STEPS) as worker:
         worker.wait_ready()
         async with replacement(worker) as new:
             with pytest.raises(grpc.aio.AioRpcError, match="no such file or directory"):
                 await new.stage(tmp_path / "nowhere", "a")
         before = await first_token(worker)
-        async with replacement(worker) as new:
-            await new.stage(path, "b")
-            await new.command(close=True)
-            await new.command(apply=True)
+        await replaced(worker, path, "b")
         after = await first_token(worker)
         assert after != before
         engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=100))
@@ -202,6 +198,3 @@ async def test_all_ranks_of_a_worker_get_new_weights(tmp_path: Path) -> None:
         assert outputs[0].token == after[0]
         assert (await described(worker)).weights.version == "b"
         await assert_whole(worker)
-    finally:
-        worker.popen.kill()
-        worker.popen.wait()

@@ -27,7 +27,7 @@ from tests.within import WITHIN, within
 
 from .test_deaths import stop_in_step
 from .test_kv_events import TOPIC, Subscriber
-from .test_weights import described, first_token, replacement, saved
+from .test_weights import described, first_token, replaced, replacement, saved
 
 ENGINE = {
     "load_format": "dummy",
@@ -44,16 +44,12 @@ PROMPT = [7 * i % 500 for i in range(200)]
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     directory = tmp_path_factory.mktemp("replaced")
     model = tiny_model(directory / "model")
-    started = start_worker(
+    with start_worker(
         "decode", model, directory, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"},
         deadlines={"engine_dead": HANG}, trace_dir=str(directory / "traces"),
         kv_events_endpoint=f"ipc://{directory}/events", kv_events_topic=TOPIC,
-    )  # fmt: skip
-    try:
+    ) as started:  # fmt: skip
         yield started.wait_ready()
-    finally:
-        started.popen.kill()
-        started.popen.wait()
 
 
 async def read(stream: WorkerStream, decode_id: bytes) -> list[pb.TokenEvent]:
@@ -301,15 +297,14 @@ async def test_a_pause_holds_for_the_next_engine(worker: WorkerProcess) -> None:
 
 async def test_an_engine_that_dies_before_its_first_token_is_the_end(tmp_path: Path) -> None:
     """The attempts of its last step may be the cause, and routers learn of these."""
-    started = start_worker(
+    with start_worker(
         "decode",
         tiny_model(tmp_path / "model"),
         tmp_path,
         engine=ENGINE,
         replace_engine=True,
         variables={FORKS_AGAIN: "1"},
-    )
-    try:
+    ) as started:
         worker = started.wait_ready()
         async with attached(worker) as stream:
             decode_id = await stream.reserve(request(PROMPT, sampling(max_tokens=2000, ignore_eos=True)))
@@ -326,9 +321,6 @@ async def test_an_engine_that_dies_before_its_first_token_is_the_end(tmp_path: P
             assert seen[-1].code == pb.FAILURE_CODE_ENGINE
         assert await asyncio.to_thread(worker.popen.wait, WITHIN) == 1
         assert list(worker.run_dir.iterdir()) == []
-    finally:
-        started.popen.kill()
-        started.popen.wait()
 
 
 async def test_the_next_engine_has_the_newest_weights_and_the_kv_of_them(
@@ -336,10 +328,7 @@ async def test_the_next_engine_has_the_newest_weights_and_the_kv_of_them(
 ) -> None:
     path = saved(tmp_path / "trained", 7)
     before = await first_token(worker)
-    async with replacement(worker) as new:
-        await new.stage(path, "a")
-        await new.command(close=True)
-        await new.command(apply=True)
+    await replaced(worker, path, "a")
     names, asked = await described(worker), request(PROMPT, sampling(max_tokens=60, ignore_eos=True))
     token = await first_token(worker)
     assert token != before
@@ -371,10 +360,7 @@ async def test_an_engine_that_dies_in_the_change_is_followed_by_one_with_all_old
     tokens = dict[str, tuple[int, float]]()
     for seed in (9, 10):
         path = saved(tmp_path / str(seed), seed)
-        async with replacement(worker) as new:
-            await new.stage(path, path.name)
-            await new.command(close=True)
-            await new.command(apply=True)
+        await replaced(worker, path, path.name)
         tokens[str(path)] = await first_token(worker)
     async with replacement(worker) as cut, attached(worker) as stream:
         await cut.stage(tmp_path / "9", "cut")
@@ -396,11 +382,10 @@ async def test_an_engine_that_dies_in_the_change_is_followed_by_one_with_all_old
 @pytest.mark.long
 async def test_a_group_of_ranks_is_replaced_as_a_whole(tmp_path: Path) -> None:
     """Whichever of them dies."""
-    started = start_worker(
+    with start_worker(
         "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE | {"tensor_parallel_size": 2},
         replace_engine=True, variables={FORKS_AGAIN: "1"},
-    )  # fmt: skip
-    try:
+    ) as started:  # fmt: skip
         worker = started.wait_ready()
         asked = request(PROMPT, sampling(max_tokens=300, ignore_eos=True))
         async with attached(worker) as stream:
@@ -414,6 +399,3 @@ async def test_a_group_of_ranks_is_replaced_as_a_whole(tmp_path: Path) -> None:
                 await goes_on(stream, decode_id, right)
                 assert not any(process.is_running() for process in before)
         await assert_whole(worker)
-    finally:
-        started.popen.kill()
-        started.popen.wait()

@@ -51,17 +51,13 @@ def worker(model: Path, directory: Path, store: Mooncake | None, **given: Any) -
     engine = ENGINE | settings.pop("engine", {})
     url = None if store is None else store.url
     patient = {"engine_dead": WITHIN}  # on a busy machine a costly prompt takes long
-    started = start_worker(
+    with start_worker(
         "prefill", model, directory, engine=engine, kv_store=url, deadlines=patient, **settings
-    )
-    try:
+    ) as started:
         started.wait_ready()
         if store is not None:
             until(lambda: " is open" in started.log.read_text(), "the store to be open")
         yield started
-    finally:
-        started.popen.kill()
-        started.popen.wait()
 
 
 async def generate(stream: WorkerStream, prompt: list[int]) -> tuple[list[int], int]:

@@ -28,7 +28,7 @@ from tests.forked.popen import FORKS_AGAIN
 from tests.within import within
 
 from .test_replaced_engine import ENGINE, PROMPT, goes_on, ids, kill, open_files, read, status, until_tokens
-from .test_weights import described, first_token, replacement, saved
+from .test_weights import described, first_token, replaced, saved
 
 STANDBY = "engine standby"
 
@@ -36,15 +36,11 @@ STANDBY = "engine standby"
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     directory = tmp_path_factory.mktemp("standby")
-    started = start_worker(
+    with start_worker(
         "decode", tiny_model(directory / "model"), directory, engine=ENGINE,
         replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    )  # fmt: skip
-    try:
+    ) as started:  # fmt: skip
         yield started.wait_ready()
-    finally:
-        started.popen.kill()
-        started.popen.wait()
 
 
 async def next_standby(worker: WorkerProcess, stream: WorkerStream, before: psutil.Process) -> psutil.Process:
@@ -133,10 +129,7 @@ async def test_a_standby_has_the_newest_weights(worker: WorkerProcess, tmp_path:
     before = await first_token(worker)
     async with attached(worker) as stream:
         old = await within(next_standby(worker, stream, worker.child("engine")))
-    async with replacement(worker) as new:
-        await new.stage(path, "a")
-        await new.command(close=True)
-        await new.command(apply=True)
+    await replaced(worker, path, "a")
     names, token = await described(worker), await first_token(worker)
     assert token != before
     async with attached(worker) as stream:
@@ -155,11 +148,10 @@ async def test_a_standby_has_the_newest_weights(worker: WorkerProcess, tmp_path:
 
 
 async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_path: Path) -> None:
-    started = start_worker(
+    with start_worker(
         "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE,
         replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    )  # fmt: skip
-    try:
+    ) as started:  # fmt: skip
         worker = started.wait_ready()
         async with attached(worker) as stream:
             standby = worker.child("engine")
@@ -175,9 +167,6 @@ async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_pat
         assert await asyncio.to_thread(worker.stop) == 0
         assert not standby.is_running()
         assert [*worker.run_dir.iterdir()] == []
-    finally:
-        started.popen.kill()
-        started.popen.wait()
 
 
 class Tree:
@@ -219,11 +208,10 @@ async def test_a_cancelled_close_ends_and_leaves_no_standby(within_the_end: bool
 @pytest.mark.long
 async def test_a_group_of_ranks_stands_by(tmp_path: Path) -> None:
     """Whichever of the old ones dies. If one that stands by dies, all are started again."""
-    started = start_worker(
+    with start_worker(
         "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE | {"tensor_parallel_size": 2},
         replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    )  # fmt: skip
-    try:
+    ) as started:  # fmt: skip
         worker = started.wait_ready()
         asked = request(PROMPT, sampling(max_tokens=60, ignore_eos=True))
         async with attached(worker) as stream:
@@ -238,9 +226,6 @@ async def test_a_group_of_ranks_stands_by(tmp_path: Path) -> None:
                 await goes_on(stream, decode_id, right)
                 assert worker.child("engine") == standby
         await assert_whole(worker)
-    finally:
-        started.popen.kill()
-        started.popen.wait()
 
 
 @pytest.mark.long

@@ -68,12 +68,8 @@ def worker(
     """With one rank, or with two."""
     directory = tmp_path_factory.mktemp("weights")
     engine = TINY | {"tensor_parallel_size": request.param}
-    started = start_worker("prefill", tiny_model(directory / "model"), directory, engine=engine)
-    try:
+    with start_worker("prefill", tiny_model(directory / "model"), directory, engine=engine) as started:
         yield started.wait_ready()
-    finally:
-        started.popen.kill()
-        started.popen.wait()
 
 
 class Replacement:
@@ -96,6 +92,14 @@ class Replacement:
 async def replacement(worker: WorkerProcess) -> AsyncIterator[Replacement]:
     async with connect(worker.address, SECRET) as channel:
         yield Replacement(channel)
+
+
+async def replaced(worker: WorkerProcess, path: Path, version: str) -> None:
+    """The worker computes with the weights at this path."""
+    async with replacement(worker) as new:
+        await new.stage(path, version)
+        await new.command(close=True)
+        await new.command(apply=True)
 
 
 async def described(worker: WorkerProcess) -> pb.WorkerDescription:
@@ -172,10 +176,7 @@ async def test_a_call_that_ends_within_apply_leaves_all_old_or_all_new(
     paths = [saved(tmp_path / str(seed), seed) for seed in (4, 5)]
     tokens = dict[str, tuple[int, float]]()
     for path in paths:
-        async with replacement(worker) as new:
-            await new.stage(path, path.name)
-            await new.command(close=True)
-            await new.command(apply=True)
+        await replaced(worker, path, path.name)
         tokens[str(path)] = await first_token(worker)
     for turn in range(4):
         async with replacement(worker) as new:
@@ -229,10 +230,7 @@ async def test_weights_that_are_not_at_the_path_come_from_a_worker_that_has_them
 ) -> None:
     """The worker is the other one, too: its files are those of the weights before."""
     path = saved(tmp_path / "gone", 7)
-    async with replacement(worker) as new:
-        await new.stage(path, "here")
-        await new.command(close=True)
-        await new.command(apply=True)
+    await replaced(worker, path, "here")
     right, token = await described(worker), await first_token(worker)
     shutil.rmtree(path)
     asked = pb.StageWeights(path=str(path), version="here", peer=worker.address, named_at=9)
@@ -383,10 +381,7 @@ async def test_a_change_in_a_pause_that_keeps_kv_leaves_decodes_and_hands_prompt
         assert after.output_index == last.output_index + 1
         assert (await stream.stub.GetStatus(pb.StatusRequest())).prompt_tokens == computed
     token = await first_token(worker)
-    async with replacement(worker) as new:
-        await new.stage(path, "again")
-        await new.command(close=True)
-        await new.command(apply=True)
+    await replaced(worker, path, "again")
     assert await first_token(worker) == token, "it had no KV of the weights before"
     await assert_whole(worker)
 
@@ -406,10 +401,7 @@ async def test_a_worker_without_memory_waits_until_it_and_weights_are_back(
     worker: WorkerProcess, tmp_path: Path
 ) -> None:
     path = saved(tmp_path / "later", 6)
-    async with replacement(worker) as new:
-        await new.stage(path, "before")
-        await new.command(close=True)
-        await new.command(apply=True)
+    await replaced(worker, path, "before")
     token = await first_token(worker)
     before = pages_of(worker)
     async with attached(worker) as stream:
