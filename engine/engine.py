@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.encode_worker.embeddings import Embeddings
+from baton.encode_worker.embeddings import CACHE_BYTES, Embeddings
 from baton.engine.api.config import EngineConfig, TierCells, versioned
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EngineStats
@@ -400,6 +400,11 @@ class Engine:
             )
             return failed
         return self._images.embeddings(image.name, image.pixels, image.rows, image.columns)
+
+    @property
+    def kept_image_tokens(self) -> int:
+        """Tokens of images whose embeddings its encoder keeps. 0: it has none."""
+        return 0 if self.encoder is None else CACHE_BYTES // self._runner.image_bytes
 
     def fetch_images(self, images: Embeddings) -> None:
         """Takes embeddings from there: other workers encode."""

@@ -46,6 +46,7 @@ class SeenWorker:
     address: str = ""
     status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
     ready: bool = True
+    shown_images: Sequence[bytes] = ()
 
     def __post_init__(self, worker: Worker, seats: int) -> None:
         self.address = worker.name

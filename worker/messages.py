@@ -290,7 +290,7 @@ class EngineReady(_Message):
     # Of embeddings that the engine fetches from encoders, as the first two above. None: it fetches none.
     image_layout: KVLayout | None = None
     image_fingerprint: str = ""
-    asks_for_pixels: bool = False  # as in WorkerDescription
+    kept_image_tokens: int = 0  # as in WorkerDescription
 
 
 class Tokens(_Message):

@@ -1,7 +1,7 @@
 """The workers as one router sees them when it plans a request."""
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,11 @@ class Seen(Protocol):
 
     @property
     def load(self) -> DecodeLoad: ...
+
+    @property
+    def shown_images(self) -> Collection[bytes]:
+        """Names of images of which it should keep the embeddings."""
+        ...
 
     @property
     def ready(self) -> bool:

@@ -32,7 +32,8 @@ So prompts go where they come first and disturb least. Decodes spread over all w
 long, unless prompts there would wait for them. Under a load that gains from it, two workers act as a prefill
 and a decode worker, and under others as two colocated engines that share their work.
 
-Images that its cache lacks are encoded by the worker that computes the prompt, and take time as tokens do.
+Images that its cache lacks are encoded by the worker that computes the prompt, and take time as tokens do,
+but for those that it was shown before.
 If encoders of a pool encode them, no worker loses that time. But a first token comes no sooner than the
 embeddings of each image and the tokens from there on.
 
@@ -89,7 +90,8 @@ class Offer:
         spare: positions for which its cache forgets nothing that only this worker has.
         reuse: share of prompts that is cached.
         room: it has room to decode the request.
-        encoding: seconds in which it encodes the images that it has not cached, if it decodes nothing.
+        encoding: seconds in which it encodes the images that it has not cached, nor was shown before, if it
+            decodes nothing.
         adapter: seconds in which its steps stand still until the adapter is on its device.
         embeddings: of each image that encoders encode for it: its position, and seconds until it is encoded.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
@@ -249,10 +251,15 @@ def offer(
         loads.reuse,
         sent.fits(request.tokens + 1),
         max(waiting, loads.router_tokens(row)) > budget,
-        status.encode_token_seconds * sum(stop - start for start, stop in request.images if stop > cached),
+        status.encode_token_seconds
+        * sum(
+            stop - start
+            for start, stop, name in request.images
+            if stop > cached and name not in worker.shown_images
+        ),
         [
             (start, late)
-            for (start, stop), late in zip(request.images, encoded_in, strict=False)
+            for (start, stop, _), late in zip(request.images, encoded_in, strict=False)
             if stop > cached
         ],
         fleet.loads.adapter_seconds(row, request.adapter),

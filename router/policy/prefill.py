@@ -128,8 +128,8 @@ class PrefillRequest:
     """An attempt of it ended before its time."""
     may_split: bool = False
     """Several workers may compute it."""
-    images: Sequence[tuple[int, int]] = ()
-    """Those of the prompt: the first position of each, and the one behind its last."""
+    images: Sequence[tuple[int, int, bytes]] = ()
+    """Those of the prompt: the first position of each, the one behind its last, and its name."""
     encoded_in: Sequence[float] = ()
     """Seconds until encoders have encoded each of these. Empty: there are none."""
     pair: tuple[str, str] | None = None

@@ -49,8 +49,6 @@ MOST_UNSENT_BYTES = 256 << 20
 """128 choices with the longest schema are 64 MiB."""
 MOST_UNSENT_PIXELS = 1 << 30
 """Bytes. The images of a request are 48 MiB."""
-MOST_SHOWN = 4096
-"""Images that a router remembers of each worker."""
 MOST_PHASES = 64
 """Of one request and worker that are shown."""
 OF_WEIGHTS = "weights", "model_fingerprint", "content_root"
@@ -225,9 +223,9 @@ class Worker:
     """Discovery no longer lists it."""
     send_queue: SendQueue | None = None
     """Of its stream, as is `stub`. None without a stream."""
-    shown_images: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    """Names of those whose pixels it got from this router: it may still have their embeddings."""
     stub: WorkerStub | None = None
+    shown_images: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    """By name, tokens of those whose pixels it got from this router. It should keep their embeddings."""
     outdated_since: float | None = None
     """The time.monotonic() at which another worker got newer weights. It takes no new work until it has
     them."""
@@ -428,17 +426,19 @@ class Worker:
     def lacks_pixels(self, image: "PlacedImage", cached: int) -> bool:
         """Whether the worker may have neither the embeddings of an image nor its KV. If it seems to have
         them, it asks for pixels that it needs. `cached`: tokens of the prompt of which it has KV."""
-        if not self.description.asks_for_pixels:
-            return True
-        return image.name not in self.shown_images and image.start + image.rows * image.columns > cached
+        if image.name in self.shown_images:
+            self.shown_images.move_to_end(image.name)
+            return False
+        asks = self.description.kept_image_tokens > 0
+        return not asks or image.start + image.rows * image.columns > cached
 
     def send_pixels(self, image: "PlacedImage") -> None:
         """Sends those of an image of the attempt, or of the `SubmitEncode`, that comes next."""
         if self.send_queue is not None:
             self.send_queue.put_pixels(image.pixels)
-            self.shown_images[image.name] = None
+            self.shown_images[image.name] = image.rows * image.columns
             self.shown_images.move_to_end(image.name)
-            if len(self.shown_images) > MOST_SHOWN:
+            while sum(self.shown_images.values()) > self.description.kept_image_tokens:
                 self.shown_images.popitem(last=False)
 
     def send(self, message: pb.RouterMessage) -> None:

@@ -25,6 +25,7 @@ class SeenWorker:
     description: pb.WorkerDescription = field(default_factory=pb.WorkerDescription)
     step_model: StepModel | None = None
     prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
+    shown_images: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
         self.address = self.load.worker

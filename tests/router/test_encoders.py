@@ -133,7 +133,7 @@ async def test_an_image_is_encoded_once_and_its_worker_is_told() -> None:
 async def test_a_worker_that_encodes_gets_the_pixels_that_it_asks_for() -> None:
     fleet, picture = Fleet(), image(1)
     fleet.worker.description.image_fingerprint = ""
-    fleet.worker.description.asks_for_pixels = True
+    fleet.worker.description.kept_image_tokens = 8
     fleet.attempt("a", picture, image(2), wants=False)
     fleet.attempt("b", picture, wants=False)
     fleet.roster.encoders.wanted(fleet.worker, pb.ImageWanted(name=picture.name))
@@ -148,9 +148,16 @@ async def test_a_worker_gets_no_pixels_of_what_it_seems_to_have() -> None:
     worker = fleet.worker
     worker.send_pixels(first)
     assert worker.lacks_pixels(first, 0), "it asks for none"
-    worker.description.asks_for_pixels = True
+    assert worker.lacks_pixels(first, 4)
+    worker.description.kept_image_tokens = 8
+    worker.send_pixels(first)
     assert not worker.lacks_pixels(first, 0)
     assert [worker.lacks_pixels(second, cached) for cached in (3, 4)] == [True, False]
+    worker.send_pixels(second)
+    assert not worker.lacks_pixels(first, 0)
+    worker.send_pixels(image(3))
+    lacks = [worker.lacks_pixels(each, 0) for each in (first, second, image(3))]
+    assert lacks == [False, True, False], "the worker has dropped what it has used least recently"
     worker.lose_all()
     assert worker.lacks_pixels(first, 0), "another process may answer"
 

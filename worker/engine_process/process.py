@@ -82,5 +82,5 @@ def _ready(engine: Engine) -> messages.EngineReady:
         images=None if model.vision is None else model.vision.settings,
         image_layout=None if made is None else embedding_layout(made),
         image_fingerprint="" if made is None else made.fingerprint,
-        asks_for_pixels=engine.encoder is not None,
+        kept_image_tokens=engine.kept_image_tokens,
     )

@@ -76,7 +76,7 @@ class AttachService:
                 "retarget": ("decode_id", self._retarget),
                 "only_copies": ("", lambda _stream, _id, told: messages.OnlyCopies(validation.chunks(told))),
             }
-        if description.asks_for_pixels:
+        if description.kept_image_tokens:
             self._kinds["encode"] = "encode_id", self._encode
         if description.image_fingerprint:
             self._kinds["image_ready"] = (
