@@ -2,13 +2,13 @@
 
 A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use.
 
-`leases` has what keeps an object after its end, `memory` what gives freed memory back, `device_memory`
-memory of a GPU or CPU whose pages move, `cuda_driver` raw memory of a GPU and its handles, `system` ports,
-directories and child processes, `connections` the bound of those to a port, `background` what gives way to
-other processes, `logs` the lines that every process logs, `tracing` the spans of requests,
-`grammars` a compiler of clients' grammars that has limits, `step_model` what the steps of an engine cost,
-`trainer_files` files that stand for weights on a trainer's GPU, `link` what loading KV costs, `averages` what
-work has cost lately, `quantiles` what a quantile is.
+`leases` has what keeps an object after its end, `memory` what gives freed memory back, `device_memory` memory
+of a GPU or CPU whose pages move, `kept_pages` pages that outlive a process, `cuda_driver` raw memory of a GPU
+and its handles, `system` ports, directories and child processes, `connections` the bound of those to a port,
+`background` what gives way to other processes, `logs` the lines that every process logs, `tracing` the spans
+of requests, `grammars` a compiler of clients' grammars that has limits, `step_model` what the steps of an
+engine cost, `trainer_files` files that stand for weights on a trainer's GPU, `link` what loading KV costs,
+`averages` what work has cost lately, `quantiles` what a quantile is.
 The package imports no other package of Baton, and no torch.
 """
 
