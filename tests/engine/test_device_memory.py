@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.engine.execution.elastic_cache import tensor_at
 from baton.machine.device_memory import DeviceMemory, Exported, open_device_memory
+from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 
 NUMBER = None if DEVICE == "cpu" else 0
@@ -36,6 +37,32 @@ else:
     found = (ctypes.c_ubyte * memory.page_bytes).from_address(address)
     print(found[:3], flush=True)
     found[0] += 1
+"""
+MAKER = f"""
+import ctypes, os, signal, sys
+from baton.machine.device_memory import open_device_memory
+from baton.machine.kept_pages import KeptPages
+from baton.worker.kept_files import KeptFiles
+if {DEVICE == "cuda"}:
+    import torch
+    torch.zeros(1, device="cuda")
+memory = open_device_memory({NUMBER}, 1, exportable=True)
+address = memory.reserve(2 * memory.page_bytes)
+[page] = memory.create(1)
+memory.map(address, [page])
+KeptFiles(*map(int, sys.argv[2:])).put([KeptPages(memory.page_bytes, [memory.export(page)])])
+if {DEVICE == "cuda"}:
+    from baton.engine.execution.elastic_cache import tensor_at
+    both = tensor_at(address, (2 * memory.page_bytes,), torch.uint8, torch.device("cuda"))
+    both[:3] = 7
+    torch.cuda.synchronize()
+    if sys.argv[1] == "access":
+        print(both.sum().item())  # an address without memory poisons the context
+else:
+    ctypes.memset(address, 7, 3)
+    if sys.argv[1] == "access":
+        ctypes.memset(address + memory.page_bytes, 7, 1)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -122,6 +149,24 @@ def test_another_process_adopts_a_page_and_both_see_what_is_written(memory: Devi
         assert reader.communicate()[0] == b"[0, 1, 2]\n"
     assert reader.returncode == 0
     assert bytes_at(memory, address)[0].item() == 1, "the page outlives the reader"
+
+
+@pytest.mark.parametrize("end", ["kill", "access"])
+def test_pages_outlive_the_process_that_made_them_however_it_ends(memory: DeviceMemory, end: str) -> None:
+    files = KeptFiles.create()
+    command = [sys.executable, "-c", MAKER, end, *map(str, files)]
+    maker = subprocess.run(command, pass_fds=files, capture_output=True, text=True, check=False, timeout=60)
+    assert maker.returncode, maker.stderr
+    assert end == "kill" or DEVICE == "cpu" or "illegal memory access" in maker.stderr
+    for _ in range(2):
+        [kept] = files.pages()
+        [exported] = kept.pages
+        assert kept.page_bytes == memory.page_bytes
+        address = memory.reserve(1)
+        memory.map(address, memory.adopt(exported, 1))
+        os.close(exported.fd)
+        assert bytes_at(memory, address)[:3].tolist() == [7, 7, 7]
+    files.close()
 
 
 def test_pages_come_back_when_they_are_freed(memory: DeviceMemory) -> None:
