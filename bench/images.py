@@ -10,6 +10,7 @@ sides get the same images, and no side sees an image twice but where it is said.
     prefill         of a request of four images, when many come at once: the time of its prompt, from
                     prompts of text with as many tokens
     encode          the time of its images: what a request with images takes longer
+    encode.busiest  share of these images that one of Baton's workers encoded: half, if two share the work
     limit           requests/s that both stages allow: 1 / (prefill + encode)
     rate            requests of four images: the highest rate with p99 of first tokens within --ttft
     of_limit        rate / limit
@@ -93,6 +94,7 @@ GOALS = {"one": 0.9, "rate": 1.0}
 """Of the first side ÷ the second, if they are given."""
 UNITS = {
     "rate": "requests/s", "limit": "requests/s", "of_limit": "ratio", "gaps": "ratio",
+    "encode.busiest": "ratio",
     "repeat.encoded": "images",
 }  # fmt: skip
 """Of a figure; else ms."""
@@ -180,8 +182,8 @@ class Client:
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
 
-    async def encoded(self, url: str) -> float | None:
-        """Images that the workers of a router have encoded. None: it is no router of Baton."""
+    async def encoded(self, url: str) -> list[float] | None:
+        """Images that each worker of a router has encoded. None: it is no router of Baton."""
         async with self._http.get(f"{url}/metrics/targets") as answer:
             if answer.status != 200 or answer.content_type != "application/json":
                 return None  # vLLM answers below /metrics with all its metrics
@@ -191,13 +193,15 @@ class Client:
         for target in targets:
             async with self._http.get(f"http://{target['targets'][0]}/metrics") as answer:
                 pages.append(await answer.text())
-        return sum(
-            sample.value
+        return [
+            sum(
+                sample.value
+                for family in text_string_to_metric_families(page)
+                for sample in family.samples
+                if sample.name == "baton:images_encoded_total"
+            )
             for page in pages
-            for family in text_string_to_metric_families(page)
-            for sample in family.samples
-            if sample.name == "baton:images_encoded_total"
-        )
+        ]
 
     async def ask(self, body: dict[str, Any], url: str = "", within: float = math.inf) -> Answer:
         """`url`: of one process, which keeps images that came before. `within`: seconds; without a first
@@ -287,7 +291,7 @@ class Turn:
         again = [await self._client.ask(self._client.body([picture]), url) for _ in range(5)]
         found = {"repeat": 1e3 * statistics.median(first_tokens(again))}
         after = await self._client.encoded(url)
-        return found if before is None or after is None else found | {"repeat.encoded": after - before}
+        return found if not before or not after else found | {"repeat.encoded": sum(after) - sum(before)}
 
     async def _median_at_once(self, count: int) -> Figures:
         return {f"at_once.{count}": 1e3 * statistics.median([await self._at_once(count) for _ in range(3)])}
@@ -302,8 +306,14 @@ class Turn:
         if not tokens:
             raise RuntimeError("the server does not tell the tokens of a prompt")
         text = await seconds(lambda: [self._client.body([], tokens) for _ in range(AT_ONCE)])
+        before = await self._client.encoded(self._urls[0])
         both = await seconds(lambda: [self._body() for _ in range(AT_ONCE)])
-        return {"prefill": 1e3 * text, "encode": 1e3 * max(0.0, both - text), "limit": 1 / max(both, text)}
+        after = await self._client.encoded(self._urls[0])
+        found = {"prefill": 1e3 * text, "encode": 1e3 * max(0.0, both - text), "limit": 1 / max(both, text)}
+        if before and after:
+            by_worker = [late - early for early, late in zip(before, after, strict=True)]
+            found["encode.busiest"] = max(by_worker) / max(1.0, sum(by_worker))
+        return found
 
     async def _rate(self, found: Figures) -> Figures:
         """The highest one, in requests/s. 0: even the lowest one that was tried misses."""
@@ -467,7 +477,11 @@ def rows(found: dict[str, list[Figures]], args: Any) -> list[Row]:
             for a, b in zip(of_ours, of_theirs, strict=True)
             if a.keys() & b.keys() >= {name}
         ]
-        if pairs and all(b for _, b in pairs) and name not in ("gaps", "repeat.encoded", "of_limit"):
+        if (
+            pairs
+            and all(b for _, b in pairs)
+            and name not in ("gaps", "repeat.encoded", "of_limit", "encode.busiest")
+        ):
             ratio, spread = contract.paired_ratio(*zip(*pairs, strict=True))
             value = statistics.median(a for a, _ in pairs)
             goal, better = GOALS.get(name) if args.side else None, "higher" if name == "rate" else "lower"

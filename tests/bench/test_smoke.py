@@ -527,6 +527,7 @@ def test_runs_images(run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     assert rows["images.pool.rate"] == pytest.approx(1.25 * rows["images.pool.limit"])
     assert rows["images.pool.repeat.encoded"] == 0
     of_side = {"one", "repeat", "at_once.6", "limit", "prefill", "encode", "rate", "of_limit", "gaps"}
+    of_side |= {"encode.busiest"}
     assert rows.keys() > {f"images.{side}.{name}" for side in ("pool", "inside") for name in of_side}
     assert rows.keys() > {"images.one", "images.repeat", "images.at_once.6", "images.rate"}
     assert {0, 1, 2, 4} == set(AnswersAtOnce.asked), "six at once are four and two"
