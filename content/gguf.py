@@ -63,7 +63,9 @@ class GGUFHeader:
         self.end = 0
         try:
             self._parse()
-        except (struct.error, OverflowError, UnicodeDecodeError, KeyError) as error:
+        except (struct.error, OverflowError) as error:  # whose text is about buffers
+            raise ValueError(f"{path}: corrupt or cut short at byte {self.end}; download it again") from error
+        except (UnicodeDecodeError, KeyError) as error:
             raise ValueError(f"{path}: corrupt or cut short at byte {self.end}: {error}") from error
 
     def _parse(self) -> None:
