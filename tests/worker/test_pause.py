@@ -1,4 +1,4 @@
-"""The pause of a worker whose engine refuses, or whose caller ends its call."""
+"""The pause of a worker whose engine refuses."""
 
 import asyncio
 from unittest.mock import create_autospec
@@ -13,14 +13,11 @@ from tests.within import within
 
 
 class Engine:
-    """What the engine has been told, in a backend without an engine."""
+    """An engine that may refuse, behind a backend."""
 
     def __init__(self) -> None:
         self.refusals = list[str]()
         """Of the next calls."""
-        self.frozen: bool | None = None
-        self.asked, self.answers = asyncio.Event(), asyncio.Event()
-        self.answers.set()
         self.serves = asyncio.Event()
         self.backend = create_autospec(Backend, instance=True)
         self.backend.pause, self.backend.lacks_memory = pb.PAUSE_NONE, False
@@ -32,11 +29,8 @@ class Engine:
         self.backend.pause = pause
 
     async def _freeze(self, *, frozen: bool, abort: str) -> Paused:
-        self.asked.set()
-        await self.answers.wait()
         if self.refusals:
             return Paused(0, False, self.refusals.pop(0))
-        self.frozen = frozen
         if not frozen:
             self.serves.set()
         return Paused(0, False, "")
@@ -66,18 +60,3 @@ async def test_a_pause_that_is_refused_leaves_the_end_of_the_pause_before() -> N
             async with asyncio.timeout(0.02):
                 await engine.serves.wait()
         assert engine.backend.pause == pb.PAUSE_NEW
-
-
-async def test_a_call_that_is_cancelled_is_carried_out() -> None:
-    """Else routers hear that the worker serves, and its engine computes nothing."""
-    engine = Engine()
-    await engine.pause.set(steps(600.0))
-    engine.asked.clear()
-    engine.answers.clear()
-    call = asyncio.create_task(engine.pause.set(pb.PauseRequest()))
-    await within(engine.asked.wait())
-    call.cancel()
-    await asyncio.wait([call])
-    engine.answers.set()
-    await within(engine.serves.wait())
-    assert (engine.backend.pause, engine.frozen) == (pb.PAUSE_NONE, False)

@@ -43,10 +43,6 @@ class WorkerPause:
             raise Refused(f"pause is {request.pause}: it must be one of {', '.join(pb.Pause.keys())}")
         if request.pause and not 0 < request.seconds <= LONGEST:
             raise Refused(f"seconds is {request.seconds:g}: it must be above 0, at most {LONGEST:g}")
-        # A call that is cancelled must not leave the engine frozen while routers hear that it goes on.
-        return await asyncio.shield(asyncio.create_task(self._set(request)))
-
-    async def _set(self, request: pb.PauseRequest) -> pb.WorkerStatus:
         async with self._one_at_a_time:
             if not request.pause and self._backend.lacks_memory:
                 raise Refused(_lacks(self._backend))
