@@ -24,12 +24,13 @@ turns.
 
 import argparse
 import asyncio
+import random
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -41,7 +42,7 @@ import baton.bench.contract as contract
 from baton.bench.contract import Report, Row, gpus_or_exit, interleaved, paired_ratio
 from baton.bench.engine.drive import drain, fill
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
-from baton.bench.harness.streams import Case, Stream, cases, expected, judge, new_session, read, until
+from baton.bench.harness.streams import Case, Load, Stream, cases, expected, judge, new_session, read, until
 from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.cluster.model import embedded_path
@@ -64,6 +65,8 @@ STANDS_BY = "an engine process stands by"
 CPU_FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
 GPU_FLAGS = ("--dtype", "bfloat16", "--load-format", "dummy", "--batch-invariant", "--max-model-len", "32768")
 GPU_ANSWER = 768
+BESIDE = 16, 500, 64
+"""Requests beside, the tokens of their prompts and of their answers."""
 MOST_RECOMPUTED, SLOWEST_STEP = {"cpu": 128, "cuda": 192}, 1.005
 TOLD = "memory:", "stands by", "standby", "goes on", "blocks of KV", "WARN", "ERR"
 """In lines of the log of a worker on a GPU that the bench repeats."""
@@ -170,9 +173,17 @@ def started_on_gpus(shape: str) -> Iterator[LocalCluster]:
                 raise
 
 
-async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int, *, standby: bool = False) -> Kills:
+async def killed(
+    cluster: LocalCluster,
+    asked: Sequence[Case],
+    kills: int,
+    *,
+    standby: bool = False,
+    beside: Sequence[Case] = (),
+    rate: float = 0.0,
+) -> Kills:
     """The clients send requests until there were so many kills. With `standby`, an engine process stands by
-    at each of them."""
+    at each of them. `rate`: requests a second of `beside`, which others send meanwhile."""
     log = cluster.of("decode")[0].log
     clients = [Client(case) for case in asked]
     moments: list[float] = []
@@ -181,7 +192,8 @@ async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int, *, st
         counts = [(client, client.tokens + tokens) for client in clients]
         await until(lambda: all(client.tokens >= count for client, count in counts), running)
 
-    async with new_session() as http:
+    load = Load(cluster.url, beside, random.Random(0))
+    async with new_session() as http, load.at(rate) if rate else nullcontext():
         running = [
             asyncio.create_task(client.run(http, cluster.url, number))
             for number, client in enumerate(clients)
@@ -200,7 +212,7 @@ async def killed(cluster: LocalCluster, asked: Sequence[Case], kills: int, *, st
         finally:
             for task in running:
                 task.cancel()
-    streams = [stream for client in clients for stream in client.streams]
+    streams = [stream for client in clients for stream in client.streams] + load.streams
     recomputed = [client.recomputed(moments) for client in clients]
     return Kills(
         streams,
@@ -309,10 +321,11 @@ def step_on_gpu(shape: str, report: Report, steps: int) -> None:
     files.close()
 
 
-def long_cases(count: int, tokens: int) -> list[Case]:
+def cases_of(count: int, tokens: int, answer: int) -> list[Case]:
+    """Prompts of so many tokens. Prompts of different lengths share no prefix."""
     compose = Composer(Tokenization(WORDS, 1.0, 0, "one token a word")).compose
-    prompts = [compose([Segment((0, number), tokens)]) for number in range(count)]
-    return [Case(prompt, GPU_ANSWER, 0.8 * (i % 2), seed=i + 1) for i, prompt in enumerate(prompts)]
+    prompts = [compose([Segment((tokens, number), tokens)]) for number in range(count)]
+    return [Case(prompt, answer, 0.8 * (i % 2), seed=i + 1) for i, prompt in enumerate(prompts)]
 
 
 def measure_on_gpus(args: argparse.Namespace, report: Report) -> None:
@@ -320,11 +333,12 @@ def measure_on_gpus(args: argparse.Namespace, report: Report) -> None:
         step_on_gpu(args.model_shape, report, SHORT_STEPS if args.short else STEPS)
     if args.part == "step":
         return
-    asked = long_cases(args.streams, args.prompt_tokens)
+    asked = cases_of(args.streams, args.prompt_tokens, GPU_ANSWER)
+    beside = cases_of(*BESIDE) if args.rate else []
     with started_on_gpus(args.model_shape) as cluster:
         log = cluster.of("decode")[0].log
-        right = asyncio.run(expected(cluster.url, asked, args.streams))
-        stays = asyncio.run(killed(cluster, asked, args.kills, standby=True))
+        right = asyncio.run(expected(cluster.url, [*asked, *beside], args.streams))
+        stays = asyncio.run(killed(cluster, asked, args.kills, standby=True, beside=beside, rate=args.rate))
         tell(report, "cuda", stays, right, leaks_when_idle(cluster.url), len(cluster.of("decode")[0].exits))
         for line in log.read_text().splitlines():
             if any(word in line for word in TOLD):
@@ -384,6 +398,13 @@ def main() -> int:
     p = contract.parser(__doc__ or "")
     p.add_argument("--model-shape", choices=sorted(SHAPES), default=DENSE, help=f"on GPUs; default: {DENSE}")
     p.add_argument("--prompt-tokens", type=int, default=16_000, metavar="N", help="on GPUs; default: 16,000")
+    p.add_argument(
+        "--rate",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="on GPUs: short requests a second beside; default: 0",
+    )
     p.add_argument("--part", choices=("kills", "step"), help="on GPUs: measure this alone")
     args = contract.with_counts(p, kills=(KILLS, SHORT_KILLS), streams=(STREAMS, SHORT_STREAMS))
     report = Report.of("survive", args)
