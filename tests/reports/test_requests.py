@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from baton.router.text.tokenizer import load_tokenizer
@@ -136,8 +135,7 @@ async def test_what_templates_read(named: str, tmp_path: Path):
 async def test_the_name_of_a_message_over_grpc(tmp_path: Path):
     template, body, prompt = TEMPLATES["the name of a message"]
     async with replaying(tmp_path, template=template) as made:
-        assert made.router.grpc_address is not None
-        async with grpc.aio.insecure_channel(made.router.grpc_address) as channel:
+        async with made.channel() as channel:
             chat = pb.Chat(messages=[pb.ChatMessage(**message) for message in body["messages"]])
             async for _ in InferenceStub(channel).Generate(pb.GenerateRequest(chat=chat, max_tokens=70_000)):
                 pass

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import grpc
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -176,6 +177,11 @@ class Cluster:
     @property
     def url(self) -> str:
         return self.router.url
+
+    def channel(self) -> grpc.aio.Channel:
+        """To its gRPC API."""
+        assert self.router.grpc_address is not None
+        return grpc.aio.insecure_channel(self.router.grpc_address)
 
     @property
     def pool(self) -> WorkerPool:

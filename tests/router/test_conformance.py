@@ -4,7 +4,6 @@ import random
 from itertools import chain
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from baton.rpc import inference_pb2 as pb
@@ -109,8 +108,7 @@ def _joined(logprobs: list) -> dict | None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_grpc_gives_the_response_of_http(cluster: Cluster, path: str, count: int):
     rng, chat = random.Random(3), "chat" in path
-    assert cluster.router.grpc_address is not None
-    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+    async with cluster.channel() as channel:
         stub = InferenceStub(channel)
         for _ in range(count):
             body = drawn(rng, chat=chat)

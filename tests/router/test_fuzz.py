@@ -68,8 +68,7 @@ async def call(stub: InferenceStub, request: pb.GenerateRequest) -> grpc.StatusC
 @MANY
 async def test_extreme_values_over_grpc(cluster: Cluster, caplog: pytest.LogCaptureFixture, count: int):
     rng, codes = random.Random(5), collections.Counter()
-    assert cluster.router.grpc_address is not None
-    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+    async with cluster.channel() as channel:
         stub = InferenceStub(channel)
         for _ in range(count):
             names = rng.sample(sorted(OVER_GRPC), rng.choice([1, 2, 3]))
@@ -89,8 +88,7 @@ async def test_mutated_messages_over_grpc(cluster: Cluster, caplog: pytest.LogCa
         stop_token_ids=[9], logit_bias={5: 2.5}, logprobs=2, priority=-3, user="u", min_tokens=1,
         structured_outputs=pb.StructuredOutputs(regex="[a-z]+"),
     ).SerializeToString()  # fmt: skip
-    assert cluster.router.grpc_address is not None
-    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+    async with cluster.channel() as channel:
         stub = InferenceStub(channel)
         while codes.total() < count:
             changed = bytearray(whole)

@@ -1,8 +1,6 @@
 """The gRPC endpoint of a real router over fake workers, compared with HTTP."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,10 @@ CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hi")])
 Health = health_pb2.HealthCheckResponse
 
 
-@contextlib.asynccontextmanager
-async def channel_to(cluster: Cluster) -> AsyncIterator[grpc.aio.Channel]:
-    assert cluster.router.grpc_address is not None
-    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
-        yield channel
-
-
 async def generate(
     cluster: Cluster, metadata: tuple[tuple[str, str], ...] = (), **fields: Any
 ) -> list[pb.GenerateResponse]:
-    async with channel_to(cluster) as channel:
+    async with cluster.channel() as channel:
         call = InferenceStub(channel).Generate(
             pb.GenerateRequest(**fields), metadata=metadata, timeout=WITHIN
         )
@@ -141,7 +132,7 @@ async def test_stop_reasons_and_logprobs(cluster: Cluster):
 async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps, decode.steps = asyncio.Semaphore(1), asyncio.Semaphore(0)
-    async with channel_to(cluster) as channel:
+    async with cluster.channel() as channel:
         call = InferenceStub(channel).Generate(pb.GenerateRequest(text="x", max_tokens=50))
         first = await call.read()
         assert isinstance(first, pb.GenerateResponse)
@@ -155,7 +146,7 @@ async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster
 async def test_the_deadline_of_the_call_limits_the_request(cluster: Cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     decode.steps = asyncio.Semaphore(0)
-    async with channel_to(cluster) as channel:
+    async with cluster.channel() as channel:
         while not decode.submitted:  # a slow machine may need longer to prepare it
             call = InferenceStub(channel).Generate(pb.GenerateRequest(text="x", max_tokens=50), timeout=0.5)
             with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -198,7 +189,7 @@ async def test_a_message_that_is_too_large_is_refused(tokenizer: ModelTokenizer,
 
 
 async def test_health_follows_the_workers(cluster: Cluster):
-    async with channel_to(cluster) as channel:
+    async with cluster.channel() as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # the type stubs lack grpc.aio
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == Health.SERVING
         watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
@@ -211,7 +202,7 @@ async def test_health_follows_the_workers(cluster: Cluster):
 
 
 async def test_reflection_shows_the_service(cluster: Cluster):
-    async with channel_to(cluster) as channel:
+    async with cluster.channel() as channel:
         # pyrefly: ignore[bad-argument-type]  (the type stubs lack grpc.aio)
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo()
@@ -234,7 +225,7 @@ async def test_a_drain_lets_a_call_finish_and_refuses_new_ones(cluster: Cluster)
     code, _, trailing = await refusal(cluster, text="x")
     assert code == grpc.StatusCode.UNAVAILABLE
     assert trailing["retry-after"] == "1"
-    async with channel_to(cluster) as channel:
+    async with cluster.channel() as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == Health.NOT_SERVING
     for _ in range(99):

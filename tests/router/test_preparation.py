@@ -404,8 +404,7 @@ async def test_large_bodies_are_prepared_in_a_child_that_is_replaced_when_it_die
         assert result["choices"][0]["prompt_token_ids"] == expected
         status, result = await cluster.post("/tokenize", prompt=text)
         assert (status, result["tokens"]) == (200, expected)
-        assert cluster.router.grpc_address is not None
-        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        async with cluster.channel() as channel:
             request = ipb.GenerateRequest(text=text, max_tokens=1)
             last = [message async for message in InferenceStub(channel).Generate(request)][-1]
             assert last.usage.prompt_tokens == len(expected)
@@ -531,15 +530,16 @@ async def test_limits_are_checked_before_the_preparation(
 
 
 async def test_grpc_authorizes_before_it_parses(tokenizer: ModelTokenizer, tmp_path: Path):
-    async with make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("a", "secret"),)) as cluster:
-        assert cluster.router.grpc_address is not None
-        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
-            generate = channel.unary_stream(f"/{SERVICE}/Generate", bytes, bytes)
-            for key, code in (("x", "UNAUTHENTICATED"), ("secret", "INVALID_ARGUMENT")):
-                metadata = [("authorization", f"Bearer {key}")]
-                with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                    _ = [message async for message in generate(b"\xff\xff", metadata=metadata)]
-                assert refusal.value.code().name == code
+    async with (
+        make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("a", "secret"),)) as cluster,
+        cluster.channel() as channel,
+    ):
+        generate = channel.unary_stream(f"/{SERVICE}/Generate", bytes, bytes)
+        for key, code in (("x", "UNAUTHENTICATED"), ("secret", "INVALID_ARGUMENT")):
+            metadata = [("authorization", f"Bearer {key}")]
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                _ = [message async for message in generate(b"\xff\xff", metadata=metadata)]
+            assert refusal.value.code().name == code
 
 
 def test_an_echo_of_ids_that_are_cut_off(tokenizer: ModelTokenizer):

@@ -83,12 +83,10 @@ async def silence() -> AsyncIterator[bytes]:
 async def test_a_grpc_message_that_does_not_arrive(
     tokenizer: ModelTokenizer, tmp_path: Path, method: str
 ) -> None:
-    async with make_cluster(tokenizer, tmp_path, client_timeout=0.1) as cluster:
-        assert cluster.router.grpc_address is not None
-        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
-            call = channel.stream_stream(f"/{method}", bytes, bytes)(silence(), timeout=WITHIN)
-            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "did not come within 0.1 s" in (await call.details() or "")
+    async with make_cluster(tokenizer, tmp_path, client_timeout=0.1) as cluster, cluster.channel() as channel:
+        call = channel.stream_stream(f"/{method}", bytes, bytes)(silence(), timeout=WITHIN)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not come within 0.1 s" in (await call.details() or "")
 
 
 async def test_a_body_that_does_not_arrive(tokenizer: ModelTokenizer, tmp_path: Path):
@@ -183,13 +181,12 @@ async def test_grpc_messages_that_take_long_count_as_the_largest(tokenizer: Mode
 
 
 async def test_grpc_checks_the_key_before_the_message(tokenizer: ModelTokenizer, tmp_path: Path):
-    async with make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("a", "secret"),)) as cluster:
-        assert cluster.router.grpc_address is not None
-        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
-            call = channel.stream_stream("/baton.v1.Inference/Generate", bytes, bytes)(
-                silence(), timeout=WITHIN
-            )
-            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+    async with (
+        make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("a", "secret"),)) as cluster,
+        cluster.channel() as channel,
+    ):
+        call = channel.stream_stream("/baton.v1.Inference/Generate", bytes, bytes)(silence(), timeout=WITHIN)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("unread", [10**9, 50])
@@ -221,18 +218,16 @@ async def test_a_stream_that_the_client_does_not_read(
 async def test_a_call_that_the_client_does_not_read(
     tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ):
-    async with make_cluster(tokenizer, tmp_path, **PATIENT) as cluster:
-        assert cluster.router.grpc_address is not None
-        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
-            asked = pb.GenerateRequest(text="Hello", max_tokens=7000, ignore_eos=True, logprobs=20)
-            call = InferenceStub(channel).Generate(asked)
-            assert await call.read()
-            await passing(clock, lambda: not cluster.router.services.active)
-            await cluster.idle()
-            # gRPC itself may log that it cannot send the status behind a write that is pending.
-            logged = [record for record in caplog.records if not record.name.startswith("grpc.")]
-            assert not [record for record in logged if record.exc_info], "no defect is logged"
-            call.cancel()
+    async with make_cluster(tokenizer, tmp_path, **PATIENT) as cluster, cluster.channel() as channel:
+        asked = pb.GenerateRequest(text="Hello", max_tokens=7000, ignore_eos=True, logprobs=20)
+        call = InferenceStub(channel).Generate(asked)
+        assert await call.read()
+        await passing(clock, lambda: not cluster.router.services.active)
+        await cluster.idle()
+        # gRPC itself may log that it cannot send the status behind a write that is pending.
+        logged = [record for record in caplog.records if not record.name.startswith("grpc.")]
+        assert not [record for record in logged if record.exc_info], "no defect is logged"
+        call.cancel()
 
 
 async def test_a_response_that_the_client_does_not_read(

@@ -224,8 +224,7 @@ async def test_an_invalid_grammar_of_a_chat_is_refused(cluster: Cluster):
 async def test_structured_outputs_over_grpc(
     cluster: Cluster, given: ipb.StructuredOutputs, expected: pb.StructuredOutput
 ):
-    assert cluster.router.grpc_address is not None
-    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+    async with cluster.channel() as channel:
         generate = InferenceStub(channel).Generate
         request = ipb.GenerateRequest(text="Hi", max_tokens=5, structured_outputs=given)
         assert [message async for message in generate(request)]

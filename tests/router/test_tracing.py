@@ -94,8 +94,7 @@ async def test_a_grpc_request_that_times_out(tokenizer: ModelTokenizer, tmp_path
     trace_id, parent = os.urandom(16).hex(), os.urandom(8).hex()
     async with make_cluster(tokenizer, tmp_path, otlp_endpoint=receiver.endpoint) as cluster:
         cluster.decodes[0].holds_kv = cluster.prefills[0].holds_kv = True
-        assert cluster.router.grpc_address is not None
-        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        async with cluster.channel() as channel:
             call = InferenceStub(channel).Generate(
                 pb.GenerateRequest(text="Hello", max_tokens=5),
                 metadata=(("traceparent", f"00-{trace_id}-{parent}-01"),),
