@@ -117,12 +117,21 @@ async def test_one_file_is_a_checkpoint_too(tmp_path: Path) -> None:
 async def test_a_worker_that_lies_is_refused_and_nothing_stays(
     parts: Sequence[pb.CheckpointPart], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    closing, close = list[threading.Thread](), CheckpointFiles.close
+
+    def noted(files: CheckpointFiles) -> None:
+        closing.append(threading.current_thread())
+        close(files)
+
+    monkeypatch.setattr(CheckpointFiles, "close", noted)
     monkeypatch.setattr(checkpoint_files, "MOST_FILES", 4)
     before = descriptors()
     with pytest.raises(Refused, match=reason):
         await CheckpointFiles.received(each(parts), str(tmp_path))
     assert descriptors() == before
     assert not list(tmp_path.iterdir())
+    [thread] = closing
+    assert thread is not threading.current_thread(), "to give much memory back takes a second"
 
 
 async def test_a_copy_that_is_cancelled_writes_to_no_file_that_is_opened_later(

@@ -87,7 +87,7 @@ class CheckpointFiles:
             if left or not found._files:
                 raise Refused("the other worker ended in the middle of a file")
         except BaseException:
-            found.close()
+            await asyncio.to_thread(found.close)  # to give 16 GB back takes a second
             raise
         if [name for name in found._files if name.endswith(".gguf")] == [*found._files]:
             found.path = str(Path(found.path, next(iter(found._files))))

@@ -150,7 +150,7 @@ class WeightsReplacement:
             if unfit := _unfit(stage, staged):
                 raise Refused(f"{why}; {stage.peer}: {unfit}")
         except BaseException:
-            files.close()
+            await asyncio.to_thread(files.close)
             raise
         return files, staged
 
