@@ -55,6 +55,8 @@ YOUNG_PERIOD = 0.02
 """Between two collections of the youngest objects. A token frees as many objects as it makes, so Python's own
 collections, one for 700 objects more, are rare and pass some of each stream: 15 ms with 10,000."""
 COLLECTION_PERIOD, FEW_REQUESTS = 60.0, 100
+FEW_PERIOD = 0.5
+"""As `YOUNG_PERIOD`, with few requests: Python's own collections are short then, and an idle router rests."""
 ERROR_SECONDS = 5.0
 """Time to send clients the error that ends their request."""
 BODIES = 16
@@ -314,9 +316,11 @@ async def observe_lag(observe: Callable[[float], None], observe_own: Callable[[f
 
 async def collect_garbage(active: ActiveRequests) -> None:
     """Collects what failures left behind: the youngest often, and all while few requests run."""
+    loop = asyncio.get_running_loop()
     while True:
-        for _ in range(int(COLLECTION_PERIOD / YOUNG_PERIOD)):
-            await asyncio.sleep(YOUNG_PERIOD)
+        end = loop.time() + COLLECTION_PERIOD
+        while loop.time() < end:
+            await asyncio.sleep(FEW_PERIOD if len(active) < FEW_REQUESTS else YOUNG_PERIOD)
             gc.collect(0)
         if len(active) < FEW_REQUESTS:
             gc.collect()

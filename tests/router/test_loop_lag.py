@@ -10,6 +10,7 @@ import pytest
 from baton.router import server
 from baton.router.active_request import ActiveRequests
 from baton.router.server import observe_lag
+from tests.within import WITHIN
 
 from .conftest import Cluster
 
@@ -66,6 +67,7 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
 async def test_a_collection_does_not_pass_some_of_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python alone would collect no garbage here, since as many objects are freed as are made."""
     monkeypatch.setattr(server, "YOUNG_PERIOD", 1e-6)
+    monkeypatch.setattr(server, "FEW_REQUESTS", 0)
     collecting = asyncio.create_task(server.collect_garbage(ActiveRequests()))
     streams: list[list[int]] = [[] for _ in range(50_000)]
     gc.collect()
@@ -76,6 +78,17 @@ async def test_a_collection_does_not_pass_some_of_each_stream(monkeypatch: pytes
         await asyncio.sleep(0.001)
     collecting.cancel()
     assert most < 5_000
+
+
+async def test_an_idle_router_rests_between_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "YOUNG_PERIOD", 1e-6)
+    monkeypatch.setattr(server, "FEW_PERIOD", WITHIN)
+    collections: list[int] = []
+    monkeypatch.setattr(gc, "collect", collections.append)
+    collecting = asyncio.create_task(server.collect_garbage(ActiveRequests()))
+    await asyncio.sleep(0.01)
+    collecting.cancel()
+    assert not collections
 
 
 async def test_a_stall_of_the_event_loop_is_measured() -> None:
