@@ -24,6 +24,7 @@ turns.
 
 import argparse
 import asyncio
+import math
 import random
 import re
 import sys
@@ -33,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +219,16 @@ async def killed(
     return Kills(
         streams,
         [max(of_kill) for of_kill in zip(*recomputed, strict=True)],
-        [max(stream.gap_around(moment) or 0.0 for stream in streams) for moment in moments],
+        [longest(streams, *pair) for pair in pairwise([*moments, math.inf])],
         stages_in(log.read_text()) | ends_of_pauses(log.read_text(), moments, streams),
     )
+
+
+def longest(streams: Sequence[Stream], moment: float, end: float) -> float:
+    """Seconds of the longest gap between two tokens of a stream that ends in this time. Tokens that were on
+    the way come after a kill, so it need not be the gap around it."""
+    gaps = (b - a for stream in streams for a, b in pairwise(stream.arrivals) if moment < b <= end)
+    return max(gaps, default=0.0)
 
 
 def ends_of_pauses(log: str, moments: Sequence[float], streams: Sequence[Stream]) -> dict[str, list[float]]:
