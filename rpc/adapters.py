@@ -35,31 +35,25 @@ async def change_adapters(
 
     `workers`: what each has. `within`: seconds in which a worker must answer. A task that is cancelled waits
     for the end, so that no worker is left behind."""
-    await to_the_end(_change(workers, wanted, secret, tls, within))
-
-
-async def _change(
-    workers: Mapping[str, pb.AdapterSet],
-    wanted: Sequence[pb.Adapter],
-    secret: bytes,
-    tls: TlsFiles | None,
-    within: float,
-) -> None:
     newest = max(workers.values(), key=lambda known: known.revision)
     revision = newest.revision + 1
     asked = {
         address: pb.AdapterSet(revision=revision, replaces=known.revision, adapters=wanted)
         for address, known in workers.items()
     }
-    replies = await set_adapters(asked, secret, tls, within)
-    faults = {address: reply for address, reply in replies.items() if isinstance(reply, AioRpcError)}
-    changed = {address: reply for address, reply in replies.items() if isinstance(reply, pb.AdapterSet)}
-    loaded = {frozenset(each.fingerprint for each in reply.adapters) for reply in changed.values()}
-    if not faults and len(loaded) == 1:
-        return
-    before = pb.AdapterSet(revision=revision + 1, replaces=revision, adapters=newest.adapters)
-    await set_adapters(dict.fromkeys(changed, before), secret, tls, within)
-    raise NotChanged(faults)
+
+    async def change() -> None:
+        replies = await set_adapters(asked, secret, tls, within)
+        faults = {address: reply for address, reply in replies.items() if isinstance(reply, AioRpcError)}
+        changed = {address: reply for address, reply in replies.items() if isinstance(reply, pb.AdapterSet)}
+        loaded = {frozenset(each.fingerprint for each in reply.adapters) for reply in changed.values()}
+        if not faults and len(loaded) == 1:
+            return
+        before = pb.AdapterSet(revision=revision + 1, replaces=revision, adapters=newest.adapters)
+        await set_adapters(dict.fromkeys(changed, before), secret, tls, within)
+        raise NotChanged(faults)
+
+    await to_the_end(change())
 
 
 async def set_adapters(

@@ -6,14 +6,13 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.rpc import worker_pb2 as pb
-
-_ROLES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode", pb.POOL_ENCODE: "encode"}
+from baton.rpc.pools import POOL_NAMES
 
 
 def described_as(described: pb.WorkerDescription, status: pb.WorkerStatus | None = None) -> dict[str, Any]:
     """What a worker says of itself. `status`: a newer one than that in its description."""
     return {
-        "role": _ROLES.get(described.first_pool, "unknown"),
+        "role": POOL_NAMES.get(described.first_pool, "unknown"),
         "index": described.index,
         "incarnation": f"{described.incarnation:016x}",
         "description": plain(described),

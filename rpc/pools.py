@@ -1,13 +1,21 @@
-"""The pools of workers, as `/status` tells them."""
+"""The pools of workers, by the names that users see."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-POOLS = "prefill", "decode", "encode"
+from baton.rpc import worker_pb2 as pb
+
+POOLS: Mapping[str, pb.Pool] = {
+    "prefill": pb.POOL_PREFILL,
+    "decode": pb.POOL_DECODE,
+    "encode": pb.POOL_ENCODE,
+}
+POOL_NAMES = {pool: name for name, pool in POOLS.items()}
 
 
 def pool_of(worker: Mapping[str, Any]) -> str:
-    """The pool in which a worker serves now. Before its first report, that is the pool of its name."""
+    """The pool in which a worker of `/status` serves now. Before its first report, that is the pool of its
+    name."""
     pool = (worker.get("status") or {}).get("pool", "").removeprefix("pool_")
     return pool if pool in POOLS else worker.get("role", "")
 

@@ -17,8 +17,9 @@ from baton.kv_transfer import TransferStats
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
+from baton.rpc.pools import POOL_NAMES, POOLS
 from baton.worker import messages
-from baton.worker.config import Role, WorkerConfig
+from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.kv_events import all_blocks_cleared
 from baton.worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
 from baton.worker.processes import EngineError, EngineRestart, TreeError
@@ -40,13 +41,6 @@ log = logging.getLogger(__name__)
 
 STILL_CHECK = 0.002
 """Seconds between two questions whether a step is over."""
-
-POOLS: dict[Role, pb.Pool] = {
-    "prefill": pb.POOL_PREFILL,
-    "decode": pb.POOL_DECODE,
-    "encode": pb.POOL_ENCODE,
-}
-NAMES = {pool: name for name, pool in POOLS.items()}
 
 
 class Refused(Exception):
@@ -309,9 +303,9 @@ class Backend:
     async def set_pool(self, pool: "pb.Pool") -> pb.WorkerStatus:
         """Moves the worker to a pool and tells all routers. Returns the new status."""
         if pool != self._pool:
-            log.info("moves from the %s pool to the %s pool", NAMES[self._pool], NAMES[pool])
+            log.info("moves from the %s pool to the %s pool", POOL_NAMES[self._pool], POOL_NAMES[pool])
             self._pool = pool
-            self._metrics.role = NAMES[pool]
+            self._metrics.role = POOL_NAMES[pool]
             # Routers get the label at once, because a new status must wait for the engine's step.
             self._last_status.pool = pool
             self._routers.broadcast(pb.WorkerMessage(status=self._last_status))

@@ -17,6 +17,7 @@ from baton.machine.system import cannot_listen, report, try_port
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
 from baton.rpc.health import HealthServicer
+from baton.rpc.pools import POOLS
 from baton.rpc.stubs import WORKER, add_service
 from baton.rpc.tls import add_port
 from baton.worker.config import WorkerConfig
@@ -24,7 +25,7 @@ from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import Code, EngineReady
 from baton.worker.processes import EngineError, EngineRestart, StartError, TreeError
 from baton.worker.service_process import streams
-from baton.worker.service_process.backend import POOLS, Backend
+from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
