@@ -69,15 +69,20 @@ class Embeddings:
     def wait(self, seconds: float) -> bool:
         """Waits until embeddings that are under way may be there, at most `seconds`. False: none are."""
         with self._lock:
-            under_way = list(self._under_way.values())
-        if under_way:
-            wait(under_way, seconds, FIRST_COMPLETED)
-        return bool(under_way)
+            asked = self._asked_for()
+        if asked:
+            wait(asked, seconds, FIRST_COMPLETED)
+        return bool(asked)
 
     @property
     def waiting(self) -> int:
         """Images that are asked for now, and not there."""
-        return len(self._under_way)
+        with self._lock:
+            return len(self._asked_for())
+
+    def _asked_for(self) -> "list[Future[np.ndarray]]":
+        """The futures of these, while the lock is held."""
+        return list(self._under_way.values())
 
     def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
         """Begins to make embeddings, while the lock is held."""

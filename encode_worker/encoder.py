@@ -63,10 +63,6 @@ class Encoder(Embeddings):
         """In which the waiting images are encoded, if nothing decodes. 0: none waits, or not known."""
         return self._tokens_waiting * self.turns.token_seconds
 
-    @property
-    def waiting(self) -> int:
-        return super().waiting + len(self._without_pixels)
-
     def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
         if not pixels and self.wants is not None:
             with self._lock:
@@ -130,6 +126,9 @@ class Encoder(Embeddings):
             self.seconds += self.turns.seconds - before
         self._keep(name, encoded)
         return encoded
+
+    def _asked_for(self) -> "list[Future[np.ndarray]]":
+        return [*super()._asked_for(), *self._without_pixels.values()]
 
     def _hold(self, name: bytes) -> None:
         if self._hold_seconds:

@@ -30,8 +30,9 @@ from baton.engine.step import Step
 MOST_WAITED = 0.1
 """Share of a step in which the host may wait for KV from other workers, or the device may encode images, if
 the step is to show a speed. The speed is wrong by no more than this share."""
-GRAMMAR_WAIT = 0.05
-"""Seconds that a step with nothing to compute waits for an image or a grammar."""
+LONGEST_WAIT = 0.002
+"""Seconds that a step with nothing to compute waits for an image or a grammar. Messages and KV that come
+meanwhile wait as long, so it is short beside a step."""
 
 
 class StepLoop:
@@ -133,8 +134,8 @@ class StepLoop:
         schedule = self._schedule(began, result)
         self._use_spare_time(schedule)
         if not schedule.chunks:
-            if not self.under_way and not (self.images is not None and self.images.wait(GRAMMAR_WAIT)):
-                self._grammars.wait(GRAMMAR_WAIT)
+            if not self.under_way and not (self.images is not None and self.images.wait(LONGEST_WAIT)):
+                self._grammars.wait(LONGEST_WAIT)
             return False
         self._computing(schedule)
         try:

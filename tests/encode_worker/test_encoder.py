@@ -66,6 +66,7 @@ def test_an_image_without_pixels_waits_for_them() -> None:
     encoder.wants = wanted.append
     waiting = [encoder.embeddings(IMAGES[1], b"", 1, 1) for _ in range(2)]
     assert (wanted, encoder.waiting) == ([IMAGES[1]] * 2, 1)
+    assert encoder.wait(0), "an engine that has nothing else to do waits for them"
     encoder.embeddings(IMAGES[1], IMAGES[1], 1, 1)
     assert [each.result(WITHIN).tolist() for each in waiting] == [[[1] * TOKEN_BYTES]] * 2
     encoder.embeddings(IMAGES[1], b"", 1, 1).result(0)
