@@ -46,6 +46,11 @@ def config(**fields: Any) -> WorkerConfig:
             "--enable-memory-saver: not with --replace-engine",
         ),
         ({"standby": True}, "a standby: only with --replace-engine"),
+        ({"replace_engine": True, "engine_args": ()}, "--replace-engine: only for Baton's engine"),
+        (
+            {"engine": EngineConfig("model", device="cuda", tensor_parallel_size=2), "replace_engine": True},
+            "--replace-engine: on GPUs only with one GPU per worker",
+        ),
         ({"drain_timeout": 1e6}, "--drain-timeout: 1000000.0"),
     ],
 )
