@@ -81,9 +81,8 @@ def check_encoder(engine: EngineConfig, model: ModelConfig, *, has_weights: bool
     """Raises `ValueError` if no encoder can encode images for this model. `has_weights`: files of the model
     have those of its encoder."""
     if model.vision is None:
-        raise ValueError(
-            f"--model {engine.model}: it takes no images, so leave out --encode and --encoder-pool"
-        )
+        taken = "--language-model-only" if engine.language_model_only else f"--model {engine.model}"
+        raise ValueError(f"{taken}: the model takes no images, so leave out --encode and --encoder-pool")
     if not has_weights and engine.load_format != "dummy":
         raise ValueError(f"--model {engine.model}: its files have no weights of an encoder of images")
 

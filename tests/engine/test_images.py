@@ -234,15 +234,24 @@ def test_models_with_states_see(kind: str, tmp_path: Path, monkeypatch: pytest.M
     engine.close()
 
 
+def faults_of_an_encoder(path: Path, *, images: bool = True) -> list[check_model.Fault]:
+    """What `baton serve --encode 1` refuses before it starts anything."""
+    faults = check_model._faults(str(path), check_model.RANKS | {"encoder_pool": True}, None, images)
+    return [fault for fault in faults if fault.what == "weights"]
+
+
 def test_a_checkpoint_without_its_encoder_still_reads_text(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen3_5")
     text = request_of(9, [5, 6, 7, 8], max_tokens=10, ignore_eos=True)
     engine = load(tmp_path, num_blocks=16)
     expected = tokens_of(engine, [text])
     engine.close()
+    assert faults_of_an_encoder(tmp_path) == []
     with edited_tensors(tmp_path) as tensors:
         for name in [name for name in tensors if ".visual." in name]:
             del tensors[name]
+    [fault] = faults_of_an_encoder(tmp_path)
+    assert fault.message == f"--model {tmp_path}: its files have no weights of an encoder of images"
     engine = load(tmp_path, num_blocks=16)
     assert engine.encoder is None
     assert tokens_of(engine, [text]) == expected
@@ -285,6 +294,8 @@ def test_what_is_checked_before_the_start_is_what_is_served(seeing: tuple[Path, 
     )  # fmt: skip
     assert text_only == []
     assert "vision_config is missing" in both[0].message
+    [fault] = faults_of_an_encoder(path, images=False)
+    assert fault.message.startswith("--language-model-only: the model takes no images")
 
 
 def test_new_weights_of_the_encoder(seeing: tuple[Path, Any], tmp_path: Path) -> None:
