@@ -13,6 +13,15 @@ from baton.kv_transfer.protocol.messages import Credit
 from .test_lifecycle import copies
 
 
+def wanted(slots: int, frames: dict[int, int]) -> ReceiverSlots:
+    """Slots of which each session wants so many."""
+    pool = ReceiverSlots(slots)
+    for session, count in frames.items():
+        pool.open(session)
+        pool.want(session, count)
+    return pool
+
+
 def test_a_frame_beyond_credit_is_an_error() -> None:
     """It takes a slot of another session's, which gets a new one."""
     pool = ReceiverSlots(8)
@@ -71,9 +80,7 @@ class Sender:
 
 
 def test_no_session_gets_more_than_half() -> None:
-    pool = ReceiverSlots(8)
-    pool.open(1)
-    pool.want(1, 100)
+    pool = wanted(8, {1: 100})
     assert pool.settle() == [(1, Credit(4))]
     for session in (2, 3):
         pool.open(session)
@@ -82,9 +89,7 @@ def test_no_session_gets_more_than_half() -> None:
 
 
 def test_what_is_not_wanted_any_more_is_recalled() -> None:
-    pool = ReceiverSlots(8)
-    pool.open(1)
-    pool.want(1, 4)
+    pool = wanted(8, {1: 4})
     pool.settle()
     pool.lay_out()
     pool.arrive(1)
@@ -99,10 +104,7 @@ def test_what_is_not_wanted_any_more_is_recalled() -> None:
 
 def test_what_is_said_to_be_on_its_way_is_not_asked_for_all_the_time() -> None:
     """On a slow line, that would be a message for each turn of the loop."""
-    pool = ReceiverSlots(2)
-    for session in (1, 2, 3):
-        pool.open(session)
-        pool.want(session, 1)
+    pool = wanted(2, {1: 1, 2: 1, 3: 1})
     assert pool.settle() == [(1, Credit(1)), (2, Credit(1)), (1, Credit(1, recall=True))]
     pool.returned(1, 1, 1)  # on its way
     assert pool.settle() == [(2, Credit(1, recall=True))], "who may have some that it does not use"
@@ -115,9 +117,7 @@ def test_what_is_said_to_be_on_its_way_is_not_asked_for_all_the_time() -> None:
 
 
 def test_a_grant_after_the_recall_makes_its_answer_void() -> None:
-    pool = ReceiverSlots(8)
-    pool.open(1)
-    pool.want(1, 2)
+    pool = wanted(8, {1: 2})
     pool.settle()
     pool.want(1, 0)
     pool.settle()
@@ -131,9 +131,7 @@ def test_a_grant_after_the_recall_makes_its_answer_void() -> None:
 
 @pytest.mark.parametrize(("total", "sent"), [(5, 0), (4, 5), (4, 0)])
 def test_an_impossible_answer_to_a_recall(total: int, sent: int) -> None:
-    pool = ReceiverSlots(8)
-    pool.open(1)
-    pool.want(1, 4)
+    pool = wanted(8, {1: 4})
     pool.settle()
     pool.lay_out()
     pool.arrive(1)
