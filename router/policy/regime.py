@@ -20,7 +20,8 @@ Here states with any share of the decodes at prefill workers are compared, as th
 
 Plans know the queues of the moment, and avoid them. So the decision is taken if apart, with its waits, costs
 less than all other states do without any. Where each decode less at prefill workers lowers the costs, plans
-need no decision.
+need no decision. Where no other state could serve what comes, this is a burst, and no state lasts: plans
+serve it sooner with all workers.
 
 A worker has as many decodes as write its share of the output at their pace (Little's law). As many prompts
 wait for prefill workers as costs least, and others overflow to decode workers (M/M/m/K queues, with waits by
@@ -89,7 +90,7 @@ def apart(prefills: Sequence[Seen], decodes: Sequence[Seen], demand: Demand | No
     others = [
         _cost(demand, prefill, decode, equal * step / STEPS, waits=False) for step in range(1, STEPS + 1)
     ]
-    rising = others == sorted(others) and others[0] < math.inf
+    rising = others == sorted(others)  # also if none of them could serve it all
     return not rising and _cost(demand, prefill, decode, 0.0) < min(others)
 
 
