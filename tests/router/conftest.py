@@ -21,7 +21,6 @@ from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.preparation.child import fork_server
 from baton.router.server import RunningRouter, running
-from baton.router.text.model_files import read_gguf
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Worker
@@ -109,13 +108,12 @@ def encode_chat(tokenizer: ModelTokenizer, messages: list[dict[str, Any]]) -> li
 
 
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory: pytest.TempPathFactory, embedded_model_path: Path) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory, tokenizer: ModelTokenizer) -> Path:
     """The same model as a Hugging Face directory, which loads much faster."""
     path = tmp_path_factory.mktemp("model")
-    model = read_gguf(embedded_model_path)
-    model.tokenizer.save(str(path / "tokenizer.json"))
+    tokenizer._tokenizer.save(str(path / "tokenizer.json"))
     (path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
-    described = {"eos_token": {"content": "<|im_end|>"}, "chat_template": model.chat_template}
+    described = {"eos_token": {"content": "<|im_end|>"}, "chat_template": tokenizer.info["chat_template"]}
     (path / "tokenizer_config.json").write_text(json.dumps(described))
     return path
 
