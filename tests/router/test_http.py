@@ -201,11 +201,11 @@ async def test_add_special_tokens_of_each_endpoint(small_directory: Path, tmp_pa
     shutil.copytree(small_directory, tmp_path / "model")
     described = json.loads((small_directory / "tokenizer.json").read_text())
     [added] = described["added_tokens"]
-    name, token = added["content"], added["id"]
+    name, bos = added["content"], added["id"]
     start = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     described["post_processor"] = {
         "type": "TemplateProcessing", "single": start, "pair": start,
-        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
+        "special_tokens": {name: {"id": name, "ids": [bos], "tokens": [name]}},
     }  # fmt: skip
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(described))
     async with make_cluster(load_tokenizer(str(tmp_path / "model")), tmp_path) as made:
@@ -215,7 +215,7 @@ async def test_add_special_tokens_of_each_endpoint(small_directory: Path, tmp_pa
         ):
             for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
                 _, shown = await made.post("/tokenize", **body, **fields)
-                assert (shown["tokens"][0] == token) == fields.get("add_special_tokens", default), (path, fields)
+                assert (shown["tokens"][0] == bos) == fields.get("add_special_tokens", default), (path, fields)
                 await made.post(path, **body, **fields, max_tokens=1)
                 prompt = made.prefills[0].submitted[-1].prefill.request.prompt_ids
                 assert list(prompt) == shown["tokens"]
