@@ -200,8 +200,8 @@ async def test_the_client_chooses_the_end_of_the_prompt(cluster: Cluster):
 async def test_add_special_tokens_of_each_endpoint(small_directory: Path, tmp_path: Path):
     shutil.copytree(small_directory, tmp_path / "model")
     described = json.loads((small_directory / "tokenizer.json").read_text())
-    [added] = described["added_tokens"]
-    name, bos = added["content"], added["id"]
+    [end] = described["added_tokens"]
+    name, bos = end["content"], end["id"]
     start = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     described["post_processor"] = {
         "type": "TemplateProcessing", "single": start, "pair": start,
@@ -215,7 +215,8 @@ async def test_add_special_tokens_of_each_endpoint(small_directory: Path, tmp_pa
         ):
             for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
                 _, shown = await made.post("/tokenize", **body, **fields)
-                assert (shown["tokens"][0] == bos) == fields.get("add_special_tokens", default), (path, fields)
+                added = shown["tokens"][0] == bos
+                assert added == fields.get("add_special_tokens", default), (path, fields)
                 await made.post(path, **body, **fields, max_tokens=1)
                 prompt = made.prefills[0].submitted[-1].prefill.request.prompt_ids
                 assert list(prompt) == shown["tokens"]
