@@ -216,7 +216,8 @@ class _Parser(FlexibleArgumentParser):
 
 def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs:
     """Raises ValueError for options that vLLM does not know."""
-    parser = AsyncEngineArgs.add_cli_args(_Parser(prog="vllm"))
+    # The first letters of a name could stand for an option of Baton.
+    parser = AsyncEngineArgs.add_cli_args(_Parser(prog="vllm", allow_abbrev=False))
     # What users may change: the order of the queue, and a reader of grammars that is that of Baton's engine.
     defaults = (
         "--scheduling-policy", "priority", "--structured-outputs-config", json.dumps({"backend": "guidance"}),

@@ -34,6 +34,9 @@ _PROCESSED = "--mm-processor-cache-gb"
 """0: a worker that fetches KV is not given images, and another time it is. So none may be left out since vLLM
 has had it. The embeddings that vLLM's encoder made are cached all the same."""
 _CONNECTOR = "kv_transfer_config"
+_SHORT = {"-q": "--quantization", "-tp": "--tensor-parallel-size", "-ep": "--enable-expert-parallel"}
+"""vLLM's other names of options of Baton. The first one may have its value behind it: -qfp8."""
+_DRAFTS = "--speculative-config", "-sc"
 
 
 def engine_args(
@@ -63,9 +66,8 @@ def engine_args(
     except ValueError as error:
         raise ValueError(f"--vllm-args: {error}") from error
     _check_args(args)
-    drafts = "--speculative-config"
-    if engine.speculative_config is not None and any(arg.startswith(drafts) for arg in args):
-        raise ValueError(f"{drafts}: it is also in --vllm-args; give it once")
+    if engine.speculative_config is not None and any(arg.startswith(_DRAFTS) for arg in args):
+        raise ValueError(f"{_DRAFTS[0]}: it is also in --vllm-args; give it once")
     return (*args, *(() if group is None else _of_group(group, experts=experts)))
 
 
@@ -74,10 +76,15 @@ def _check_args(args: Sequence[str]) -> None:
     baton_flags = {_flag(name) for name in _OWN.union(_SAME)} | {_flag(_RENAMED[name]) for name in _RENAMED}
     for arg in args:
         flag = re.sub(r"[=.].*", "", arg).replace("_", "-")
+        flag = _SHORT.get(flag[:2] if flag.startswith("-q") else flag, flag)
         if flag in baton_flags or flag.replace("--no-", "--", 1) in baton_flags:
             raise ValueError(f"--vllm-args: {arg} is an option of Baton, too; give it there")
         if flag.startswith(("--data-parallel", "-dp")):
             raise ValueError(f"--vllm-args: {arg}: give --data-parallel-size N to Baton, which does the rest")
+        if flag == "--config":
+            raise ValueError(
+                f"--vllm-args: {arg}: its file may have options of Baton; give vLLM's here"
+            )
         if flag in (_flag(_CONNECTOR), _PROCESSED):
             raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
 

@@ -107,7 +107,18 @@ def test_what_vllm_cannot_have_is_refused_by_name(fields: dict[str, Any], names:
 
 @pytest.mark.parametrize(
     "more",
-    ["--max-num-seqs 4", "--max_num_seqs=4", "--no-enable-prefix-caching", "--num-gpu-blocks-override 9"],
+    [
+        "--max-num-seqs 4",
+        "--max_num_seqs=4",
+        "--no-enable-prefix-caching",
+        "--num-gpu-blocks-override 9",
+        "-tp 2",
+        "-tp=2",
+        "-q fp8",
+        "-qfp8",
+        "-q=fp8",
+        "-ep",
+    ],
 )
 def test_options_of_baton_are_given_to_baton(more: str) -> None:
     with pytest.raises(ValueError, match="is an option of Baton, too"):
@@ -121,6 +132,8 @@ def test_more_options_are_split_as_by_a_shell() -> None:
         engine_args(config(), "'")
     with pytest.raises(ValueError, match=r"kv-transfer-config\.kv_role is Baton's own"):
         engine_args(config(), "--kv-transfer-config.kv_role kv_both")
+    with pytest.raises(ValueError, match="--config: its file may have options of Baton"):
+        engine_args(config(), "--config FILE")
     with pytest.raises(ValueError, match=r"mm-processor-cache-gb=4 is Baton's own"):
         engine_args(config(), "--mm-processor-cache-gb=4")
 
