@@ -82,9 +82,7 @@ def _check_args(args: Sequence[str]) -> None:
         if flag.startswith(("--data-parallel", "-dp")):
             raise ValueError(f"--vllm-args: {arg}: give --data-parallel-size N to Baton, which does the rest")
         if flag == "--config":
-            raise ValueError(
-                f"--vllm-args: {arg}: its file may have options of Baton; give vLLM's here"
-            )
+            raise ValueError(f"--vllm-args: {arg}: its file may have options of Baton; give vLLM's here")
         if flag in (_flag(_CONNECTOR), _PROCESSED):
             raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
 
