@@ -78,16 +78,17 @@ def test_latents_are_one_row_that_is_cut_into_heads(shape: tuple[int, ...]) -> N
 
 
 def test_states_are_the_bytes_of_a_page_without_its_padding() -> None:
-    """As vLLM 0.26 has them, a tensor for each state, and as 0.32, all bytes."""
+    """As vLLM 0.26 has them, a tensor for each state, as 0.28, whole pages, and as 0.32, all bytes."""
     shapes, dtypes, page = ((4, 4), (2, 4)), (torch.bfloat16, torch.float32), 128
     memory = torch.arange(BLOCKS * page, dtype=torch.int64).to(torch.uint8)
     states = [
         torch.as_strided(memory.view(torch.bfloat16), (BLOCKS, 4, 4), (page // 2, 4, 1)),
         torch.as_strided(memory[32:].view(torch.float32), (BLOCKS, 2, 4), (page // 4, 4, 1)),
     ]
-    whole = memory.view(torch.int8).as_strided((BLOCKS, 1, 1, 64), (page, 64, 64, 1))
+    padded = memory.view(torch.int8).view(BLOCKS, 1, 1, page)
+    whole = padded[..., :64]
     spec = group("MambaSpec", NAMES[0], block_size=64, shapes=shapes, dtypes=dtypes)
-    for cache in (states, whole):
+    for cache in (states, padded, whole):
         kv = caches_of({NAMES[0]: cache}, [spec], BLOCKS, Heads(HEADS, rank=1, ranks=2)).kv
         assert kv.layout.arrays == (CacheArray(STATE, "state", 1, 2, 16, "float32"),)
         assert kv.heads == [(1, 2)], "each rank has its own"
