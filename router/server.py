@@ -316,12 +316,13 @@ async def observe_lag(observe: Callable[[float], None], observe_own: Callable[[f
 
 async def collect_garbage(active: ActiveRequests) -> None:
     """Collects what failures left behind: the youngest often, and all while few requests run."""
-    loop = asyncio.get_running_loop()
     while True:
-        end = loop.time() + COLLECTION_PERIOD
-        while loop.time() < end:
-            await asyncio.sleep(FEW_PERIOD if len(active) < FEW_REQUESTS else YOUNG_PERIOD)
+        slept = 0.0
+        while slept < COLLECTION_PERIOD:
+            period = FEW_PERIOD if len(active) < FEW_REQUESTS else YOUNG_PERIOD
+            await asyncio.sleep(period)
             gc.collect(0)
+            slept += period
         if len(active) < FEW_REQUESTS:
             gc.collect()
 
