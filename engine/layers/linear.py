@@ -13,19 +13,17 @@ from baton.engine.kernels.blocks_of_rows import in_blocks, in_sizes
 
 class PlainLinear(LinearMethod):
     """W in the model's dtype. A CPU keeps it in the blocked layout of oneDNN, which would otherwise rearrange
-    it in every call: at small batches that takes longer than the product. A small one is multiplied by MKL
-    (`packs_plain`). A GPU has a kernel of its own for small batches."""
+    it in every call: at small batches that takes longer than the product. A GPU has a kernel of its own for
+    small batches."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
         """`exact`: each row of a result has the same bits whatever the other rows."""
-        self.packed = packs_plain(weight.numel(), weight.dtype, weight.device, exact=exact)
+        self.packed = packs_plain(weight.dtype, weight.device)
         self.weight = _pack(weight) if self.packed else weight
         self.bias = bias
         self.product = _product(weight, bias, exact=exact) if weight.is_cuda else None
         self.most_rows = math.inf if exact else MAX_SKINNY_ROWS
-        self.form = in_blocks if exact else in_sizes
-        if weight.is_cuda or (weight.dtype is torch.float32 and not self.packed):
-            self.form = None
+        self.form = None if weight.is_cuda else in_blocks if exact else in_sizes
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in]. The kernels of a GPU read dense rows, so a CPU refuses others, too."""
@@ -40,13 +38,10 @@ class PlainLinear(LinearMethod):
         return F.linear(x, self.weight, self.bias)
 
 
-def packs_plain(size: int, dtype: torch.dtype, device: torch.device, *, exact: bool) -> bool:
-    """Whether a `PlainLinear` packs its weight of `size` numbers."""
-    if device.type != "cpu":
-        return False
-    if dtype is torch.float32:
-        return exact or size > MAX_SMALL
-    return dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def packs_plain(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and (
+        dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -75,10 +70,6 @@ def _product(weight: Tensor, bias: Tensor | None, *, exact: bool) -> Callable[[T
 
 MAX_SKINNY_ROWS = 64
 """Rows of x on a GPU; cuBLAS is faster for more."""
-
-MAX_SMALL = 1 << 17
-"""Numbers of a float32 weight that a CPU does not pack. Measured at 64 × 64 to 512 × 512: up to this size MKL
-needs a tenth to all of oneDNN's time for 1 to 64 rows, and oneDNN compiles code for each shape in 1 ms."""
 
 PACKED_FOR_ROWS = 64
 """Rows of x that the layout is chosen for. Measured: it is good from 1 to 512."""

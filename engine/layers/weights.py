@@ -154,11 +154,8 @@ class PlainFormat:
     def linear(self, weights: "Weights", stack: Stack) -> LinearMethod:
         """Loads a product. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
         "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
-        size = sum(part.length for part in stack.rows) * stack.columns.length
-        exact = weights.kernels.exact
-        scratch = packs_plain(size, weights.dtype, weights.device, exact=exact)
-        weight = weights.stack(*stack.weights, scratch=scratch)
-        return PlainLinear(weight, weights.bias(stack), exact=exact)
+        weight = weights.stack(*stack.weights, scratch=packs_plain(weights.dtype, weights.device))
+        return PlainLinear(weight, weights.bias(stack), exact=weights.kernels.exact)
 
     def alike(self, weights: "Weights", names: Sequence[str]) -> bool:
         """Whether `linear` can take these matrices together: all are quantized, or none is."""
