@@ -140,7 +140,7 @@ class ActiveRequest:
         self.prompts = self.prepared.prompts
         self.sampling = self.jobs[0].sampling
         images = (image for job in self.jobs[:: self.body.n] for image in job.images)
-        self._image_tokens = sum(image.rows * image.columns for image in images)
+        self._image_tokens = sum(image.tokens for image in images)
         stops = StopStrings(body.stop)
         self.choices = [Choice(self.services.tokenizer, body, stops) for _ in self.jobs]
         self._token_queue = TokenQueue(MAX_UNREAD_TOKENS * len(self.jobs), self._unread)

@@ -46,6 +46,14 @@ class PlacedImage(NamedTuple):
     pixels: bytes | memoryview
     """Red, green and blue of each pixel, row by row."""
 
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def span(self) -> ImageSpan:
+        return ImageSpan(self.start, self.start + self.tokens, self.name)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -162,9 +170,7 @@ def make_jobs(
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
         # Where all of a prompt is computed, cached chunks help no worker.
-        spans = [
-            ImageSpan(each.start, each.start + each.rows * each.columns, each.name) for each in of_prompt
-        ]
+        spans = [each.span for each in of_prompt]
         chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, salt, spans)
         shown = tuple(of_prompt)
         key = _session_key(session, prompt_ids, chunks, salt)

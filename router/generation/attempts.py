@@ -164,7 +164,7 @@ class AttemptPair:
             one_token=self.tokens_left == 1 or (job.scores_prompt and not emitted),
             interrupted=self.retried,
             may_split=self.may_split and not emitted and not job.scores_prompt and not job.images,
-            images=[(each.start, each.start + each.rows * each.columns, each.name) for each in job.images],
+            images=[each.span for each in job.images],
             encoded_in=self.pool.encoders.expected(job.images),
             pair=job.pair,
             adapter=job.adapter,
@@ -351,7 +351,7 @@ class AttemptPair:
         worker.submit(attempt, message, self.span)
         if computes_prompt and not encodes:
             for image in self.job.images:
-                if image.start + image.rows * image.columns > attempt.plan.cached:
+                if image.span.stop > attempt.plan.cached:
                     self.pool.encoders.want(attempt, image)
 
     def _promise(self, prefill: PrefillAttempt, positions: int) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from baton.content import ImageSpan
 from baton.router.policy.chunk_index import Overlap
 
 POINTS_PER_WORKER = 128
@@ -128,8 +129,8 @@ class PrefillRequest:
     """An attempt of it ended before its time."""
     may_split: bool = False
     """Several workers may compute it."""
-    images: Sequence[tuple[int, int, bytes]] = ()
-    """Those of the prompt: the first position of each, the one behind its last, and its name."""
+    images: Sequence[ImageSpan] = ()
+    """Those of the prompt."""
     encoded_in: Sequence[float] = ()
     """Seconds until encoders have encoded each of these. Empty: there are none."""
     pair: tuple[str, str] | None = None

@@ -51,7 +51,7 @@ class ImageEncode:
 
     @property
     def tokens(self) -> int:
-        return self.image.rows * self.image.columns
+        return self.image.tokens
 
 
 class Encoders:
@@ -83,7 +83,7 @@ class Encoders:
                 found.append(0.0)
                 continue
             worker = min(waits, key=waits.__getitem__)
-            waits[worker] += image.rows * image.columns * worker.status.encode_token_seconds
+            waits[worker] += image.tokens * worker.status.encode_token_seconds
             found.append(waits[worker])
         return found
 

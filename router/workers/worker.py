@@ -430,13 +430,13 @@ class Worker:
             self.shown_images.move_to_end(image.name)
             return False
         asks = self.description.kept_image_tokens > 0
-        return not asks or image.start + image.rows * image.columns > cached
+        return not asks or image.span.stop > cached
 
     def send_pixels(self, image: "PlacedImage") -> None:
         """Sends those of an image of the attempt, or of the `SubmitEncode`, that comes next."""
         if self.send_queue is not None:
             self.send_queue.put_pixels(image.pixels)
-            self.shown_images[image.name] = image.rows * image.columns
+            self.shown_images[image.name] = image.tokens
             self.shown_images.move_to_end(image.name)
             while sum(self.shown_images.values()) > self.description.kept_image_tokens:
                 self.shown_images.popitem(last=False)

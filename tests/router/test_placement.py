@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content import Tier
+from baton.content import ImageSpan, Tier
 from baton.machine.step_model import StepModel
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
@@ -263,7 +263,7 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, sent: i
     assert found.pace.model.decode(decodes, found.pace.context) == pytest.approx(0.010), "without a model"
     assert found.pace.model.prefill(1500) == pytest.approx(1500 / 20_000)
     worker.status.encode_token_seconds = 0.001
-    request.images = [(100, 400, b"a"), (400, 1400, b"b")]  # the first one is cached
+    request.images = [ImageSpan(100, 400, b"a"), ImageSpan(400, 1400, b"b")]  # the first one is cached
     assert placed(fleet_of(loads, [worker]), request, worker.row, 500).encoding == pytest.approx(1.0)
     worker.shown_images = [b"b"]
     assert placed(fleet_of(loads, [worker]), request, worker.row, 500).encoding == 0, "it keeps embeddings"
