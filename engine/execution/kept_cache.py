@@ -345,6 +345,13 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def can_keep(config: EngineConfig, limits: CacheLimits, device: torch.device) -> bool:
+    """Whether KV of such a cache may outlive its engine. A GPU keeps none of a model with windows."""
+    return config.enable_prefix_caching and not (
+        limits.state_bytes or (device.type == "cuda" and limits.windows)
+    )
+
+
 def kept_cache(
     keep: Keep, config: EngineConfig, limits: CacheLimits, pool: PoolSize, device: torch.device
 ) -> KeptCache | None:
@@ -352,7 +359,7 @@ def kept_cache(
     cannot be kept. Raises `MemoryError`."""
     if not keep.memory or not config.enable_prefix_caching:
         return None
-    if limits.state_bytes or pool.window_blocks is not None or (device.type == "cuda" and limits.windows):
+    if pool.window_blocks is not None or not can_keep(config, limits, device):
         log.info(
             "KV ends with this engine process: the model has states, or windows with blocks of their own"
         )

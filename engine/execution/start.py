@@ -29,7 +29,7 @@ from baton.engine.api.config import EngineConfig, MemoryTag, versioned
 from baton.engine.api.stats import EncoderStats
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
 from baton.engine.execution.graphs import largest_graph
-from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, kept_cache, measured
+from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, can_keep, kept_cache, measured
 from baton.engine.execution.memory_saver import PAGE, MemorySaver
 from baton.engine.execution.memory_sizing import (
     CacheLimits,
@@ -488,8 +488,7 @@ def _measure(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # Where no KV can be kept, the standby takes memory when it is needed.
-    stands_by = config.stands_by and config.enable_prefix_caching
-    stands_by = stands_by and not (limits.state_bytes or limits.windows)
+    stands_by = config.stands_by and can_keep(config, limits, device)
     graphs = 0
     if config.cuda_graphs:
         # All graphs share one memory pool, which must hold a step of decodes and the largest one with chunks.
