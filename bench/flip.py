@@ -9,7 +9,7 @@ Overflow is off and the router takes prefill workers in turn: a decode worker co
 prefill worker gets the next one. The model has random weights and runs in float32, so every answer must equal
 the one without flips. On a CPU it has one small layer: with a larger model three engines on few cores make
 clients wait, and a flip would seem to last until one of them asks again. On GPUs it is the 8B Llama shape.
-The prefill worker has the first GPU, both decode workers the second.
+The prefill worker has the first GPU, both decode workers the second; with one GPU all three share it.
 """
 
 import argparse
@@ -45,7 +45,9 @@ PROMPTS, WORDS = 16, 40_000  # words: of each dummy model, and more
 FLAGS = ("--dtype", "float32", "--no-enable-prefix-caching", "--load-format", "dummy")
 ROUTER_FLAGS = ("--no-overflow", "--routing-policy", "round-robin")
 ON_CPU = ("--device", "cpu", "--num-threads", "1", "--num-blocks", "600")
-ON_CUDA = ("--max-model-len", "8192", "--gpu-memory-utilization", "0.42")
+ON_CUDA = ("--max-model-len", "8192")
+SHARES = {1: "0.31", 2: "0.42"}
+"""Of a GPU's memory, for each worker, by the number of GPUs."""
 TRACES = "traces"
 SHAPES = {"cpu": "one-small-layer", "cuda": "llama-3.1-8b"}
 
@@ -115,11 +117,14 @@ def report_rows(report: Report, name: str, flips: Sequence[float], traces: Path)
 
 def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
     model = str(write_shape(SHAPES[args.device], directory, tokenizer=True))
-    devices = [] if args.device == "cpu" else ["cuda:0", "cuda:1", "cuda:1"]
-    own = ON_CPU if args.device == "cpu" else ON_CUDA
+    devices, flags = [], ON_CPU
+    if args.device == "cuda":
+        gpus = min(contract.gpus_or_exit(1, "this bench"), 2)
+        devices = ["cuda:0", *[f"cuda:{gpus - 1}"] * 2]
+        flags = (*ON_CUDA, "--gpu-memory-utilization", SHARES[gpus])
     return LocalCluster(
         directory, prefill=1, decode=2,
-        worker_flags=[*FLAGS, *own, "--model", model, "--trace-dir", str(directory / TRACES)],
+        worker_flags=[*FLAGS, *flags, "--model", model, "--trace-dir", str(directory / TRACES)],
         devices=devices, router_flags=[*ROUTER_FLAGS, "--model", model],
     )  # fmt: skip
 
@@ -130,11 +135,7 @@ def main() -> int:
     p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8 on a CPU, 32)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of requests and moments")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
-    gpus = len(contract.gpus())
-    p.set_defaults(device="cuda" if gpus >= 2 else "cpu")
     args = p.parse_args()
-    if args.device == "cuda" and gpus < 2:
-        p.error("this bench needs two GPUs")
     args.flips = args.flips or (SHORT_FLIPS if args.short else FLIPS)
     args.clients = args.clients or (8 if args.device == "cpu" else 32)
     if args.logs is not None:

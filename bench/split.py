@@ -120,6 +120,8 @@ def main() -> int:
     args = p.parse_args()
     args.tokens = args.tokens or TOKENS[args.device]
     args.rounds = contract.MIN_PAIRS if args.short else ROUNDS
+    if args.device == "cuda":
+        contract.gpus_or_exit(2, "a prompt that two workers share")
     with two_workers(args, (), ("--max-model-len", str(max(args.tokens) + 1024))) as cluster:
         found = asyncio.run(measure(args, cluster))
     report = Report.of("split", args)

@@ -294,16 +294,17 @@ def two_workers(
 ) -> Iterator[LocalCluster]:
     """A prefill and a decode worker without a router, for the bench's `--model` and `--device`.
 
-    `on_gpus`: further flags there. Each worker has a GPU of its own. Exits if there are too few.
+    `on_gpus`: further flags there. Each worker has a GPU, or both have half of the only one.
     """
     devices = [args.device] * 2
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         if args.device == "cuda":
-            gpus_or_exit(2, "this bench")
-            devices = ["cuda:0", "cuda:1"]
+            gpus = gpus_or_exit(1, "this bench")
+            devices = [f"cuda:{number % gpus}" for number in range(2)]
             model = args.model or str(write_shape(DENSE, directory))
             flags = [*flags, "--model", model, "--load-format", "dummy", *on_gpus]
+            flags += ["--gpu-memory-utilization", "0.45"] if gpus == 1 else []
         else:
             # One thread each: otherwise two engines would compete for the cores of a small machine.
             flags = [*flags, "--dtype", "float32", "--num-threads", "1"]

@@ -14,7 +14,7 @@ worker received in `second_turn`, over the KV that it lacked: positions in no fu
 With `--kv-connector auto` workers read KV from memory of each other, and rows are named
 `reuse.cuda.auto.second_turn`. The report has the transport that was used among its parameters.
 
-On a GPU it is the 8B Llama shape with random weights, each worker on a GPU of its own.
+On GPUs it is the 8B Llama shape with random weights. Two GPUs have a worker each; one has both.
 """
 
 import argparse
