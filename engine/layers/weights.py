@@ -221,7 +221,8 @@ class Weights:
         if groups is None:
             return None
         groups = groups.on(self.device)
-        self._extremes[name] = torch.stack((groups.scales + groups.zeros).aminmax())
+        if groups.scales.numel():  # else another rank has this expert
+            self._extremes[name] = torch.stack((groups.scales + groups.zeros).aminmax())
         self._note(name, parts, None)  # as where the matrix is plain: on another device, or cut in ranks
         return groups
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine import EngineConfig
+from baton.engine import Engine, EngineConfig
 from baton.engine.execution.memory_sizing import CacheLimits
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.kernels.quantized.reference import four_bits
@@ -69,6 +69,19 @@ def test_mxfp4_weights_give_the_tokens_and_the_fingerprint_of_plain_ones(
 
     plain, mxfp4 = checkpoints
     assert outputs(mxfp4) == outputs(plain)
+
+
+def test_whole_experts_in_mxfp4_on_each_rank_give_the_same_tokens(
+    checkpoints: tuple[Path, Path], ranks: Callable[..., Engine]
+) -> None:
+    """A rank reads no row of the experts of the other one."""
+    request = request_of(0, range(3, 40), max_tokens=8, ignore_eos=True)
+
+    def outputs(size: int) -> Any:
+        engine = ranks(checkpoints[1], size, enable_expert_parallel=size > 1)
+        return engine.model_fingerprint, tokens_of(engine, [request])
+
+    assert outputs(2) == outputs(1)
 
 
 def test_a_cached_prefix_gives_the_same_tokens(checkpoints: tuple[Path, Path]) -> None:
