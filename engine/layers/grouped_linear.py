@@ -55,18 +55,22 @@ class GroupsFormat(PlainFormat):
         return grouped_linear(groups, added, weights, output=stack.names == [OUTPUT])
 
     def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
-        packed, plain = [], []
+        held: list[Tensor | FourBits] = []
         for stack in experts:
             groups = self.read_groups(weights, stack)
             if groups is None:
                 return super().experts(weights, experts)
-            if not len(groups.codes):  # another rank's
+            if not len(groups.codes):  # another rank has this expert
                 continue
             if _packs_on_gpu(groups, weights):
-                packed.append(four_bits(*groups[:3], weights.dtype, floats=groups.floats))
+                held.append(four_bits(*groups[:3], weights.dtype, floats=groups.floats))
             else:
-                plain.append(groups.values().to(weights.dtype))
-        return of_experts(packed) if packed else torch.stack(plain)
+                held.append(groups.values().to(weights.dtype))
+        packed = [expert for expert in held if isinstance(expert, FourBits)]
+        if len(packed) == len(held):
+            return of_experts(packed)
+        # With `desc_act` the columns of some experts may be in order. One product takes all in one form.
+        return torch.stack([x if isinstance(x, Tensor) else x.exact().to(weights.dtype) for x in held])
 
     def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
         """The rows of all projections. None: they are plain. Raises `ValueError` as `linear` does."""

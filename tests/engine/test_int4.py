@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from baton.engine.layers.fp8_linear import Fp8Linear
 from baton.engine.layers.grouped_linear import ByRows, packs
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Ranks, Shard, unsharded
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.weights import Stack, Weights
 from baton.engine.loader import check_model, choose_format, int4_on_load, open_checkpoint
 from baton.engine.loader.int4_formats import Int4Format
 from baton.engine.loader.int4_on_load import rounded
@@ -206,6 +207,27 @@ def test_a_rank_has_rows_but_no_part_of_the_columns_in_another_order(tmp_path: P
     torch.testing.assert_close(groups.values(), values[f"{name}.weight"][21:102], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"g_idx: --tensor-parallel-size cuts groups"):
         weights.linear([name], [unsharded(128)], Shard(64, 160, 192))
+
+
+def test_experts_of_which_only_some_can_be_packed_are_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU packs no columns in another order."""
+    save_quantized(tmp_path, "awq", "Qwen3Moe", moe_intermediate_size=64)
+    stacks = [
+        Stack([f"model.layers.1.mlp.experts.{i}.up_proj"], [unsharded(64)], unsharded(SIZES["hidden_size"]))
+        for i in range(8)
+    ]
+
+    def experts() -> Tensor:
+        weights = weights_of(tmp_path, torch.float32)
+        found = weights.format.experts(weights, stacks)
+        assert isinstance(found, Tensor)
+        return found
+
+    plain, packs = experts(), cycle([True, False, False])
+    monkeypatch.setattr("baton.engine.layers.grouped_linear._packs_on_gpu", lambda *_: next(packs))
+    torch.testing.assert_close(experts(), plain)
 
 
 def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: Path) -> None:
