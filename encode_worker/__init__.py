@@ -2,7 +2,8 @@
 
 1. A router decodes an image and resizes it (`content.images`). Workers get the pixels of red, green and blue.
 2. `Tower` runs the vision tower of transformers on them. It has the weights of the vision tower only. On a
-   GPU, embeddings lie in memory that the GPU reads without the host (`PinnedMemory`), taken at the start.
+   GPU, embeddings lie in memory that the GPU reads without the host (`PinnedMemory`), taken at the start,
+   and CUDA graphs may replay the tower for sizes of images that come again (`TowerGraphs`).
 3. `Encoder` has one thread for the tower, and keeps embeddings by the name of their image, up to a limit of
    bytes. The same image, in whichever request, is encoded once while it is kept.
 4. `Turns` divides the device between the layers of the tower and the steps of the engine, where requests

@@ -41,9 +41,15 @@ class Encoder(Embeddings):
     """
 
     def __init__(
-        self, encode: Encode, turns: Turns, cache_bytes: int = CACHE_BYTES, hold_seconds: float = 0.0
+        self,
+        encode: Encode,
+        turns: Turns,
+        cache_bytes: int = CACHE_BYTES,
+        hold_seconds: float = 0.0,
+        give_back: Callable[[], None] | None = None,
     ) -> None:
-        """`hold_seconds` 0: the embeddings are for this process, which holds what it needs itself."""
+        """`hold_seconds` 0: the embeddings are for this process, which holds what it needs itself.
+        `give_back`: gives back the memory of the device that `encode` has kept. None: it keeps none."""
         super().__init__(cache_bytes)
         self.wants: Callable[[bytes], None] | None = None
         self._without_pixels: MutableMapping[bytes, Future[np.ndarray]] = weakref.WeakValueDictionary()
@@ -55,6 +61,7 @@ class Encoder(Embeddings):
         self.tokens = 0
         self.seconds = 0.0
         self._encode = encode
+        self._give_back = give_back
         self._tokens_waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 
@@ -101,6 +108,12 @@ class Encoder(Embeddings):
             self._kept.clear()
             self._held.clear()
             self.kept_bytes = 0
+
+    def give_back(self) -> None:
+        """Gives back the memory of the device that weights do not need. Encodes what was asked for before. No
+        image is computed when this returns, until one is asked for."""
+        self.turns.grant(math.inf)
+        self._thread.submit(self._give_back or _nothing).result()
 
     def close(self) -> None:
         """Encodes nothing more. Returns when the thread has ended."""
@@ -159,3 +172,7 @@ def _pass_on(waiting: "Future[np.ndarray]", found: "Future[np.ndarray]") -> None
         waiting.set_exception(error)
     else:
         waiting.set_result(found.result())
+
+
+def _nothing() -> None:
+    pass

@@ -4,7 +4,8 @@ import hashlib
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ from torch.nn import ModuleList
 from baton.content.images import CHANNELS, ImageSettings
 from baton.encode_worker.embeddings import CACHE_BYTES
 from baton.encode_worker.pinned_memory import PinnedMemory
+from baton.encode_worker.tower_graphs import TowerGraphs
 from baton.encode_worker.turns import Turns
-from baton.encode_worker.vision_models import package_of, vision_model
+from baton.encode_worker.vision_models import OfSize, package_of, vision_model
 
 SAMPLED = 256
 """Values of a tensor that its fingerprint has."""
+SIZES_KEPT = 64
+"""Of images, of which a tower remembers what it computes from the size alone: half a MB for 1080p."""
 
 
 class Tower:
@@ -35,9 +39,11 @@ class Tower:
         turns: Turns,
         *,
         seed: int = 0,
+        graphs: TowerGraphs | None = None,
     ) -> None:
         """`config`: as `VisionConfig.tower`. `tensors`: the weights, by the names that
         transformers gives them. Empty: dummy weights, drawn from `seed`. `turns`: when a layer may begin.
+        `graphs`: of this tower alone. None: each pass is launched.
 
         Raises `ValueError` if transformers is not installed, or does not know this tower or its tensors.
         """
@@ -60,9 +66,12 @@ class Tower:
                     setattr(module, name, _computed(module, name, buffer, device))
         self._features = family.features
         self._model = model.eval().requires_grad_(False)
+        self._of_size = lru_cache(SIZES_KEPT)(partial(family.of_size, self._model, settings, device))
         layers = max((each for each in model.modules() if isinstance(each, ModuleList)), key=len)
         for layer in layers:
-            layer.register_forward_pre_hook(self._next_layer)
+            layer.register_forward_pre_hook(self._layer_begins)
+        self._before_layer: Callable[[], None] = self._next_layer  # of the pass under way
+        self._graphs = graphs
         self._turns = turns
         self._launched = deque[torch.cuda.Event]()  # layers, each from when the one before it has ended
         self._settings = settings
@@ -86,7 +95,15 @@ class Tower:
         with torch.cuda.stream(self._stream), self._turns.image(rows * columns):
             return self._encode(pixels, rows, columns)
 
-    def _next_layer(self, *_: object) -> None:
+    def give_back(self) -> None:
+        """Gives back the memory of the device that no weights have and that no image is computed in."""
+        if self._graphs is not None:
+            self._graphs.drop()
+
+    def _layer_begins(self, *_: object) -> None:
+        self._before_layer()
+
+    def _next_layer(self) -> None:
         """Runs before each layer. Beside decodes one layer is launched ahead, so that the device does not
         idle between two, and no more: those that are launched cannot wait. Otherwise more of them are, since
         a thread that launches steps holds up this one (`Turns.ahead`)."""
@@ -103,13 +120,23 @@ class Tower:
         # Neither copy holds up the threads of this process.
         image = torch.empty(rows * columns * side**2 * CHANNELS, dtype=torch.uint8, pin_memory=self._on_gpu)
         image.numpy()[:] = np.frombuffer(pixels, np.uint8)
+        run = partial(self._pass, rows, columns, self._of_size(rows * side, columns * side))
+        if self._graphs is not None:
+            run = self._graphs.pass_of((rows, columns), run)
+        return self._on_host(run(image, self._next_layer))
+
+    def _pass(
+        self, rows: int, columns: int, of_size: OfSize, image: Tensor, before_layer: Callable[[], None]
+    ) -> Tensor:
+        """As `Pass`."""
+        self._before_layer, side = before_layer, self._settings.side
         image = image.to(self._device, non_blocking=True).view(rows * side, columns * side, CHANNELS)
         values = self._values[image.int(), torch.arange(CHANNELS, device=self._device)]
-        features = self._features(self._model, values, self._settings)
+        features = self._features(self._model, values, self._settings, of_size)
         packed = torch.cat([feature.to(self._dtype) for feature in features], dim=1).contiguous()
         if len(packed) != rows * columns:
             raise ValueError(f"the vision tower made {len(packed)} tokens, not {rows * columns}")
-        return self._on_host(packed.view(torch.uint8))
+        return packed.view(torch.uint8)
 
     def _on_host(self, values: Tensor) -> np.ndarray:
         """On a GPU in pinned memory: a copy to other memory takes most of the time of an image, and steps of

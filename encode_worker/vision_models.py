@@ -6,7 +6,7 @@ image to the embeddings of its tokens.
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from baton.content.images import ImageSettings
 
-MOST_GRIDS = 64
-"""Of which a tower remembers what it computes from a grid alone: half a MB for an image of 1080p."""
-
-Features = Callable[[Any, Tensor, ImageSettings], Sequence[Tensor]]
-"""(module, pixels [height, width, channels] float32 as the tower reads them, settings) → tensors [tokens,
-hidden_size]: embeddings, then what layers of the language model add to them."""
+OfSize = dict[str, Any]
+"""What a tower computes from the size of an image alone."""
 
 
 class VisionModel(NamedTuple):
@@ -29,7 +25,12 @@ class VisionModel(NamedTuple):
     """In transformers."""
     build: Callable[[Any, Mapping[str, Any]], Module]
     """From the package and the settings of the encoder (`VisionConfig.tower`)."""
-    features: Features
+    of_size: Callable[[Any, ImageSettings, torch.device, int, int], OfSize]
+    """From the module, the settings and the device of the tower, and height and width in pixels."""
+    features: Callable[[Any, Tensor, ImageSettings, OfSize], Sequence[Tensor]]
+    """(module, pixels [height, width, channels] float32 as the tower reads them, settings, what `of_size`
+    gave) → tensors [tokens, hidden_size]: embeddings, then what layers of the language model add to them. The
+    host neither waits for the device nor copies to it, so that a CUDA graph can hold the pass."""
 
 
 def vision_model(kind: str) -> VisionModel:
@@ -61,17 +62,16 @@ def _qwen(package: str, prefix: str) -> VisionModel:
         module.patch_embed.forward = partial(_embedded, module.patch_embed.proj)
         for block in module.blocks:
             block.attn.forward = partial(_attended, block.attn)
-        module.of_grid = lru_cache(MOST_GRIDS)(partial(_of_grid, module))
         return module
 
-    return VisionModel(package, build, _qwen_features)
+    return VisionModel(package, build, _of_grid, _qwen_features)
 
 
-def _qwen_features(module: Any, pixels: Tensor, settings: ImageSettings) -> Sequence[Tensor]:
-    merge, patch = settings.merge_size, settings.patch_size
-    rows, columns = (size // patch for size in pixels.shape[:2])
-    patches = _patches_by_token(pixels, patch, merge, settings.temporal_patch_size)
-    output = module(patches, **module.of_grid(rows, columns, pixels.device))
+def _qwen_features(module: Any, pixels: Tensor, settings: ImageSettings, of_size: OfSize) -> Sequence[Tensor]:
+    patches = _patches_by_token(
+        pixels, settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    )
+    output = module(patches, **of_size)
     return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
 
 
@@ -98,11 +98,10 @@ def _attended(
     return attention.proj(attended.transpose(1, 2).reshape(rows, -1))
 
 
-def _of_grid(module: Any, rows: int, columns: int, device: torch.device) -> dict[str, Any]:
-    """What the tower computes from the size of an image alone, and takes as arguments. The grid is on the
-    host, which reads it."""
+def _of_grid(module: Any, settings: ImageSettings, device: torch.device, height: int, width: int) -> OfSize:
+    """Arguments of the tower. The grid is on the host, which reads it."""
     vision, merge = importlib.import_module("transformers.vision_utils"), module.config.spatial_merge_size
-    grid = torch.tensor([[1, rows, columns]])
+    grid = torch.tensor([[1, height // settings.patch_size, width // settings.patch_size]])
     indices, weights = vision.get_vision_interpolation_indices_and_weights(
         grid,
         num_grid_per_side=module.num_grid_per_side,
@@ -141,7 +140,9 @@ def _build_gemma3(classes: Any, given: Mapping[str, Any]) -> Module:
     return module
 
 
-def _gemma3_features(module: Any, pixels: Tensor, settings: ImageSettings) -> Sequence[Tensor]:
+def _gemma3_features(
+    module: Any, pixels: Tensor, settings: ImageSettings, of_size: OfSize
+) -> Sequence[Tensor]:
     output = module.vision_tower(pixel_values=pixels.permute(2, 0, 1)[None])
     return [module.multi_modal_projector(output.last_hidden_state)[0]]
 
@@ -156,18 +157,40 @@ def _build_gemma4(classes: Any, given: Mapping[str, Any]) -> Module:
     return module
 
 
-def _gemma4_features(module: Any, pixels: Tensor, settings: ImageSettings) -> Sequence[Tensor]:
-    patch, (height, width, channels) = settings.patch_size, pixels.shape
-    rows, columns = height // patch, width // patch
-    patches = pixels.reshape(rows, patch, columns, patch, channels).permute(0, 2, 1, 3, 4)
+def _gemma4_positions(
+    module: Any, settings: ImageSettings, device: torch.device, height: int, width: int
+) -> OfSize:
+    rows, columns = height // settings.patch_size, width // settings.patch_size
     tops, lefts = torch.meshgrid(
-        torch.arange(rows, device=pixels.device), torch.arange(columns, device=pixels.device), indexing="ij"
+        torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
     )
     positions = torch.stack((lefts, tops), dim=-1).view(1, -1, 2)
-    output = module.vision_tower(
-        pixel_values=patches.reshape(1, rows * columns, -1), pixel_position_ids=positions
+    return {"positions": positions, "padding": torch.zeros_like(positions[..., 0], dtype=torch.bool)}
+
+
+def _gemma4_features(
+    module: Any, pixels: Tensor, settings: ImageSettings, of_size: OfSize
+) -> Sequence[Tensor]:
+    """As the tower's own `forward`, which looks for padding. One image has none."""
+    tower, patch, (height, width, channels) = module.vision_tower, settings.patch_size, pixels.shape
+    patches = pixels.reshape(height // patch, patch, width // patch, patch, channels).permute(0, 2, 1, 3, 4)
+    positions, padding = of_size["positions"], of_size["padding"]
+    patches = patches.reshape(1, positions.shape[1], -1)
+    embedded = tower.patch_embedder(patches, positions, padding)
+    output = tower.encoder(inputs_embeds=embedded, attention_mask=None, pixel_position_ids=positions)
+    hidden, _ = tower.pooler(
+        hidden_states=output.last_hidden_state,
+        pixel_position_ids=positions,
+        padding_positions=padding,
+        output_length=height * width // settings.side**2,
     )
-    return [module.embed_vision(output.last_hidden_state)]
+    if tower.config.standardize:
+        hidden = (hidden - tower.std_bias.float()) * tower.std_scale.float()
+    return [module.embed_vision(hidden[0].to(embedded.dtype))]
+
+
+def _nothing(*_: Any) -> OfSize:
+    return {}
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +202,7 @@ KINDS = {
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", "Qwen3VLMoe"),
     "qwen3_5": _qwen("qwen3_5", "Qwen3_5"),
     "qwen3_5_moe": _qwen("qwen3_5_moe", "Qwen3_5Moe"),
-    "gemma3": VisionModel("gemma3", _build_gemma3, _gemma3_features),
-    "gemma4": VisionModel("gemma4", _build_gemma4, _gemma4_features),
+    "gemma3": VisionModel("gemma3", _build_gemma3, _nothing, _gemma3_features),
+    "gemma4": VisionModel("gemma4", _build_gemma4, _gemma4_positions, _gemma4_features),
 }
 """By the `model_type` of the settings of the encoder without `_vision`."""

@@ -231,7 +231,9 @@ class Engine:
             encoder=started.encoder,
         )
         """Computes the requests. The caller calls its `step` while it `has_work`."""
-        self.memory = EngineMemory(started.memory, lives, self.loop, started.runner.followers)
+        self.memory = EngineMemory(
+            started.memory, lives, self.loop, started.runner.followers, started.encoder
+        )
         self.caches = runner.cache.of_layers
         self.prefix_exchange = lives.prefix_exchange
         """Moves prefixes between this prefix cache and those of other workers or a shared store. None: there

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from baton.encode_worker.encoder import Encoder
 from baton.engine.api.config import MemoryTag
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.execution.commands import Commands
@@ -26,14 +27,17 @@ class EngineMemory:
         lives: RequestLives,
         loop: StepLoop,
         followers: Commands | None,
+        encoder: Encoder | None,
     ) -> None:
-        """`memory`: of `EngineConfig.enable_memory_saver`; else empty. `followers`: the other ranks."""
+        """`memory`: of `EngineConfig.enable_memory_saver`; else empty. `followers`: the other ranks.
+        `encoder`: of images. None: there is none."""
         self.released: set[MemoryTag] = set()
         self.lost_weights = False
         self._memory = memory
         self._lives = lives
         self._loop = loop
         self._followers = followers
+        self._encoder = encoder
         self._lacking: set[MemoryTag] = set()
         """What this rank has released. The others may lack it longer."""
 
@@ -57,6 +61,8 @@ class EngineMemory:
         once their memory is there again."""
         assert self._loop.frozen, "a step would touch the memory"
         assert not self._loop.under_way, "a step touches the memory"
+        if self._encoder is not None:
+            self._encoder.give_back()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         for tag in [tag for tag in tags if tag not in self.released]:

@@ -25,7 +25,7 @@ import gc
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -382,26 +382,49 @@ class Capture:
     def __call__(self, work: Callable[[LayerDone], None]) -> list[torch.cuda.CUDAGraph]:
         """Captures what `work` launches. Where `work` calls its argument, a graph ends and another begins.
         `work` runs once before the capture, because kernels are compiled and chosen in their first run."""
-        graphs: list[torch.cuda.CUDAGraph] = []
-
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            # thread_local: other threads of the process may use CUDA meanwhile.
-            graphs[-1].capture_begin(self._pool, capture_error_mode="thread_local")
-
-        def cut(_: int) -> None:
-            graphs[-1].capture_end()
-            begin()
-
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work(lambda _: None)
             self._stream.synchronize()
-            begin()
-            work(cut)
-            graphs[-1].capture_end()
+            graphs = _captured(work, self._pool)
         torch.cuda.current_stream().wait_stream(self._stream)
         return graphs
+
+
+class LateCapture:
+    """Captures graphs that share one memory pool, while other threads use the device. What is captured has
+    run before in this thread, on the current stream."""
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[LayerDone], None]) -> list[torch.cuda.CUDAGraph]:
+        """As of `Capture`."""
+        with _no_collection():
+            return _captured(work, self._pool)
+
+
+def _captured(work: Callable[[LayerDone], None], pool: Any) -> list[torch.cuda.CUDAGraph]:
+    graphs: list[torch.cuda.CUDAGraph] = []
+
+    def begin() -> None:
+        graphs.append(torch.cuda.CUDAGraph())
+        # thread_local: other threads of the process may use CUDA meanwhile.
+        graphs[-1].capture_begin(pool, capture_error_mode="thread_local")
+
+    def cut(_: int) -> None:
+        graphs[-1].capture_end()
+        begin()
+
+    begin()
+    try:
+        work(cut)
+    except BaseException:
+        with suppress(RuntimeError):  # the stream would stay in the capture
+            graphs[-1].capture_end()
+        raise
+    graphs[-1].capture_end()
+    return graphs
 
 
 def _milliseconds(graphs: list[torch.cuda.CUDAGraph]) -> float:
@@ -420,6 +443,13 @@ def _milliseconds(graphs: list[torch.cuda.CUDAGraph]) -> float:
 def no_garbage_collection() -> Iterator[None]:
     """Pauses the garbage collector: freeing device memory during a capture would crash the process."""
     gc.collect()
+    with _no_collection():
+        yield
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The same, where a collection would hold up other threads."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -24,11 +24,12 @@ from baton.content.images import MOST_PIXELS, ImageSettings
 from baton.encode_worker.embeddings import EmbeddingFormat
 from baton.encode_worker.encoder import Encoder
 from baton.encode_worker.tower import Tower, tower_fingerprint
+from baton.encode_worker.tower_graphs import TowerGraphs
 from baton.encode_worker.turns import Turns
 from baton.engine.api.config import EngineConfig, MemoryTag, versioned
 from baton.engine.api.stats import EncoderStats
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
-from baton.engine.execution.graphs import largest_graph
+from baton.engine.execution.graphs import LateCapture, largest_graph
 from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, can_keep, kept_cache, measured
 from baton.engine.execution.memory_saver import PAGE, MemorySaver
 from baton.engine.execution.memory_sizing import (
@@ -50,7 +51,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 from baton.engine.loader import check_encoder, choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.loader.live_weights import LoadedModel
-from baton.engine.model_config import ModelConfig
+from baton.engine.model_config import ModelConfig, VisionConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.models.vision import TOWER
 from baton.machine import usable_cpus
@@ -62,7 +63,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMMON_PIXELS = 1920 * 1080
-"""Of the image that shows what images cost."""
+"""Of the image that shows what images cost. No larger one has graphs: a GPU computes it for longer than its
+launches take."""
+COMMON_PASSES = 3
+"""Of that image: graphs are captured in the second one, and the third one shows the cost."""
 MEASURED = 0.05
 """Share of the time of the start that it may take to measure what steps cost."""
 
@@ -336,12 +340,7 @@ def start_encoder(
     if find_spec("transformers") is None:
         raise ValueError("an encoder needs transformers: install Baton with the extra `images`")
     made = embedding_format(config, model, weights, dtype, device)
-    turns = Turns()
-    with memory_for("the encoder of images", "choose a smaller --model"):
-        tower = Tower(
-            model.vision.settings, model.vision.tower, weights, device, dtype, turns, seed=config.seed
-        )
-    encoder = Encoder(tower.encode, turns, hold_seconds=hold_seconds)
+    encoder = _encoder_with(config, model.vision, weights, dtype, device, hold_seconds)
     if device.type == "cuda":
         with memory_for("the largest image", "choose a smaller --model"):
             _rehearse(encoder, model.vision.settings, device)
@@ -407,23 +406,42 @@ def _encoder(
     if find_spec("transformers") is None:
         log.warning("the model takes no images: transformers is missing, install the extra `images`")
         return None, {}, None
+    return _encoder_with(config, vision, weights, dtype, device), weights, None
+
+
+def _encoder_with(
+    config: EngineConfig,
+    vision: VisionConfig,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    hold_seconds: float = 0.0,
+) -> Encoder:
+    settings, turns = vision.settings, Turns()
+    graphs = tower_graphs(settings, device) if config.encoder_graphs and device.type == "cuda" else None
     with memory_for("the encoder of images", "choose a smaller --model"):
-        turns = Turns()
-        tower = Tower(vision.settings, vision.tower, weights, device, dtype, turns, seed=config.seed)
-    return Encoder(tower.encode, turns), weights, None
+        tower = Tower(settings, vision.tower, weights, device, dtype, turns, seed=config.seed, graphs=graphs)
+    return Encoder(tower.encode, turns, hold_seconds=hold_seconds, give_back=tower.give_back)
+
+
+def tower_graphs(settings: ImageSettings, device: torch.device) -> TowerGraphs:
+    """For a tower on a GPU."""
+    rows, columns = settings.grid_within(COMMON_PIXELS)
+    return TowerGraphs(LateCapture, rows * columns, settings.pixel_bytes(1, 1), device)
 
 
 def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -> int:
     """Encodes the largest image, and then one from which the cost of images is learned. Returns the bytes of
-    the GPU that the first one takes at the peak."""
+    the GPU that they take at the peak beyond what is allocated afterwards. Graphs keep a part of these."""
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for pixels in (settings.max_pixels, COMMON_PIXELS):
+    for pixels in (settings.max_pixels, *[COMMON_PIXELS] * COMMON_PASSES):
         rows, columns = settings.grid_within(pixels)
         encoder.rehearse(rows, columns, bytes(settings.pixel_bytes(rows, columns)))
     peak = torch.cuda.max_memory_allocated(device) - allocated
-    return max(peak, torch.cuda.max_memory_reserved(device) - reserved)
+    peak = max(peak, torch.cuda.max_memory_reserved(device) - reserved)
+    return peak - (torch.cuda.memory_allocated(device) - allocated)
 
 
 def moves_memory(config: EngineConfig, limits: CacheLimits) -> bool:

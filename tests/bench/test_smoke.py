@@ -31,7 +31,7 @@ import typer.main
 import uvloop
 from grpc.aio import Channel
 
-from baton.bench import contract, flip, images, split
+from baton.bench import contract, encoder, flip, images, split
 from baton.bench.disagg import __main__ as disagg
 from baton.bench.disagg.sides import Side
 from baton.bench.harness.cluster import LocalCluster, Worker
@@ -46,9 +46,12 @@ from baton.bench.reuse.__main__ import Turns
 from baton.bench.router import __main__ as router
 from baton.bench.router import ends
 from baton.bench.shapes import SHAPES, write_shape
+from baton.content.images import ImageSettings
+from baton.encode_worker.tower_graphs import TowerGraphs
 from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
 from tests.engine.conftest import TINY_SPARSE
+from tests.engine.replays import Capture
 from tests.forked import forking
 from tests.mooncake import libraries
 from tests.stand_in import stand_in
@@ -59,6 +62,7 @@ ON_GPU = (
     "chaos",
     "disagg",
     "elastic",
+    "encoder",
     "engine",
     "flip",
     "images",
@@ -489,6 +493,20 @@ class AnswersAtOnce(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+def test_runs_encoder(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_cpu(settings: ImageSettings, device: torch.device) -> TowerGraphs:
+        return TowerGraphs(Capture, 100, settings.pixel_bytes(1, 1), device)
+
+    monkeypatch.setattr(encoder, "REPLAYED_ON", ("cpu",))
+    monkeypatch.setattr(encoder, "tower_graphs", on_cpu)
+    rows = run("encoder", "--short", "--pixels", "64x32")
+    assert rows["encoder.differ"] == 0
+    assert rows.keys() == {
+        *(f"encoder.{how}.{beside}" for how in ("launched", "replayed") for beside in ("alone", "busy")),
+        *(f"encoder.{name}" for name in ("captured", "kept", "differ")),
+    }
 
 
 def test_runs_images(run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

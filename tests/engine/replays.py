@@ -98,7 +98,7 @@ class _Replay:
             self.run.go_on()
 
 
-class _Capture:
+class Capture:
     def __call__(self, work: Work) -> list[_Replay]:
         cuts: list[int] = []
         work(cuts.append)
@@ -111,7 +111,7 @@ def capture_on_cpu(
 ) -> None:
     """From now on, graphs replay the steps of the engine. `chunk_sizes`: the rows of graphs with chunks, if
     fewer than there would be."""
-    monkeypatch.setattr(graphs, "Capture", _Capture)
+    monkeypatch.setattr(graphs, "Capture", Capture)
     monkeypatch.setattr(
         graphs, "Inputs", lambda _, **sizes: Inputs(partial(torch.zeros, dtype=torch.uint8), **sizes)
     )

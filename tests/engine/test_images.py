@@ -458,3 +458,30 @@ def test_dummy_weights_see(seeing: tuple[Path, Any]) -> None:
     request = request_with(1, engine, [pixels_of(1, 40, 24)])
     assert len(tokens_of(engine, [request])[0]) == 10
     engine.close()
+
+
+@pytest.mark.gpu
+def test_graphs_replay_the_encoder(seeing: tuple[Path, Any]) -> None:
+    """Images of one size: graphs are captured beside steps of the engine."""
+    path, reference = seeing
+    engine = load(path, num_blocks=128, max_num_seqs=8, encoder_graphs=True)
+    pictures = [pixels_of(i, *SIZES[i % 2]) for i in range(6)]
+    requests = [request_with(i, engine, [picture]) for i, picture in enumerate(pictures)]
+    for request, tokens, picture in zip(requests, tokens_of(engine, requests), pictures, strict=True):
+        assert tokens == expected_of(reference, path, request.prompt_ids, [picture])
+    engine.close()
+
+
+def test_memory_is_released_when_the_encoder_computes_nothing(seeing: tuple[Path, Any]) -> None:
+    engine = load(seeing[0], num_blocks=None, enable_memory_saver=True)
+    encoder = engine.encoder
+    assert encoder is not None
+    waiting, seen = list[Future[np.ndarray]](), list[bool]()
+    encoder._give_back = lambda: seen.append(all(each.done() for each in waiting))
+    picture = pixels_of(0, *SIZES[0])
+    _, [image] = prompt_of(settings_of(engine), [picture])
+    waiting.append(encoder.embeddings(image.name, image.pixels, image.rows, image.columns))
+    engine.loop.frozen = True
+    engine.memory.release(["kv_cache"])
+    assert seen == [True]
+    engine.close()
