@@ -226,6 +226,8 @@ class Worker:
     stub: WorkerStub | None = None
     shown_images: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By name, tokens of those whose pixels it got from this router. It should keep their embeddings."""
+    shown_tokens: int = 0
+    """Of all `shown_images`."""
     outdated_since: float | None = None
     """The time.monotonic() at which another worker got newer weights. It takes no new work until it has
     them."""
@@ -410,6 +412,7 @@ class Worker:
         """Forgets all attempts when the stream ends. Returns what was open."""
         lost, self.attempts, self.decode_load = list(self.attempts.values()), {}, None
         self.shown_images.clear()  # another process may answer next
+        self.shown_tokens = 0
         for attempt in lost:
             attempt.ended("the worker was lost")
         return lost
@@ -436,10 +439,11 @@ class Worker:
         """Sends those of an image of the attempt, or of the `SubmitEncode`, that comes next."""
         if self.send_queue is not None:
             self.send_queue.put_pixels(image.pixels)
+            self.shown_tokens += image.tokens - self.shown_images.get(image.name, 0)
             self.shown_images[image.name] = image.tokens
             self.shown_images.move_to_end(image.name)
-            while sum(self.shown_images.values()) > self.description.kept_image_tokens:
-                self.shown_images.popitem(last=False)
+            while self.shown_tokens > self.description.kept_image_tokens:
+                self.shown_tokens -= self.shown_images.popitem(last=False)[1]
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:

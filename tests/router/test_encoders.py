@@ -162,6 +162,29 @@ async def test_a_worker_gets_no_pixels_of_what_it_seems_to_have() -> None:
     assert worker.lacks_pixels(first, 0), "another process may answer"
 
 
+class Tokens(int):
+    """Counts additions."""
+
+    added = 0
+
+    def __radd__(self, other: int) -> int:
+        Tokens.added += 1
+        return int(other) + int(self)
+
+
+async def test_images_that_were_shown_before_are_not_counted_again() -> None:
+    worker = Fleet().worker
+    worker.description.kept_image_tokens = 4 * 100
+    images = [stand_in(PlacedImage, name=bytes([i]) * 32, tokens=Tokens(4), pixels=b"") for i in range(150)]
+    for each in [*images[:100], *images]:
+        worker.send_pixels(each)
+    assert Tokens.added == 0
+    assert list(worker.shown_images) == [each.name for each in images[50:]]
+    worker.lose_all()
+    worker.send_pixels(images[0])
+    assert worker.shown_tokens == 4
+
+
 async def test_metrics_have_a_pool_of_encoders_once_there_was_one() -> None:
     """Before, a pool without workers would be an alert."""
     pool = WorkerPool(RouterConfig(model="m", secret=b"s", port=0), RouterModel("m", 9, ""))
