@@ -1,6 +1,5 @@
 """Disaggregated prefill/decode LLM inference. Each package is a folder of the repository's top level."""
 
-import importlib.metadata
 import os
 
 from setproctitle import getproctitle
@@ -15,7 +14,9 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def version() -> str:
+    from importlib import metadata  # late: it is most of the time that importing this takes
+
     try:
-        return importlib.metadata.version("baton-llm")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("baton-llm")
+    except metadata.PackageNotFoundError:
         return "unknown"  # runs from a checkout, without installation

@@ -676,3 +676,12 @@ except SystemExit as end:
 )
 def test_quick_commands_import_no_heavy_modules(args: tuple[str, ...]) -> None:
     assert not imports(*args) & {"torch", "ray", "transformers", "grpc", "numpy"}
+
+
+def test_the_script_imports_little_before_it_handles_ctrl_c() -> None:
+    """Until then Python prints a traceback."""
+    code = "import sys; before = {*sys.modules}; import baton.cluster.script; print(*{*sys.modules} - before)"
+    environment = {"PYTHONPATH": PACKAGES}
+    found = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).split()
+    assert "baton.cluster.script" in found
+    assert not {"importlib.metadata", "email", "typer"} & {*found}, "they take most of its time"
