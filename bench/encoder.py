@@ -30,7 +30,7 @@ from baton.bench.contract import Report, Row
 from baton.bench.shapes import SEEING, SHAPES, write_shape
 from baton.encode_worker.tower import Tower
 from baton.encode_worker.turns import Turns
-from baton.engine.execution.start import tower_graphs
+from baton.engine.execution.image_encoder import tower_graphs
 from baton.engine.loader.hf_config import read_config
 
 SHAPE = {"cpu": "small-qwen3-vl", "cuda": SEEING}

@@ -165,7 +165,7 @@ class EncoderLoop:
 
     def _status(self, question: int) -> messages.EngineStatus:
         from baton.engine.api.stats import EngineStats
-        from baton.engine.execution.start import encoder_stats
+        from baton.engine.execution.image_encoder import encoder_stats
 
         served = self._served
         stats = EngineStats(
@@ -191,7 +191,7 @@ class EncoderLoop:
 
 def run(config: EngineProcessConfig) -> int:
     # These imports load torch, which is slow. The process must be tied to its parent before.
-    from baton.engine.execution.start import start_encoder
+    from baton.engine.execution.image_encoder import start_encoder
     from baton.kv_transfer import Heartbeat, TraceWriter, Transport
     from baton.worker.engine_process.embeddings import embedding_layout
     from baton.worker.engine_process.served_embeddings import ServedEmbeddings

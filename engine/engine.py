@@ -31,11 +31,12 @@ from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.commands import Drop
 from baton.engine.execution.elastic_cache import Cells
 from baton.engine.execution.graphs import batch_sizes
+from baton.engine.execution.image_encoder import encoder_stats
 from baton.engine.execution.kept_cache import Keep
 from baton.engine.execution.memory_sizing import COPY_TOKENS, PoolSize, tier_places
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
-from baton.engine.execution.start import Started, encoder_stats, start_rank
+from baton.engine.execution.start import Started, start_rank
 from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
 from baton.engine.loader.live_weights import NewWeights

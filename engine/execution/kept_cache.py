@@ -35,6 +35,7 @@ from torch import Tensor
 from baton.engine.api.block_sums import Outcome, Sums
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.elastic_cache import tensor_at
+from baton.engine.execution.memory_saver import aligned
 from baton.engine.execution.memory_sizing import CacheLimits, PoolSize
 from baton.engine.execution.sampler import to_host
 from baton.engine.kernels.upload import upload
@@ -51,8 +52,6 @@ _HEAD = 1 << 14
 """Bytes before the records: the key, then the length of what was measured, and this as JSON."""
 _MEASURED = _KEY_BYTES + 4
 _VERSION = b"baton kept cache 3"
-_ALIGNMENT = 512
-"""Bytes. As the allocator of torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class _Region:
 
     def take(self, size: int) -> int:
         """Returns the address of the next `size` bytes."""
-        address, self.end = self.end, self.end + _aligned(size)
+        address, self.end = self.end, self.end + aligned(size)
         return address
 
     def adopt(self) -> None:
@@ -165,7 +164,7 @@ class _Sizes:
         self.of_dtype: dict[torch.dtype, int] = {}
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = _aligned(prod(shape) * dtype.itemsize)
+        size = aligned(prod(shape) * dtype.itemsize)
         self.of_dtype[dtype] = self.of_dtype.get(dtype, 0) + size
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -339,10 +338,6 @@ class _DeviceSums:
             return [each % (1 << 64) for each in sums.tolist()]
 
         return Outcome(over.query, wait)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def can_keep(config: EngineConfig, limits: CacheLimits, device: torch.device) -> bool:

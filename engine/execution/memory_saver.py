@@ -67,7 +67,7 @@ class MemorySaver:
                 self._packed.append(tensor)
             elif tensor.device.type == self._device.type and tensor.untyped_storage().nbytes():
                 by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-        sizes = [_aligned(some[0].untyped_storage().nbytes()) for some in by_storage.values()]
+        sizes = [aligned(some[0].untyped_storage().nbytes()) for some in by_storage.values()]
         if not sizes:
             return
         start = address = end = self._memory.reserve(sum(sizes))
@@ -100,5 +100,6 @@ class MemorySaver:
             tensor.data = packed_like(tensor, shape)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """`size` rounded up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -12,31 +12,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from baton.content import content_root
 from baton.content.cache_kinds import CacheArray
-from baton.content.images import MOST_PIXELS, ImageSettings
 from baton.encode_worker.embeddings import EmbeddingFormat
 from baton.encode_worker.encoder import Encoder
-from baton.encode_worker.tower import Tower, tower_fingerprint
-from baton.encode_worker.tower_graphs import TowerGraphs
-from baton.encode_worker.turns import Turns
 from baton.engine.api.config import EngineConfig, MemoryTag, versioned
-from baton.engine.api.stats import EncoderStats
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
-from baton.engine.execution.graphs import LateCapture, largest_graph
+from baton.engine.execution.graphs import largest_graph
+from baton.engine.execution.image_encoder import encoder_of, rehearse
 from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, can_keep, kept_cache, measured
 from baton.engine.execution.memory_saver import PAGE, MemorySaver
 from baton.engine.execution.memory_sizing import (
     CacheLimits,
     MemoryUse,
     PoolSize,
-    choose_dtype,
     choose_limits,
     layer_caches,
     memory_for,
@@ -44,17 +37,15 @@ from baton.engine.execution.memory_sizing import (
 )
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.threads import set_threads
 from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, rehearsal_in, warm_up
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Weights
-from baton.engine.loader import check_encoder, choose_format, draft_head, load_model, open_checkpoint
+from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.loader.live_weights import LoadedModel
-from baton.engine.model_config import ModelConfig, VisionConfig
+from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
-from baton.engine.models.vision import TOWER
-from baton.machine import usable_cpus
 from baton.machine.background import at_low_priority
 from baton.machine.device_memory import open_device_memory
 from baton.machine.step_model import StepModel
@@ -62,11 +53,6 @@ from baton.machine.step_model import StepModel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-COMMON_PIXELS = 1920 * 1080
-"""Of the image that shows what images cost. No larger one has graphs: a GPU computes it for longer than its
-launches take."""
-COMMON_PASSES = 3
-"""Of that image: graphs are captured in the second one, and the third one shows the cost."""
 MEASURED = 0.05
 """Share of the time of the start that it may take to measure what steps cost."""
 
@@ -122,7 +108,7 @@ def start_rank(
     before. On a GPU it does all but to map and verify KV before, if the one before has left what it measured;
     else it takes no memory of the GPU before."""
     began = time.monotonic()
-    _set_threads(config, ranks)
+    set_threads(config, ranks)
     on_gpu = device.type == "cuda"
     wait_for_turn = keep.wait_for_turn or _nothing
     known = measured(keep) if on_gpu else None
@@ -152,7 +138,7 @@ def start_rank(
             ),
         )
     fingerprint = versioned(fingerprint, config.weights_version)
-    encoder, tower, embeddings = _encoder(config, checkpoint.config, model, limits.dtype, device, ranks)
+    encoder, tower, embeddings = encoder_of(config, checkpoint.config, model, limits.dtype, device, ranks)
     of_weights = _memory_saver(config, device)
     if of_weights is not None:
         with memory_for("the weights", "choose a smaller --model"):
@@ -178,8 +164,9 @@ def start_rank(
     encoding = 0
     if on_gpu and encoder is not None and model_config.vision is not None:
         with memory_for("the largest image", "choose a smaller --model"):
-            encoding = _rehearse(encoder, model_config.vision.settings, device)
-    pool = _pool(config, runner, limits, model_config, encoding, of_weights, known, progress)
+            encoding = rehearse(encoder, model_config.vision.settings, device)
+    sizing = _Sizing(config, runner, limits, model_config, known, progress)
+    pool = sizing.pool(encoding, of_weights)
     root_of = partial(
         content_root,
         weight_format=str(limits.dtype),
@@ -199,7 +186,7 @@ def start_rank(
         )
         steps = None
         if on_gpu:
-            steps = _rehearsed(runner, config, pool, limits, model_config, kept, known, began, progress)
+            steps = sizing.rehearsed(pool, kept, began)
         wait_for_turn()
         if keep.memory:
             progress("mapping KV", 0.0)
@@ -253,50 +240,70 @@ def _loaded(device: torch.device, background: bool, load: Callable[[], T]) -> T:
     return at_low_priority(in_thread)
 
 
-def _pool(
-    config: EngineConfig,
-    runner: ModelRunner,
-    limits: CacheLimits,
-    model_config: ModelConfig,
-    encoding: int,
-    of_weights: MemorySaver | None,
-    known: Measured | None,
-    progress: Callable[[str, float], None],
-) -> PoolSize:
-    """`known`: by an engine before, whose KV fills the GPU."""
-    if known is not None:
-        return PoolSize(known.num_blocks, known.max_model_len)
-    use, device = None, runner.device
-    if device.type == "cuda":
-        use = _measure(config, runner, limits, model_config.full_step, encoding, progress)
-        if of_weights is not None:
-            use = replace(use, weights=use.weights + of_weights.nbytes)
-    pages = _pages(device, runner.ranks) if moves_memory(config, limits) else None
-    return size_pool(config, model_config, limits, use, runner.ranks, pages)
+@dataclass(frozen=True, slots=True)
+class _Sizing:
+    """How much memory a rank with weights has for KV, and how it computes its first steps."""
 
+    config: EngineConfig
+    runner: ModelRunner
+    limits: CacheLimits
+    model_config: ModelConfig
+    known: Measured | None
+    """By an engine before, whose KV fills the GPU."""
+    progress: Callable[[str, float], None]
 
-def _rehearsed(
-    runner: ModelRunner,
-    config: EngineConfig,
-    pool: PoolSize,
-    limits: CacheLimits,
-    model_config: ModelConfig,
-    kept: KeptCache | None,
-    known: Measured | None,
-    began: float,
-    progress: Callable[[str, float], None],
-) -> StepModel:
-    """Makes a GPU ready for its first step. Returns what steps cost. A process that stands by cannot measure
-    it: another one computes beside it."""
-    if kept is not None:
-        kept.warm_up()
-    warm_up(runner, rehearsal_in(pool, config, limits.block_size), progress)
-    if config.cuda_graphs:
-        runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
-    if known is not None and known.steps is not None:
-        return known.steps
-    budget = MEASURED * (time.monotonic() - began)
-    return measure_times(runner, config, pool, model_config.vocab_size, budget)
+    def pool(self, encoding: int, of_weights: MemorySaver | None) -> PoolSize:
+        """`encoding`: bytes of the GPU that the largest image takes. `of_weights`: has the weights."""
+        if self.known is not None:
+            return PoolSize(self.known.num_blocks, self.known.max_model_len)
+        config, limits, ranks, device = self.config, self.limits, self.runner.ranks, self.runner.device
+        use = None
+        if device.type == "cuda":
+            use = self._measure(encoding)
+            if of_weights is not None:
+                use = replace(use, weights=use.weights + of_weights.nbytes)
+        pages = _pages(device, ranks) if moves_memory(config, limits) else None
+        return size_pool(config, self.model_config, limits, use, ranks, pages)
+
+    def rehearsed(self, pool: PoolSize, kept: KeptCache | None, began: float) -> StepModel:
+        """Makes a GPU ready for its first step. Returns what steps cost. A process that stands by cannot
+        measure it: another one computes beside it. `began`: the start of the rank, time.monotonic()."""
+        config, runner, progress = self.config, self.runner, self.progress
+        if kept is not None:
+            kept.warm_up()
+        warm_up(runner, rehearsal_in(pool, config, self.limits.block_size), progress)
+        if config.cuda_graphs:
+            runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
+        if self.known is not None and self.known.steps is not None:
+            return self.known.steps
+        budget = MEASURED * (time.monotonic() - began)
+        return measure_times(runner, config, pool, self.model_config.vocab_size, budget)
+
+    def _measure(self, encoding: int) -> MemoryUse:
+        """The memory of the largest step beside the weights. All layers of a kind share one small cache
+        meanwhile."""
+        config, runner, limits = self.config, self.runner, self.limits
+        num_slots = config.max_num_seqs if limits.state_bytes else 0
+        rehearsal = Rehearsal(config, limits.max_model_len, limits.block_size, num_slots=num_slots)
+        device = runner.device
+        weights = torch.cuda.memory_allocated(device)
+        with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
+            runner.cache.open(rehearsal.num_blocks, num_slots, shared=True)
+            most, decode = measure_steps(runner, rehearsal, self.progress)
+        runner.cache.close()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        # Where no KV can be kept, the standby takes memory when it is needed.
+        stands_by = config.stands_by and can_keep(config, limits, device)
+        graphs = 0
+        if config.cuda_graphs:
+            # All graphs share one memory pool, which must hold a step of decodes and the largest one with
+            # chunks.
+            rows = largest_graph(self.model_config.full_step, config.max_num_batched_tokens)
+            graphs = decode + most * rows // config.max_num_batched_tokens
+        return MemoryUse(
+            total, free, weights, most, graphs, config.other_bytes, encoding, stands_by=stands_by
+        )
 
 
 def _opened(
@@ -313,135 +320,6 @@ def _opened(
     log.warning("the KV that was kept is of another model or layout: it is not used")
     runner.cache.open(pool.num_blocks)
     return None
-
-
-def _set_threads(config: EngineConfig, ranks: Ranks) -> None:
-    # By default torch has a thread for each CPU of the machine, whatever quota the container has.
-    threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
-    torch.set_num_threads(max(1, threads // ranks.size))
-
-
-def start_encoder(
-    config: EngineConfig, progress: Callable[[str, float], None], hold_seconds: float
-) -> tuple[Encoder, EmbeddingFormat, ModelConfig]:
-    """Loads only the encoder of images. `hold_seconds`: as for `Encoder`.
-
-    Raises `ValueError` for mistakes that the user can mend."""
-    device, ranks = torch.device(config.device), Ranks()
-    _set_threads(config, ranks)
-    checkpoint = open_checkpoint(config, device, progress)
-    model = checkpoint.config
-    weight_format = choose_format(config, model, device)
-    dtype = choose_dtype(config, model, weight_format, device)
-    with memory_for("the weights of the encoder", "choose a smaller --model"):
-        weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks).below(TOWER)
-    check_encoder(config, model, has_weights=bool(weights))
-    assert model.vision is not None, "it has been checked"
-    if find_spec("transformers") is None:
-        raise ValueError("an encoder needs transformers: install Baton with the extra `images`")
-    made = embedding_format(config, model, weights, dtype, device)
-    encoder = _encoder_with(config, model.vision, weights, dtype, device, hold_seconds)
-    if device.type == "cuda":
-        with memory_for("the largest image", "choose a smaller --model"):
-            _rehearse(encoder, model.vision.settings, device)
-    return encoder, made, model
-
-
-def encoder_stats(encoder: Encoder) -> EncoderStats:
-    return EncoderStats(
-        encoder.encoded,
-        encoder.tokens,
-        encoder.seconds,
-        encoder.hits,
-        encoder.waiting,
-        encoder.kept_bytes,
-        encoder.turns.token_seconds,
-        encoder.queue_seconds,
-    )
-
-
-def embedding_format(
-    config: EngineConfig,
-    model: ModelConfig,
-    tower: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> EmbeddingFormat:
-    """`tower`: the weights of the encoder. Empty: dummy weights."""
-    vision = model.vision
-    assert vision is not None, "the caller has looked"
-    dummy = "" if tower else f"{config.seed} {device.type}"
-    return EmbeddingFormat(
-        tower_fingerprint(vision.settings, vision.tower, tower, dummy),
-        str(dtype).removeprefix("torch."),
-        (1 + vision.deepstack) * model.hidden_size * dtype.itemsize,
-        MOST_PIXELS // vision.settings.side**2,
-    )
-
-
-def _encoder(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: Ranks,
-) -> tuple[Encoder | None, Mapping[str, Tensor], EmbeddingFormat | None]:
-    """Takes the weights of the encoder from the model, and returns them, too. None: it takes no images, its
-    files have no encoder, transformers is not installed, or another rank or another worker encodes. In the
-    last case there is the format of embeddings from there."""
-    vision = model_config.vision
-    if config.encoder_pool:  # ranks other than 0 have no weights of the encoder
-        check_encoder(config, model_config, has_weights=bool(ranks.rank or getattr(model, "tower", {})))
-    if vision is None:
-        return None, {}, None
-    weights, model.tower = model.tower, {}
-    if config.encoder_pool:
-        return None, {}, embedding_format(config, model_config, weights, dtype, device)
-    if ranks.rank:
-        return None, {}, None
-    if not weights and config.load_format != "dummy":
-        log.warning("the model takes no images: its files have no weights of an encoder")
-        return None, {}, None
-    if find_spec("transformers") is None:
-        log.warning("the model takes no images: transformers is missing, install the extra `images`")
-        return None, {}, None
-    return _encoder_with(config, vision, weights, dtype, device), weights, None
-
-
-def _encoder_with(
-    config: EngineConfig,
-    vision: VisionConfig,
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-    hold_seconds: float = 0.0,
-) -> Encoder:
-    settings, turns = vision.settings, Turns()
-    graphs = tower_graphs(settings, device) if config.encoder_graphs and device.type == "cuda" else None
-    with memory_for("the encoder of images", "choose a smaller --model"):
-        tower = Tower(settings, vision.tower, weights, device, dtype, turns, seed=config.seed, graphs=graphs)
-    return Encoder(tower.encode, turns, hold_seconds=hold_seconds, give_back=tower.give_back)
-
-
-def tower_graphs(settings: ImageSettings, device: torch.device) -> TowerGraphs:
-    """For a tower on a GPU."""
-    rows, columns = settings.grid_within(COMMON_PIXELS)
-    return TowerGraphs(LateCapture, rows * columns, settings.pixel_bytes(1, 1), device)
-
-
-def _rehearse(encoder: Encoder, settings: ImageSettings, device: torch.device) -> int:
-    """Encodes the largest image, and then one from which the cost of images is learned. Returns the bytes of
-    the GPU that they take at the peak beyond what is allocated afterwards. Graphs keep a part of these."""
-    torch.cuda.empty_cache()
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    for pixels in (settings.max_pixels, *[COMMON_PIXELS] * COMMON_PASSES):
-        rows, columns = settings.grid_within(pixels)
-        encoder.rehearse(rows, columns, bytes(settings.pixel_bytes(rows, columns)))
-    peak = torch.cuda.max_memory_allocated(device) - allocated
-    peak = max(peak, torch.cuda.max_memory_reserved(device) - reserved)
-    return peak - (torch.cuda.memory_allocated(device) - allocated)
 
 
 def moves_memory(config: EngineConfig, limits: CacheLimits) -> bool:
@@ -483,33 +361,3 @@ def _releasable(
     memory: dict[MemoryTag, MemorySaver | ElasticCache | None]
     memory = {"kv_cache": of_cache, "weights": of_weights} if config.enable_memory_saver else {}
     return {tag: given for tag, given in memory.items() if given is not None}
-
-
-def _measure(
-    config: EngineConfig,
-    runner: ModelRunner,
-    limits: CacheLimits,
-    full_step: int,
-    encoding: int,
-    progress: Callable[[str, float], None],
-) -> MemoryUse:
-    """The memory of the largest step beside the weights. All layers of a kind share one small cache
-    meanwhile. `encoding`: bytes that the encoder of images takes meanwhile."""
-    num_slots = config.max_num_seqs if limits.state_bytes else 0
-    rehearsal = Rehearsal(config, limits.max_model_len, limits.block_size, num_slots=num_slots)
-    device = runner.device
-    weights = torch.cuda.memory_allocated(device)
-    with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
-        runner.cache.open(rehearsal.num_blocks, num_slots, shared=True)
-        most, decode = measure_steps(runner, rehearsal, progress)
-    runner.cache.close()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    # Where no KV can be kept, the standby takes memory when it is needed.
-    stands_by = config.stands_by and can_keep(config, limits, device)
-    graphs = 0
-    if config.cuda_graphs:
-        # All graphs share one memory pool, which must hold a step of decodes and the largest one with chunks.
-        rows = largest_graph(full_step, config.max_num_batched_tokens)
-        graphs = decode + most * rows // config.max_num_batched_tokens
-    return MemoryUse(total, free, weights, most, graphs, config.other_bytes, encoding, stands_by=stands_by)

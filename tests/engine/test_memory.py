@@ -196,7 +196,7 @@ def test_an_engine_has_no_more_threads_than_usable_cpus(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it is told to. torch knows no quota of a container."""
-    monkeypatch.setattr("baton.engine.execution.start.usable_cpus", lambda: 1)
+    monkeypatch.setattr("baton.engine.execution.threads.usable_cpus", lambda: 1)
     before = torch.get_num_threads()
     try:
         for told, found in ((None, 1), (2, 2)):

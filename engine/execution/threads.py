@@ -1,0 +1,15 @@
+"""How many threads torch has on a CPU."""
+
+import torch
+
+from baton.engine.api.config import EngineConfig
+from baton.engine.layers.ranks import Ranks
+from baton.machine import usable_cpus
+
+
+def set_threads(config: EngineConfig, ranks: Ranks) -> None:
+    """Gives this process its share of the threads of all ranks.
+
+    By default torch has a thread for each CPU of the machine, whatever quota the container has."""
+    threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
+    torch.set_num_threads(max(1, threads // ranks.size))
