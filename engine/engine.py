@@ -277,7 +277,7 @@ class Engine:
             )
         kept = None
         if self._kept is not None:
-            kept = KeptBlocks(self._kept.table, self.block_size, self._kept.sums)
+            kept = KeptBlocks(self._kept.parts, self.block_size)
         return PrefixCache(
             pool,
             self.content_root,

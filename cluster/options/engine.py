@@ -215,7 +215,7 @@ class EngineOptions:
     elastic_memory: bool | None = opt(
         None,
         "Move memory between KV and states, or KV and layers with windows, while a worker runs.",
-        shown="on",
+        shown="on; off with --replace-engine",
     )
     enable_memory_saver: bool = opt(
         False,

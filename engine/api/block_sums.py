@@ -1,4 +1,4 @@
-"""Sums over the KV of blocks, between the table of published blocks and the memory that they are in."""
+"""What records of kept memory need: room of their own, and sums over the memory that they are of."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,4 +14,23 @@ class Outcome(NamedTuple):
 
 
 Sums = Callable[[Sequence[int]], Outcome]
-"""Sums the KV of blocks, one number for each. It must not change meanwhile, or the sums are not used."""
+"""Sums what places of a pool have, one number for each. It must not change meanwhile, or the sums are not
+used."""
+
+
+class RecordMemory(NamedTuple):
+    """Of the records of one pool."""
+
+    table: memoryview
+    """With room for a record of each place."""
+    sums: Sums
+
+
+class KeptParts(NamedTuple):
+    """Of the records of all pools."""
+
+    blocks: RecordMemory
+    windows: RecordMemory | None
+    """Window blocks. None: all layers have the same blocks."""
+    slots: RecordMemory | None
+    """States. None: no layer has states."""

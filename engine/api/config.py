@@ -151,7 +151,7 @@ class EngineConfig:
     disk_cache_dir: str | None = None
     elastic_memory: bool | None = None
     """Whether pages of memory move between KV and states, or window blocks, if `num_blocks` is None. None:
-    yes."""
+    yes, if their memory ends with the engine."""
     enable_memory_saver: bool = False
     """Whether `Engine.release_memory` can give memory back. Weights and KV then have memory of pages."""
     ttit_target: float | None = None

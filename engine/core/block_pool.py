@@ -33,7 +33,8 @@ from baton.engine.core.window_blocks import WindowBlocks
 
 class BlockPool:
     """Owns all blocks that no request owns. `on_evicted` is called with the name of each block that leaves
-    the cache, `on_window_lost` with that of each cached block that loses its window block."""
+    the cache, `on_window_lost` with that of each cached block that loses its window block, and `on_allocated`
+    with each block that will be written anew."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class BlockPool:
         """Names of cached blocks without a window block of which a tier has all. The prefix cache writes
         it."""
         self.on_evicted: Callable[[bytes], None] = lambda _: None
+        self.on_allocated: Callable[[int], None] = lambda _: None
         self.moves = 0
         """Blocks that changed their state so far. Each counts as often as it did."""
         self._lowest = [*range(units.present * units.size)]
@@ -99,6 +101,7 @@ class BlockPool:
         blocks = [self._lowest_free() for _ in range(count)]
         for block in blocks:
             self.units.hold(block)
+            self.on_allocated(block)
         self._private.update(blocks)
         self.moves += count
         return blocks

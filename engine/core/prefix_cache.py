@@ -139,6 +139,14 @@ class PrefixCache:
         self._state_tiers = [tier for tier in tiers if tier.of_states]
         if copies is not None:
             copies.on_evicted = self._states_evicted
+        if kept is not None:
+            pool.on_allocated = kept.blocks.remove
+            if kept.windows is not None:
+                assert pool.windows is not None, "layers with windows have blocks of their own"
+                pool.windows.on_allocated = kept.windows.remove
+            if kept.states is not None:
+                assert copies is not None, "the model has states"
+                copies.on_allocated = kept.states.remove
 
     def names(self, request: EngineRequest) -> PrefixNames:
         """Names for the tokens of a request. A prompt is looked up for a fetch, and again when it is added.
@@ -169,7 +177,7 @@ class PrefixCache:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
         indices in `thin` are thin, and those without a window block."""
         entered: list[int] = []
-        whole: list[int] = []
+        published: dict[int, bool] = {}  # index → whether the block is thin
         for index in range(start, stop):
             name = names.blocks[index]
             is_thin = any(index in each for each in thin) or not self._pool.has_window(blocks[index])
@@ -180,20 +188,34 @@ class PrefixCache:
             is_whole_below = is_thin and name in self._cached and name not in self._thin
             if is_whole_below or not self._pool.publish(blocks[index], name):
                 continue
+            published[index] = is_thin
             if is_thin:
                 self._thin.add(name)
-            else:
-                whole.append(index)
             if name in self._cached:
                 self._place_changed(name)
             else:
                 entered.append(index)
         for index, block in zip(entered, names.cached(entered), strict=True):
             self._enter(block, index, names.blocks, names.tenant)
-        if self._kept is not None and whole:
-            self._kept.add([blocks[index] for index in whole], list(names.cached(whole)), names.tenant)
+        if self._kept is not None and published:
+            self._keep(self._kept, names, blocks, published)
         if entered:
             self._hooks.cached(names.cached(entered))
+
+    def _keep(
+        self, kept: KeptBlocks, names: PrefixNames, blocks: Sequence[int], published: Mapping[int, bool]
+    ) -> None:
+        """The next engine may have these blocks. Only a block with a window block of its own may be thin."""
+        whole = [index for index, is_thin in published.items() if not is_thin]
+        indices = whole if kept.windows is None else [*published]
+        kept.add([blocks[index] for index in indices], [*names.cached(indices)], names.tenant)
+        if kept.windows is not None and (windows := self._pool.windows) is not None:
+            kept.windows.add({int(windows.of[blocks[index]]): names.blocks[index] for index in whole})
+
+    def keep_states(self, names: PrefixNames, position: int, slot: int) -> None:
+        """The next engine may have the states after this many tokens, which end a block."""
+        if self._kept is not None:
+            self._kept.add_states(names.blocks[position // self._block_size - 1], slot)
 
     def _enter(self, block: CachedBlock, index: int, names: list[bytes], tenant: bytes) -> None:
         """A block comes to the cache, the one with this index in its prompt. `names`: of the blocks of the
@@ -210,12 +232,14 @@ class PrefixCache:
             self._kept.settle()
 
     def take_over(self) -> int:
-        """Has the blocks from now on that the engine before this one left, if they are whole. Returns their
-        number. A block whose beginning of the prompt is lost is left out. Called once, before all else."""
+        """Has the blocks and states from now on that the engine before this one left, if they are whole.
+        Returns the number of blocks. A block whose beginning of the prompt is lost is left out. Called once,
+        before all else."""
         if self._kept is None:
             return 0
+        left = self._kept.left()
         after: dict[bytes, list[KeptBlock]] = {}
-        for kept in self._kept.left():
+        for kept in left.blocks:
             after.setdefault(kept.cached.before, []).append(kept)
         found: list[KeptBlock] = []
         prompts = [(kept, list[bytes]()) for kept in after.pop(b"", ())]
@@ -225,10 +249,17 @@ class PrefixCache:
             self._enter(block, len(names) - 1, names, kept.tenant)
             found.append(kept)
             prompts.extend((each, names) for each in after.pop(block.name, ()))
-        for lost in (kept for rest in after.values() for kept in rest):
-            self._kept.remove(lost.cached.name)
         for kept in reversed(found):  # the end of a prompt is evicted first
             self._pool.put_cached(kept.block, kept.cached.name)
+        block_of = {kept.cached.name: kept.block for kept in found}
+        if (windows := self._pool.windows) is not None:
+            self._thin.update(block_of.keys() - left.windows.keys())
+            places = ((block, left.windows.get(name)) for name, block in block_of.items())
+            windows.put_cached({block: place for block, place in places if place is not None})
+        if (copies := self.copies) is not None:
+            for name, slot in left.states.items():
+                if name in block_of:
+                    copies.put_cached(name, slot)
         if found:
             self._hooks.cached([kept.cached for kept in found])
         return len(found)
@@ -255,7 +286,8 @@ class PrefixCache:
     def publish_states(self, names: PrefixNames, position: int, slot: int) -> None:
         """Names a copy of the states after this many tokens, which end a block. The states are verified."""
         assert self.copies is not None, "the model has states"
-        self.copies.publish(names.blocks[position // self._block_size - 1], slot)
+        if self.copies.publish(names.blocks[position // self._block_size - 1], slot):
+            self.keep_states(names, position, slot)
         if not position % CHUNK_TOKENS:
             chunk = position // CHUNK_TOKENS - 1
             self._hooks.states_kept(names.salt, names.chunks[chunk], chunk)
@@ -435,8 +467,6 @@ class PrefixCache:
         return len(chunks), list(table.values())
 
     def _evicted(self, name: bytes) -> None:
-        if self._kept is not None:
-            self._kept.remove(name)
         self._halved.discard(name)
         for tier in self._block_tiers:
             tier.evicted(name)

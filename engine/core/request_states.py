@@ -93,10 +93,13 @@ class RequestStates:
             if not copy.of_answer:
                 self._publish_copy(live, copy)
                 continue
+            assert self._cache is not None
+            assert self._copies is not None
+            assert live.names is not None, "the block before the copy has a name"
             if states.of_answer is not None:
-                assert self._copies is not None
                 self._copies.release(states.of_answer.slot)
             states.of_answer = copy
+            self._cache.keep_states(live.names, copy.position, copy.slot)
 
     def _publish_copy(self, live: LiveRequest, copy: Copy) -> None:
         assert self._cache is not None

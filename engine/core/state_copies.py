@@ -83,6 +83,7 @@ class StateCopies:
 
     Attributes:
         on_evicted: called with the name of each copy that `allocate` evicts.
+        on_allocated: called with each slot that will be written anew.
         grow: called before `allocate` evicts a copy. It may `put_in` slots.
         count, moves: as `BlockPool.num_blocks` and `moves`, of slots.
     """
@@ -107,6 +108,7 @@ class StateCopies:
         self.units = units = Units.fixed(count, first_slot) if units is None else units
         self.moves = 0
         self.on_evicted: Callable[[bytes], None] = lambda _: None
+        self.on_allocated: Callable[[int], None] = lambda _: None
         self.grow: Callable[[], None] = lambda: None
         self._present = units.present * units.size
         self._free = list(range(first_slot + self._present - 1, first_slot - 1, -1))
@@ -195,6 +197,7 @@ class StateCopies:
         self._writing += 1
         self.moves += 1
         slot = self._free.pop()
+        self.on_allocated(slot)
         self.units.hold(slot)
         return slot
 
@@ -202,15 +205,23 @@ class StateCopies:
         """As `allocate`. None, too, if this would leave less than half of the slots to what is cached."""
         return self.allocate() if self._writing < self._present // 2 else None
 
-    def publish(self, name: bytes, slot: int) -> None:
-        """Names a copy that a step has written. Its states are verified."""
+    def publish(self, name: bytes, slot: int) -> bool:
+        """Names a copy that a step has written. Its states are verified. False: another one has this name
+        already, and the slot is free."""
         if name in self._slot_of:
             self.release(slot)
-            return
+            return False
         self._writing -= 1
         self._slot_of[name] = slot
         self._name_of[slot] = name
         self.units.let(slot)
+        return True
+
+    def put_cached(self, name: bytes, slot: int) -> None:
+        """A free slot has the states of this name, which no other slot has. They count as used last."""
+        self._free.remove(slot)
+        self._slot_of[name] = slot
+        self._name_of[slot] = name
 
     def release(self, slot: int) -> None:
         """Takes back a slot that `allocate` returned."""

@@ -18,7 +18,7 @@ A part of the window blocks may have no memory (`elastic`). These are in no stat
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -55,6 +55,7 @@ class WindowBlocks:
         most: window blocks that a request reads between two steps, at most.
         present: window blocks that have memory, with `NULL`.
         on_lost: is called with each block that another one took the window block from.
+        on_allocated: is called with each window block that will be written anew.
         on_short: is called when more was promised than has memory. It makes `free` 0.
     """
 
@@ -74,6 +75,7 @@ class WindowBlocks:
         self.present = units.present * units.size
         self.most = window_blocks(windows, block_size)
         self.on_lost: Callable[[int], None] = lambda _: None
+        self.on_allocated: Callable[[int], None] = lambda _: None
         self.on_short: Callable[[], None] = lambda: None
         self.windows = windows
         self._shortest = max(1 if window.chunked else window.length for window in windows)
@@ -173,6 +175,7 @@ class WindowBlocks:
                 self.on_lost(lost)
             self.of[block] = place = heapq.heappop(self._free)
             self._block_of[place] = block
+            self.on_allocated(place)
         self._idle.pop(block, None)
         readers = self._readers[block] = self._readers.get(block, 0) + 1
         if readers == 1:
@@ -195,6 +198,15 @@ class WindowBlocks:
             assert block not in self._readers, "a free block has no reader"
             del self._idle[block]
             self._take_from(block)
+
+    def put_cached(self, blocks: Mapping[int, int]) -> None:
+        """These blocks have these free window blocks, whose KV is theirs. The first ones lose them first."""
+        for block, place in blocks.items():
+            self.of[block] = place
+            self._block_of[place] = block
+            self._idle[block] = None
+        self._free = [place for place in self._free if place not in self._block_of]
+        heapq.heapify(self._free)
 
     def _take_from(self, block: int) -> None:
         place = int(self.of[block])

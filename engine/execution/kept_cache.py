@@ -1,10 +1,13 @@
-"""KV in memory that outlives its engine.
+"""KV and states in memory that outlives its engine.
 
-    pages of each dtype (K, V of all layers) ── their files wait in a socket (`KeptMemory`)
-    table: what the rest is of ── what the engine measured ── records of blocks (`engine.core.kept_blocks`)
+    pages of each dtype (blocks, window blocks and states of all layers) ── their files wait in a socket
+      (`KeptMemory`)
+    table: what the rest is of ── what the engine measured ── records of blocks, window blocks and slots
+      (`engine.core.kept_blocks`)
 
-Each rank has such memory for its part of the KV. Rank 0 alone has records. It reads the KV of the other ranks
-for checksums.
+Each rank has such memory for its part. Rank 0 alone has records. It reads the memory of the other ranks for
+checksums. Blocks, window blocks and states keep their shares of it: pages that move between them
+(`elastic_cache`) would need thousands of files on a GPU.
 
 The first engine makes the pages. Those that follow adopt them, once the engine before them has ended. Until
 then their tensors have the same addresses as later, over one page of each dtype, which is mapped again and
@@ -25,14 +28,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from baton.engine.api.block_sums import Outcome, Sums
+from baton.engine.api.block_sums import KeptParts, Outcome, RecordMemory, Sums
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.elastic_cache import tensor_at
 from baton.engine.execution.memory_saver import aligned
@@ -51,7 +54,7 @@ _KEY_BYTES = 32
 _HEAD = 1 << 14
 """Bytes before the records: the key, then the length of what was measured, and this as JSON."""
 _MEASURED = _KEY_BYTES + 4
-_VERSION = b"baton kept cache 3"
+_VERSION = b"baton kept cache 4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Keep:
     memory: Sequence[KeptMemory] = ()
     """Its own and, on rank 0, those of the others. Empty: KV ends with the engine."""
     record_bytes: Callable[[int], int] = lambda _: 0
-    """Of a block with so many positions. 0 but on rank 0."""
+    """Of each place, if a block has so many positions. 0 but on rank 0."""
     wait_for_turn: Callable[[], None] | None = None
     """For an engine that is made while another one serves: waits until that one has ended."""
 
@@ -70,8 +73,7 @@ class Keep:
 class Measured:
     """What an engine on a GPU tells those that follow, which cannot measure it beside the KV."""
 
-    num_blocks: int
-    max_model_len: int
+    pool: PoolSize
     steps: StepModel | None = None
 
     def to_json(self) -> bytes:
@@ -84,7 +86,7 @@ class Measured:
         if (steps := found["steps"]) is not None:
             tables: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in steps.items()}
             steps = StepModel(**tables)
-        return cls(found["num_blocks"], found["max_model_len"], steps)
+        return cls(PoolSize(**found["pool"]), steps)
 
 
 def measured(keep: Keep) -> Measured | None:
@@ -164,24 +166,43 @@ class _Sizes:
         self.of_dtype: dict[torch.dtype, int] = {}
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = aligned(prod(shape) * dtype.itemsize)
-        self.of_dtype[dtype] = self.of_dtype.get(dtype, 0) + size
+        if size := aligned(prod(shape) * dtype.itemsize):
+            self.of_dtype[dtype] = self.of_dtype.get(dtype, 0) + size
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     windows = slots = blocks
 
 
+class _Tensor(NamedTuple):
+    """Where a tensor lies in the memory of each rank."""
+
+    pool: str
+    """Of its places: a field of `KeptParts`."""
+    dtype: torch.dtype
+    """Its region."""
+    offset: int
+    """In that region."""
+    rows: int
+    place_bytes: int
+    """In each row."""
+
+
 class KeptCache:
     """The `CacheMemory` of one engine.
 
-    Use it in this order: `blocks` for each tensor, `open`, then `table` and `sums`. On a GPU `warm_up` comes
-    before `open`."""
+    Use it in this order: `blocks`, `windows` and `slots` for each tensor, `open`, then `parts`. On a GPU
+    `warm_up` comes before `open`."""
 
     def __init__(self, keep: Keep, cache: Sequence[CacheSpec], places: Places, device: torch.device) -> None:
         """For what `cache` allocates at these places. Raises `MemoryError`."""
         self._own, *self._others = keep.memory
         self._device = device
-        self._num_blocks = places.num_blocks
+        self._places = {
+            "blocks": places.num_blocks,
+            "windows": places.window_blocks or 0,
+            "slots": places.num_slots,
+        }
+        """By pool, as the next two."""
         self._record_bytes = keep.record_bytes(places.block_size)
         sizes = _Sizes()
         for layer in cache:
@@ -196,38 +217,58 @@ class KeptCache:
             dtype: _Region(device, size, kept[number] if kept else None)
             for number, (dtype, size) in enumerate(sizes.of_dtype.items())
         }
-        self._rows: list[tuple[int, int]] = []  # address, bytes of a block
-        self._layout: list[tuple[torch.dtype, int, int, int]] = []
-        """Of each tensor: its dtype, offset in that region, rows, and bytes of a block in a row."""
+        self._layout: list[_Tensor] = []
         self._key = blake2b(_VERSION, digest_size=_KEY_BYTES)
         self._mapped = memoryview(b"")
-        self.table = memoryview(b"")
-        """Of `KeptBlocks`, from `open` on."""
-        self.sums: Sums = _DeviceSums(self._rows, device) if device.type == "cuda" else _HostSums(self._rows)
-        """Of the K and V of all layers in blocks, on all ranks."""
+        self._rows: dict[str, list[tuple[int, int]]] = {pool: [] for pool in self._places}
+        """On all ranks: address, bytes of a place."""
+        self._sums: dict[str, Sums] = {
+            pool: _DeviceSums(rows, device) if device.type == "cuda" else _HostSums(rows)
+            for pool, rows in self._rows.items()
+        }
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size, region = prod(shape) * dtype.itemsize, self._regions[dtype]
-        address = region.take(size)
-        self._layout.append((dtype, address - region.address, shape[0], size // (shape[0] * shape[1])))
-        self._add_rows(region.address, self._layout[-1:])
-        self._key.update(f"{dtype} {[*shape]};".encode())
-        return tensor_at(address, shape, dtype, self._device, owner=region)
+        return self._tensor("blocks", shape[0], shape, dtype)
 
     def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        raise AssertionError("window blocks are not kept")
+        return self._tensor("windows", shape[0], shape, dtype)
 
     def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        raise AssertionError("states are not kept")
+        return self._tensor("slots", 1, shape, dtype)
 
-    def _add_rows(self, region: int, layout: Iterable[tuple[torch.dtype, int, int, int]]) -> None:
-        for _, offset, rows, size in layout:
-            first = region + offset
-            self._rows += [(first + row * self._num_blocks * size, size) for row in range(rows)]
+    def _tensor(self, pool: str, rows: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._key.update(f"{pool} {dtype} {[*shape]};".encode())
+        if not (size := prod(shape) * dtype.itemsize):
+            return torch.empty(*shape, dtype=dtype, device=self._device)
+        region = self._regions[dtype]
+        address = region.take(size)
+        place_bytes = size // (rows * self._places[pool])
+        self._layout.append(_Tensor(pool, dtype, address - region.address, rows, place_bytes))
+        self._add_rows(region.address, self._layout[-1:])
+        return tensor_at(address, shape, dtype, self._device, owner=region)
+
+    def _add_rows(self, region: int, layout: Iterable[_Tensor]) -> None:
+        for pool, _, offset, rows, size in layout:
+            first, row_bytes = region + offset, self._places[pool] * size
+            self._rows[pool] += [(first + row * row_bytes, size) for row in range(rows)]
 
     def warm_up(self) -> None:
-        """Compiles what `sums` needs."""
-        self.sums([0]).wait()
+        """Compiles what sums need."""
+        for pool, rows in self._rows.items():
+            if rows:
+                self._sums[pool]([0]).wait()
+
+    @property
+    def parts(self) -> KeptParts:
+        """For `KeptBlocks`, once the memory is open. Sums are over all layers on all ranks."""
+        found: dict[str, RecordMemory | None] = {}
+        end = _HEAD
+        for pool, count in self._places.items():
+            start, end = end, end + count * self._record_bytes
+            found[pool] = RecordMemory(self._mapped[start:end], self._sums[pool]) if count else None
+        blocks = found["blocks"]
+        assert blocks is not None, "a cache has blocks"
+        return KeptParts(blocks, found["windows"], found["slots"])
 
     def open(self, root: bytes, ranks: Ranks) -> bool:
         """All tensors have memory. `root`: of the names of KV. False: the memory of a rank has the KV of
@@ -237,13 +278,14 @@ class KeptCache:
         for memory in self._others:
             for (dtype, region), kept in zip(self._regions.items(), memory.pages(), strict=True):
                 address = region.of_another_rank(kept)
-                self._add_rows(address, [each for each in self._layout if each[0] == dtype])
+                self._add_rows(address, [each for each in self._layout if each.dtype == dtype])
         return True
 
     def _open(self, root: bytes) -> bool:
         if not (self._fits and all(region.fits for region in self._regions.values())):
             return False
-        size = -(-(_HEAD + self._num_blocks * self._record_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        records = sum(self._places.values()) * self._record_bytes
+        size = -(-(_HEAD + records) // mmap.PAGESIZE) * mmap.PAGESIZE
         if os.fstat(self._own.table).st_size != size:
             try:
                 os.ftruncate(self._own.table, size)
@@ -267,7 +309,6 @@ class KeptCache:
             self._own.put(exported)
             close(*exported)
         self._mapped[:_KEY_BYTES] = key
-        self.table = self._mapped[_HEAD:][: self._num_blocks * self._record_bytes]
         return True
 
     def remember(self, found: Measured) -> None:
@@ -340,11 +381,10 @@ class _DeviceSums:
         return Outcome(over.query, wait)
 
 
-def can_keep(config: EngineConfig, limits: CacheLimits, device: torch.device) -> bool:
-    """Whether KV of such a cache may outlive its engine. A GPU keeps none of a model with windows."""
-    return config.enable_prefix_caching and not (
-        limits.state_bytes or (device.type == "cuda" and limits.windows)
-    )
+def can_keep(config: EngineConfig, limits: CacheLimits) -> bool:
+    """Whether such a cache may outlive its engine: not if the user wants memory that moves."""
+    moves = config.elastic_memory and (limits.state_bytes or limits.windows)
+    return config.enable_prefix_caching and not moves
 
 
 def kept_cache(
@@ -352,11 +392,12 @@ def kept_cache(
 ) -> KeptCache | None:
     """The memory of one rank. None: the KV ends with the engine, since there are no files for it, or it
     cannot be kept. Raises `MemoryError`."""
-    if not keep.memory or not config.enable_prefix_caching:
+    if not keep.memory:
         return None
-    if pool.window_blocks is not None or not can_keep(config, limits, device):
-        log.info(
-            "KV ends with this engine process: the model has states, or windows with blocks of their own"
-        )
+    if not can_keep(config, limits):
+        if config.enable_prefix_caching:
+            log.info("KV ends with this engine process: --elastic-memory moves its memory")
         return None
-    return KeptCache(keep, limits.cache, Places(pool.num_blocks, limits.block_size), device)
+    slots = pool.num_slots + pool.num_copies
+    places = Places(pool.num_blocks, limits.block_size, slots, pool.window_blocks)
+    return KeptCache(keep, limits.cache, places, device)

@@ -166,7 +166,7 @@ def start_rank(
         with memory_for("the largest image", "choose a smaller --model"):
             encoding = rehearse(encoder, model_config.vision.settings, device)
     sizing = _Sizing(config, runner, limits, model_config, known, progress)
-    pool = sizing.pool(encoding, of_weights)
+    pool = sizing.pool(encoding, of_weights, keep)
     root_of = partial(
         content_root,
         weight_format=str(limits.dtype),
@@ -177,13 +177,9 @@ def start_rank(
         kept = kept_cache(keep, config, limits, pool, device)
         elastic = _elastic_cache(pool.elastic, device)
         saver = None if elastic else _memory_saver(config, device)
-        runner.cache.open(
-            pool.num_blocks,
-            pool.num_slots + pool.num_copies,
-            window_blocks=pool.window_blocks,
-            elastic=elastic,
-            memory=kept or saver,
-        )
+        slots = pool.num_slots + pool.num_copies
+        open_cache = partial(runner.cache.open, pool.num_blocks, slots, window_blocks=pool.window_blocks)
+        open_cache(elastic=elastic, memory=kept or saver)
         steps = None
         if on_gpu:
             steps = sizing.rehearsed(pool, kept, began)
@@ -191,7 +187,7 @@ def start_rank(
         if keep.memory:
             progress("mapping KV", 0.0)
         if kept is not None:
-            kept = _opened(kept, runner, root_of(fingerprint), pool, steps)
+            kept = _opened(kept, runner, root_of(fingerprint), pool, steps, open_cache)
         if runner.expert_load is not None:
             runner.expert_load.clear()
     return Started(
@@ -252,17 +248,18 @@ class _Sizing:
     """By an engine before, whose KV fills the GPU."""
     progress: Callable[[str, float], None]
 
-    def pool(self, encoding: int, of_weights: MemorySaver | None) -> PoolSize:
+    def pool(self, encoding: int, of_weights: MemorySaver | None, keep: Keep) -> PoolSize:
         """`encoding`: bytes of the GPU that the largest image takes. `of_weights`: has the weights."""
         if self.known is not None:
-            return PoolSize(self.known.num_blocks, self.known.max_model_len)
+            return self.known.pool
         config, limits, ranks, device = self.config, self.limits, self.runner.ranks, self.runner.device
         use = None
         if device.type == "cuda":
             use = self._measure(encoding)
             if of_weights is not None:
                 use = replace(use, weights=use.weights + of_weights.nbytes)
-        pages = _pages(device, ranks) if moves_memory(config, limits) else None
+        moves = moves_memory(config, limits) and not (keep.memory and can_keep(config, limits))
+        pages = _pages(device, ranks) if moves else None
         return size_pool(config, self.model_config, limits, use, ranks, pages)
 
     def rehearsed(self, pool: PoolSize, kept: KeptCache | None, began: float) -> StepModel:
@@ -294,7 +291,7 @@ class _Sizing:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         # Where no KV can be kept, the standby takes memory when it is needed.
-        stands_by = config.stands_by and can_keep(config, limits, device)
+        stands_by = config.stands_by and can_keep(config, limits)
         graphs = 0
         if config.cuda_graphs:
             # All graphs share one memory pool, which must hold a step of decodes and the largest one with
@@ -307,18 +304,23 @@ class _Sizing:
 
 
 def _opened(
-    kept: KeptCache, runner: ModelRunner, root: bytes, pool: PoolSize, steps: StepModel | None
+    kept: KeptCache,
+    runner: ModelRunner,
+    root: bytes,
+    pool: PoolSize,
+    steps: StepModel | None,
+    open_cache: Callable[[], None],
 ) -> KeptCache | None:
     """None: the KV there is of another model or layout, and the runner has other memory."""
     on_gpu = runner.device.type == "cuda"
     if kept.open(root, runner.ranks):
         if on_gpu:
-            kept.remember(Measured(pool.num_blocks, pool.max_model_len, steps))
+            kept.remember(Measured(pool, steps))
         return kept
     if on_gpu:
         raise ValueError("the GPU has KV of another layout, and no room beside it")
     log.warning("the KV that was kept is of another model or layout: it is not used")
-    runner.cache.open(pool.num_blocks)
+    open_cache()
     return None
 
 

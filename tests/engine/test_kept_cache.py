@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from baton.engine import CachedBlock, Engine, EngineRequest
-from baton.engine.api.block_sums import Outcome
+from baton.engine.api.block_sums import KeptParts, Outcome, RecordMemory, Sums
 from baton.engine.api.request import Hooks
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
+from baton.engine.core.kept_table import KeptTable
+from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, close, measured
+from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import AttentionCache, Places
 from baton.machine.device_memory import open_device_memory
@@ -59,7 +62,7 @@ def settle(engine: Engine) -> None:
     """A GPU sums KV after the steps."""
     cache = engine.lives.cache
     assert cache is not None
-    while cache._kept is not None and cache._kept._under_way:
+    while cache._kept is not None and any(table._under_way for table in cache._kept._tables):
         cache.settle()
 
 
@@ -69,14 +72,22 @@ def content(engine: Engine, files: KeptFiles) -> list[bytes]:
     return [table, *(x.cpu().numpy().tobytes() for x in engine.caches)]
 
 
-def record_of(engine: Engine, index: int) -> tuple[KeptBlocks, int]:
+def names_of(engine: Engine, prompt: Sequence[int] = PROMPT) -> list[bytes]:
+    """Of the blocks of a prompt."""
+    cache = engine.lives.cache
+    assert cache is not None
+    names = cache.names(request_of(1, prompt))
+    names.extend(prompt, len(prompt))
+    return names.blocks
+
+
+def record_of(engine: Engine, index: int) -> tuple[KeptTable, int]:
     """The table of an engine, and the block with this index in the prompt."""
     cache = engine.lives.cache
     assert cache is not None
     assert cache._kept is not None
-    names = cache.names(request_of(1, PROMPT))
-    names.extend(PROMPT, len(PROMPT))
-    return cache._kept, cache._kept._block_of[names.blocks[index]]
+    [block] = cache._pool.lookup([names_of(engine)[index]])
+    return cache._kept.blocks, block
 
 
 def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
@@ -192,19 +203,24 @@ def test_a_size_that_is_sealed(tiny_engine: MakeEngine, memory: KeptFiles) -> No
             os.ftruncate(memory.table, size)
 
 
+def parts(table: memoryview, sums: Sums) -> KeptParts:
+    """Of blocks alone."""
+    return KeptParts(RecordMemory(table, sums), None, None)
+
+
 def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     size = record_bytes(4)
     table = memoryview(bytearray(3 * size))
 
     def kept() -> KeptBlocks:
-        return KeptBlocks(table, 4, lambda blocks: Outcome(lambda: True, lambda: [7] * len(blocks)))
+        return KeptBlocks(parts(table, lambda blocks: Outcome(lambda: True, lambda: [7] * len(blocks))), 4)
 
     one = CachedBlock(b"1" * 16, [], 0, b"", b"", [1, 2, 3, 4])
     two = CachedBlock(b"2" * 16, [b"c" * 16], 0, b"s" * 16, b"1" * 16, [5, 6, 7, 8])
     writer = kept()
     writer.add([0], [one], b"tenant")
     writer.add([2, 1], [two, two._replace(name=b"3" * 16, salt=b"s" * 400)], b"")
-    found = [*kept().left()]
+    found = kept().left().blocks
     assert [(each.block, each.cached, each.tenant) for each in found] == [
         (0, one._replace(token_ids=found[0].cached.token_ids), b"tenant"),
         (2, two._replace(token_ids=found[1].cached.token_ids), b""),
@@ -212,9 +228,9 @@ def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     assert [[*each.cached.token_ids] for each in found] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     for length in (0, 3, 1 << 40):
         table[:8] = length.to_bytes(8, "little")
-        assert [each.block for each in kept().left()] == [2]
+        assert [each.block for each in kept().left().blocks] == [2]
     table[2 * size + 16] ^= 255
-    assert [*kept().left()] == []
+    assert kept().left().blocks == []
 
 
 def streams_that_go_on(
@@ -274,29 +290,139 @@ def test_streams_of_every_kind_go_on(
 
 
 WINDOWED = "Gemma3Text", "Gemma4Text", "GptOss"
-KEPT = [*((kind, 128) for kind in ("Qwen3Moe", "DeepseekV3", "DeepseekV32", *WINDOWED))]
-COMPUTED_AGAIN = [
-    *((kind, 128) for kind in ("Bamba", "Qwen3_5Text", "KimiLinear")),
-    *((kind, 1024) for kind in WINDOWED),
+WITH_STATES = "Bamba", "Qwen3_5Text", "KimiLinear", "Lfm2"
+KEPT = [
+    *((kind, 128) for kind in ("Qwen3Moe", "DeepseekV3", "DeepseekV32", *WINDOWED)),
+    *((kind, 1024) for kind in WINDOWED),  # layers with windows have blocks of their own
 ]
 
 
-@pytest.mark.parametrize(("kind", "num_blocks"), [*KEPT, *COMPUTED_AGAIN])
+def asked_of(max_tokens: int) -> list[EngineRequest]:
+    return [
+        request_of(
+            n,
+            [token + n for token in PROMPT],
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=n,
+            seed=n,
+        )
+        for n in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "num_blocks"), KEPT)
 def test_models_of_every_kind_go_on(
     tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str, num_blocks: int
 ) -> None:
-    """States are computed again, and so are windows that have blocks of their own, as in a large pool."""
     settings = SETTINGS | {"model": str(tiny_of(kind)), "num_blocks": num_blocks}
-    asked = [
-        request_of(n, [token + n for token in PROMPT], max_tokens=24, ignore_eos=True, temperature=n, seed=n)
-        for n in range(3)
-    ]
+    asked = asked_of(24)
+    right = answers_of(run(tiny_engine(**settings), asked))
+    assert_kept(streams_that_go_on(lambda: tiny_engine(kept_files=[memory], **settings), asked, right))
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_models_with_states_go_on_from_the_last_copy(
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str
+) -> None:
+    """An answer has a copy of the states at each multiple of 64 positions."""
+    settings = SETTINGS | {"model": str(tiny_of(kind)), "num_blocks": 128}
+    asked = asked_of(60)
     right = answers_of(run(tiny_engine(**settings), asked))
     going = streams_that_go_on(lambda: tiny_engine(kept_files=[memory], **settings), asked, right)
-    if (kind, num_blocks) in KEPT:
-        assert_kept(going)
-    else:
-        assert [cached for _, cached in going] == [0] * 3
+    assert [(len(x.prompt_ids) + len(x.output_ids)) // 64 for x, _ in going] == [1] * 3
+    assert [cached for _, cached in going] == [64] * 3
+
+
+def cache_of(engine: Engine) -> PrefixCache:
+    assert engine.lives.cache is not None
+    return engine.lives.cache
+
+
+def test_damaged_states_are_computed_again(
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles
+) -> None:
+    settings = SETTINGS | {"model": str(tiny_of("Bamba")), "num_blocks": 256}
+    prompt = [*range(3, 123)]
+    tokens, _ = answer(tiny_engine(kept_files=[memory], **settings), prompt=prompt)
+    turn = [*prompt, *tokens[:9]]
+    second = tiny_engine(kept_files=[memory], **settings)
+    right, cached = answer(second, prompt=turn)
+    assert cached == 128, "the last copy of the answer"
+    copies = cache_of(second).copies
+    assert copies is not None
+    [slot] = copies.lookup([names_of(second, turn)[31]])
+    mixer = next(layer for layer, spec in enumerate(second.cache_spec) if not spec.arrays[0].per_token)
+    second.caches[mixer].ssm[slot, 1, 2, 3] += 1
+    third = tiny_engine(kept_files=[memory], **settings)
+    assert answer(third, prompt=turn) == (right, 0), "it has the blocks, and no states"
+
+
+def test_memory_that_is_kept_does_not_move_by_default(
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles
+) -> None:
+    settings = SETTINGS | {"model": str(tiny_of("Bamba")), "num_blocks": None, "block_size": 64}
+    prompt = [*range(3, 123)]
+    for moves, cached in ((None, 128), (True, 0)):
+        given = settings | {"elastic_memory": moves}
+        tokens, _ = answer(tiny_engine(kept_files=[memory], **given), prompt=prompt)
+        second = tiny_engine(kept_files=[memory], **given)
+        assert (second.lives.budget is not None) == bool(moves)
+        assert answer(second, prompt=[*prompt, *tokens[:9]])[1] == cached
+
+
+def test_a_damaged_window_block_leaves_a_block_that_is_thin(
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles
+) -> None:
+    settings = SETTINGS | {"model": str(tiny_of("GptOss")), "num_blocks": 1024}
+    first = tiny_engine(kept_files=[memory], **settings)
+    tokens, _ = answer(first)
+    layer = next(layer for layer, spec in enumerate(first.cache_spec) if spec.arrays[0].window)
+    _, block = record_of(first, 8)
+    assert first.window_blocks is not None
+    first.caches[layer][1, first.window_blocks[block], 2, 0, 3] += 1
+    second = tiny_engine(kept_files=[memory], **settings)
+    assert cache_of(second)._thin == {names_of(second)[8]}
+    assert answer(second) == (tokens, 32)
+
+
+@pytest.mark.parametrize(("kind", "num_blocks"), [("Bamba", 128), ("GptOss", 220)])
+def test_a_cache_that_forgets_leaves_what_it_has(
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str, num_blocks: int
+) -> None:
+    """Blocks are evicted, and window blocks and copies of states go to other prompts."""
+    settings = SETTINGS | {
+        "model": str(tiny_of(kind)),
+        "num_blocks": num_blocks,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+    }
+    first = tiny_engine(kept_files=[memory], **settings)
+    prompts = [[3 + (7 * n + i) % 150 for i in range(56 + 32 * n)] for n in range(6)]
+    right = [answer(first, prompt=prompt)[0] for prompt in prompts]
+    second = tiny_engine(kept_files=[memory], **settings)
+    second.assert_whole()
+    before, after = cache_of(first), cache_of(second)
+    assert {*after._cached} == {*before._cached}
+    assert after._thin == before._thin
+    assert bool(before._thin) == (kind == "GptOss"), "window blocks went to other blocks"
+    if before.copies is not None and after.copies is not None:
+        assert before.copies._slot_of
+        assert {*after.copies._slot_of} == {*before.copies._slot_of}
+    assert [answer(second, prompt=prompt)[0] for prompt in prompts] == right
+    # What the first one gives out to be written has no record any more.
+    kept = before._kept
+    assert kept is not None
+    reserved = first.reserve(request_of(7, range(50, 70), max_tokens=8))
+    assert reserved is not None
+    assert not any(block in kept.blocks for block in reserved.blocks)
+    if before.copies is not None and kept.states is not None:
+        slots = [before.copies.allocate() for _ in range(before.copies.count)]
+        assert not any(slot in kept.states for slot in slots if slot is not None)
+    if first.window_blocks is not None and kept.windows is not None:
+        places = {int(first.window_blocks[block]) for block in reserved.blocks} - {0}
+        assert places
+        assert not any(place in kept.windows for place in places)
 
 
 def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles) -> None:
@@ -332,30 +458,31 @@ def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptFiles) 
     of_rank_1.close()
 
 
-def test_a_sum_that_comes_late_is_of_the_block_that_the_cache_has_then() -> None:
-    """A device computes it beside the next steps, in which the block may be evicted and entered again."""
-    size = record_bytes(4)
-    table = memoryview(bytearray(3 * size))
+def test_a_sum_that_comes_late_is_of_what_the_place_has_then() -> None:
+    """A device computes it beside the next steps, in which the place may be given out and recorded again."""
+    table = memoryview(bytearray(3 * 64))
     come = [False]
 
-    def late(blocks: Sequence[int]) -> Outcome:
-        return Outcome(lambda: come[0], lambda: [100 + block for block in blocks])
+    def late(places: Sequence[int]) -> Outcome:
+        return Outcome(lambda: come[0], lambda: [100 + place for place in places])
 
-    one, two, three = (CachedBlock(x * 16, [], 0, b"", b"", [1, 2, 3, 4]) for x in (b"1", b"2", b"3"))
-    writer = KeptBlocks(table, 4, late)
-    writer.add([0, 1], [one, two], b"")
+    def made() -> KeptTable:
+        return KeptTable(RecordMemory(table, late), 64)
+
+    writer = made()
+    writer.add({0: b"one", 1: b"two"})
     assert not any(table)
-    writer.remove(two.name)
-    writer.add([1], [three], b"")
-    writer.remove(one.name)
-    writer.add([2], [one], b"")
+    writer.remove(1)
+    writer.add({1: b"three"})
+    writer.remove(0)
+    writer.add({2: b"one"})
     come[0] = True
+    assert [place in writer for place in range(3)] == [False, True, True]
     writer.settle()
-    found = [(each.block, each.cached.name) for each in KeptBlocks(table, 4, late).left()]
-    assert found == [(1, three.name), (2, one.name)]
-    writer.add([0], [two], b"")
+    assert [*made().left()] == [(1, b"three"), (2, b"one")]
+    writer.add({0: b"two"})
     writer.clear()
-    assert [*KeptBlocks(table, 4, late).left()] == []
+    assert [*made().left()] == []
 
 
 def test_files_wait_for_each_engine_and_keep_memory_without_the_process_that_made_it() -> None:
@@ -381,7 +508,7 @@ def test_what_an_engine_measured_is_there_for_the_next_one(
     tiny_engine(kept_files=[memory], **CPU)
     kept = KeptCache(Keep([memory.memory], record_bytes), [], Places(64, 4), torch.device("cpu"))
     steps = StepModel((1, 8), (0.1, 0.3), 1e-9, (1, 512), (0.1, 0.2), 1e-12, 0.9)
-    for found in (Measured(64, 256, steps), Measured(64, 256)):
+    for found in (Measured(PoolSize(64, 256, 2, 3, 4), steps), Measured(PoolSize(64, 256))):
         kept._mapped = memoryview(mmap.mmap(memory.table, 0))
         kept.remember(found)
         assert measured(Keep([memory.memory])) == found
@@ -405,10 +532,13 @@ def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptFiles
     for tensor in of_second:
         tensor.zero_()
     assert [x.unique().tolist() for x in of_first] == [[1], [2], [3]]
-    sums = first.sums([5, 6]).wait()
+    sums = first.parts.blocks.sums([5, 6]).wait()
     assert second.open(b"root", Ranks())
     assert [x.unique().tolist() for x in of_second] == [[1], [2], [3]]
     of_second[2][1, 6, 3, 1, 7] += 1
-    assert [a == b for a, b in zip(second.sums([5, 6]).wait(), sums, strict=True)] == [True, False]
+    assert [a == b for a, b in zip(second.parts.blocks.sums([5, 6]).wait(), sums, strict=True)] == [
+        True,
+        False,
+    ]
     third, _ = made()
     assert not third.open(b"of another model", Ranks())

@@ -22,11 +22,13 @@ from tests.cluster_helpers import (
     start_worker,
     tiny_model,
 )
+from tests.engine.checkpoints import edit_json
 from tests.forked.popen import FORKS_AGAIN
 from tests.within import WITHIN, within
 
 from .test_deaths import stop_in_step
 from .test_kv_events import TOPIC, Subscriber
+from .test_states import HYBRID
 from .test_weights import described, first_token, replaced, replacement, saved
 
 ENGINE = {
@@ -155,6 +157,25 @@ async def test_a_killed_engine_costs_what_it_had_not_published(worker: WorkerPro
             description.ClearField("status")
         assert now == described, "incarnation, address of KV lanes and all else stay"
     await assert_whole(worker)
+
+
+@pytest.mark.long
+async def test_a_model_with_states_goes_on_from_the_last_copy(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    edit_json(model / "config.json", **HYBRID)
+    with start_worker(
+        "decode", model, tmp_path, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"}
+    ) as started:
+        worker = started.wait_ready()
+        asked = request(PROMPT, sampling(max_tokens=150, ignore_eos=True))
+        async with attached(worker) as stream:
+            right = ids(await read(stream, await stream.submit_decode(asked)))
+            asked.cache_salt = b"another"
+            decode_id = await stream.reserve(asked)
+            await until_tokens(stream, [decode_id], 100)
+            kill(worker)
+            await goes_on(stream, decode_id, right, most=2 * 64)
+        await assert_whole(worker)
 
 
 @pytest.mark.long
