@@ -4,7 +4,7 @@
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
 # STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid windows exact drafts kv overlap elastic disagg agents flip reuse ranks
-# (default: all, in this order; the last six where there are two GPUs), overlap_8000, store (needs Mooncake), vllm (needs vLLM),
+# (default: all, in this order; the last six where there are two GPUs), overlap_8000, store (needs Mooncake), vllm and vllm_kinds (need vLLM),
 # groups (two GPUs, which the workers then share, or more), images (three), disagg_70b (four).
 # DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
 # decode the second. A step that fails does not stop the others; the exit status says how many did.
@@ -97,6 +97,16 @@ drafts() {
 store() { python3 -m baton.bench.store --device cuda --json "$out/store.json"; }
 vllm() {
     python3 -m baton.bench.vllm --device cuda --rates 4,8,12 --logs "$out/vllm" --json "$out/vllm.json"
+}
+vllm_kinds() { # on one GPU: a handover of each kind of cache that vLLM registers, five at a time, and a line for each
+    export BATON_TEST_DEVICE=cuda
+    python3 -m pytest --collect-only -m gpu tests/vllm_worker/test_kinds.py | grep :: | xargs -P 5 -I{} bash -c '
+        log=$1/vllm_kinds_$(tr -c "[:alnum:]\n" _ <<< "${0##*::test_tokens_}").log
+        timeout --signal INT 280 python3 -m pytest -rA "$0" > "$log" 2>&1
+        status=$?
+        ((status)) && said=FAILED || said=ok
+        echo "$said ${0##*::}: $(grep -m1 -E "^E  |Error: |Exception: |answers are|^SKIPPED" "$log" || echo "see $log")"
+        exit $status' {} "$out"
 }
 kv() { python3 -m baton.bench.kv --json "$out/kv.json"; }
 overlap() {

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +17,19 @@ import psutil
 import torch
 import triton
 
+from tests.device import DEVICE
 from tests.forked import ForkedPopen
 from tests.forked.popen import VLLM_PYTHON
 
 ROOT = Path(__file__).parents[2]
-PYTHON = Path(VLLM_PYTHON)
-"""`make venv-vllm` makes it."""
+PYTHON = Path(VLLM_PYTHON if DEVICE == "cpu" else sys.executable)
+"""`make venv-vllm` makes it. For GPUs vLLM is where Baton is."""
 VISION = PYTHON.parents[1] / "vision"
 """What vLLM's processors of images import. That takes time, and no other test needs it."""
-PATHS = f"{ROOT}:{Path(__file__).with_name('cheaper')}"
-"""Of vLLM's processes. With `FRESH_VLLM` in their environment they are as users have them."""
+PATHS = (
+    f"{ROOT}:{Path(__file__).with_name('cheaper') if DEVICE == 'cpu' else os.environ.get('PYTHONPATH', '')}"
+)
+"""Of vLLM's processes. With `FRESH_VLLM` in their environment, and on GPUs, they are as users have them."""
 TOKENS = 8
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 Request = tuple[list[int], dict[str, Any], dict[str, Any] | None]

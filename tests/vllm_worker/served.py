@@ -26,6 +26,7 @@ from baton.content import ImageSpan, prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
+from tests.device import DEVICE
 from tests.forked import ForkedPopen, FreshPopen, forking
 from tests.system.machine import titled, tree, until
 from tests.vllm_worker import engines
@@ -166,6 +167,7 @@ class VLLMCluster(Front):
         paths = f"{PATHS}:{VISION}" if sees else PATHS
         environment |= {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
         environment |= {"FRESH_VLLM": "1"} if fresh else {}
+        environment |= {"CUDA_VISIBLE_DEVICES": "0,0"} if DEVICE == "cuda" else {}  # both workers on one GPU
         with self._output.open("wb") as out:
             self.process = (FreshPopen if fresh else ForkedPopen)(
                 [
