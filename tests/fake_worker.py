@@ -31,6 +31,7 @@ class FakeWorker(StandIn):
         scores_prompts: False: it sends no log probabilities of prompts.
         no_room: how many reservations to refuse.
         fail: how many attempts to fail, and the code.
+        failure: what is said of each attempt that fails.
         fail_after: fail each decode after that many tokens.
         holds_kv: the test decides when a transfer succeeds or fails.
         retargets: False: it hands a request back that should fetch from another prefill, as with vLLM.
@@ -71,6 +72,7 @@ class FakeWorker(StandIn):
         self.pixels: list[bytes] = []
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
+        self.failure = "fails on purpose"
         self.fail_after: int | None = None
         self.holds_kv = False
         self.retargets = True
@@ -365,7 +367,7 @@ class FakeWorker(StandIn):
             self._say_failed(outputs, prefill_id, pb.FAILURE_CODE_DROPPED)
 
     def _say_failed(self, outputs: Outputs, attempt_id: bytes, code: "pb.FailureCode") -> None:
-        failed = pb.AttemptFailed(attempt_id=attempt_id, code=code, message="fails on purpose")
+        failed = pb.AttemptFailed(attempt_id=attempt_id, code=code, message=self.failure)
         outputs.put_nowait(pb.WorkerMessage(failed=failed))
 
     async def _fetched(self, source: "Source") -> bool:

@@ -74,6 +74,8 @@ class Job:
     """As in `PrefillRequest`."""
     images: tuple[PlacedImage, ...] = ()
     """Those of the prompt, in order."""
+    structure_field: str = ""
+    """The field of the request that demands its structured output. Empty: none does."""
 
     @property
     def answer_names(self) -> tuple[int, bytes, str]:
@@ -181,7 +183,18 @@ def make_jobs(
             seeded = pb.SamplingParams(seed=(seed + i) & _SEED_MASK)
             seeded.MergeFrom(common)
             jobs.append(
-                Job(prompt_ids, seeded, key, chunks, priority, cache_salt, tenant, adapter, images=shown)
+                Job(
+                    prompt_ids,
+                    seeded,
+                    key,
+                    chunks,
+                    priority,
+                    cache_salt,
+                    tenant,
+                    adapter,
+                    images=shown,
+                    structure_field="" if structure is None else structure.field,
+                )
             )
         yield jobs
 

@@ -11,6 +11,7 @@ provider, and each of their requests would fail. Known and not listed:
 - `client_metadata`, `access_programs` and `reasoning.context` (what Codex sends to OpenAI)
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -180,6 +181,8 @@ def _place(error: ValidationError) -> Any:
 
 def _integer(number: str) -> int | float:
     value = float(number)
+    if math.isinf(value):  # the encoder would write null, which stands for the default
+        raise ValueError(f"{_shown(number)} is too large for a number")
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
 
 
@@ -221,13 +224,17 @@ def _explained(error: ValidationError) -> InvalidRequest:
 def _path(location: tuple[int | str, ...]) -> str:
     """Returns the path of a field, without the tags of unions (see `fields.tag`)."""
     named = [part for part in location if isinstance(part, int) or not part.startswith("<")]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named)
+    # A key of an object is the client's: it may be as long as the body.
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{_cut(part)}" for part in named)
     return path.removeprefix(".")
 
 
 def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 _ANTHROPIC = {
@@ -252,16 +259,22 @@ _NAMES = {
 """For each kind of body, the fields of a chat completion as regular expressions, and their names there."""
 
 
+def field_in(kind: str, param: str) -> str:
+    """Returns the name that a field of a chat completion has in a body of this kind."""
+    for pattern, name in _NAMES.get(kind, {}).items():
+        if (found := re.fullmatch(pattern, param)) is not None:
+            return found.expand(name) if found.re.groups else name
+    return param
+
+
 @contextmanager
 def named_as_in(kind: str) -> Iterator[None]:
     """Errors that are raised inside name the fields of a body of this kind, instead of a chat's."""
     try:
         yield
     except ApiError as error:
-        for pattern, name in _NAMES.get(kind, {}).items():
-            if error.param is not None and (found := re.fullmatch(pattern, error.param)):
-                field = found.expand(name) if found.re.groups else name
-                error.message = error.message.replace(error.param, field, 1)
-                error.param = field
-                break
+        if error.param is not None:
+            field = field_in(kind, error.param)
+            error.message = error.message.replace(error.param, field, 1)
+            error.param = field
         raise

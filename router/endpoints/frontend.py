@@ -21,7 +21,7 @@ from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.jobs import Job, make_jobs
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.api.structured import Structure
-from baton.router.api.validation import named_as_in
+from baton.router.api.validation import field_in, named_as_in
 from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.demand import demand_of
@@ -185,6 +185,8 @@ class Frontend:
             with named_as_in(kind):
                 async with _until(deadline):
                     structure = await self._structure(body, entry.account.key.name)
+                if structure is not None:
+                    structure = replace(structure, field=field_in(kind, structure.field))
                 jobs: list[Job] = []
                 for made in make_jobs(
                     body,

@@ -96,8 +96,12 @@ class _Connection(RequestHandler):
         request_handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
     ) -> tuple[web.StreamResponse, bool]:
         self.slot.busy()
+        # aiohttp itself refuses an unknown expectation outside of all middlewares.
+        known = request.headers.get("Expect", "100-continue").lower() == "100-continue"
         try:
-            return await super()._handle_request(request, start_time, request_handler)
+            return await super()._handle_request(
+                request, start_time, request_handler if known else self._refuse_expectation
+            )
         finally:
             self.slot.idle()
 
@@ -125,6 +129,14 @@ class _Connection(RequestHandler):
         else:
             error = errors.ApiError("the request failed inside the router")
             log.error("a request from %s failed", request.remote, exc_info=exc)
+        return self._refused(error)
+
+    async def _refuse_expectation(self, request: web.BaseRequest) -> web.StreamResponse:
+        sent = request.headers["Expect"][:80]
+        return self._refused(errors.InvalidRequest(f"the header Expect must be 100-continue, not {sent!r}"))
+
+    def _refused(self, error: errors.ApiError) -> web.StreamResponse:
+        """Returns the response to a request that reaches no middleware. It closes the connection."""
         self._failed(error)
         headers = {"x-request-id": request_name(None)}
         response = web.json_response(error.body, status=error.status, headers=headers)

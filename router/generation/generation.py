@@ -280,6 +280,14 @@ class Generation:
 
     # ------------------------------------------------------------ failures
 
+    def _rejection(self, message: str) -> InvalidRequest:
+        """Returns the error for a request that workers refuse. A grammar may be more than they can follow,
+        though the router has compiled it."""
+        field, (kind, colon, reason) = self.job.structure_field, message.partition(": ")
+        if field and colon and kind == "structured output":
+            return InvalidRequest(f"{field}: {reason}", param=field)
+        return InvalidRequest(f"the workers rejected {self}: {message}")
+
     def _on_failed(self, attempt: Attempt, failure: pb.AttemptFailed) -> None:
         prefill, decode = self.pair.prefill, self.pair.decode
         code, counts = failure.code, is_failure(failure.code)
@@ -287,7 +295,7 @@ class Generation:
         if code == pb.FAILURE_CODE_NO_ROOM and attempt is not decode:
             self.pair.failures.avoid.add(attempt.worker.address)
         if code == pb.FAILURE_CODE_INVALID and attempt in (prefill, decode):
-            self.fail(InvalidRequest(f"the workers rejected {self}: {failure.message}"))
+            self.fail(self._rejection(failure.message))
         elif code == pb.FAILURE_CODE_ABORTED:
             self._note("aborted", attempt.worker)
             self.fail(Aborted(f"{self} was aborted: the cluster was paused with mode=abort"))

@@ -405,9 +405,12 @@ async def test_invalid_http_gets_an_error_in_openais_shape(
         assert "\n" not in error.message
         assert headers["Content-Type"].startswith("application/json")
         assert len(headers["x-request-id"]) == 32
+    status, headers, error = await raw(cluster, POST + b"Expect: 200-maybe\r\nContent-Length: 9\r\n\r\n")
+    assert (status, error.type, headers["Connection"]) == (400, "invalid_request_error", "close")
+    assert "Expect must be 100-continue, not '200-maybe'" in error.message
     assert "SECRET" not in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
-    counted = 'baton:request_errors_total{code="invalid_value",model_name="fake",role="router"} 9.0'
+    counted = 'baton:request_errors_total{code="invalid_value",model_name="fake",role="router"} 10.0'
     assert counted in await cluster.metrics()
 
 
@@ -472,3 +475,15 @@ async def test_an_error_repeats_only_the_beginning_of_what_the_client_sent(clust
     status, result = await cluster.post("/v1/completions", prompt="x", model="é" * 100_000)
     assert status == 404
     assert len(result["error"]["message"]) == 2001
+    status, result = await cluster.post("/v1/completions", prompt="x", logit_bias={"é" * 100_000: "1"})
+    assert (status, result["error"]["param"]) == (400, f"logit_bias.{'é' * 77}...")
+    assert result["error"]["message"].endswith("...: input should be a valid number, not '1'")
+
+
+@pytest.mark.parametrize("number", [b"1e400", b"-1e400"])
+@pytest.mark.parametrize("field", ["n", "temperature", "seed"])
+async def test_a_number_that_is_infinite_is_not_left_out(cluster: Cluster, field: str, number: bytes):
+    body = b'{"prompt": "x", "%b": %b}' % (field.encode(), number)
+    _, _, error = await raw(cluster, POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+    assert error.param == field
+    assert "inf" in error.message

@@ -347,6 +347,32 @@ async def test_a_request_that_workers_reject_as_invalid_is_the_clients_error(clu
     assert "fails on purpose" in result["error"]["message"]
 
 
+SCHEMA = {"type": "json_schema", "schema": {}}
+TURN = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("completions", {"prompt": "x"}, "the workers rejected request"),
+        (
+            "completions",
+            {"prompt": "x", "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex: too",
+        ),
+        ("messages", {**TURN, "output_config": {"format": SCHEMA}}, "output_config.format: too"),
+    ],
+)
+async def test_the_error_of_a_grammar_that_only_workers_reject_names_its_field(
+    cluster: Cluster, path: str, body: dict[str, Any], said: str
+):
+    cluster.prefills[0].fail = (9, pb.FAILURE_CODE_INVALID)
+    cluster.prefills[0].failure = "structured output: too much to compile"
+    status, result = await cluster.post(f"/v1/{path}", **body)
+    assert status == 400
+    assert result["error"]["message"].startswith(said)
+
+
 # ---------------------------------------------------------------- no worker
 
 
