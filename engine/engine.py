@@ -392,6 +392,7 @@ class Engine:
             )
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)
+            live.grammar.tell_ready(self.loop.wake)
             self.lives.await_grammar(live)
         return live
 
@@ -402,7 +403,10 @@ class Engine:
                 ValueError("this worker has no encoder: install Baton with the extra `images`")
             )
             return failed
-        return self._images.embeddings(image.name, image.pixels, image.rows, image.columns)
+        future = self._images.embeddings(image.name, image.pixels, image.rows, image.columns)
+        if not future.done():
+            future.add_done_callback(self.loop.wake)
+        return future
 
     @property
     def kept_image_tokens(self) -> int:

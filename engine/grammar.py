@@ -149,6 +149,11 @@ class CompiledGrammar:
     def ready(self) -> bool:
         return self._compiling is None or self._compiling.done()
 
+    def tell_ready(self, ready: Callable[[object], None]) -> None:
+        """Calls `ready` in a thread of the compiler once it is `ready`, unless it is."""
+        if self._compiling is not None and not self._compiling.done():
+            self._compiling.add_done_callback(ready)
+
     @property
     def needs_tokens(self) -> bool:
         """False if what may come next depends on no further token, as after reasoning without a structure."""

@@ -44,7 +44,7 @@ class StepLoop:
         joins_at: when the next reservation should have its KV (time.monotonic()). Set by the caller.
         frozen: no step is launched. Those under way land, and requests stay as they are.
         images: makes embeddings of images. None: nothing does.
-        landings_fd: an eventfd, readable when a launched step is over. The caller reads it.
+        landings_fd: an eventfd, readable when a launched step is over, and after `wake`. The caller reads it.
     """
 
     def __init__(
@@ -287,6 +287,10 @@ class StepLoop:
         self.hooks.computing(frozenset().union(*(schedule.ids for schedule in schedules)))
 
     # When
+
+    def wake(self, _: object = None) -> None:
+        """An image or a grammar that a prompt needs is ready, or failed. Any thread may call it."""
+        self._landings.wake()
 
     def joined(self) -> None:
         """A request from another worker decodes from the next step on."""

@@ -250,9 +250,12 @@ class Scheduler:
 
     @property
     def has_next(self) -> bool:
-        """Whether there is anything to compute beyond the steps under way."""
+        """Whether there is anything to compute beyond the steps under way. Not for a prompt that waits for
+        an image or a grammar."""
         following = (live for live in self._running if not live.ends_with_pending)
-        return any(not self._is_held_back(live) for live in following) or self.lives.can_admit
+        if any(live.num_computable > 0 and not self._is_held_back(live) for live in following):
+            return True
+        return self.lives.can_admit or any(live.may_sample for live in self.lives.compiling)
 
     def launched(self, schedule: Schedule) -> None:
         """Notes that a launched step writes the KV of its chunks. Later steps may read it."""

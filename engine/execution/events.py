@@ -49,14 +49,19 @@ def record(device: torch.device) -> Event:
 
 
 class Landings:
-    """A file descriptor that becomes readable when the device passes an event, so that a loop can wait for
-    it beside other things. Owns the descriptor and a thread that waits for one event after the other."""
+    """A file descriptor that becomes readable when the device passes an event, or by `wake`, so that a loop
+    can wait for it beside other things. Owns the descriptor and a thread that waits for one event after the
+    other."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, _close, self.fd, self._events)
+
+    def wake(self) -> None:
+        """Makes the descriptor readable. Any thread may call it."""
+        os.eventfd_write(self.fd, 1)
 
     def expect(self, event: Event) -> None:
         """Makes the descriptor readable once the device passes this event, unless it has already."""

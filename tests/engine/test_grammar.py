@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -25,7 +26,9 @@ from baton.engine.loader.tokenizer_json import tokenizer_json
 from baton.machine.grammars import LIMITS, Alphabet, compiled
 from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
 from tests.engine.scheduling import end, live_of
+from tests.engine.told_device import ToldDevice
 from tests.shallow import VOCABULARY
+from tests.within import WITHIN
 
 EOS = 2
 PERSON = {
@@ -374,6 +377,33 @@ def test_requests_that_wait_for_their_grammars_delay_no_other(
         tokens = [output.token for output in outputs if output.id == number.to_bytes(16)]
         assert text_of(tokens[:-1]) == "abc"
     engine.assert_whole()
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_grammar_that_is_ready_wakes_an_engine_beside_a_step(
+    spelled_engine: Any, may_compile: threading.Event, queued: bool
+) -> None:
+    """Of a request that it holds back from the queue, or of which it computes all of the prompt but the last
+    token meanwhile."""
+    engine = spelled_engine(overlap=True)
+    device = ToldDevice(engine)
+    asked = request_of(1, [1, 5, 7], max_tokens=9, structured_output=StructuredOutput("regex", "abc"))
+    if queued:
+        engine.add(asked)
+        engine.add(request_of(2, [1, 5], max_tokens=1))
+    else:
+        engine.start(asked)
+    engine.loop.step()
+    assert len(engine.loop.under_way) == 1
+    assert engine.loop.seconds_to_step == math.inf
+    assert not device.woken()
+    may_compile.set()
+    assert device.woken(WITHIN)
+    assert engine.loop.seconds_to_step < math.inf
+    engine.loop.step()
+    assert len(engine.loop.under_way) == 2
+    device.finish()
+    engine.close()
 
 
 def test_cancelling_a_request_cancels_its_grammar(

@@ -20,6 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from baton.cluster import check_model
 from baton.content.images import ImageSettings
+from baton.encode_worker.embeddings import Embeddings
 from baton.encode_worker.pinned_memory import PinnedMemory
 from baton.engine import Engine, EngineConfig, EngineRequest, Image, SpeculativeConfig, check_request
 from baton.engine.core.prompt_images import PromptImages
@@ -32,6 +33,7 @@ from tests.engine import checkpoints
 from tests.engine.checkpoints import edited_tensors
 from tests.engine.conftest import IMAGE_TOKEN, request_of, run, save_tiny, tokens_of
 from tests.engine.test_disaggregation import Pair
+from tests.engine.told_device import ToldDevice
 
 load = partial(checkpoints.load, device=DEVICE)
 SIZES = [(40, 24), (16, 80), (32, 32)]  # pixels, from the top and from the left
@@ -457,6 +459,39 @@ def test_dummy_weights_see(seeing: tuple[Path, Any]) -> None:
     engine = load(path, num_blocks=64, load_format="dummy")
     request = request_with(1, engine, [pixels_of(1, 40, 24)])
     assert len(tokens_of(engine, [request])[0]) == 10
+    engine.close()
+
+
+class ComesLater(Embeddings):
+    """Embeddings that come when the test says so."""
+
+    def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+        self.asked: Future[np.ndarray] = Future()
+        return self.asked
+
+
+def test_an_image_that_is_ready_wakes_an_engine_beside_a_step(seeing: tuple[Path, Any]) -> None:
+    """While it waits for the image, the engine blocks in no step: messages may come."""
+    engine = load(seeing[0], num_blocks=64, overlap=True)
+    encoder, later = engine.encoder, ComesLater()
+    assert encoder is not None
+    engine._images = later
+    picture = pixels_of(0, *SIZES[0])
+    request = request_with(1, engine, [picture])
+    [image] = request.images
+    found = encoder.embeddings(image.name, image.pixels, image.rows, image.columns).result()
+    device = ToldDevice(engine)
+    engine.add(request)
+    engine.loop.step()
+    assert len(engine.loop.under_way) == 1, "the text before the image"
+    assert engine.loop.seconds_to_step == math.inf
+    assert not device.woken()
+    later.asked.set_result(found)
+    assert device.woken()
+    assert engine.loop.seconds_to_step < math.inf
+    engine.loop.step()
+    assert len(engine.loop.under_way) == 2, "the rest of the prompt follows at once"
+    device.finish()
     engine.close()
 
 

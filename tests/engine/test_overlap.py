@@ -1,9 +1,6 @@
 """Launching a step before the tokens of the step before are known changes nothing but the timing."""
 
 import math
-import os
-import select
-import threading
 from typing import Any
 
 import pytest
@@ -13,6 +10,8 @@ from baton.engine.core.pace import Pace
 from tests.engine.conftest import MakeEngine, request_of, run
 from tests.engine.scheduling import end
 from tests.engine.test_engine import PROMPT
+from tests.engine.told_device import ToldDevice
+from tests.within import WITHIN
 
 
 def land_one(engine: Engine) -> Any:
@@ -105,21 +104,6 @@ def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(late_engine:
     assert land_one(engine).outputs[0].id == requests[2].id
 
 
-class ToldEvent:
-    """An event that passes when the test calls `happens`."""
-
-    def __init__(self) -> None:
-        self._told = threading.Event()
-        self.query = self._told.is_set
-        self.happens = self._told.set
-
-    def synchronize(self) -> None:
-        self._told.wait()
-
-    def elapsed_time(self, later: "ToldEvent", /) -> float:
-        return 1.0
-
-
 def test_prompt_tokens_wait_until_their_step_is_over(late_engine: MakeEngine) -> None:
     """Routers learn of each other's prompts from this number."""
     engine = late_engine()
@@ -134,15 +118,7 @@ def test_prompt_tokens_wait_until_their_step_is_over(late_engine: MakeEngine) ->
 
 def test_a_landing_makes_its_file_descriptor_readable(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(overlap=True)
-    events: list[ToldEvent] = []
-
-    def record() -> ToldEvent:
-        events.append(ToldEvent())
-        return events[-1]
-
-    engine._runner._record = record
-    poll = select.poll()
-    poll.register(engine.loop.landings_fd, select.POLLIN)
+    device = ToldDevice(engine)
     for number in range(3):
         engine.add(request_of(number, PROMPT, max_tokens=3 + number, ignore_eos=True))
     tokens = steps = 0
@@ -152,12 +128,11 @@ def test_a_landing_makes_its_file_descriptor_readable(tiny_engine: MakeEngine) -
                 tokens += len(engine.loop.step().outputs)
                 steps += 1
         if engine.loop.has_work:
-            assert not poll.poll(0), "nothing to do, and no wakeup"
-            began, ended = events.pop(0), events.pop(0)
+            assert not device.woken(), "nothing to do, and no wakeup"
+            began, ended = device.events.pop(0), device.events.pop(0)
             began.happens()
             ended.happens()
-            assert poll.poll(60_000)
-            os.eventfd_read(engine.loop.landings_fd)
+            assert device.woken(WITHIN)
     assert tokens == 3 + 4 + 5
     assert steps <= 2 * 5 + 1, "each step is launched by one call and landed by one, at most"
     engine.assert_whole()
