@@ -1,5 +1,7 @@
 """The command `baton`. Each command imports its heavy modules itself, so that `--help` stays fast."""
 
+import errno
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -363,6 +365,9 @@ class _BenchGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return self._group.get_command(ctx, cmd_name)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return self._group.resolve_command(ctx, args)  # it names the command that was meant
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._group.format_help(ctx, formatter)
 
@@ -377,9 +382,21 @@ app.add_typer(
 
 def main() -> None:
     try:
-        sys.exit(app())
+        try:
+            sys.exit(app())
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:  # typer handles it only while the command runs, not while it parses
         sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it once more at its end
+        if error.errno != errno.EPIPE:
+            where = error.filename or "the output"  # a write does not know its file
+            remedy = "it is not complete; free space there, or write elsewhere"
+            typer.secho(f"Error: {where} cannot be written: {error.strerror}; {remedy}", fg="red", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

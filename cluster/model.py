@@ -51,12 +51,26 @@ def resolve(model: str | None, engine: str = "baton") -> ResolvedModel:
             )
         if path.is_file() and path.suffix != ".gguf":
             raise ValueError(f"--model {model}: a single file must be GGUF (*.gguf).")
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if _is_pointer(file):
+                raise ValueError(
+                    f"--model {model}: {file.name} only says where Git LFS has the file; run `git lfs pull` "
+                    "in that directory"
+                )
         return ResolvedModel(str(path.absolute()), model)
     if model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") != 1:
         raise ValueError(
             f"--model {model}: no such file or directory; a name on the hub has the form ORGANISATION/NAME."
         )
     return ResolvedModel(model, model)
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether the file stands for a larger one, as `git clone` leaves it where Git LFS is not installed
+    (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+    if not path.is_file() or path.stat().st_size >= 1024 or not os.access(path, os.R_OK):
+        return False
+    return path.read_bytes().startswith(b"version https://git-lfs.github.com/spec/")
 
 
 def absolute(tokenizer: str | None) -> str | None:

@@ -150,7 +150,9 @@ def _open(path: Path, device: torch.device | None) -> Any:
     if path.name.endswith(trainer_files.SUFFIX):
         return DeviceFile(path, device_file.check_device(path, device))
     if not path.is_file():
-        raise ValueError(f"{path}: missing, though {INDEX} names it; the download is incomplete")
+        raise ValueError(
+            f"{path}: missing, though its directory or {INDEX} names it; the download is incomplete"
+        )
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

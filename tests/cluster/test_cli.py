@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import pickle
@@ -9,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -334,6 +336,7 @@ def test_errors_name_the_flag(
         ("picker --router here", "Error: --router must be IP:PORT, not 'here'"),
         ("plan --rate much", "'--rate': 'much' is not a number."),
         ("stop", "Error: --ray-address: required"),
+        ("bench swep", "Did you mean 'sweep'?"),
     ],
 )
 def test_errors_of_other_commands(command: str, words: str) -> None:
@@ -372,6 +375,43 @@ def test_a_value_error_is_shown_without_a_traceback(monkeypatch: pytest.MonkeyPa
     result = run_baton("serve")
     assert result.exit_code == 2
     assert result.output.strip() == "Error: --max-model-len 9: too short"
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def write_a_report() -> None:
+    raise OSError(errno.EDQUOT, "Disk quota exceeded", "report.json")
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "where"),
+    [(lambda: print("x"), FullDisk(), "the output"), (write_a_report, io.StringIO(), "report.json")],
+)
+def test_a_full_disk_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: Callable[[], None],
+    output: io.StringIO,
+    where: str,
+) -> None:
+    monkeypatch.setattr(baton.cluster.cli, "app", command)
+    monkeypatch.setattr(sys, "stdout", output)
+    with pytest.raises(SystemExit) as ended:
+        baton.cluster.cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"Error: {where} cannot be written: ")
+
+
+def test_the_script_opens_streams_that_are_closed() -> None:
+    """A file that is opened later must not become the output of children."""
+    code = "import os, sys, types; from baton.cluster import script; "
+    code += "sys.modules['baton.cluster.cli'] = types.SimpleNamespace(main=lambda: print(1)); "
+    code += "script.main(); assert os.open('/dev/zero', 0) > 2"
+    command = f'exec "{sys.executable}" -c "{code}" <&- >&-'
+    subprocess.run(["/bin/sh", "-c", command], check=True, env={"PYTHONPATH": PACKAGES})
 
 
 def test_ctrl_c_before_the_command_runs_shows_no_traceback(

@@ -64,6 +64,13 @@ def test_directories_files_and_hub_names(tmp_path: Path) -> None:
         model.resolve(str(directory))
     (directory / "config.json").write_text("{}")
     assert model.resolve(str(directory)).location == str(directory)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (directory / "model.safetensors").write_bytes(pointer)
+    with pytest.raises(ValueError, match=r"model\.safetensors only says .*git lfs pull"):
+        model.resolve(str(directory))
+    (tmp_path / "small.gguf").write_bytes(pointer)
+    with pytest.raises(ValueError, match=r"small\.gguf only says .*git lfs pull"):
+        model.resolve(str(tmp_path / "small.gguf"))
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ValueError, match="GGUF"):
         model.resolve(str(tmp_path / "weights.bin"))
