@@ -50,6 +50,11 @@ Chunks = Sequence[tuple[int, int]]
 """(tokens, position of the first token) of each chunk of a prompt."""
 
 
+def padded(rows: int) -> int:
+    """Rows that a step with chunks of prompts computes for so many rows."""
+    return GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)] if rows <= GRAPH_ROWS[-1] else rows
+
+
 def step_seconds(
     decodes: int, context: float, chunks: Chunks, weights: float = 1.0, attention: float = 1.0
 ) -> float:
@@ -62,8 +67,8 @@ def step_seconds(
         tokens += count
         seconds += count * (start + count / 2) * (SMALL_PAIR_SECONDS if count < SMALL else PAIR_SECONDS)
     rows = tokens + decodes
-    if tokens and rows <= GRAPH_ROWS[-1]:
-        rows = GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)]
+    if tokens:
+        rows = padded(rows)
     seconds = attention * (seconds + MIXED_SECONDS if tokens and decodes else seconds)
     reading = READ_SECONDS + rows * (CHUNK_ROW_SECONDS if tokens else DECODE_ROW_SECONDS)
     return seconds + weights * max(reading, PRODUCTS_SECONDS + ROW_SECONDS * rows)
@@ -123,7 +128,7 @@ def _modelled_step(
     pairs = sum(count * (start + count / 2) for count, start in chunks if count < SMALL)
     seconds += model.step(decodes, context, tokens, position)
     seconds += pairs * model.pair_seconds * (small - 1)
-    if decodes + tokens > GRAPH_ROWS[-1]:
+    computed = padded(decodes + tokens) - decodes
+    if computed == tokens:
         return seconds
-    padded = GRAPH_ROWS[bisect_left(GRAPH_ROWS, decodes + tokens)] - decodes
-    return seconds + model.step(decodes, 0.0, padded) - model.step(decodes, 0.0, tokens)
+    return seconds + model.step(decodes, 0.0, computed) - model.step(decodes, 0.0, tokens)

@@ -42,11 +42,25 @@ def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_speeds_are_the_measured_ones() -> None:
     for tokens, seconds in H200.prefill.items():  # a step has 8,192 tokens at most
-        assert STEPS.prefill(tokens) == pytest.approx(seconds, rel=0.001 if tokens <= 8192 else 0.05)
+        assert SPEEDS.prefill(tokens) == pytest.approx(seconds, rel=0.002 if tokens <= 8192 else 0.05)
     for batch, seconds in H200.decode.items():
         assert STEPS.decode(batch, batch * 1064) == pytest.approx(seconds, rel=0.001)
     assert STEPS.prefill(1) > 4e-3, "all weights are read"
     assert STEPS.prefill(500, 1500) < STEPS.prefill(2000)
+
+
+def test_a_simulated_prompt_takes_as_long_as_the_measured_one() -> None:
+    """Both are padded to the rows of a graph, once."""
+    machine = SPEEDS.machine(2075, 0.9, 256)
+    for tokens in (2000, 8000):
+        assert machine.step(0, 0, [(tokens, 0)]) == pytest.approx(H200.prefill[tokens], rel=0.003)
+
+
+def test_prompts_do_not_take_longer_where_the_attention_of_decodes_does() -> None:
+    slow = replace(H200, decode=H200.decode | {256: 1.1 * H200.decode[256]})
+    assert Speeds(slow, REFERENCE).steps.prompt(256) == STEPS.prompt(256)
+    slow = replace(H200, decode=H200.decode | {32: 1.1 * H200.decode[32]})
+    assert Speeds(slow, REFERENCE).steps.prompt(32) > STEPS.prompt(32), "most of that step are products"
 
 
 def test_a_model_of_twice_the_layers_takes_nearly_twice_as_long() -> None:
@@ -171,11 +185,11 @@ def test_agents_run_in_a_closed_loop() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"ttft": 0.012}, "one prefill of 2000 tokens takes 50.3 ms"),
+        ({"ttft": 0.012}, "one prefill of 2000 tokens takes 50.4 ms"),
         ({"ttit": 0.004}, "a step with a single request takes 4."),
         ({"input": 1_000_000, "ttft": 1e6, "ttit": 1.0}, "needs more KV memory than one worker has"),
-        ({"ttft": 0.04, "output": 1}, "one prefill of 2000 tokens takes 50.3 ms on an idle worker; a"),
-        ({"ttft": 0.02}, "alone in the cluster has its first token after 38 ms"),
+        ({"ttft": 0.04, "output": 1}, "one prefill of 2000 tokens takes 50.4 ms on an idle worker; a"),
+        ({"ttft": 0.02}, "alone in the cluster has its first token after 37 ms"),
         ({"ttft": 0.02, "agents": 4}, "alone in the cluster has its first token after"),
     ],
 )
@@ -241,7 +255,7 @@ def test_measured_speeds(tmp_path: Path) -> None:
     rows |= {"engine.decode.b1": 9, "engine.decode.b8": 10}
     file.write_text(json.dumps({"results": [{"name": n, "value": v} for n, v in rows.items()]}))
     slow = Speeds(measured(H200, file), REFERENCE).steps
-    assert slow.prefill(4000) == pytest.approx(0.2, rel=0.01)
+    assert slow.prefill(4000) == pytest.approx(0.2, rel=0.02)
     assert slow.decode(8, 8 * 1064) == pytest.approx(0.010, rel=0.001)
     table = json.loads(json.dumps(asdict(SHAPE)))  # as `bench.engine` writes it
     report = {"results": json.loads(file.read_text())["results"], "detail": {STEP_MODEL: table}}
@@ -273,7 +287,7 @@ def test_rows_of_the_planned_model_are_not_scaled(tmp_path: Path) -> None:
     speeds = Speeds(measured(H200, file), model_config_from_hf(SHAPES[BAMBA], {}, BAMBA))
     for tokens in (2000, 8000):
         seconds = rows[f"engine.hybrid.prefill.1x{tokens}"] / 1e3
-        assert speeds.steps.prefill(tokens) == pytest.approx(seconds, rel=0.02)
+        assert speeds.prefill(tokens) == pytest.approx(seconds, rel=0.002)
     machine = speeds.machine(1064, 0.9, 256)
     for batch in (1, 64, 256):
         seconds = rows[f"engine.hybrid.decode.b{batch}"] / 1e3

@@ -9,22 +9,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from typing import NamedTuple
 
 import pytest
 
+from baton.bench.load.measurement.quantiles import Series, interval
 from baton.bench.load.traffic.workload import AGENTS, Arrivals, Distribution, Synthetic
 from baton.bench.shapes import GATED_DELTA, SHAPES
-from baton.cluster.tools.sizing.simulated import Served, Workers, serve
+from baton.cluster.tools.sizing.simulated import Served, Workers, run, served
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds
 from baton.content import CHUNK_TOKENS
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.router.admission.fairness import FairQueue
 from baton.simulator.agents import CONTEXT, PREFIX, agents, chunk_name
+from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.trace import SPREAD, Session, Turn
 
 WITHIN = 0.15
-"""How far a prediction may be off."""
+"""How far a prediction may be off, unless so many requests say no more."""
 
 QWEN = replace(
     H200,
@@ -42,6 +45,7 @@ DENSE: dict[str, Row] = {
     "8/s": ("2000/150@8", 1, {"ttft p50": 58, "ttft p99": 99, "gap p99": 13.1}),
     "12/s": ("2000/150@12", 1, {"ttft p50": 61, "ttft p99": 135, "gap p50": 5.1, "gap p99": 13.9}),
     "22/s": ("2000/150@22", 1, {"ttft p50": 110, "ttft p99": 274, "gap p50": 7.2, "gap p99": 18.0}),
+    "128 at a time": ("2000/150@128 at a time", 1, {"tokens/s": 4137}),
     "44/s on four": ("2000/150@44", 2, {"ttft p50": 92, "ttft p99": 187, "gap p99": 20.6}),
     "16 agents": (
         "agents@16", 1,
@@ -77,7 +81,7 @@ DENSE: dict[str, Row] = {
     "200/20 at 80/s": ("200/20@80", 1, {"ttft p50": 19, "ttft p99": 27, "gap p99": 8.4}),
     "30000/100 at 0.8/s": ("30000/100@0.8", 1, {"ttft p50": 2562, "ttft p99": 5001, "gap p99": 21.5}),
 }  # fmt: skip
-"""Of the 8B model. The last five are older than the placement of today."""
+"""Of the 8B model. The last five and that of 128 at a time are older than the placement of today."""
 HYBRID: dict[str, Row] = {
     "Qwen3.5, 4/s": ("2000/150@4", 1, {"ttft p50": 53, "ttft p99": 87, "gap p99": 8.8}),
     "Qwen3.5, 8/s": ("2000/150@8", 1, {"ttft p50": 54, "ttft p99": 165, "gap p99": 11.7}),
@@ -98,10 +102,12 @@ HYBRID: dict[str, Row] = {
     ),
 }  # fmt: skip
 SEATS = 256
+USERS = " at a time"
 REQUESTS = {
-    "8000/200@3": 90, "8000/200@4": 120, "200/20@80": 480, "30000/100@0.8": 40,
+    "8000/200 at 3/s": 90, "8000/200 at 4/s": 120, "200/20 at 80/s": 480, "30000/100 at 0.8/s": 40,
+    "128 at a time": 512, "Qwen3.5, 4/s": 144, "Qwen3.5, 8/s": 288,
 }  # fmt: skip
-"""Of the rows that had not 300."""
+"""Of the rows that had not 300. With Qwen3.5, each rate had 36 seconds."""
 
 
 def seed_of(load: str) -> int:
@@ -110,10 +116,13 @@ def seed_of(load: str) -> int:
     return zlib.crc32(f"{name.replace('/', '_')}.{'a' if name == 'agents' else 'r'}{level}".encode()) % 2**31
 
 
-def requests(load: str) -> list[tuple[float, Session]]:
+def requests(load: str, count: int) -> list[tuple[float, Session]]:
     lengths, _, rate = load.partition("@")
     prompt, answer = map(int, lengths.split("/"))
-    times = islice(Arrivals("poisson", float(rate)).times(seed_of(load)), REQUESTS.get(load, 300))
+    if rate.endswith(USERS):
+        times = iter([0.0] * count)
+    else:
+        times = islice(Arrivals("poisson", float(rate)).times(seed_of(load)), count)
     return [
         (at, Session(number * SPREAD % 2**64, (Turn(prompt, (), 0.0, answer),), 0))
         for number, at in enumerate(times)
@@ -153,73 +162,104 @@ def speeds(hybrid: bool, positions: float) -> Speeds:
     return Speeds(QWEN, model_config_from_hf(SHAPES[GATED_DELTA], {}, GATED_DELTA), positions=positions)
 
 
-def predicted(load: str, pool: int, *, hybrid: bool = False) -> Served:
-    name, _, level = load.partition("@")
-    if name == "agents":
-        machine = speeds(hybrid, 15_500).machine(15_500, 0.9, SEATS)
-        return serve(sessions(load), Workers(machine, machine, SEATS), pool, pool, at_a_time=int(level))
-    prompt, answer = map(int, name.split("/"))
-    positions = prompt + answer / 2
+def simulated(name: str, row: Row, *, hybrid: bool = False) -> tuple[Served, PlacementOutcome]:
+    (load, pool, _), at_a_time = row, 0
+    lengths, _, level = load.partition("@")
+    if lengths == "agents":
+        positions, sent, at_a_time = 15_500.0, sessions(load), int(level)
+    else:
+        prompt, answer = map(int, lengths.split("/"))
+        positions, sent = prompt + answer / 2, requests(load, REQUESTS.get(name, 300))
+        if (users := level.removesuffix(USERS)) != level:
+            at_a_time = int(users)
     machine = speeds(hybrid, positions).machine(positions, 0.9, SEATS)
-    return serve(requests(load), Workers(machine, machine, SEATS), pool, pool)
+    outcome = run(sent, Workers(machine, machine, SEATS), pool, pool, at_a_time=at_a_time)
+    return served(outcome, pool, pool), outcome
 
 
-def ratios(name: str, row: Row, *, hybrid: bool = False) -> dict[str, float]:
-    load, pool, measured = row
-    served = predicted(load, pool, hybrid=hybrid)
-    assert served.first is not None
-    later = served.later or served.first
+class Prediction(NamedTuple):
+    """Divided by what was measured. `low`, `high`: the interval that so many requests give, computed as in
+    `bench.disagg`. For gaps and tokens/s they are the ratio."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.ratio - 1) <= WITHIN or self.low <= 1 <= self.high
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ratio:.2f}"
+            if self.low == self.high
+            else f"{self.ratio:.2f} ({self.low:.2f}–{self.high:.2f})"
+        )
+
+
+def predictions(name: str, row: Row, *, hybrid: bool = False) -> dict[str, Prediction]:
+    figures, outcome = simulated(name, row, hybrid=hybrid)
+    assert figures.first is not None
+    later = figures.later or figures.first
     found = {
-        "ttft p50": 1e3 * served.ttft.p50, "ttft p99": 1e3 * served.ttft.p99,
-        "first p50": 1e3 * served.first.p50, "later p50": 1e3 * later.p50, "later p99": 1e3 * later.p99,
-        "gap p50": 1e3 * served.gap.p50, "gap p99": 1e3 * served.gap.p99,
-        "latency p50": 1e3 * served.latency[0], "latency p90": 1e3 * served.latency[1],
-        "tokens/s": served.tokens_per_s,
+        "ttft p50": figures.ttft.p50, "ttft p99": figures.ttft.p99,
+        "first p50": figures.first.p50, "later p50": later.p50, "later p99": later.p99,
+        "gap p50": figures.gap.p50, "gap p99": figures.gap.p99,
+        "latency p50": figures.latency[0], "latency p90": figures.latency[1],
+        "tokens/s": figures.tokens_per_s / 1e3,
     }  # fmt: skip
-    result = {what: found[what] / value for what, value in measured.items()}
-    print(f"{name:20}", ", ".join(f"{what} {ratio:.2f}" for what, ratio in result.items()))
+    of_requests = {
+        "ttft": [answer.ttft for answer in outcome.answers],
+        "first": [answer.ttft for answer in outcome.answers if answer.first],
+        "later": [answer.ttft for answer in outcome.answers if not answer.first],
+        "latency": [answer.latency for answer in outcome.answers],
+    }
+    result = dict[str, Prediction]()
+    for what, value in row[2].items():
+        kind, _, quantile = what.partition(" p")
+        low = high = found[what]
+        if kind in of_requests:
+            series = Series.of([[seconds] for seconds in of_requests[kind]])
+            low, high = interval(series.draws(int(quantile) / 100))
+        result[what] = Prediction(*(1e3 * seconds / value for seconds in (found[what], low, high)))
+    print(f"{name:20}", ", ".join(f"{what} {each}" for what, each in result.items()))
     return result
 
 
 OFF = {
-    # A p99 of 300 requests is three of them, and a p50 lies between idle and busy workers.
-    ("8/s", "ttft p99"): 1.27,
-    ("12/s", "ttft p50"): 1.19,
-    ("500/500 at 24/s", "ttft p99"): 1.20,
-    ("30000/100 at 0.8/s", "ttft p99"): 1.21,
+    # Both GPUs compute in 0.9 of the time, and 3 % longer steps make it 5 to 14 % longer.
+    ("22/s", "ttft p50"): 0.82,
+    # Half of the gaps are decodes alone, below 6.1 ms, and from 57 % on there are prompts, above 11 ms.
+    ("22/s", "gap p50"): 0.84,
     # The router's loop tokenized prompts then, so tokens of a step came up to 4 ms late.
-    ("44/s on four", "gap p99"): 0.74,
-    # First turns come in one burst: a few of its prompts behind each other make these quantiles.
-    ("48 agents", "later p99"): 1.43,
-    ("96 agents on four", "later p99"): 0.69,
-    ("96 agents", "first p50"): 1.32,
+    ("44/s on four", "gap p99"): 0.72,
+    # The measured placement was an older one, which gave decode workers fewer prompts.
+    ("200/20 at 80/s", "gap p99"): 1.29,
     # More of the steps have prompts than was measured.
-    ("96 agents on four", "gap p50"): 1.32,
-    # What a step with decodes and prompts costs was not measured for this model.
-    ("Qwen3.5, 4/s", "ttft p99"): 1.24,
+    ("96 agents", "gap p99"): 1.17,
+    ("96 agents on four", "gap p50"): 1.34,
+    # What was measured is the predicted quantile of 99.4 %: first gaps, which are 0.7 % of all, begin there.
     ("Qwen3.5, 4/s", "gap p99"): 0.78,
     # A router that has just started knows no rates, so the first seconds have decodes on both workers.
-    ("Qwen3.5, 12/s", "ttft p50"): 1.16,
     ("Qwen3.5, 12/s", "gap p99"): 1.56,
     # The measured cluster had no decision for all of its workers.
-    ("Qwen3.5, 16 agents", "first p50"): 0.50,
-    ("Qwen3.5, 16 agents", "later p99"): 0.43,
-    ("Qwen3.5, 16 agents", "latency p90"): 0.71,
-    ("Qwen3.5, 48 agents", "first p50"): 0.69,
-    ("Qwen3.5, 48 agents", "later p99"): 0.24,
-    ("Qwen3.5, 48 agents", "latency p50"): 0.84,
-    ("Qwen3.5, 48 agents", "latency p90"): 0.81,
+    ("Qwen3.5, 16 agents", "later p99"): 0.49,
+    ("Qwen3.5, 48 agents", "later p99"): 0.53,
+    ("Qwen3.5, 48 agents", "latency p50"): 0.85,
 }
 """Ratios that are further off, with their causes."""
+NOT_WORSE = 1.15
+"""Such a ratio may be so many times further off than it was, since small changes move it."""
 
 
 def check(name: str, row: Row, *, hybrid: bool = False) -> None:
-    for what, ratio in ratios(name, row, hybrid=hybrid).items():
+    for what, found in predictions(name, row, hybrid=hybrid).items():
         known = OFF.get((name, what))
         if known is None:
-            assert abs(ratio - 1) <= WITHIN, (name, what, ratio)
+            assert found.holds, (name, what, str(found))
         else:
-            assert ratio == pytest.approx(known, rel=0.1), (name, what, ratio)
+            off, was = (max(ratio, 1 / ratio) for ratio in (found.ratio, known))
+            assert off <= NOT_WORSE * was, (name, what, str(found))
 
 
 LONG = {"48 agents", "96 agents", "96 agents on four", "Qwen3.5, 16 agents", "Qwen3.5, 48 agents"}

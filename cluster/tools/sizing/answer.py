@@ -75,7 +75,7 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
 
     Raises ValueError if no number of workers can meet the targets.
     """
-    alone = of_prefill.steps.prefill(load.input)
+    alone = of_prefill.prefill(load.input)
     share = 1 if load.images else MOST_WORKERS
     if load.agents is None and targets.ttft < alone / share:
         shared = "prompts with images are not shared" if share == 1 else f"at most {share} workers share it"
@@ -184,7 +184,7 @@ def _work(
         return 0.0, Pools(1, 1)
     context = load.input + load.output / 2
     rows = min(load.max_num_seqs, in_memory, of_decode.steps.fitting_rows(context, targets.ttit) or 1)
-    prompts = load.rate * of_prefill.steps.prefill(load.input)
+    prompts = load.rate * of_prefill.prefill(load.input)
     decodes = load.rate * load.output * of_decode.steps.decode(rows, rows * context) / rows
     return prompts + decodes, Pools(math.floor(prompts) + 1, math.ceil(decodes))
 
@@ -288,7 +288,7 @@ def _one_token(
         )
 
     def simulated(workers: int) -> Latency:
-        return prefill(of_prefill.steps, workers=workers, rate=load.rate, tokens=load.input)
+        return prefill(of_prefill.prefill, workers=workers, rate=load.rate, tokens=load.input)
 
     workers = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
     before: Latency | None = None

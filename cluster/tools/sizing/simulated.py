@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from baton.cluster.options.optimize import PROFILES
 from baton.machine.quantiles import percentile
-from baton.machine.step_model import StepModel
 from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.simulator.placement import simulate
 from baton.simulator.placement_outcome import PlacementOutcome
-from baton.simulator.prefill import Setting, Simulation
+from baton.simulator.prefill import Setting, Simulation, Speed
 from baton.simulator.steps import Machine
 from baton.simulator.trace import Load, Session, Turn, arrivals
 
@@ -29,12 +28,12 @@ class Latency:
         return cls(percentile(values, 0.5), percentile(values, 0.99))
 
 
-def prefill(steps: StepModel, *, workers: int, rate: float, tokens: int) -> Latency:
+def prefill(speed: Speed, *, workers: int, rate: float, tokens: int) -> Latency:
     """The time to the only token of each answer, with the router's policy and without prefix-cache hits."""
     count = REQUESTS + PER_WORKER * workers
     rng = random.Random(SEED)
     sessions = [Session(rng.getrandbits(63), (Turn(tokens, (), 0.0),), 0) for _ in range(count)]
-    setting = Setting(workers, 1, 1, rate, 0.0, steps.prefill, warm_up=0.2, seed=SEED)
+    setting = Setting(workers, 1, 1, rate, 0.0, speed, warm_up=0.2, seed=SEED)
     return Latency.of(Simulation(sessions, PREFILL_POLICIES["sticky"], setting).run().ttft)
 
 
@@ -99,7 +98,21 @@ def serve(
     warm_up: float = 0.0,
 ) -> Served:
     """`at_a_time`, `warm_up`: as in `simulator.placement.simulate`."""
-    outcome = simulate(
+    outcome = run(sessions, workers, prefills, decodes, at_a_time=at_a_time, warm_up=warm_up)
+    return served(outcome, prefills, decodes, 1 - warm_up)
+
+
+def run(
+    sessions: Sequence[tuple[float, Session]],
+    workers: Workers,
+    prefills: int,
+    decodes: int,
+    *,
+    at_a_time: int = 0,
+    warm_up: float = 0.0,
+) -> PlacementOutcome:
+    """As `serve`, with each request."""
+    return simulate(
         sessions,
         "policy",
         at_a_time=at_a_time,
@@ -114,10 +127,9 @@ def serve(
         machine=workers.decode,
         prefill_machine=workers.prefill,
     )
-    return _served(outcome, prefills, decodes, 1 - warm_up)
 
 
-def _served(outcome: PlacementOutcome, prefills: int, decodes: int, measured: float) -> Served:
+def served(outcome: PlacementOutcome, prefills: int, decodes: int, measured: float = 1.0) -> Served:
     """`measured`: share of the requests."""
     first, later = ([a.ttft for a in outcome.answers if a.first is turn] for turn in (True, False))
     latency = [answer.latency for answer in outcome.answers]

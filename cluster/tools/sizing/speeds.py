@@ -49,7 +49,7 @@ from baton.machine.step_model import StepModel, interpolated
 from baton.router.text.model_files import locate
 from baton.simulator.copies import CopyRoom
 from baton.simulator.step_worker import measured as measured_steps
-from baton.simulator.steps import H200_8B, Machine, modelled
+from baton.simulator.steps import H200_8B, Machine, modelled, padded
 
 ELEMENT_BYTES = 2  # bfloat16
 BLOCK = 128  # positions of a block on a GPU
@@ -222,6 +222,10 @@ class Speeds:
             pair_seconds=alone.pair_seconds / ranks,
         )
 
+    def prefill(self, tokens: int, position: float = 0.0) -> float:
+        """Seconds of a prompt that is computed alone, with the rows that pad its step."""
+        return self.steps.prefill(padded(tokens), position)
+
     def encoding(self, token_seconds: float) -> Self:
         """The same worker, which also encodes the images of its prompts: so many seconds for each token."""
         made, steps = copy(self), self.steps
@@ -347,7 +351,9 @@ def _at(measured: Mapping[int, float], size: float) -> float:
 def _corrected(model: StepModel, gpu: Gpu, state_seconds: float = 0.0) -> StepModel:
     """The model with the measured times, without those of states. Between two measured sizes their ratios to
     the model are interpolated, and beyond them the nearest one counts. Prompts of fewer tokens than were
-    measured have the ratio of as many decodes: both are rows of the same products."""
+    measured have the ratio of as many decodes: both are rows of the same products. Decodes that take longer
+    for attention than for products do not count, since an error of the first would count as one of the
+    latter."""
     # t = products(n) + pair · n² / 2, through the shortest and the longest measured prompt. A mixture of
     # experts reads its experts for the shortest one, too, so that a token may take longer there. Then what
     # attention is expected to take counts.
@@ -357,17 +363,24 @@ def _corrected(model: StepModel, gpu: Gpu, state_seconds: float = 0.0) -> StepMo
     most = model.tokens[-1]
 
     def products(tokens: int) -> float:
-        """Of the model. More tokens than those of a step take several."""
-        step = min(tokens, most)
+        """Of the model, padded as in the measurement. More tokens than those of a step take several."""
+        step = padded(min(tokens, most))
         seconds = interpolated(model.tokens, model.prompt_seconds, step) - model.pair_seconds * step**2 / 2
-        return seconds * tokens / step
+        return seconds * max(1.0, tokens / most)
+
+    def attention(rows: int) -> float:
+        """Of decodes, with the states that they read and write."""
+        return rows * (CONTEXT * model.context_seconds + state_seconds)
 
     decodes = {
-        rows: max(0.0, seconds - rows * (CONTEXT * model.context_seconds + state_seconds))
-        / model.decode(rows, 0.0)
+        rows: max(0.0, seconds - attention(rows)) / model.decode(rows, 0.0)
         for rows, seconds in gpu.decode.items()
     }
-    prompts = {rows: ratio for rows, ratio in decodes.items() if rows < short}
+    prompts = {
+        rows: ratio
+        for rows, ratio in decodes.items()
+        if rows < short and attention(rows) < model.decode(rows, 0.0)
+    }
     prompts |= {n: (seconds - pair * n**2 / 2) / products(n) for n, seconds in gpu.prefill.items()}
 
     def at(ratios: Mapping[int, float], size: int) -> float:
