@@ -92,6 +92,8 @@ class HttpBatches:
         storage, owner = self._kept
         if not request.content_type.startswith("multipart/form-data"):
             raise errors.UnsupportedMediaType("the Content-Type must be multipart/form-data")
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise errors.UnsupportedMediaType("a form must have no Content-Encoding")
         if "Origin" in request.headers and not self._config.allowed_origins:
             # A browser sends a form to another origin without asking for permission first.
             raise errors.InvalidRequest("pages of other origins may not upload: see --allowed-origins")

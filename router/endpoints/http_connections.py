@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web_protocol import RequestHandler
 
 from baton.machine.connections import Connection, Connections
 from baton.machine.system import cannot_listen, cannot_write, family
 from baton.router import errors
-from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import request_name
 from baton.router.errors import ApiError
 
@@ -39,7 +37,10 @@ class HttpServer:
         self, app: web.Application, failed: Callable[[ApiError], None] = lambda error: None, **arguments: Any
     ) -> None:
         """`failed` is told of each error for bytes that are not HTTP. `arguments`: of `web.AppRunner`."""
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, **arguments)
+        # aiohttp would decompress what is left of each refused body at once, without a turn for other tasks.
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.5, auto_decompress=False, **arguments
+        )
         self._failed = failed
         self._listeners: list[Listener] = []
 
@@ -119,9 +120,7 @@ class _Connection(RequestHandler):
         if request.writer.output_size or isinstance(exc, ConnectionError):
             raise ConnectionError("the response has begun, or the client disconnected")
         error: errors.ApiError
-        if isinstance(exc, ContentEncodingError):
-            error = http.unsupported_encoding()
-        elif status == 400:
+        if status == 400:
             # The first line is the reason. The other lines quote the bytes, which may hold a key or a prompt.
             reason = (message or "").partition("\n")[0].rstrip(":")
             error = errors.InvalidRequest(f"the request is not valid HTTP: {reason}")

@@ -6,7 +6,8 @@ A response is sent whole, or as a stream of server-sent events.
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -52,16 +53,6 @@ _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[An
 }
 
 
-ENCODINGS = ("identity", "gzip", "deflate")
-"""Accepted encodings of a body. aiohttp ignores unknown ones, and reads more if optional libraries are
-installed."""
-
-
-def unsupported_encoding() -> errors.UnsupportedMediaType:
-    text = "the Content-Encoding of a body must be gzip or deflate, if there is one"
-    return errors.UnsupportedMediaType(text)
-
-
 def authorization(request: web.Request) -> str:
     """Returns the value of the Authorization header, which Anthropic's clients send as x-api-key."""
     if (key := request.headers.get("x-api-key")) is not None and "authorization" not in request.headers:
@@ -75,23 +66,51 @@ async def read_body(request: web.Request, config: RouterConfig, entry: Entry) ->
     `entry` counts its bytes as they arrive, and may refuse them.
     """
     _check_type(request.headers.get("content-type"))
-    if request.headers.get("content-encoding", "identity").lower() not in ENCODINGS:
-        raise unsupported_encoding()
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("identity", "gzip", "deflate"):
+        text = "the Content-Encoding of a body must be gzip or deflate, if there is one"
+        raise errors.UnsupportedMediaType(text)
+    pieces = request.content.iter_any()  # `request.read` would copy the body and keep it
     body = bytearray()
     try:
         async with asyncio.timeout(config.client_timeout):
-            async for piece in request.content.iter_any():  # `request.read` would copy it and keep it
+            async for piece in pieces if encoding == "identity" else _decompressed(pieces, encoding):
                 body += piece
                 if len(body) > config.max_body_bytes:
                     raise errors.BodyTooLarge(f"the body is larger than {config.max_body_bytes} bytes")
                 entry.receive(len(piece))
     except TimeoutError:
         raise errors.TooSlow(f"the body did not arrive within {config.client_timeout:g} s") from None
-    except web.RequestPayloadError as error:
-        encoding = request.headers.get("content-encoding", "identity")
-        text = f"the body cannot be read: it is not what Content-Encoding says ({encoding[:20]})"
+    except zlib.error as error:
+        text = f"the body cannot be read: it is not what Content-Encoding says ({encoding}): {error}"
         raise errors.InvalidRequest(text) from error
+    except web.RequestPayloadError as error:
+        raise errors.InvalidRequest("the body cannot be read: the connection ended within it") from error
     return body
+
+
+async def _decompressed(pieces: AsyncIterable[bytes], encoding: str) -> AsyncIterator[bytes]:
+    """Yields the pieces of a body that is compressed with `encoding`, gzip or deflate. Raises zlib.error.
+
+    A few bytes may stand for `max_body_bytes`, so other tasks run between the pieces."""
+    inflate: zlib._Decompress | None = None
+    async for piece in pieces:
+        if inflate is None:
+            bare = piece[0] & 15 != 8  # some clients leave out the header of zlib
+            inflate = zlib.decompressobj(31 if encoding == "gzip" else -15 if bare else 15)
+        elif inflate.eof:
+            raise zlib.error("bytes follow its end")
+        while not inflate.eof:
+            part = inflate.decompress(piece, PIECE_BYTES)
+            piece = inflate.unconsumed_tail
+            yield part
+            await asyncio.sleep(0)
+            if len(part) < PIECE_BYTES:  # no more comes of this piece
+                break
+        if inflate.unused_data:
+            raise zlib.error("bytes follow its end")
+    if inflate is not None and not inflate.eof:
+        raise zlib.error("its end is missing")
 
 
 def _check_type(header: str | None) -> None:

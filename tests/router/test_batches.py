@@ -243,6 +243,9 @@ async def test_uploads_are_checked(cluster: Cluster, monkeypatch: pytest.MonkeyP
         assert cut.status == 400
     async with cluster.http.post(url, json={}, headers=key) as other:
         assert other.status == 415
+    packed = {"Content-Type": "multipart/form-data; boundary=x", "Content-Encoding": "gzip"}
+    async with cluster.http.post(url, data=b"x", headers=key | packed) as other:
+        assert (other.status, "Content-Encoding" in await other.text()) == (415, True)
     assert [path.name for path in (tmp_path / "kept").rglob("*.*")] == [], "nothing of them is kept"
 
 

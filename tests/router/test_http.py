@@ -6,7 +6,9 @@ import json
 import logging
 import shutil
 import socket
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -415,11 +417,18 @@ async def test_invalid_http_gets_an_error_in_openais_shape(
 
 
 async def test_a_compressed_body(cluster: Cluster):
-    packed = gzip.compress(b'{"prompt": ""}')
+    body = b'{"prompt": "", "user": "%b"}' % (b"x" * 400_000)  # more than a piece
+    packed = gzip.compress(body)
     encoded = POST + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
-    _, _, error = await raw(cluster, encoded % len(packed) + packed)
-    assert error.param == "prompt", "the body was decoded"
-    for broken in (b"{}", packed[:-12] + b"x" * 12):
+    bare = zlib.compressobj(wbits=-15)
+    for encoding, sent in (
+        (b"gzip", packed),
+        (b"deflate", zlib.compress(body)),
+        (b"deflate", bare.compress(body) + bare.flush()),
+    ):
+        _, _, error = await raw(cluster, (encoded % len(sent)).replace(b"gzip", encoding) + sent)
+        assert error.param == "prompt", "the body was decoded"
+    for broken in (b"{}", packed[:-12] + b"x" * 12, packed[:-1], packed + b"x", packed + packed):
         status, _, error = await raw(cluster, encoded % len(broken) + broken)
         assert (status, error.type) == (400, "invalid_request_error")
         assert "the body cannot be read" in error.message
@@ -428,6 +437,49 @@ async def test_a_compressed_body(cluster: Cluster):
         status, _, error = await raw(cluster, (encoded % 2).replace(b"gzip", unknown) + b"{}")
         assert (status, error.code) == (415, "unsupported_media_type")
         assert "gzip or deflate" in error.message
+
+
+async def test_other_tasks_run_while_a_body_is_decompressed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    """A body that nothing reads is not decompressed."""
+    turn, turns_of_parts, inflate = 0, list[int](), zlib.decompressobj
+
+    class Noted:
+        def __init__(self, *given: Any, **named: Any) -> None:
+            self._inflate = inflate(*given, **named)
+
+        def decompress(self, *given: Any) -> bytes:
+            turns_of_parts.append(turn)
+            return self._inflate.decompress(*given)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inflate, name)
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(zlib, "decompressobj", Noted)
+    bomb = gzip.compress(bytes(20 << 20))
+    head = POST + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
+    counting = asyncio.create_task(count())
+    try:
+        for unread in (
+            head.replace(b"completions", b"nowhere"),
+            head.replace(b"application/json", b"text/xml"),
+        ):
+            status, _, _ = await raw(cluster, unread + bomb)
+            assert status in (404, 415)
+        assert not turns_of_parts
+        status, _, _ = await raw(cluster, head + bomb)
+        assert status == 413
+    finally:
+        counting.cancel()
+    assert len(turns_of_parts) > 10
+    assert len({*turns_of_parts}) == len(turns_of_parts)
 
 
 async def test_a_body_must_have_the_type_json(cluster: Cluster):
