@@ -417,6 +417,8 @@ def check_config(config: VllmConfig) -> None:
         # Ranks would share out the tokens of a block, too.
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "ranks on several machines": getattr(parallel, "nnodes_within_dp", 1) > 1,
+        # The last inputs of a state would not travel with it.
+        "--use-replayssm": getattr(config.cache_config, "use_replayssm", False),
     }
     for name, setting in refused.items():
         if setting:

@@ -35,7 +35,7 @@ from baton.vllm_worker.connector import check_config
 from baton.vllm_worker.coordinator import tie_coordinators
 from baton.vllm_worker.grammars import Gate
 from baton.vllm_worker.images import Images, settings_of
-from baton.vllm_worker.options import command_line
+from baton.vllm_worker.options import command_line, computes_other_kv
 from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import sampling
 from baton.worker.engine_process.start import EngineProcessConfig
@@ -64,6 +64,7 @@ class VLLM:
             on_step: gets vLLM's statistics after each step, in the thread of the event loop.
         """
         self._engine = config.engine
+        self._computes_other_kv = computes_other_kv(config.engine_args)
         if current_platform.device_type != config.engine.device:
             platform = current_platform.device_type
             raise ValueError(f"--device {config.engine.device}: this vLLM computes on {platform}")
@@ -149,7 +150,8 @@ class VLLM:
     def ready(self, attach: Attach, adapters: list[Adapter]) -> EngineReady:
         """Raises ValueError if the tokenizer cannot be read."""
         model, fingerprint = self._llm.model_config, attach.model_fingerprint
-        if self._engine.load_format == "auto":  # dummy weights are not those of Baton's engine
+        # Dummy weights are not those of Baton's engine, either.
+        if self._engine.load_format == "auto" and not self._computes_other_kv:
             try:
                 fingerprint = model_fingerprint(self._engine, model.max_model_len)
             except ValueError as error:

@@ -33,10 +33,19 @@ _GRAPHS = re.compile("-O|-cc|--compilation-config|--(max-)?cudagraph|--enforce-e
 _PROCESSED = "--mm-processor-cache-gb"
 """0: a worker that fetches KV is not given images, and another time it is. So none may be left out since vLLM
 has had it. The embeddings that vLLM's encoder made are cached all the same."""
-_CONNECTOR = "kv_transfer_config"
+_CONNECTORS = "kv_transfer_config", "kv_events_config"
 _SHORT = {"-q": "--quantization", "-tp": "--tensor-parallel-size", "-ep": "--enable-expert-parallel"}
 """vLLM's other names of options of Baton. The first one may have its value behind it: -qfp8."""
 _DRAFTS = "--speculative-config", "-sc"
+_OFFLOADING = "--kv-offloading-size", "--kv-offloading-backend"
+_OTHER_KV = {
+    "--hf-overrides", "--hf-config-path", "--config-format", "--model-impl", "--model-class-overrides",
+    "--model-weights", "--code-revision", "--quantization-config", "--disable-sliding-window",
+    "--model-loader-extra-config", "--ignore-patterns", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype",
+    "--mm-processor-kwargs", "--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path", "--lora-dtype",
+    "--lora-target-modules", "--enable-tower-connector-lora",
+}  # fmt: skip
+"""With these vLLM may compute other KV of the same files. `identity` has their values."""
 
 
 def engine_args(
@@ -75,16 +84,28 @@ def _check_args(args: Sequence[str]) -> None:
     """Raises ValueError for words of --vllm-args that are for Baton to say."""
     baton_flags = {_flag(name) for name in _OWN.union(_SAME)} | {_flag(_RENAMED[name]) for name in _RENAMED}
     for arg in args:
-        flag = re.sub(r"[=.].*", "", arg).replace("_", "-")
-        flag = _SHORT.get(flag[:2] if flag.startswith("-q") else flag, flag)
+        flag = _flag_of(arg)
         if flag in baton_flags or flag.replace("--no-", "--", 1) in baton_flags:
             raise ValueError(f"--vllm-args: {arg} is an option of Baton, too; give it there")
         if flag.startswith(("--data-parallel", "-dp")):
             raise ValueError(f"--vllm-args: {arg}: give --data-parallel-size N to Baton, which does the rest")
         if flag == "--config":
             raise ValueError(f"--vllm-args: {arg}: its file may have options of Baton; give vLLM's here")
-        if flag in (_flag(_CONNECTOR), _PROCESSED):
+        if flag in (*map(_flag, _CONNECTORS), _PROCESSED):
             raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
+        if flag in _OFFLOADING:
+            raise ValueError(f"--vllm-args: {arg}: vLLM would put its connector in the place of Baton's")
+
+
+def computes_other_kv(more: Sequence[str]) -> bool:
+    """Whether vLLM may compute other KV than Baton's engine of the same files. `more`: of `engine_args`."""
+    return any(_flag_of(arg) in _OTHER_KV for arg in more)
+
+
+def _flag_of(arg: str) -> str:
+    """The long name of the option that a word is, without its value. Of any other word: something else."""
+    flag = re.sub(r"[=.].*", "", arg).replace("_", "-")
+    return _SHORT.get(flag[:2] if flag.startswith("-q") else flag, flag)
 
 
 def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:

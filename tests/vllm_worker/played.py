@@ -19,12 +19,22 @@ def played(module: str, name: str, **fields: Any) -> Any:
     return SimpleNamespace(**fields)
 
 
+def annotated(module: str, name: str) -> set[str]:
+    """The fields that the class itself declares."""
+    fields = (node.target for node in _classes(module)[name].body if isinstance(node, ast.AnnAssign))
+    return {field.id for field in fields if isinstance(field, ast.Name)}
+
+
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    installed = (PYTHON.parents[1] / "lib").glob(f"python*/site-packages/{module}")
+    source = next(installed, ROOT / module)
+    return {node.name: node for node in _parsed(source).body if isinstance(node, ast.ClassDef)}
+
+
 @cache
 def _names(module: str, name: str) -> frozenset[str]:
     """All members of a class and of its bases in the same module."""
-    installed = (PYTHON.parents[1] / "lib").glob(f"python*/site-packages/{module}")
-    source = next(installed, ROOT / module)
-    classes = {node.name: node for node in _parsed(source).body if isinstance(node, ast.ClassDef)}
+    classes = _classes(module)
     names, left = set[str](), [name]
     while left:
         if (found := classes.get(left.pop())) is None:

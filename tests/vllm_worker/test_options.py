@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig, SpeculativeConfig
-from baton.vllm_worker.options import command_line, engine_args
+from baton.vllm_worker.options import command_line, computes_other_kv, engine_args
 from baton.vllm_worker.transfer_process import Settings
 from baton.vllm_worker.version import check_version
 from baton.worker.group import Group
@@ -134,8 +134,27 @@ def test_more_options_are_split_as_by_a_shell() -> None:
         engine_args(config(), "--kv-transfer-config.kv_role kv_both")
     with pytest.raises(ValueError, match="--config: its file may have options of Baton"):
         engine_args(config(), "--config FILE")
+    with pytest.raises(ValueError, match="--kv-events-config is Baton's own"):
+        engine_args(config(), "--kv-events-config '{}'")
+    with pytest.raises(ValueError, match="--kv_offloading_size: vLLM would put its connector in the place"):
+        engine_args(config(), "--kv_offloading_size 4")
     with pytest.raises(ValueError, match=r"mm-processor-cache-gb=4 is Baton's own"):
         engine_args(config(), "--mm-processor-cache-gb=4")
+
+
+@pytest.mark.parametrize(
+    ("more", "other"),
+    [
+        ("--enforce-eager", False),
+        ("--hf-overrides {}", True),
+        ("--hf_overrides={}", True),
+        ("--hf-overrides.rope_theta 9", True),
+        ("--enforce-eager --no-disable-sliding-window --lora-dtype float16", True),
+        ("--no-enable-tower-connector-lora", False),
+    ],
+)
+def test_kv_may_be_other_than_that_of_batons_engine(more: str, other: bool) -> None:
+    assert computes_other_kv(engine_args(config(), more)) == other
 
 
 @pytest.mark.parametrize(
