@@ -76,6 +76,8 @@ LONGEST_PAUSE = 3.0
 """Seconds, on an H200."""
 ALONE = ("--no-overflow",)
 """Of the router: else answers would go on at the prefill worker, where no kill reaches them."""
+PATIENT = ("--max-wait", "600")
+"""Of the router: all prompts come at once, and again after each kill."""
 
 
 @dataclass
@@ -154,7 +156,7 @@ def started(*flags: str, of_router: Sequence[str] = ()) -> Iterator[LocalCluster
 def started_on_gpus(shape: str) -> Iterator[LocalCluster]:
     """The decode worker has a GPU of its own if there are two. The prefill worker ends with its engine."""
     gpus = gpus_or_exit(1, "this bench")
-    shares = ("0.9", "0.9") if gpus > 1 else ("0.25", "0.68")
+    shares = ("0.9", "0.9") if gpus > 1 else ("0.17", "0.76")
     with tempfile.TemporaryDirectory(prefix="baton-survive-") as directory:
         model = ("--model", str(write_shape(shape, Path(directory), tokenizer=True)))
         prefill, decode = (("--gpu-memory-utilization", share) for share in shares)
@@ -165,7 +167,7 @@ def started_on_gpus(shape: str) -> Iterator[LocalCluster]:
             worker_flags=(*GPU_FLAGS, *model),
             prefill_flags=prefill,
             decode_flags=(*decode, "--replace-engine"),
-            router_flags=(*model, *ALONE),
+            router_flags=(*model, *ALONE, *PATIENT),
             devices=[f"cuda:{number % gpus}" for number in range(2)],
         ) as cluster:
             try:

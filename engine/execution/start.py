@@ -230,7 +230,7 @@ def _loaded(device: torch.device, background: bool, load: Callable[[], T]) -> T:
 
     def in_thread() -> T:
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device.index or 0)  # it refuses a device without a number
         return load()
 
     return at_low_priority(in_thread)

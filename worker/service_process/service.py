@@ -335,8 +335,11 @@ class Service:
         stage("submitting attempts", 0.0)
         assert self._engine is not None, "it takes the place of another one"
         weights = self._backend.weights
-        if engine != (self._engine if weights is None else weights.ready(self._engine)):
-            raise TreeError("another engine process would differ from the one that has ended")
+        before = self._engine if weights is None else weights.ready(self._engine)
+        if differing := [
+            name for name in engine.__struct_fields__ if getattr(engine, name) != getattr(before, name)
+        ]:
+            raise TreeError(f"the next engine process differs in {', '.join(differing)}")
         await self._backend.engine_replaced(self._tree)
 
     def _interrupt(self) -> None:
