@@ -24,6 +24,7 @@ from baton.router.batches.storage import (
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend
+from baton.router.endpoints.request_body import read_body
 from baton.router.preparation.prepare import Generated
 
 ENDPOINTS: dict[str, Generated] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -177,7 +178,7 @@ class HttpBatches:
     async def _create(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
-            raw = await http.read_body(request, self._config, entry)
+            raw = await read_body(request, self._config, entry)
             if len(raw) > MAX_BODY_BYTES:  # it is parsed here
                 raise errors.BodyTooLarge(f"the body of a batch has at most {MAX_BODY_BYTES} bytes")
             body = parse(BatchBody, raw)

@@ -26,6 +26,7 @@ from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
+from baton.router.endpoints.request_body import read_body
 from baton.router.endpoints.stored_responses import Events, StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
 from baton.router.generation.output import MAX_TAKEN, Delta
@@ -75,7 +76,7 @@ class OpenAIResponses:
     async def create(self, request: web.Request) -> web.StreamResponse:
         with contextlib.ExitStack() as admitted:
             entry = admitted.enter_context(self._frontend.admit(http.ACCOUNT.get()))
-            raw = await http.read_body(request, self._config, entry)
+            raw = await read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
@@ -122,7 +123,7 @@ class OpenAIResponses:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
-            raw = await http.read_body(request, self._config, entry)
+            raw = await read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
             counted = await self._frontend.convert("input_tokens", raw, entry, turn.history)
             return await http.send_json(request, self._config, counted)

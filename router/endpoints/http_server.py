@@ -23,6 +23,7 @@ from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_batches import HttpBatches
 from baton.router.endpoints.http_connections import is_extra
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
+from baton.router.endpoints.request_body import read_body
 from baton.router.history import REQUESTS
 from baton.router.preparation.prepare import Converted
 from baton.router.status import PAUSES, health, request_timeline, router_status, scrape_targets
@@ -218,7 +219,7 @@ class HttpEndpoints:
 
     async def _convert(self, request: web.Request, kind: Converted) -> web.StreamResponse:
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
-            raw = await http.read_body(request, self._config, entry)
+            raw = await read_body(request, self._config, entry)
             return await http.send_json(request, self._config, await self._frontend.convert(kind, raw, entry))
 
     # ------------------------------------------------------------ the router
