@@ -21,6 +21,8 @@ class KeptMemory(NamedTuple):
 
     table: int
     """A descriptor of memory of the host that can be sealed, empty at first."""
+    weights: int
+    """The same for weights on a CPU (`engine.execution.shared_weights`)."""
     put: Callable[[Sequence[KeptPages]], None]
     """The engine that makes the pages calls it once. The files stay the caller's."""
     pages: Callable[[], Sequence[KeptPages]]

@@ -28,6 +28,8 @@ class KeptFiles(NamedTuple):
 
     table: int
     """An empty `memfd` that can be sealed."""
+    weights: int
+    """The same for weights on a CPU."""
     inlet: int
     """The engine that makes the pages writes their files here, once."""
     outlet: int
@@ -37,11 +39,16 @@ class KeptFiles(NamedTuple):
     def create(cls) -> "KeptFiles":
         inlet, outlet = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         table = os.memfd_create("baton-kept-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        return cls(table, inlet.detach(), outlet.detach())
+        return cls(table, _weights_file(), inlet.detach(), outlet.detach())
+
+    def with_new_weights(self) -> "KeptFiles":
+        """The same files, but for that of weights. Closes the old one."""
+        os.close(self.weights)
+        return self._replace(weights=_weights_file())
 
     @property
     def memory(self) -> KeptMemory:
-        return KeptMemory(self.table, self.put, self.pages)
+        return KeptMemory(self.table, self.weights, self.put, self.pages)
 
     def put(self, kept: Sequence[KeptPages]) -> None:
         """As in `KeptMemory`, and the next."""
@@ -69,3 +76,7 @@ class KeptFiles(NamedTuple):
     def close(self) -> None:
         for fd in self:
             os.close(fd)
+
+
+def _weights_file() -> int:
+    return os.memfd_create("baton-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -9,12 +9,13 @@ they measure, compile and capture have sums over ranks.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from baton.content import content_root
 from baton.content.cache_kinds import CacheArray
@@ -37,6 +38,7 @@ from baton.engine.execution.memory_sizing import (
 )
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.shared_weights import share
 from baton.engine.execution.threads import set_threads
 from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, rehearsal_in, warm_up
 from baton.engine.kernels import kernels_for
@@ -139,10 +141,7 @@ def start_rank(
         )
     fingerprint = versioned(fingerprint, config.weights_version)
     encoder, tower, embeddings = encoder_of(config, checkpoint.config, model, limits.dtype, device, ranks)
-    of_weights = _memory_saver(config, device)
-    if of_weights is not None:
-        with memory_for("the weights", "choose a smaller --model"):
-            of_weights.take(tensors((model, drafter), beside=ranks))
+    of_weights = _weights_moved(config, device, keep, tensors((model, drafter), beside=ranks))
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     of_model = layer_caches(model_config, limits.dtype, limits.kv_dtype, drafts=head is not None)
     # Where no step is launched before the tokens of the last one are known, drafts cost no step anything. A
@@ -221,6 +220,22 @@ def start_rank(
 
 def _nothing() -> None:
     pass
+
+
+def _weights_moved(
+    config: EngineConfig, device: torch.device, keep: Keep, weights: Iterable[Tensor]
+) -> MemorySaver | None:
+    """Moves the weights to memory that can be given back, which it returns, or on a CPU to memory that the
+    engine process that serves shares with the one that stands by."""
+    saver = _memory_saver(config, device)
+    if saver is not None:
+        with memory_for("the weights", "choose a smaller --model"):
+            saver.take(weights)
+    elif keep.memory and config.stands_by and device.type == "cpu":
+        stands_by = keep.wait_for_turn is not None
+        if not _loaded(device, stands_by, partial(share, weights, keep.memory[0].weights)):
+            log.info("the weights of this engine process are not shared: another one wrote other weights")
+    return saver
 
 
 def _loaded(device: torch.device, background: bool, load: Callable[[], T]) -> T:

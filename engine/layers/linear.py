@@ -1,7 +1,9 @@
 """Matrix products with a weight in the model's dtype."""
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,38 @@ def _pack(weight: Tensor) -> Tensor:
 def packed_like(weight: Tensor, shape: Sequence[int]) -> Tensor:
     """Of this shape, packed as the weight of a `PlainLinear`, with undefined values."""
     return _pack(torch.empty(*shape, dtype=weight.dtype))
+
+
+def packed_memory(weight: Tensor) -> tuple[int, int]:
+    """Address and bytes of a packed weight."""
+    return torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)
+
+
+def packed_at(address: int, weight: Tensor) -> Tensor:
+    """A tensor packed as this weight over memory at another address, which must outlive the tensor."""
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+    layout = torch.ops.mkldnn._get_mkldnn_serialized_md(weight)
+    dtype = getattr(torch_cpu, f"aoti_torch_dtype_{str(weight.dtype).removeprefix('torch.')}")()
+    sizes, strides = ((ctypes.c_int64 * weight.dim())(*x) for x in (weight.shape, [0] * weight.dim()))
+    handle = ctypes.c_void_p()
+    error = torch_cpu.aoti_torch_create_tensor_from_blob_v2(
+        ctypes.c_void_p(address),
+        ctypes.c_int64(weight.dim()),
+        sizes,
+        strides,
+        ctypes.c_int64(0),
+        dtype,
+        torch_cpu.aoti_torch_device_type_cpu(),
+        0,
+        ctypes.byref(handle),
+        torch_cpu.aoti_torch_layout__mkldnn(),
+        ctypes.c_void_p(layout.data_ptr()),
+        ctypes.c_int64(layout.numel()),
+    )
+    assert not error, "torch has packed the weight in this layout"
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle, None, None))
 
 
 def _product(weight: Tensor, bias: Tensor | None, *, exact: bool) -> Callable[[Tensor], Tensor] | None:
