@@ -462,25 +462,31 @@ class ModelConfig:
                 "supported"
             )
 
-    def of_rank(self, ranks: int) -> "ModelConfig":
-        """The shape that one of `ranks` ranks computes with: its heads of attention and of state layers.
-        Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
-        Raises `ValueError` if the heads do not divide so."""
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks over which the heads of attention and of state layers divide, ascending."""
         state, gemma, mimo, step = self.state, self.gemma, self.mimo, self.step
+        heads = [(self.num_heads, self.num_kv_heads)]
+        heads += [] if state is None else [(state.num_heads, state.groups)]
+        heads += [] if gemma is None else [(self.num_heads, gemma.num_kv_heads)]
+        heads += [] if mimo is None else [(self.num_heads, mimo.local_kv_heads)]
+        heads += [] if step is None else [(step.local_heads, self.num_kv_heads)]
 
         def divides(ranks: int) -> bool:
-            heads = [(self.num_heads, self.num_kv_heads)]
-            heads += [] if state is None else [(state.num_heads, state.groups)]
-            heads += [] if gemma is None else [(self.num_heads, gemma.num_kv_heads)]
-            heads += [] if mimo is None else [(self.num_heads, mimo.local_kv_heads)]
-            heads += [] if step is None else [(step.local_heads, self.num_kv_heads)]
             return all(
                 of_all % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
                 for of_all, shared in heads
             )
 
-        if not divides(ranks):
-            possible = ", ".join(str(n) for n in range(1, self.num_heads + 1) if divides(n))
+        return tuple(filter(divides, range(1, self.num_heads + 1)))
+
+    def of_rank(self, ranks: int) -> "ModelConfig":
+        """The shape that one of `ranks` ranks computes with: its heads of attention and of state layers.
+        Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
+        Raises `ValueError` if the heads do not divide so."""
+        state, gemma, mimo, step = self.state, self.gemma, self.mimo, self.step
+        if ranks not in (sizes := self.group_sizes):
+            possible = ", ".join(map(str, sizes))
             beside = "" if state is None else f", and {state.num_heads} state heads in {state.groups} groups"
             raise ValueError(
                 f"--tensor-parallel-size {ranks}: the model has {self.num_heads} query heads and "

@@ -57,7 +57,9 @@ class _Cluster:
         self._arrived = 0
         self._later: Iterator[Session] = iter(())
         count, routers = len(self.workers), len(self.routers)
+        self._interval = report_interval(count, routers)
         self._turns = [itertools.count(router * count // routers) for router in range(routers)]
+        self._silent: set[int] = set()  # rows whose reports would say the same until a request arrives
         self._bound: dict[int, int] = {}  # key of a session → colocated engine
         self._pools: dict[int, Pool] = dict.fromkeys(range(count), "decode")
 
@@ -88,6 +90,7 @@ class _Cluster:
             then=partial(self._answered, session, number),
         )  # fmt: skip
         self._arrived += 1
+        self._report_again()
         router = self.rng.randrange(len(self.routers))
         if self.kind != "colocated":
             self.routers[router].add(request)
@@ -116,9 +119,17 @@ class _Cluster:
         status = self.workers[row].status()
         for router in self.routers:
             router.reported(row, status)
-        if self._arrived < self._requests or not all(worker.idle for worker in self.workers):
-            interval = report_interval(len(self.workers), len(self.routers))
-            self.clock.after(interval, partial(self._report, row))
+        if all(worker.idle for worker in self.workers) and all(router.idle for router in self.routers):
+            self._silent.add(row)
+        else:
+            self.clock.after(self._interval, partial(self._report, row))
+
+    def _report_again(self) -> None:
+        """Of workers that were idle: at the time at which they would have."""
+        after = self._interval - self.clock.now % self._interval
+        for row in sorted(self._silent):
+            self.clock.after(after, partial(self._report, row))
+        self._silent.clear()
 
     def _move(self, row: int, pool: Pool) -> None:
         self._pools[row] = pool

@@ -191,11 +191,28 @@ def test_agents_run_in_a_closed_loop() -> None:
         ({"ttft": 0.04, "output": 1}, "one prefill of 2000 tokens takes 50.4 ms on an idle worker; a"),
         ({"ttft": 0.02}, "alone in the cluster has its first token after 37 ms"),
         ({"ttft": 0.02, "agents": 4}, "alone in the cluster has its first token after"),
+        ({"rate": 9e4}, "--rate 90000: the load keeps some .* workers busy"),
     ],
 )
 def test_impossible_targets_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         answered(**changes)
+
+
+def test_no_pool_is_sized_for_agents_that_begin_at_once() -> None:
+    """Their first turns are a twentieth of all, so the p99 would be one of them."""
+    few = answered(agents=16, ttft=0.5, ttit=0.05)
+    assert few.pools == Pools(1, 1)
+    assert few.served.ttft.p99 < 0.5
+    assert predicted(SPEEDS, SPEEDS, replace(LOAD, agents=16), few.pools).served.ttft.p99 > 1.0
+
+
+def test_pools_that_cannot_keep_up_are_said_to() -> None:
+    slow, fast = (predicted(SPEEDS, SPEEDS, replace(LOAD, rate=rate), Pools(1, 1)) for rate in (200, 10))
+    assert slow.overloaded
+    assert not fast.overloaded
+    command = ["plan", "--rate", "200", "--prefill", "1", "--decode", "1"]
+    assert "queues grow" in CliRunner().invoke(app, command).output
 
 
 def test_a_search_ends_if_more_workers_bring_nothing() -> None:
@@ -214,8 +231,10 @@ def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
     slow = {"ttft": 0.5, "ttit": 1.0}
     assert "KV memory for 6 requests a worker decides" in why(23 << 30, **slow).why[1]
     assert "--max-num-seqs 4 decides" in why(139 << 30, max_num_seqs=4, **slow).why[1]
-    with pytest.raises(ValueError, match="leave no room"):
+    with pytest.raises(ValueError, match=r"leave no room.*choose at least 2 for --prefill-tensor"):
         why(16 << 30)
+    with pytest.raises(ValueError, match="no number of such GPUs is enough"):
+        why(4 << 30)
 
 
 def test_workers_of_several_gpus() -> None:
@@ -239,7 +258,7 @@ def test_each_pool_has_workers_of_its_own_size() -> None:
     assert mixed.served.ttft.p50 < 0.7 * alike.served.ttft.p50
     assert mixed.kv_room == alike.kv_room
     large = Speeds(H200, replace(REFERENCE, num_layers=320), ranks=2)
-    with pytest.raises(ValueError, match="and a worker has one GPU; choose larger --prefill-tensor-par"):
+    with pytest.raises(ValueError, match="a worker has one GPU; choose at least 2 for --prefill-tensor-par"):
         answered(Speeds(H200, replace(REFERENCE, num_layers=320)), large, ttft=9.0, ttit=1.0)
 
 

@@ -7,10 +7,12 @@ from functools import cache, partial
 import pytest
 
 from baton.cluster.options.optimize import PROFILES
+from baton.rpc import worker_pb2 as pb
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome, Quantiles
+from baton.simulator.router import Router
 from baton.simulator.steps import H200_8B, step_seconds
-from baton.simulator.trace import Load
+from baton.simulator.trace import Load, Session, Turn
 
 MEASURED = {
     Load(2000, 150, 12): (179, 16.0),
@@ -118,6 +120,23 @@ def test_light_loads_are_handed_over_and_short_prompts_are_not():
     assert outcome(Load(2000, 150, 12), "policy").places["handover"] > 200
     places = outcome(Load(200, 20, 80), "policy").places
     assert places["handover"] < 0.4 * places.total()
+
+
+def test_idle_workers_report_no_more_until_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request an hour: each report a second would take longer than all else."""
+    reports = list[float]()
+    reported = Router.reported
+
+    def counted(router: Router, row: int, status: pb.WorkerStatus) -> None:
+        reports.append(router.clock.now)
+        reported(router, row, status)
+
+    monkeypatch.setattr(Router, "reported", counted)
+    sessions = [(3600.0 * number, Session(number, (Turn(2000, (), 0.0, 150),), 0)) for number in range(1, 4)]
+    outcome = simulate(sessions, "policy", warm_up=0.0)
+    assert len(outcome.answers) == 3
+    assert len(reports) < 20
+    assert all(at == int(at) for at in reports), "as often as before, at whole seconds"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,10 @@ GROWTH = 4
 """The search adds at most this part of a pool at once."""
 ALONE = 20
 """Requests of equal lengths that are simulated one after the other."""
+PADDED = 1.02
+"""How far gaps may exceed their target: steps with prompts are filled up to it, and then padded."""
+MOST_WORKERS_OF_A_PLAN = 1024
+"""As of `--prefill` and `--decode`. A simulation of more takes minutes."""
 MOST_IN_VAIN = 3
 """After so many times in which more workers brought no latency nearer to its target, there is no answer."""
 AGENT_POSITIONS = 15_575
@@ -50,6 +54,7 @@ class Answer:
     Attributes:
         kv_bytes, kv_room: largest use of KV memory in one decode worker, and its capacity, in bytes.
         why: the limit of the prefill pool and of the decode pool, for people. Empty: the pools were given.
+        busy: workers that the load keeps busy all the time, at least. 0: agents.
     """
 
     pools: Pools
@@ -57,6 +62,12 @@ class Answer:
     kv_bytes: int
     kv_room: int
     why: tuple[str, ...] = ()
+    busy: float = 0.0
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether requests come faster than these pools serve them."""
+        return sum(self.pools) <= self.busy
 
 
 def positions_of(load: SizingOptions) -> float:
@@ -65,9 +76,11 @@ def positions_of(load: SizingOptions) -> float:
 
 
 def predicted(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, pools: Pools) -> Answer:
-    """What these pools do, with targets if the load has any."""
+    """What these pools do, with targets if the load has any. Raises ValueError if no request fits."""
     targets = parse_slo(load.slo) if load.slo is not None else None
-    return _answer(of_decode, load, pools, _simulation(of_prefill, of_decode, load, targets)(pools))
+    busy, _ = _work(of_prefill, of_decode, load, math.inf, _in_memory(of_decode, load))
+    simulated = _simulation(of_prefill, of_decode, load, targets, begins=True)
+    return replace(_answer(of_decode, load, pools, simulated(pools)), busy=busy)
 
 
 def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets) -> Answer:
@@ -92,12 +105,6 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
             "ms, and no number of workers makes it shorter; a larger --decode-tensor-parallel-size may"
         )
     in_memory = _in_memory(of_decode, load)
-    if not in_memory:
-        room = of_decode.kv_room(load.gpu_memory_utilization)
-        raise ValueError(
-            f"a request of {_longest(load)} tokens needs more KV memory than one worker has "
-            f"({room / 1e9:.1f} GB); reduce --input or --output, or choose a smaller --model"
-        )
     if load.output == 1 and load.agents is None:
         return _one_token(of_prefill, of_decode, load, targets.ttft, alone)
     search, first = _search(of_prefill, of_decode, load, targets, in_memory)
@@ -118,8 +125,15 @@ def _longest(load: SizingOptions) -> int:
 
 
 def _in_memory(speeds: Speeds, load: SizingOptions) -> int:
-    """Requests whose KV fits into a worker."""
-    return int(speeds.kv_room(load.gpu_memory_utilization) // speeds.kv_bytes(_longest(load)))
+    """Requests whose KV fits into a worker. Raises ValueError if not even one does."""
+    room = speeds.kv_room(load.gpu_memory_utilization)
+    found = int(room // speeds.kv_bytes(_longest(load)))
+    if not found:
+        raise ValueError(
+            f"a request of {_longest(load)} tokens needs more KV memory than one worker has "
+            f"({room / 1e9:.1f} GB); reduce --input or --output, or choose a smaller --model"
+        )
+    return found
 
 
 def _answer(of_decode: Speeds, load: SizingOptions, pools: Pools, served: Served) -> Answer:
@@ -132,14 +146,17 @@ Simulate = Callable[[Pools], Served]
 
 
 def _simulation(
-    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets | None
+    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets | None, *, begins: bool
 ) -> Simulate:
-    """`targets`: those that the cluster is told of."""
+    """`targets`: those that the cluster is told of. `begins`: the first turns of agents that all begin at
+    once count, as in a load test. No pool is sized for these."""
     workers = _workers(of_prefill, of_decode, load, targets)
 
     def simulated(pools: Pools) -> Served:
         if load.agents is not None:
-            return serve(agents(load.agents), workers, *pools, at_a_time=load.agents)
+            sessions = agents(load.agents)
+            at_once = 0.0 if begins else load.agents / sum(len(each.turns) for _, each in sessions)
+            return serve(sessions, workers, *pools, at_a_time=load.agents, warm_up=at_once)
         sessions = requests_at(load.rate, load.input, load.output, sum(pools))
         return serve(sessions, workers, *pools, warm_up=0.1)
 
@@ -176,25 +193,37 @@ def _check_alone(workers: Workers, load: SizingOptions, targets: Targets) -> Non
 
 
 def _work(
-    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, in_memory: int
+    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, ttit: float, in_memory: int
 ) -> tuple[float, Pools]:
     """How many workers the load keeps busy all the time, and the pools with which the search begins: those in
-    which each pool does its own work. Agents ask for more only when they have their answers."""
+    which each pool does its own work. Agents ask for more only when they have their answers.
+
+    `ttit`: seconds of the longest step that decodes."""
     if load.agents is not None:
         return 0.0, Pools(1, 1)
     context = load.input + load.output / 2
-    rows = min(load.max_num_seqs, in_memory, of_decode.steps.fitting_rows(context, targets.ttit) or 1)
+    rows = min(load.max_num_seqs, in_memory, of_decode.steps.fitting_rows(context, ttit) or 1)
     prompts = load.rate * of_prefill.prefill(load.input)
     decodes = load.rate * load.output * of_decode.steps.decode(rows, rows * context) / rows
     return prompts + decodes, Pools(math.floor(prompts) + 1, math.ceil(decodes))
+
+
+def _check_size(workers: int, load: SizingOptions) -> None:
+    """Raises ValueError if a plan would have too many workers."""
+    if workers > MOST_WORKERS_OF_A_PLAN:
+        raise ValueError(
+            f"--rate {load.rate:g}: the load keeps some {workers:,} workers busy, and a plan has at most "
+            f"{MOST_WORKERS_OF_A_PLAN:,}; plan a part of the load, since pools grow as it does"
+        )
 
 
 def _search(
     of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, in_memory: int
 ) -> "tuple[_Search, Pools]":
     """The search, and the pools with which it begins."""
-    work, first = _work(of_prefill, of_decode, load, targets, in_memory)
-    simulate = _simulation(of_prefill, of_decode, load, targets)
+    work, first = _work(of_prefill, of_decode, load, targets.ttit, in_memory)
+    _check_size(sum(first), load)
+    simulate = _simulation(of_prefill, of_decode, load, targets, begins=False)
     rows = of_decode.steps.fitting_rows(positions_of(load), targets.ttit)
     return _Search(simulate, targets, in_memory, load.max_num_seqs, rows, work), first
 
@@ -257,7 +286,7 @@ class _Search:
         if sum(pools) <= self._work:
             return math.inf
         served = self.of(pools)
-        return max(served.ttft.p99 / self._targets.ttft, served.gap.p99 / self._targets.ttit)
+        return max(served.ttft.p99 / self._targets.ttft, served.gap.p99 / (PADDED * self._targets.ttit))
 
     def _bound(self, else_: str) -> str:
         """What keeps a worker from more requests at a time, or `else_`."""
@@ -291,11 +320,14 @@ def _one_token(
         return prefill(of_prefill.prefill, workers=workers, rate=load.rate, tokens=load.input)
 
     workers = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
+    _check_size(workers, load)
     before: Latency | None = None
     while (found := simulated(workers)).p99 > ttft * (1 + 1e-9):  # tolerates rounding of the simulated clock
         before = found
         workers += max(1, workers // 50)
-    why = f"capacity decides: prompts alone keep {load.rate * alone:.2f} workers busy"
+    why = "one worker is enough"
+    if workers > 1:
+        why = f"capacity decides: prompts alone keep {load.rate * alone:.2f} workers busy"
     if before is not None:
         why = f"TTFT decides: with fewer workers its p99 is {before.p99 * 1e3:.0f} ms"
     served = Served(

@@ -42,6 +42,13 @@ def run(sizing: SizingOptions) -> int:
     element = weight_format.bytes_per_parameter(torch.bfloat16)
     sizes = sizing.prefill_tensor_parallel_size, sizing.decode_tensor_parallel_size
     kv_dtype = FP8 if sizing.kv_cache_dtype == "fp8" else torch.bfloat16
+    for pool, ranks in zip(("prefill", "decode"), sizes, strict=True):
+        if ranks not in model.group_sizes:
+            possible = ", ".join(map(str, model.group_sizes))
+            raise ValueError(
+                f"--{pool}-tensor-parallel-size {ranks}: the heads of the model do not divide so; choose one "
+                f"of {possible}"
+            )
     of_prefill, of_decode = (
         Speeds(gpu, model, element, ranks, kv_dtype, positions_of(sizing)) for ranks in sizes
     )
@@ -124,6 +131,11 @@ def show(found: Answer, sizes: tuple[int, int], source: str) -> None:
         turns = {"first": served.first, "later": served.later}
         said = (f"{name} turns {1e3 * t.p50:.0f}, {1e3 * t.p99:.0f} ms" for name, t in turns.items())
         print(f"TTFT p50, p99: {'; '.join(said)}")
+    if found.overloaded:
+        out.print(
+            f"Too much for these pools: the load keeps {found.busy:.2f} workers busy, and queues grow "
+            "as long as it lasts"
+        )
     for pool, why in zip(("prefill", "decode"), found.why, strict=False):
         out.print(f"{pool}: {why}")
     out.print(f"Simulated, from: {source}", style="dim", soft_wrap=True)

@@ -53,6 +53,7 @@ from baton.simulator.steps import H200_8B, Machine, modelled, padded
 
 ELEMENT_BYTES = 2  # bfloat16
 BLOCK = 128  # positions of a block on a GPU
+OTHER_BYTES = 4 << 30  # of a GPU, for activations, graphs and context
 CONTEXT = 1064  # tokens per request in the measured decode steps
 
 
@@ -329,17 +330,24 @@ class Speeds:
         return min(positions * self.kv_bytes_per_token, planned)
 
     def kv_room(self, utilization: float) -> int:
-        """Bytes for KV, after the weights and 4 GiB of each GPU for activations, graphs and context.
+        """Bytes for KV, after the weights and `OTHER_BYTES` of each GPU.
 
-        Raises ValueError if none are left.
+        Raises ValueError if none are left, with the number of GPUs that would do.
         """
-        room = self.ranks * (int(self._gpu.memory * utilization) - (4 << 30)) - self.weight_bytes
+        of_gpu = int(self._gpu.memory * utilization) - OTHER_BYTES
+        room = self.ranks * of_gpu - self.weight_bytes
         if room <= 0:
             gpus = "one GPU" if self.ranks == 1 else f"{self.ranks} GPUs"
+            least = [ranks for ranks in self._model.group_sizes if ranks * of_gpu > self.weight_bytes]
+            larger = "no number of such GPUs is enough; choose"
+            if least:
+                larger = (
+                    f"choose at least {least[0]} for --prefill-tensor-parallel-size and "
+                    "--decode-tensor-parallel-size, or"
+                )
             raise ValueError(
                 f"the weights ({self.weight_bytes / 1e9:.0f} GB) leave no room for KV, and a worker has "
-                f"{gpus}; choose larger --prefill-tensor-parallel-size and --decode-tensor-parallel-size, or "
-                "a smaller --model"
+                f"{gpus}; {larger} a smaller --model"
             )
         return room
 
