@@ -30,6 +30,13 @@ def is_extra(request: web.Request) -> bool:
     return slot is not None and slot.is_extra
 
 
+READ_BYTES = 8 << 10
+"""aiohttp stops parsing a body when twice as many bytes, or a sixteenth as many chunks, wait for its handler.
+So chunks of a byte take a turn of the loop at most 2 ms."""
+LINGER_SECONDS = 10.0
+"""A client may send the rest of a refused body for so long. It could not read its response after a reset."""
+
+
 class HttpServer:
     """Serves an application while it is open."""
 
@@ -39,7 +46,13 @@ class HttpServer:
         """`failed` is told of each error for bytes that are not HTTP. `arguments`: of `web.AppRunner`."""
         # aiohttp would decompress what is left of each refused body at once, without a turn for other tasks.
         self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=0.5, auto_decompress=False, **arguments
+            app,
+            access_log=None,
+            shutdown_timeout=0.5,
+            auto_decompress=False,
+            read_bufsize=READ_BYTES,
+            lingering_time=0,
+            **arguments,
         )
         self._failed = failed
         self._listeners: list[Listener] = []
@@ -100,11 +113,16 @@ class _Connection(RequestHandler):
         # aiohttp itself refuses an unknown expectation outside of all middlewares.
         known = request.headers.get("Expect", "100-continue").lower() == "100-continue"
         try:
-            return await super()._handle_request(
+            sent = await super()._handle_request(
                 request, start_time, request_handler if known else self._refuse_expectation
             )
         finally:
             self.slot.idle()
+        with contextlib.suppress(TimeoutError, OSError, web.RequestPayloadError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                async for _ in request.content.iter_any():
+                    await asyncio.sleep(0)  # aiohttp would take all that is there in one turn
+        return sent
 
     def handle_error(
         self,

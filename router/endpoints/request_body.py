@@ -33,6 +33,8 @@ async def read_body(request: web.Request, config: RouterConfig, entry: Entry) ->
                 if len(body) > config.max_body_bytes:
                     raise errors.BodyTooLarge(f"the body is larger than {config.max_body_bytes} bytes")
                 entry.receive(len(piece))
+                if len(body) > len(piece):
+                    await asyncio.sleep(0)  # the next piece may be there: compressed, or in chunks of a byte
     except TimeoutError:
         raise errors.TooSlow(f"the body did not arrive within {config.client_timeout:g} s") from None
     except zlib.error as error:
@@ -44,9 +46,7 @@ async def read_body(request: web.Request, config: RouterConfig, entry: Entry) ->
 
 
 async def _decompressed(pieces: AsyncIterable[bytes], encoding: str) -> AsyncIterator[bytes]:
-    """Yields the pieces of a body that is compressed with `encoding`, gzip or deflate. Raises zlib.error.
-
-    A few bytes may stand for `max_body_bytes`, so other tasks run between the pieces."""
+    """Yields the pieces of a body that is compressed with `encoding`, gzip or deflate. Raises zlib.error."""
     inflate: zlib._Decompress | None = None
     async for piece in pieces:
         if inflate is None:
@@ -58,7 +58,6 @@ async def _decompressed(pieces: AsyncIterable[bytes], encoding: str) -> AsyncIte
             part = inflate.decompress(piece, PIECE_BYTES)
             piece = inflate.unconsumed_tail
             yield part
-            await asyncio.sleep(0)
             if len(part) < PIECE_BYTES:  # no more comes of this piece
                 break
         if inflate.unused_data:
