@@ -160,7 +160,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if len(groups) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
             raise ValueError(
-                f"this vLLM cannot be told that KV of {len(groups)} groups of layers is lost: use vLLM 0.32, "
+                f"this vLLM cannot be told that KV of {len(groups)} groups of layers is lost: use vLLM 0.30, "
                 "`baton serve --engine vllm`, or, for a model with windows, --disable-hybrid-kv-cache-manager"
             )
 
@@ -383,7 +383,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return (set(), set()) if self._transfers is None else self._transfers.ended(finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """As `get_finished`, in vLLM from 0.32 on. It also says which requests have no KV."""
+        """As `get_finished`, in vLLM from 0.30 on. It also says which requests have no KV."""
         results = super().get_transfer_results(finished_req_ids)
         if self._transfers is not None:
             results.failed_recving |= self._transfers.take_failed()
@@ -417,6 +417,8 @@ def check_config(config: VllmConfig) -> None:
         # Ranks would share out the tokens of a block, too.
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "ranks on several machines": getattr(parallel, "nnodes_within_dp", 1) > 1,
+        # Each server would find scales of its own.
+        "--calculate-kv-scales": getattr(config.cache_config, "calculate_kv_scales", False),
         # The last inputs of a state would not travel with it.
         "--use-replayssm": getattr(config.cache_config, "use_replayssm", False),
     }

@@ -1,4 +1,4 @@
-"""Drafts in vLLM for CPUs (0.32): the temperature and the top_k of a request are repeated for its drafts.
+"""Drafts in vLLM for CPUs (to 0.32): the temperature and the top_k of a request are repeated for its drafts.
 
 The kernel for CPUs that does it writes to a copy of its output, unless that is of int64, and the copy goes.
 So drafts were sampled with whatever the memory held, and an engine could die.
@@ -15,7 +15,8 @@ def repeat_what_drafts_are_sampled_with() -> None:
     """In the process with the model, before its first step. May be repeated."""
     from vllm.v1.sample import rejection_sampler
 
-    rejection_sampler.expand_kernel._impl = _repeat
+    kernel = rejection_sampler.expand_kernel
+    setattr(kernel, "_impl" if hasattr(kernel, "_impl") else "func", _repeat)  # the second before 0.30
 
 
 def _repeat(
