@@ -228,7 +228,8 @@ async def test_nothing_leaks_in_50_kills(worker: WorkerProcess) -> None:
             assert ids(await within(read(stream, decode_id))) == right
             memory = [psutil.Process(each.pid).memory_info().shared for each in worker.tree()]
             counts.append((open_files(worker), len(worker.tree()), sum(memory)))
-        assert counts[5][:2] == counts[-1][:2]
+        assert counts[-1][0] <= counts[5][0], "a subscriber of a test before may have left one open"
+        assert counts[-1][1] == counts[5][1]
         assert counts[-1][2] <= 1.1 * counts[5][2]
     await assert_whole(worker)
 
