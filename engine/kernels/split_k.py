@@ -82,6 +82,7 @@ def multiply(
     """x Wᵀ + b [rows, out] of `dtype`, for x [rows, in] and W [out, in]. `finished`: counters for the tiles.
     `scales` of x and W, if both are in FP8: as `Quantized.scales`, and as in `Kernels.fp8_linear`."""
     (rows, inner), size = x.shape, len(weight)
+    assert shape.splits == 1 or rows <= shape.block_m, "tiles of other rows would share the partial sums"
     grouped = scales is not None and len(scales[1]) > 1
     tiles = triton.cdiv(size, shape.block_n)
     out = torch.empty(rows, size, dtype=dtype, device=x.device)

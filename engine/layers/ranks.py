@@ -80,7 +80,7 @@ class Ranks:
     """Whether a rank has whole experts."""
 
     def shard(self, size: int) -> Shard:
-        """This rank's part of a dimension: an equal share, but less on the last rank if `size` is odd."""
+        """This rank's part of a dimension: an equal share, rounded up. The last rank has what is left."""
         share = -(-size // self.size)
         start, stop = self.rank * share, min(size, (self.rank + 1) * share)
         assert start < stop, f"{size} is too small for {self.size} ranks"

@@ -118,6 +118,7 @@ def grouped_linear(
     x, x_scales = x if isinstance(x, Quantized) else (x, None)
     bits = weight if isinstance(weight, FourBits) else None
     weight, weight_scales = weight[:2] if isinstance(weight, Fp8Experts | FourBits) else (weight, None)
+    assert not gated or weight_scales is None, "the kernels multiply only gate by scales"
     assert x.is_contiguous(), "the kernel assumes dense rows"
     assert weight.is_contiguous(), "the kernel assumes dense rows"
     (tokens, chosen), (experts, size, inner) = shuffled.weights.shape, weight.shape

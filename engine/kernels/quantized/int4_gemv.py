@@ -46,6 +46,7 @@ def gemv(x: Tensor, weight: FourBits, bias: Tensor | None, *, gated: bool) -> Te
     """x [rows, in], contiguous; weight of integers; bias [size]. Returns [rows, size], or if `gated`,
     `silu_mul` of that."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
+    assert not weight.floats, "the kernel multiplies integers"
     (rows, inner), size, words, group = x.shape, weight.size, weight.block, weight.group
     padded = triton.next_power_of_2(rows)
     warps = 8 if inner >= WIDE else 4
