@@ -4,7 +4,7 @@
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
 # STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid windows exact drafts kv overlap elastic disagg agents flip reuse ranks
-# (default: all, in this order; the last six where there are two GPUs), overlap_8000, store (needs Mooncake), vllm and vllm_kinds (need vLLM),
+# (default: all, in this order; the last six where there are two GPUs), overlap_8000, store (needs Mooncake), vllm, vllm_kinds (need vLLM),
 # groups (two GPUs, which the workers then share, or more), images (three), disagg_70b (four).
 # DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
 # decode the second. A step that fails does not stop the others; the exit status says how many did.
