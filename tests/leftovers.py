@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from multiprocessing.util import Finalize
@@ -98,8 +99,8 @@ def unmapped(entries: Iterable[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
 
 
 def is_of_ranks(entry: os.DirEntry[str]) -> bool:
-    """Whether ranks of vLLM on CPUs made this name in /dev/shm."""
-    return "cpushm" in entry.name  # before 0.32 with no word of vLLM
+    """Whether ranks of vLLM on CPUs made this name in /dev/shm. Before 0.32 it began with a process id."""
+    return re.fullmatch(r"(vllm_dist_|\d+-tp:).*cpushm.*", entry.name) is not None
 
 
 def remove_shared_memory(since: float) -> None:

@@ -62,7 +62,7 @@ def test_names_in_shared_memory_of_vllm_are_no_trace_and_go_with_their_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine()
-    prefixes = [*(f"{leftovers.SHARED_MEMORY}{run}-" for run in (os.getpid(), 0)), "vllm_dist_", "vllm_dist_"]
+    prefixes = [*(f"{leftovers.SHARED_MEMORY}{run}-" for run in (os.getpid(), 0)), "vllm_dist_", "7-tp:0-"]
     names = [f"{prefix}{os.urandom(4).hex()}-cpushm_0" for prefix in (*prefixes, "psm_")]
     paths = ours, _, of_ranks, mapped, strange = [Path("/dev/shm", name) for name in names]
     since = psutil.Process().create_time()
