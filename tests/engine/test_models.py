@@ -185,9 +185,11 @@ def test_greedy_tokens_equal_transformers(kind: str, changes: dict[str, Any], tm
         for ours, logprobs in zip(output.outputs, expected, strict=True):
             assert ours.logprobs is not None
             assert ours.logprobs.logprob == pytest.approx(float(logprobs.max()), abs=CLOSE)
-            top = logprobs.topk(5)
-            assert ours.logprobs.top_ids == tuple(top.indices.tolist())
-            assert ours.logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=CLOSE)
+            # Either of two tokens may come first whose values differ by rounding alone.
+            ids, values = [*ours.logprobs.top_ids], ours.logprobs.top_logprobs
+            assert len({*ids}) == 5
+            assert values == pytest.approx(logprobs[ids].tolist(), abs=CLOSE)
+            assert values == pytest.approx(logprobs.topk(5).values.tolist(), abs=CLOSE)
 
 
 KIMI_ROPE = {
