@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,10 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
 
 def test_shared_memory_has_names_of_this_run(cluster: VLLMCluster) -> None:
     """So tests that run beside this one can tell them from names that Baton leaves."""
-    maps = [line.path for process in tree(cluster.process.pid) for line in process.memory_maps()]
+    maps: list[str] = []
+    for process in tree(cluster.process.pid):
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has ended meanwhile
+            maps += [line.path for line in process.memory_maps()]
     named = [path for path in maps if path.startswith("/dev/shm/") and Path(path).exists()]
     prefix = f"/dev/shm/{os.environ['SHARED_MEMORY_OF_TESTS']}"
     assert {path[: len(prefix)] for path in named} == {prefix}
