@@ -16,13 +16,12 @@ import pytest
 from baton.bench.load.measurement.quantiles import Series, interval
 from baton.bench.load.traffic.workload import AGENTS, Arrivals, Distribution, Synthetic
 from baton.bench.shapes import GATED_DELTA, SHAPES
-from baton.cluster.tools.sizing.simulated import Served, Workers, run, served
+from baton.cluster.tools.sizing.simulated import Served, Workers, serve
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds
 from baton.content import CHUNK_TOKENS
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.router.admission.fairness import FairQueue
 from baton.simulator.agents import CONTEXT, PREFIX, agents, chunk_name
-from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.trace import SPREAD, Session, Turn
 
@@ -162,7 +161,7 @@ def speeds(hybrid: bool, positions: float) -> Speeds:
     return Speeds(QWEN, model_config_from_hf(SHAPES[GATED_DELTA], {}, GATED_DELTA), positions=positions)
 
 
-def simulated(name: str, row: Row, *, hybrid: bool = False) -> tuple[Served, PlacementOutcome]:
+def simulated(name: str, row: Row, *, hybrid: bool = False) -> Served:
     (load, pool, _), at_a_time = row, 0
     lengths, _, level = load.partition("@")
     if lengths == "agents":
@@ -173,8 +172,7 @@ def simulated(name: str, row: Row, *, hybrid: bool = False) -> tuple[Served, Pla
         if (users := level.removesuffix(USERS)) != level:
             at_a_time = int(users)
     machine = speeds(hybrid, positions).machine(positions, 0.9, SEATS)
-    outcome = run(sent, Workers(machine, machine, SEATS), pool, pool, at_a_time=at_a_time)
-    return served(outcome, pool, pool), outcome
+    return serve(sent, Workers(machine, machine, SEATS), pool, pool, at_a_time=at_a_time)
 
 
 class Prediction(NamedTuple):
@@ -198,7 +196,7 @@ class Prediction(NamedTuple):
 
 
 def predictions(name: str, row: Row, *, hybrid: bool = False) -> dict[str, Prediction]:
-    figures, outcome = simulated(name, row, hybrid=hybrid)
+    figures = simulated(name, row, hybrid=hybrid)
     assert figures.first is not None
     later = figures.later or figures.first
     found = {
@@ -209,10 +207,10 @@ def predictions(name: str, row: Row, *, hybrid: bool = False) -> dict[str, Predi
         "tokens/s": figures.tokens_per_s / 1e3,
     }  # fmt: skip
     of_requests = {
-        "ttft": [answer.ttft for answer in outcome.answers],
-        "first": [answer.ttft for answer in outcome.answers if answer.first],
-        "later": [answer.ttft for answer in outcome.answers if not answer.first],
-        "latency": [answer.latency for answer in outcome.answers],
+        "ttft": [answer.ttft for answer in figures.answers],
+        "first": [answer.ttft for answer in figures.answers if answer.first],
+        "later": [answer.ttft for answer in figures.answers if not answer.first],
+        "latency": [answer.latency for answer in figures.answers],
     }
     result = dict[str, Prediction]()
     for what, value in row[2].items():

@@ -332,7 +332,7 @@ def _one_token(
         why = f"TTFT decides: with fewer workers its p99 is {before.p99 * 1e3:.0f} ms"
     served = Served(
         ttft=found, first=found, later=None, gap=Latency(0.0, 0.0), latency=(found.p50, found.p99),
-        tokens_per_s=load.rate, busy=(load.rate * alone / workers, 0.0), most=0,
+        tokens_per_s=load.rate, busy=(load.rate * alone / workers, 0.0), most=0, answers=(),
     )  # fmt: skip
     room = of_decode.kv_room(load.gpu_memory_utilization)
     return Answer(

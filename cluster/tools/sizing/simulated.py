@@ -8,7 +8,7 @@ from baton.cluster.options.optimize import PROFILES
 from baton.machine.quantiles import percentile
 from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.simulator.placement import simulate
-from baton.simulator.placement_outcome import PlacementOutcome
+from baton.simulator.placement_outcome import Answer, PlacementOutcome
 from baton.simulator.prefill import Setting, Simulation, Speed
 from baton.simulator.steps import Machine
 from baton.simulator.trace import Load, Session, Turn, arrivals
@@ -69,6 +69,7 @@ class Served:
         tokens_per_s: of answers.
         busy: share of the time in which the workers of the prefill and of the decode pool computed.
         most: largest number of requests that a worker decoded at once.
+        answers: each request, in the order of their last tokens.
     """
 
     ttft: Latency
@@ -79,6 +80,7 @@ class Served:
     tokens_per_s: float
     busy: tuple[float, float]
     most: int
+    answers: Sequence[Answer]
 
 
 def requests_at(rate: float, prompt: int, answer: int, workers: int) -> list[tuple[float, Session]]:
@@ -98,21 +100,7 @@ def serve(
     warm_up: float = 0.0,
 ) -> Served:
     """`at_a_time`, `warm_up`: as in `simulator.placement.simulate`."""
-    outcome = run(sessions, workers, prefills, decodes, at_a_time=at_a_time, warm_up=warm_up)
-    return served(outcome, prefills, decodes, 1 - warm_up)
-
-
-def run(
-    sessions: Sequence[tuple[float, Session]],
-    workers: Workers,
-    prefills: int,
-    decodes: int,
-    *,
-    at_a_time: int = 0,
-    warm_up: float = 0.0,
-) -> PlacementOutcome:
-    """As `serve`, with each request."""
-    return simulate(
+    outcome = simulate(
         sessions,
         "policy",
         at_a_time=at_a_time,
@@ -127,9 +115,10 @@ def run(
         machine=workers.decode,
         prefill_machine=workers.prefill,
     )
+    return _served(outcome, prefills, decodes, 1 - warm_up)
 
 
-def served(outcome: PlacementOutcome, prefills: int, decodes: int, measured: float = 1.0) -> Served:
+def _served(outcome: PlacementOutcome, prefills: int, decodes: int, measured: float) -> Served:
     """`measured`: share of the requests."""
     first, later = ([a.ttft for a in outcome.answers if a.first is turn] for turn in (True, False))
     latency = [answer.latency for answer in outcome.answers]
@@ -143,4 +132,5 @@ def served(outcome: PlacementOutcome, prefills: int, decodes: int, measured: flo
         sum(answer.tokens for answer in outcome.answers) / measured / outcome.seconds,
         (sum(busy[:prefills]) / prefills, sum(busy[prefills:]) / decodes),
         outcome.most,
+        outcome.answers,
     )
