@@ -57,6 +57,8 @@ class AdminCalls:
             raise errors.TooSlow(f"no whole body within {self.config.client_timeout:g} s") from None
         except web.HTTPRequestEntityTooLarge:
             raise errors.BodyTooLarge("the body is too large") from None
+        except web.RequestPayloadError as error:
+            raise errors.InvalidRequest(f"the body cannot be read: {error}") from None
 
     async def ready_workers(self, purpose: str, within: float = 0.0) -> list[dict[str, Any]]:
         """All workers of the status, once each can take a call. Raises NoWorker after `within` seconds, which

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.router import errors
 from baton.router.api.bodies import BatchBody
@@ -117,40 +118,41 @@ class HttpBatches:
     ) -> tuple[str, int]:
         """Writes the part `file`, and fills in the other ones. Returns the name and the size of the file."""
         name, size, seen = "", 0, False
-        try:
-            reader = await request.multipart()
-            while (part := await self._in_time(reader.next())) is not None:
-                if not isinstance(part, BodyPartReader):
-                    raise errors.InvalidRequest("a part of the form has parts of its own")
-                if part.name != "file":
-                    if len(fields) == 8:
-                        raise errors.InvalidRequest("the form has too many fields")
-                    value = await self._in_time(part.read_chunk(1024))
-                    fields[str(part.name)] = value.decode(errors="replace")
-                    await self._in_time(part.release())
-                    continue
-                if seen:
-                    raise errors.InvalidRequest("the form has two files", param="file")
-                name, seen = (part.filename or "file")[:MAX_NAME], True
-                while piece := await self._in_time(part.read_chunk(PIECE_BYTES)):
-                    size += len(piece)
-                    if size > MAX_FILE_BYTES:
-                        raise errors.BodyTooLarge(f"a file has at most {MAX_FILE_BYTES} bytes", param="file")
-                    await storage.call(storage.append, owner, id, bytes(piece))
-        except (ValueError, web.RequestPayloadError, KeyError) as error:
-            raise errors.InvalidRequest(f"the form cannot be read: {error}") from None
+        reader = await self._in_time(request.multipart())
+        while (part := await self._in_time(reader.next())) is not None:
+            if not isinstance(part, BodyPartReader):
+                raise errors.InvalidRequest("a part of the form has parts of its own")
+            if part.name != "file":
+                if len(fields) == 8:
+                    raise errors.InvalidRequest("the form has too many fields")
+                value = await self._in_time(part.read_chunk(1024))
+                fields[str(part.name)] = value.decode(errors="replace")
+                await self._in_time(part.release())
+                continue
+            if seen:
+                raise errors.InvalidRequest("the form has two files", param="file")
+            name, seen = (part.filename or "file")[:MAX_NAME], True
+            while piece := await self._in_time(part.read_chunk(PIECE_BYTES)):
+                size += len(piece)
+                if size > MAX_FILE_BYTES:
+                    raise errors.BodyTooLarge(f"a file has at most {MAX_FILE_BYTES} bytes", param="file")
+                await storage.call(storage.append, owner, id, bytes(piece))
         if not size:
             raise errors.InvalidRequest("file: must be there, and not be empty", param="file")
         return name, size
 
     async def _in_time(self, reading: Any) -> Any:
-        """Raises TooSlow if a client sends nothing for its time."""
+        """Awaits aiohttp's reader of the form. Raises TooSlow if a client sends nothing for its time, and
+        InvalidRequest for all that the reader takes for no form."""
         try:
             async with asyncio.timeout(self._config.client_timeout):
                 return await reading
         except TimeoutError:
             text = f"no part of the file arrived within {self._config.client_timeout:g} s"
             raise errors.TooSlow(text) from None
+        except (ValueError, KeyError, RuntimeError, HttpProcessingError, web.RequestPayloadError) as error:
+            text = f"the form cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            raise errors.InvalidRequest(text) from None
 
     async def _files(self, request: web.Request) -> web.Response:
         storage, owner = self._kept

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from baton.machine.connections import Connection, Connections
 from baton.machine.system import cannot_listen, cannot_write, family
@@ -103,6 +103,21 @@ class _Connection(RequestHandler):
         self.slot.close()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """aiohttp responds to bytes that are not HTTP after the requests before them. If they are in the body
+        of such a request, its handler would wait for the rest of that body, which never comes."""
+        super().data_received(data)
+        if not self._messages or not isinstance(fault := self._messages[-1][0], _ErrInfo):
+            return
+        if len(self._messages) > 1:
+            body = self._messages[-2][1]
+        elif self._current_request is not None:
+            body = self._current_request.content
+        else:
+            return
+        if not body.is_eof():
+            body.set_exception(web.RequestPayloadError(f"it is not valid HTTP: {_reason(fault.message)}"))
+
     async def _handle_request(
         self,
         request: web.BaseRequest,
@@ -139,9 +154,7 @@ class _Connection(RequestHandler):
             raise ConnectionError("the response has begun, or the client disconnected")
         error: errors.ApiError
         if status == 400:
-            # The first line is the reason. The other lines quote the bytes, which may hold a key or a prompt.
-            reason = (message or "").partition("\n")[0].rstrip(":")
-            error = errors.InvalidRequest(f"the request is not valid HTTP: {reason}")
+            error = errors.InvalidRequest(f"the request is not valid HTTP: {_reason(message)}")
             log.debug("a request from %s is not valid HTTP: %s", request.remote, type(exc).__name__)
         else:
             error = errors.ApiError("the request failed inside the router")
@@ -159,6 +172,11 @@ class _Connection(RequestHandler):
         response = web.json_response(error.body, status=error.status, headers=headers)
         response.force_close()
         return response
+
+
+def _reason(message: str | None) -> str:
+    """Returns the first line of aiohttp's message. The others quote bytes, which may hold a key or a prompt."""
+    return (message or "").partition("\n")[0].rstrip(":")
 
 
 _AT_ONCE = 64

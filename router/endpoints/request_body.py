@@ -41,7 +41,7 @@ async def read_body(request: web.Request, config: RouterConfig, entry: Entry) ->
         text = f"the body cannot be read: it is not what Content-Encoding says ({encoding}): {error}"
         raise errors.InvalidRequest(text) from error
     except web.RequestPayloadError as error:
-        raise errors.InvalidRequest("the body cannot be read: the connection ended within it") from error
+        raise errors.InvalidRequest(f"the body cannot be read: {error}") from error
     return body
 
 

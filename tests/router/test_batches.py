@@ -249,6 +249,29 @@ async def test_uploads_are_checked(cluster: Cluster, monkeypatch: pytest.MonkeyP
     assert [path.name for path in (tmp_path / "kept").rglob("*.*")] == [], "nothing of them is kept"
 
 
+async def test_a_form_that_cannot_be_read_is_the_clients_error(cluster: Cluster) -> None:
+    headers = {"Authorization": "Bearer first", "Content-Type": "multipart/form-data; boundary=x"}
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n'
+    for form in (
+        b"--x\r\nno header\r\n\r\n1\r\n--x--\r\n",
+        b"--x\r\n" + b"a: b\r\n" * 200 + b"\r\n1\r\n--x--\r\n",
+        b"--x\r\na: " + b"b" * 9000 + b"\r\n\r\n1\r\n--x--\r\n",
+        b'--x\r\nContent-Disposition: form-data; name="_charset_"\r\n\r\n' + b"u" * 40 + b"\r\n--x--\r\n",
+        b'--x\r\nContent-Disposition: form-data; name="_charset_"\r\n\r\n\xff\r\n--x--\r\n',
+        b"--x\r\nContent-Type: multipart/mixed\r\n\r\n1\r\n--x--\r\n",
+        part + b"Content-Encoding: br\r\n\r\n1\r\n--x--\r\n",
+        part + b"Content-Transfer-Encoding: secret\r\n\r\n1\r\n--x--\r\n",
+        part + b"Content-Transfer-Encoding: base64\r\n\r\n1\r\n--x--\r\n",
+        part + b"Content-Length: 100\r\n\r\n1\r\n--x--\r\n",
+        part + b"\r\n1\r\n--y--\r\n",
+        part + b"\r\n1\r\n--x",
+        part,
+    ):
+        async with cluster.http.post(f"{cluster.url}/v1/files", data=form, headers=headers) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["type"]) == (400, "invalid_request_error"), form
+
+
 async def test_a_router_that_keeps_none_says_so(
     tokenizer: ModelTokenizer, tmp_path: Path, client_of: ClientOf
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+import re
 import shutil
 import socket
 import zlib
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 from aiohttp import StreamReader
 
+from baton.router.admission.keys import ApiKey
 from baton.router.api import responses
-from baton.router.text.tokenizer import load_tokenizer
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import worker_pb2 as pb
 from tests.within import WITHIN
 
@@ -369,13 +371,20 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
     assert status["workers"][0]["incarnation"] == f"{cluster.prefills[0].incarnation:016x}"
 
 
-async def raw(cluster: Cluster, sent: bytes) -> tuple[int, dict[str, str], responses.ErrorDetail]:
-    """Returns status, headers and error of the response to these bytes."""
+async def raw(
+    cluster: Cluster, sent: bytes, body: bytes = b""
+) -> tuple[int, dict[str, str], responses.ErrorDetail]:
+    """Returns status, headers and error of the response to these bytes.
+
+    `body` is sent when a handler waits for it, if `sent` ends with the header `Expect`."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port), family=socket.AF_INET)
     try:
         async with asyncio.timeout(WITHIN):
             writer.write(sent)
+            if body:
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+                writer.write(body)
             [status, *headers] = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()[:-1]
             named = dict(header.split(": ", 1) for header in headers)
             body = await reader.readexactly(int(named["Content-Length"]))
@@ -417,6 +426,44 @@ async def test_invalid_http_gets_an_error_in_openais_shape(
     assert not [record for record in caplog.records if record.exc_info]
     counted = 'baton:request_errors_total{code="invalid_value",model_name="fake",role="router"} 10.0'
     assert counted in await cluster.metrics()
+
+
+async def test_a_wrong_chunk_is_refused_at_once(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    """Its handler would wait for the rest of the body."""
+    async with make_cluster(tokenizer, tmp_path, admin_key=ApiKey.of("admin", "trainer")) as cluster:
+        for path in (b"/v1/completions", b"/update_weights_from_disk"):
+            head = POST.replace(b"/v1/completions", path) + b"Authorization: Bearer trainer\r\n"
+            head += b"Transfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n"
+            for body in (b"SECRET\r\n", b"2\r\n{}SECRET\r\n"):
+                status, _, error = await raw(cluster, head, body)
+                assert (status, error.code) == (400, "invalid_value")
+                assert "the body cannot be read" in error.message
+                assert "SECRET" not in error.message
+
+
+async def test_a_wrong_chunk_behind_a_request_that_is_being_answered(cluster: Cluster) -> None:
+    steps = asyncio.Semaphore(0)
+    for worker in cluster.workers:
+        worker.steps = steps
+    body = b'{"prompt": "Hello", "max_tokens": 2}'
+    host, _, port = cluster.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), family=socket.AF_INET)
+    try:
+        async with asyncio.timeout(WITHIN):
+            for sent in (
+                POST + b"Content-Length: %d\r\n\r\n" % len(body) + body,
+                POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}",
+                b"SECRET\r\n",
+            ):
+                writer.write(sent)
+                await cluster.get("/health")  # the router has read what was sent before
+            for _ in range(10):
+                steps.release()
+            answers = await reader.read()
+    finally:
+        writer.close()
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"400"]
+    assert b"SECRET" not in answers
 
 
 async def test_a_compressed_body(cluster: Cluster):
