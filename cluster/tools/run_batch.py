@@ -20,6 +20,8 @@ from baton.router.batches.lines import RequestLine, answered, pause, request_of,
 TRIES = 20
 """Of a request that the server has no room for (429), or no worker (503)."""
 AGAIN = (429, 503)
+MAX_LINE_BYTES = 200 << 20
+"""Of the input, as OpenAI allows for a whole file. A device such as /dev/zero has lines without an end."""
 
 
 def run(endpoint: EndpointOptions, batch: RunBatchOptions) -> int:
@@ -67,7 +69,9 @@ def _opened(path: Path, source: Path) -> IO[str]:
 def _lines(source: Path) -> Iterator[RequestLine]:
     """Raises ValueError that names the line."""
     with source.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{source}, line {number}: is longer than {MAX_LINE_BYTES} bytes")
             if not line.strip():
                 continue
             try:

@@ -175,7 +175,7 @@ class _Connection(RequestHandler):
 
 
 def _reason(message: str | None) -> str:
-    """Returns the first line of aiohttp's message. The others quote bytes, which may hold a key or a prompt."""
+    """Returns the first line of aiohttp's message. The others quote bytes, which may hold a prompt."""
     return (message or "").partition("\n")[0].rstrip(":")
 
 
