@@ -9,10 +9,11 @@ from pydantic import TypeAdapter
 
 from baton.router.admission.keys import api_keys
 from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage
+from baton.router.api.jobs import SamplingDefaults
 from baton.router.api.messages import parsed_arguments
 from baton.router.text.tokenizer import ModelTokenizer
 
-from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
+from .conftest import ANSWER, ARGUMENTS, NO_DEFAULTS, TEXT, THOUGHT, Cluster, make_cluster
 
 PATH = "/v1/messages"
 TOOL: Any = {"name": "get_weather", "description": "Now.", "input_schema": {"type": "object"}}
@@ -142,6 +143,25 @@ async def test_why_a_message_stops(cluster: Cluster):
         anthropic.types.Message.model_validate(result)
         assert (status, result["stop_reason"], result["stop_sequence"]) == (200, reason, sequence)
         assert result["content"] == [{"type": "text", "text": text}]
+
+
+async def test_an_output_that_fills_the_context_says_so(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    """A client then shortens the chat. More `max_tokens` would not help."""
+    ours = SamplingDefaults(max_tokens=5, limits_output=True)
+    for defaults, room, reason in (
+        (NO_DEFAULTS, 3, "model_context_window_exceeded"),
+        (NO_DEFAULTS, 200, "end_turn"),
+        (ours, 3, "model_context_window_exceeded"),
+        (ours, 6, "max_tokens"),
+    ):
+        async with make_cluster(tokenizer, tmp_path, defaults=defaults) as cluster:
+            _, counted = await cluster.post(f"{PATH}/count_tokens", messages=HELLO)
+            for connection in cluster.pool.connections:
+                connection.description.max_model_len = counted["input_tokens"] + room
+                cluster.pool.availability_changed(connection)
+            status, result = await cluster.post(PATH, **BODY)
+            AnthropicMessage.model_validate(result)
+            assert (status, result["stop_reason"]) == (200, reason)
 
 
 async def test_fields_reach_the_workers_and_the_prompt(cluster: Cluster):

@@ -59,11 +59,20 @@ class AnthropicBuilder(BlocksBuilder):
         last = self._last
         assert last is not None
         if last.finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
+            reason = "model_context_window_exceeded" if self._fills_context() else "max_tokens"
+            return {"stop_reason": reason, "stop_sequence": None}
         if isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
         reason = "tool_use" if self._parser.text.num_calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": None}
+
+    def _fills_context(self) -> bool:
+        """Whether an output of its greatest length ends where the context does, before `max_tokens`."""
+        wanted, defaults = self._request.body.max_tokens_wanted, self._request.services.defaults
+        assert wanted is not None
+        if defaults.limits_output and defaults.max_tokens is not None:
+            wanted = min(wanted, defaults.max_tokens)
+        return self._request.sampling.max_tokens < wanted
 
     def _usage(self) -> dict[str, Any]:
         used = self._request.usage()
