@@ -42,6 +42,10 @@ class ChildProcess:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._exit.done()
+
     async def wait(self) -> int:
         """Returns the exit code, or minus the number of the signal that killed it. Many tasks may wait."""
         return await asyncio.shield(self._exit)

@@ -17,12 +17,12 @@ import pytest
 
 from baton.engine import EngineConfig
 from baton.kv_transfer.shared_store import StoreStart
-from baton.kv_transfer.spawn import spawn
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.machine.system import describe_exit
 from baton.worker import WorkerConfig, processes
 from baton.worker.messages import EngineReady
-from baton.worker.processes import ChildProcess, TreeError, Watchdog
-from baton.worker.service_process import tree
+from baton.worker.processes import ChildProcess, EngineError, TreeError, Watchdog
+from baton.worker.service_process import transfer_link, tree
 from tests.layouts import kv_layout
 from tests.stand_in import stand_in
 from tests.within import WITHIN, within
@@ -30,7 +30,7 @@ from tests.within import WITHIN, within
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
 import os, time
-from baton.kv_transfer.spawn import spawn
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 child = spawn("tests.worker.tied_child", str(%s).encode(), pass_fds=())
 print(child.pid, flush=True)
 time.sleep(60)
@@ -187,6 +187,37 @@ async def test_a_tree_that_lacks_a_descriptor_leaves_none_behind(monkeypatch: py
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in taken:
             os.close(fd)
+
+
+async def test_an_engine_process_that_ends_slowly_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel closes its sockets first, and may then free memory for many seconds."""
+    monkeypatch.setattr(transfer_link, "_EXIT_SOON", 0.0)
+    config = WorkerConfig(
+        role="decode", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16
+    )
+    worker = tree.WorkerTree(config, 1)
+    transfer = worker._transfer
+    worker._engine = child("engine", "import time; time.sleep(1000)")
+    transfer.process = child("transfer", f"raise SystemExit({EXIT_ENGINE_GONE})")
+    transfer._service_end.close()
+    try:
+        for each in (worker._engine, transfer.process):
+            worker.watch(worker._watch_exit(each))
+        await within(transfer.process.wait())
+        worker.follow(lambda _: None)
+        await within(worker._watchers[-1])
+        await within(transfer.watch(Watchdog("transfer", lambda: 0, 0.01).watch()))
+        assert not worker.failure.done()
+        worker._engine.kill()
+        with pytest.raises(EngineError, match=r"engine \(pid \d+\) was killed by SIGKILL"):
+            await within(worker.failure)
+    finally:
+        await worker.kill()
+        await worker.close()
+
+
+def child(name: str, code: str) -> ChildProcess:
+    return ChildProcess(name, subprocess.Popen([sys.executable, "-c", code]))
 
 
 @pytest.mark.parametrize("encrypt", [False, True])

@@ -37,8 +37,6 @@ ENGINE = {
     "max_num_batched_tokens": 64,
     "enable_prefix_caching": True,
 }
-HANG = 4.0
-"""Seconds after which a silent engine process counts as dead."""
 PROMPT = [7 * i % 500 for i in range(200)]
 
 
@@ -48,7 +46,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     model = tiny_model(directory / "model")
     with start_worker(
         "decode", model, directory, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"},
-        deadlines={"engine_dead": HANG}, trace_dir=str(directory / "traces"),
+        trace_dir=str(directory / "traces"),
         kv_events_endpoint=f"ipc://{directory}/events", kv_events_topic=TOPIC,
     ) as started:  # fmt: skip
         yield started.wait_ready()

@@ -59,10 +59,7 @@ M = TypeVar("M", messages.StandsBy, EngineReady)
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
 CAUSE_SOON = 5.0
-"""Seconds to wait for the exit of the process that caused the exit of another one.
-
-A killed engine process with a GPU exits only after the driver has freed its memory.
-"""
+"""Seconds to wait for the reason of the rank that caused the exit of another one."""
 STORE_AGAIN = 1.0
 """Seconds before a store process that has ended is started again."""
 HURRY = 0.1
@@ -106,6 +103,15 @@ class Transfer:
         assert self._waiting is not None, "it is spawned"
         self._waiting.start(start, secret)
         return await self.link.ready()
+
+    async def watch(self, watcher: Coroutine[None, None, None]) -> None:
+        """Runs `watcher` of this process. Returns early if the process has ended: the watcher of its exit
+        says why."""
+        try:
+            await watcher
+        except TreeError:
+            if self.process is None or not self.process.has_ended:
+                raise
 
     async def stop(self) -> None:
         """Closes its lanes, and waits for its exit."""
@@ -335,7 +341,8 @@ class WorkerTree:
             self._spawn_transfer(transfer)
         port = await transfer.start(start, self._config.secret)
         silence = max(MIN_TRANSFER_SILENCE, self._config.deadlines.engine_dead)
-        self.watch(Watchdog(transfer.name, lambda: transfer.link.reports, silence).watch())
+        dog = Watchdog(transfer.name, lambda: transfer.link.reports, silence)
+        self.watch(transfer.watch(dog.watch()))
         return port
 
     def _spawn_transfer(self, transfer: Transfer) -> None:
@@ -415,7 +422,7 @@ class WorkerTree:
         received = self.watch(self.engine_link.receive_all(deliver))
         received.add_done_callback(lambda _: self._engine_stopped.set())
         for transfer in self._transfers:
-            self.watch(transfer.link.receive())
+            self.watch(transfer.watch(transfer.link.receive()))
 
     # ------------------------------------------------------------ watch
 
@@ -447,11 +454,11 @@ class WorkerTree:
         causes = {(transfer, EXIT_ENGINE_GONE): self._engine for transfer in transfers}
         causes[self._engine, EXIT_TRANSFER_GONE] = self._transfer.process
         if cause := causes.get((child, code)):
-            # If the end of the other process is seen in time, its own watcher reports it first.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CAUSE_SOON):
-                    await cause.wait()
-                await asyncio.sleep(0)
+            # The watcher of the other process reports its end first. The kernel frees the memory of a killed
+            # engine process before that, and takes 0.2 s for 1 GiB that a GPU has pinned. A process that
+            # stays does so in silence, which ends it, too.
+            await cause.wait()
+            await asyncio.sleep(0)
         error = TreeError if child in transfers else EngineError
         raise error(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
 
