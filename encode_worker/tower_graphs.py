@@ -4,7 +4,11 @@ The encoder and the engine are threads of one Python process. Each launch of the
 lock, so beside a busy engine they take longer than the device takes to compute the image.
 
     an image of a size ──▶ launched: kernels are compiled and chosen
-    the second one     ──▶ captured, with a graph for each layer ──▶ replayed, as all later ones
+    the second one     ──▶ launched, captured with a graph for each layer, and replayed
+    all later ones     ──▶ replayed, if the second one had the same bytes both times
+
+A library may choose another kernel while it is captured. Then no size has graphs: the bytes of an image do
+not depend on what was encoded before.
 
 All that a pass reads beside weights and pixels depends on the size of the image alone. So the pixels are the
 only input of its graphs. Weights may change in place.
@@ -69,14 +73,7 @@ class TowerGraphs:
             return replay
         if self._failed or size[0] * size[1] > self._most_tokens:
             return launched
-        if size not in self._seen:
-            return partial(self._first, size, launched)
-        try:
-            return self._captured(size, launched)
-        except RuntimeError as error:
-            self._failed = True
-            log.warning("images are encoded without CUDA graphs, which cannot be captured: %s", error)
-            return launched
+        return partial(self._second if size in self._seen else self._first, size, launched)
 
     def drop(self) -> None:
         """Gives back the memory of all graphs. Dropped one by one, each would free memory of cuBLAS that the
@@ -94,6 +91,22 @@ class TowerGraphs:
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
         return packed
+
+    def _second(self, size: Size, launched: Pass, pixels: Tensor, before_layer: Callable[[], None]) -> Tensor:
+        packed = launched(pixels, before_layer)
+        try:
+            replay = self._captured(size, launched)
+        except RuntimeError as error:
+            self._fail(f"they cannot be captured: {error}")
+        else:
+            if not torch.equal(replay(pixels, before_layer), packed):
+                self._fail("they round in another way")
+        return packed
+
+    def _fail(self, reason: str) -> None:
+        self._failed = True
+        self.drop()
+        log.warning("images are encoded without CUDA graphs: %s", reason)
 
     def _captured(self, size: Size, launched: Pass) -> "_Replay":
         if len(self._replays) == MOST_SIZES:

@@ -143,10 +143,6 @@ class EngineOptions:
         "Images are encoded by encoders (`baton encode`), and this worker fetches their embeddings. Without, "
         "each worker encodes the images of its prompts.",
     )
-    encoder_graphs: bool = opt(
-        False,
-        "On a GPU, replay the encoder of images by CUDA graphs where a size comes again.",
-    )
     batch_invariant: bool = opt(
         False,
         "A request gets the same bits whatever shares its batch, however its prompt is cut, and after a "

@@ -169,9 +169,8 @@ class EngineConfig:
     overlap: bool | None = None
     """Whether a step is launched before the tokens of the step before are known. None: yes on CUDA."""
     cuda_graphs: bool = True
-    """Whether CUDA graphs replay steps. A CPU has none."""
-    encoder_graphs: bool = False
-    """Whether CUDA graphs replay the encoder for images of a size that comes again. A CPU has none."""
+    """Whether CUDA graphs replay steps, and the encoder for images of a size that comes again. A CPU has
+    none."""
     tensor_parallel_size: int = 1
     """Devices that hold the model together, each a part of every layer. It divides the query heads, and
     divides the KV heads or is a multiple of them. On GPUs rank i runs on the i-th from `device` on."""

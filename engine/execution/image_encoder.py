@@ -131,7 +131,7 @@ def _encoder_with(
     hold_seconds: float = 0.0,
 ) -> Encoder:
     settings, turns = vision.settings, Turns()
-    graphs = tower_graphs(settings, device) if config.encoder_graphs and device.type == "cuda" else None
+    graphs = tower_graphs(settings, device) if config.cuda_graphs and device.type == "cuda" else None
     with memory_for("the encoder of images", "choose a smaller --model"):
         tower = Tower(settings, vision.tower, weights, device, dtype, turns, seed=config.seed, graphs=graphs)
     return Encoder(tower.encode, turns, hold_seconds=hold_seconds, give_back=tower.give_back)

@@ -499,7 +499,7 @@ def test_an_image_that_is_ready_wakes_an_engine_beside_a_step(seeing: tuple[Path
 def test_graphs_replay_the_encoder(seeing: tuple[Path, Any]) -> None:
     """Images of one size: graphs are captured beside steps of the engine."""
     path, reference = seeing
-    engine = load(path, num_blocks=128, max_num_seqs=8, encoder_graphs=True)
+    engine = load(path, num_blocks=128, max_num_seqs=8)
     pictures = [pixels_of(i, *SIZES[i % 2]) for i in range(6)]
     requests = [request_with(i, engine, [picture]) for i, picture in enumerate(pictures)]
     for request, tokens, picture in zip(requests, tokens_of(engine, requests), pictures, strict=True):

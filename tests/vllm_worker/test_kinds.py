@@ -43,7 +43,7 @@ LIMITS = (
     "--max-model-len", "2048", "--num-blocks", "200", "--max-num-batched-tokens", "256",
     "--max-num-seqs", "4", "--no-enable-prefix-caching",
 )  # fmt: skip
-ON_GPU = ("--device", "cuda", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.03")
+ON_GPU = ("--device", "cuda", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.05")
 EAGER = "--enforce-eager"
 CPU_LATENTS = """ --attention-backend CPU_MLA --compilation-config '{"custom_ops": ["-rotary_embedding"]}'"""
 
