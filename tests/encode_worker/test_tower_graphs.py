@@ -22,6 +22,8 @@ from tests.encode_worker.towers import SETTINGS, SIZES, TOWERS
 from tests.engine import replays
 
 CAPTURE: Callable[[], Capture] = replays.Capture if DEVICE == "cpu" else LateCapture
+ROUNDS = {"gemma4"} if DEVICE == "cuda" else set()
+"""On a GPU their attention has another kernel while it is captured (torch 2.11), so they are launched."""
 MOST_TOKENS = 16
 LAYERS = 2
 
@@ -77,8 +79,9 @@ def test_replayed_images_have_the_same_embeddings(kind: str) -> None:
     for seed in range(4 * len(sizes)):
         image, before = image_of(seed, *sizes[seed % len(sizes)]), turns.layers
         np.testing.assert_array_equal(tower.encode(*image), plain.encode(*image))
-        assert turns.layers - before == (2 if seed // len(sizes) == 1 else 1) * LAYERS
-    assert captures.graphs == {0: len(sizes) * (1 + LAYERS)}
+        if kind not in ROUNDS:
+            assert turns.layers - before == (2 if seed // len(sizes) == 1 else 1) * LAYERS
+    assert captures.graphs == {0: len(sizes if kind not in ROUNDS else sizes[:1]) * (1 + LAYERS)}
 
 
 def test_graphs_use_weights_that_changed_in_place() -> None:
