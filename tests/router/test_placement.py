@@ -195,12 +195,25 @@ COSTS = 0.0, 1e-300, 1.0, 1e300
 def test_any_report_gives_a_plan(gap: float, overlap: float) -> None:
     for step, prompt, each in itertools.product(COSTS, COSTS, COSTS):
         model = StepModel((1,), (step,), each, (1,), (prompt,), each, overlap)
-        for decodes, rate, ahead in itertools.product((0, 1, 2**40), (0.0, 1e300), (0.0, 1e300)):
+        decoding = (0, 0.0), (1, 1e-300), (2**40, 1e300)
+        for (decodes, cost), rate, ahead in itertools.product(decoding, (0.0, 1e300), (0.0, 1e300)):
             strange = offer(
-                model=model, gap=gap, decodes=decodes, context=1e300, rate=rate, ahead=ahead, position=1e300
-            )
+                model=model, gap=gap, decodes=decodes, gap_cost=cost, context=1e300, rate=rate, ahead=ahead,
+                position=1e300,
+            )  # fmt: skip
             for prefill in (strange, offer(row=1), None):
                 assert place(prefill, [strange, offer(row=2)]).decode is not None
+
+
+def test_a_worker_whose_new_engine_has_not_decoded_yet_gets_an_offer() -> None:
+    """Its decodes went on with the costs that they had, and its target of a gap is not known yet."""
+    loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000, answer=150)
+    worker = seen(loads, "a:1", requests_running=2, requests_decoding=2, gap_cost=0.4, step_seconds=0.01)
+    worker.load.reported(blocks_free=100, running=2)
+    for gap in (0.0, GAP):
+        found = placed(fleet_of(loads, [worker]), request, worker.row, 500, gap=gap)
+        assert (found.pace.gap, found.pace.gap_cost) == (gap, 0.4)
+        assert place(found, [found]).decode == worker.row
 
 
 @pytest.mark.parametrize(
