@@ -117,7 +117,7 @@ class Generation:
             return self._go_on()
         except Exception as error:
             log.exception("%r: a defect in the router", self, extra=of_request(self.name))
-            self.fail(Failed(f"{self}: a defect in the router: {type(error).__name__}: {error}"))
+            self.fail(ApiError(f"{self}: a defect in the router: {type(error).__name__}: {error}"))
             return TurnResult.PARKED
 
     def _go_on(self) -> TurnResult:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.router.errors import ApiError
 from baton.router.generation.failures import MAX_FAILURES
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
@@ -257,6 +258,9 @@ async def test_a_defect_of_a_plan_ends_its_request_alone(
             await worker.kill()
         for events in await asyncio.gather(*both):
             assert "a defect in the router: ZeroDivisionError" in events[-1]["error"]["message"]
+    failures = (await pair.get("/status"))["router"]["failures"]
+    remedies = [failure["remedy"] for failure in failures if "defect" in failure["message"]]
+    assert remedies == 2 * [ApiError.remedy], "its log has the stack"
 
 
 async def test_a_handed_back_request_continues_elsewhere_without_a_failure(pair: Cluster):
