@@ -12,6 +12,7 @@ have some more tokens.
                  prepares transfers, starts the transfer process, and submits the attempts. Before that it
                  notices the end (detection), and after it comes the first step of each stream
     step         a decode step of an engine whose KV outlives it, to one that writes no records of blocks
+    standby_memory  what the standby takes that the engine which serves does not: of the host, or of the GPU
 
 On GPUs (`--device cuda`) it is a shape with dummy weights in the exact mode, with prompts of
 `--prompt-tokens`. The right answers are those before the first kill, and the standby alone is measured:
@@ -47,11 +48,13 @@ from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
 from baton.bench.harness.streams import Case, Load, Stream, cases, expected, judge, new_session, read, until
 from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 from baton.bench.shapes import DENSE, SHAPES, write_shape
+from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.model import embedded_path
 from baton.engine import CachedBlock, Engine, EngineConfig, build_engine
 from baton.engine.core.kept_blocks import KeptBlocks
 from baton.machine.tracing import time_of_day
 from baton.worker.kept_files import KeptFiles
+from baton.worker.service_process.standby import MOST_ENDS
 
 STREAMS, SHORT_STREAMS = 8, 4
 KILLS, SHORT_KILLS = 20, 2
@@ -72,6 +75,8 @@ BESIDE = 16, 500, 64
 MOST_RECOMPUTED, SLOWEST_STEP = {"cpu": 128, "cuda": 192}, 1.005
 TOLD = "memory:", "stands by", "standby", "goes on", "blocks of KV", "WARN", "ERR"
 """In lines of the log of a worker on a GPU that the bench repeats."""
+STANDBY_CHECK = 0.5
+"""Seconds between two looks whether the first one stands by."""
 LONGEST_PAUSE = 3.0
 """Seconds, on an H200."""
 ALONE = ("--no-overflow",)
@@ -307,12 +312,13 @@ def step_seconds(report: Report, steps: int) -> None:
 
 
 def step_on_gpu(shape: str, report: Report, steps: int) -> None:
-    """Adds the ratio of a decode step with records of published blocks to one without, in pairs."""
+    """Adds the ratio of a decode step with records of published blocks, and weights in pages that others may
+    map, to one without, in pairs."""
     files = KeptFiles.create()
     with tempfile.TemporaryDirectory(prefix="baton-survive-") as directory:
         config = EngineConfig(
             str(write_shape(shape, Path(directory))), device="cuda", dtype="bfloat16", load_format="dummy",
-            num_blocks=1024, max_model_len=8192, enable_prefix_caching=True,
+            num_blocks=1024, max_model_len=8192, enable_prefix_caching=True, stands_by=True,
         )  # fmt: skip
         kept, plain = build_engine(config, kept=[files.memory]), build_engine(config)
 
@@ -332,6 +338,11 @@ def step_on_gpu(shape: str, report: Report, steps: int) -> None:
     files.close()
 
 
+def used_gib() -> float:
+    """Of all GPUs, as the driver tells it."""
+    return sum(gpu.used_gib for gpu in gpus_with_memory())
+
+
 def cases_of(count: int, tokens: int, answer: int) -> list[Case]:
     """Prompts of so many tokens. Prompts of different lengths share no prefix."""
     compose = Composer(Tokenization(WORDS, 1.0, 0, "one token a word")).compose
@@ -347,13 +358,19 @@ def measure_on_gpus(args: argparse.Namespace, report: Report) -> None:
     asked = cases_of(args.streams, args.prompt_tokens, GPU_ANSWER)
     beside = cases_of(*BESIDE) if args.rate else []
     with started_on_gpus(args.model_shape) as cluster:
-        log = cluster.of("decode")[0].log
+        log, before = cluster.of("decode")[0].log, used_gib()
         right = asyncio.run(expected(cluster.url, [*asked, *beside], args.streams))
+        while STANDS_BY not in (told := log.read_text()):
+            if f"has ended ({MOST_ENDS}" in told:
+                raise RuntimeError("no standby comes")
+            time.sleep(STANDBY_CHECK)
+        memory = used_gib() - before
         stays = asyncio.run(killed(cluster, asked, args.kills, standby=True, beside=beside, rate=args.rate))
         tell(report, "cuda", stays, right, leaks_when_idle(cluster.url), len(cluster.of("decode")[0].exits))
         for line in log.read_text().splitlines():
             if any(word in line for word in TOLD):
                 print(line, file=sys.stderr)
+    report.add(Row("survive.cuda.standby_memory", memory, "GiB"))
     report.add_median("survive.cuda.pause", stays.pauses, "s", goal=LONGEST_PAUSE)
     for stage, seconds in stays.stages.items():
         report.add_median(f"survive.cuda.pause.{stage.replace(' ', '_')}", seconds, "s")

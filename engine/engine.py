@@ -66,8 +66,8 @@ def build_engine(
     other rank. That process runs an `engine.execution.rank.Follower` with the same configuration and `files`.
     If one of them ends, the caller ends this process.
 
-    `kept`: for the KV of each rank; the caller owns them. Engines that follow each other on them use
-    the published KV of those before. Only one may write it at a time.
+    `kept`: for the KV of each rank and, with `config.stands_by`, its weights; the caller owns them. Engines
+    that follow each other on them use the published KV of those before. Only one may write it at a time.
 
     `wait_for_turn`: for an engine that is made while another one uses that memory. It is called when the
     engine needs the memory, and returns when the other one has ended. Weights are loaded at a low priority

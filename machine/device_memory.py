@@ -63,8 +63,14 @@ class DeviceMemory(ABC):
         `MemoryError`."""
 
     @abstractmethod
-    def map(self, address: int, pages: Sequence[Page]) -> None:
-        """Maps pages one after the other from `address` on, to be read and written. Raises `MemoryError`."""
+    def map(self, address: int, pages: Sequence[Page], *, writable: bool = True) -> None:
+        """Maps pages one after the other from `address` on, to be read, and to be written if `writable`. Any
+        other write ends the process (CPU), or the context (GPU). Raises `MemoryError`."""
+
+    @abstractmethod
+    def allow_writes(self, address: int, count: int) -> None:
+        """The `count` pages that are mapped from `address` on may be written from now on. Raises
+        `MemoryError`."""
 
     @abstractmethod
     def unmap(self, address: int, count: int) -> None:
@@ -125,6 +131,7 @@ def _libc() -> ctypes.CDLL:
     library.mmap.restype = c_void_p
     library.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_long)
     library.munmap.argtypes = (c_void_p, c_size_t)
+    library.mprotect.argtypes = (c_void_p, c_size_t, c_int)
     library.fallocate.argtypes = (c_int, c_int, ctypes.c_long, ctypes.c_long)
     return library
 
@@ -164,11 +171,16 @@ class HostMemory(DeviceMemory):
         self._files[fd] = count
         return [Page(fd, offset + i * self.page_bytes) for i in range(count)]
 
-    def map(self, address: int, pages: Sequence[Page]) -> None:
-        flags, protection = mmap.MAP_SHARED | _MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
+    def map(self, address: int, pages: Sequence[Page], *, writable: bool = True) -> None:
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         for page, count in self._runs(pages):
             _mmap(address, count * self.page_bytes, protection, flags, page.handle, page.offset)
             address += count * self.page_bytes
+
+    def allow_writes(self, address: int, count: int) -> None:
+        if _libc().mprotect(address, count * self.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE):
+            raise MemoryError(f"mprotect of {count} pages: {os.strerror(ctypes.get_errno())}")
 
     def _runs(self, pages: Sequence[Page]) -> Iterator[tuple[Page, int]]:
         """Pages that follow each other in a file: the first, and their number. They need one mapping."""
@@ -247,7 +259,8 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", c_int))
 
 
-_PINNED, _ON_DEVICE, _READ_WRITE, _FILE = 1, 1, 3, 1
+_PINNED, _ON_DEVICE, _FILE = 1, 1, 1
+_READ, _READ_WRITE = 1, 3
 _MAPS_MEMORY, _EXPORTS_FILES = 102, 103
 """Attributes of a device."""
 
@@ -298,7 +311,6 @@ class CudaMemory(DeviceMemory):
         self._properties = _Properties(
             type=_PINNED, handle_types=_FILE if exportable else 0, location=_Location(_ON_DEVICE, device)
         )
-        self._access = _Access(_Location(_ON_DEVICE, device), _READ_WRITE)
         smallest = c_size_t()
         _call("cuMemGetAllocationGranularity", byref(smallest), byref(self._properties), 0)
         self.page_bytes = -(-page_bytes // smallest.value) * smallest.value
@@ -326,14 +338,21 @@ class CudaMemory(DeviceMemory):
             raise
         return pages
 
-    def map(self, address: int, pages: Sequence[Page]) -> None:
+    def map(self, address: int, pages: Sequence[Page], *, writable: bool = True) -> None:
         at = address
         for page in pages:
             _call("cuMemMap", at, self.page_bytes, 0, page.handle, 0)
             self._mapped[at] = page.handle
             at += self.page_bytes
         if pages:
-            _call("cuMemSetAccess", address, at - address, byref(self._access), 1)
+            self._set_access(address, len(pages), _READ_WRITE if writable else _READ)
+
+    def allow_writes(self, address: int, count: int) -> None:
+        self._set_access(address, count, _READ_WRITE)
+
+    def _set_access(self, address: int, count: int, flags: int) -> None:
+        access = _Access(_Location(_ON_DEVICE, self._device), flags)
+        _call("cuMemSetAccess", address, count * self.page_bytes, byref(access), 1)
 
     def unmap(self, address: int, count: int) -> None:
         _call("cuMemUnmap", address, count * self.page_bytes)

@@ -1,12 +1,14 @@
 """Pages of `DeviceMemory` that outlive the process that made them: their files wait for the next process."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from baton.machine.device_memory import Exported
+from baton.machine.device_memory import DeviceMemory, Exported, Page
 
 MOST_PAGES = 64
-"""Of a dtype: each is a file. An engine that stands by has one page of each dtype more."""
+"""Of a dtype of the cache, and of the weights: each is a file. An engine that stands by has one page of each
+dtype of the cache more."""
 
 
 class KeptPages(NamedTuple):
@@ -16,14 +18,46 @@ class KeptPages(NamedTuple):
     pages: Sequence[Exported]
 
 
+class Shelf(NamedTuple):
+    """Where files of pages wait for engines."""
+
+    put: Callable[[Sequence[KeptPages]], None]
+    """The engine that makes the pages calls it once. The files stay the caller's."""
+    pages: Callable[[], Sequence[KeptPages]]
+    """Copies of what `put` was given. The caller owns the files. Empty: nothing yet."""
+
+    @property
+    def is_empty(self) -> bool:
+        close(*(found := self.pages()))
+        return not found
+
+
 class KeptMemory(NamedTuple):
     """Of one rank, for engines that follow each other."""
 
     table: int
     """A descriptor of memory of the host that can be sealed, empty at first."""
-    weights: int
-    """The same for weights on a CPU (`engine.execution.shared_weights`)."""
-    put: Callable[[Sequence[KeptPages]], None]
-    """The engine that makes the pages calls it once. The files stay the caller's."""
-    pages: Callable[[], Sequence[KeptPages]]
-    """Copies of what `put` was given. The caller owns the files. Empty: nothing yet."""
+    cache: Shelf
+    """Of KV and states (`engine.execution.kept_cache`)."""
+    weights: Shelf
+    """Of weights (`engine.execution.shared_weights`)."""
+
+
+def exported(memory: DeviceMemory, pages: Sequence[Page]) -> KeptPages:
+    """The caller owns the files."""
+    return KeptPages(memory.page_bytes, [memory.export(page) for page in pages])
+
+
+def adopted(memory: DeviceMemory, kept: KeptPages) -> list[Page]:
+    """The pages of another process. Closes its files. Raises `MemoryError`."""
+    try:
+        return [page for each in kept.pages for page in memory.adopt(each, 1)]
+    finally:
+        close(kept)
+
+
+def close(*kept: KeptPages) -> None:
+    """Closes the files."""
+    for each in kept:
+        for page in each.pages:
+            os.close(page.fd)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.cache_spec import CacheSpec, Places
-from baton.machine.device_memory import MAPPINGS, DeviceMemory, Page
+from baton.machine.device_memory import MAPPINGS, DeviceMemory, Page, open_device_memory
 
 RESIDENT_SHARE: int = 16
 """At most one in so many bytes of a place is in planes that have memory for all places."""
@@ -302,6 +302,12 @@ class ElasticCache:
         at = address + unit * pages * self._memory.page_bytes
         self._memory.unmap(at, pages)
         self._spare += self._pages.pop(at)
+
+
+def memory_of(device: torch.device, page_bytes: int, *, exportable: bool = False) -> DeviceMemory:
+    """As `open_device_memory`, by the name that torch has for the device."""
+    index = None if device.type == "cpu" else device.index or 0
+    return open_device_memory(index, page_bytes, exportable=exportable)
 
 
 class _DeviceArray:

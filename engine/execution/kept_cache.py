@@ -17,7 +17,6 @@ The process that holds the descriptors maps nothing, and needs no CUDA. The memo
 process and the engine have ended. The files have no names, so no other process can open them.
 """
 
-import ctypes
 import fcntl
 import json
 import logging
@@ -30,22 +29,18 @@ from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from baton.engine.api.block_sums import KeptParts, Outcome, RecordMemory, Sums
+from baton.engine.api.block_sums import KeptParts, RecordMemory, Sums
 from baton.engine.api.config import EngineConfig
-from baton.engine.execution.elastic_cache import tensor_at
+from baton.engine.execution.elastic_cache import memory_of, tensor_at
 from baton.engine.execution.memory_saver import aligned
 from baton.engine.execution.memory_sizing import CacheLimits, PoolSize
-from baton.engine.execution.sampler import to_host
-from baton.engine.kernels.upload import upload
+from baton.engine.execution.memory_sums import sums_of
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import CacheSpec, Places
-from baton.machine.device_memory import DeviceMemory, Page, open_device_memory
-from baton.machine.kept_pages import MOST_PAGES, KeptMemory, KeptPages
+from baton.machine.kept_pages import MOST_PAGES, KeptMemory, KeptPages, adopted, close, exported
 from baton.machine.step_model import StepModel
 
 log = logging.getLogger(__name__)
@@ -103,8 +98,7 @@ class _Region:
 
     def __init__(self, device: torch.device, size: int, kept: KeptPages | None) -> None:
         """`kept`: of an engine before. None: there was none. Raises `MemoryError`."""
-        index = None if device.type == "cpu" else device.index or 0
-        self._memory = memory = open_device_memory(index, -(-size // MOST_PAGES), exportable=True)
+        self._memory = memory = memory_of(device, -(-size // MOST_PAGES), exportable=True)
         weakref.finalize(self, memory.close).atexit = False  # pyrefly: ignore[missing-attribute]
         self._count = -(-size // memory.page_bytes)
         self.address = self.end = memory.reserve(size)
@@ -136,27 +130,13 @@ class _Region:
 
     def export(self) -> KeptPages:
         """The caller owns the files."""
-        return KeptPages(self._memory.page_bytes, [self._memory.export(page) for page in self._pages])
+        return exported(self._memory, self._pages)
 
     def of_another_rank(self, kept: KeptPages) -> int:
         """Maps the same region of another rank, and returns its address."""
         address = self._memory.reserve(self._count * self._memory.page_bytes)
         self._memory.map(address, adopted(self._memory, kept))
         return address
-
-
-def adopted(memory: DeviceMemory, kept: KeptPages) -> list[Page]:
-    """The pages of another process. Closes its files."""
-    try:
-        return [page for exported in kept.pages for page in memory.adopt(exported, 1)]
-    finally:
-        close(kept)
-
-
-def close(*kept: KeptPages) -> None:
-    for each in kept:
-        for page in each.pages:
-            os.close(page.fd)
 
 
 class _Sizes:
@@ -207,7 +187,7 @@ class KeptCache:
         sizes = _Sizes()
         for layer in cache:
             layer.allocate(places, sizes)
-        kept = self._own.pages()
+        kept = self._own.cache.pages()
         self._is_first = not kept
         self._fits = len(kept) in (0, len(sizes.of_dtype))
         if not self._fits:
@@ -222,10 +202,7 @@ class KeptCache:
         self._mapped = memoryview(b"")
         self._rows: dict[str, list[tuple[int, int]]] = {pool: [] for pool in self._places}
         """On all ranks: address, bytes of a place."""
-        self._sums: dict[str, Sums] = {
-            pool: _DeviceSums(rows, device) if device.type == "cuda" else _HostSums(rows)
-            for pool, rows in self._rows.items()
-        }
+        self._sums: dict[str, Sums] = {pool: sums_of(rows, device) for pool, rows in self._rows.items()}
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._tensor("blocks", shape[0], shape, dtype)
@@ -276,7 +253,7 @@ class KeptCache:
         if not ranks.minimum(int(self._open(root))):
             return False
         for memory in self._others:
-            for (dtype, region), kept in zip(self._regions.items(), memory.pages(), strict=True):
+            for (dtype, region), kept in zip(self._regions.items(), memory.cache.pages(), strict=True):
                 address = region.of_another_rank(kept)
                 self._add_rows(address, [each for each in self._layout if each.dtype == dtype])
         return True
@@ -305,9 +282,9 @@ class KeptCache:
         for region in self._regions.values():
             region.adopt()
         if self._is_first:
-            exported = [region.export() for region in self._regions.values()]
-            self._own.put(exported)
-            close(*exported)
+            files = [region.export() for region in self._regions.values()]
+            self._own.cache.put(files)
+            close(*files)
         self._mapped[:_KEY_BYTES] = key
         return True
 
@@ -329,56 +306,6 @@ class KeptCache:
         if self._record_bytes:  # the memory of another rank has no records, and rank 0 verifies what is in it
             key.update(root)
         return key.digest()
-
-
-class _HostSums:
-    """Of memory of the host, at once."""
-
-    def __init__(self, rows: Sequence[tuple[int, int]]) -> None:
-        """`rows`: as in `KeptCache`."""
-        self._rows = rows
-
-    def __call__(self, blocks: Sequence[int]) -> Outcome:
-        found = [self._sum(block) for block in blocks]
-        return Outcome(lambda: True, lambda: found)
-
-    def _sum(self, block: int) -> int:
-        found = xxhash.xxh3_64()
-        for address, size in self._rows:
-            found.update((ctypes.c_ubyte * size).from_address(address + block * size))
-        return found.intdigest()
-
-
-class _DeviceSums:
-    """Of memory of a GPU, on a stream of its own. The KV of the blocks is there."""
-
-    def __init__(self, rows: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """`rows`: as in `KeptCache`."""
-        self._rows = rows
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._words = 0
-        self._on_device = torch.empty(0)
-
-    def __call__(self, blocks: Sequence[int]) -> Outcome:
-        from baton.engine.kernels.block_sums import block_sums  # it needs Triton
-
-        with torch.cuda.stream(self._stream):
-            if len(self._on_device) != len(self._rows):
-                assert not any(size % 8 for _, size in self._rows), "blocks have whole words"
-                words = [(address, size // 8) for address, size in self._rows]
-                self._words = max(count for _, count in words)
-                [self._on_device] = upload([np.array(words, np.int64)], self._device)
-            [places] = upload([np.array(blocks, np.int64)], self._device)
-            sums = to_host(block_sums(self._on_device, self._words, places))
-            over = torch.cuda.Event()
-            over.record(self._stream)
-
-        def wait() -> Sequence[int]:
-            over.synchronize()
-            return [each % (1 << 64) for each in sums.tolist()]
-
-        return Outcome(over.query, wait)
 
 
 def can_keep(config: EngineConfig, limits: CacheLimits) -> bool:

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.execution.elastic_cache import tensor_at
+from baton.engine.api.config import EngineConfig
+from baton.engine.execution.elastic_cache import memory_of, tensor_at
 from baton.engine.layers.linear import packed_like
 from baton.machine.device_memory import DeviceMemory, Page
 
@@ -98,6 +99,11 @@ class MemorySaver:
         self._mapped = self._memory.resume(self._mapped)
         for tensor, shape in zip(self._packed, self._shapes, strict=True):
             tensor.data = packed_like(tensor, shape)
+
+
+def open_memory_saver(config: EngineConfig, device: torch.device) -> MemorySaver | None:
+    """None: the engine keeps its memory."""
+    return MemorySaver(memory_of(device, PAGE), device) if config.enable_memory_saver else None
 
 
 def aligned(size: int) -> int:

@@ -151,13 +151,18 @@ class MemoryUse:
     """Peak of the encoder of images, beside its weights."""
     stands_by: bool = False
     """As `EngineConfig.stands_by`."""
+    shared: int = 0
+    """Weights that the process which stands by has in the same memory."""
+    loading: int = 0
+    """Peak of that process while it loads weights, beside these."""
 
     @property
     def standby(self) -> int:
-        """Of the process that stands by: all that this one has, but for KV."""
+        """Of the process that stands by: all that this one has, but for KV and for what they share."""
         if not self.stands_by:
             return 0
-        return CUDA_BYTES + self.weights + self.activations + self.graphs + self.encoder
+        steps = self.weights - self.shared + self.activations + self.graphs + self.encoder
+        return CUDA_BYTES + max(self.loading, steps)
 
     def room(self, share: float) -> int:
         """Bytes for KV if this process may use `share` of the GPU. Less if other processes leave less."""
@@ -217,10 +222,12 @@ def choose_limits(
     ranks: Ranks,
     *,
     drafts: bool = False,
+    loaded: bool = False,
 ) -> CacheLimits:
     """The limits for this model, equal on all ranks. Raises `ValueError` naming the flag that does not fit.
 
-    `device` is that of this rank. `drafts`: the model has a draft head, which caches what a layer caches."""
+    `device` is that of this rank. `drafts`: the model has a draft head, which caches what a layer caches.
+    `loaded`: an engine before has left the weights in memory that this one shares, so they need no other."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: no CUDA device here; use --device cpu")
     dtype = choose_dtype(config, model, weight_format, device)
@@ -236,9 +243,9 @@ def choose_limits(
     weights = model.weight_bytes(dtype.itemsize, output, weight_format.bytes_per_parameter(dtype))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        check_weights_fit(config, weights // ranks.size, free, total)
+        check_weights_fit(config, weights // ranks.size, total if loaded else free, total)
         most_bytes = ranks.minimum(total)
-    elif weights > (free := available_memory()):
+    elif weights > (free := available_memory()) and not loaded:
         raise ValueError(
             f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
             "are available; free some, or choose a smaller model or --dtype"

@@ -9,24 +9,24 @@ they measure, compile and capture have sums over ranks.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from baton.content import content_root
 from baton.content.cache_kinds import CacheArray
 from baton.encode_worker.embeddings import EmbeddingFormat
 from baton.encode_worker.encoder import Encoder
 from baton.engine.api.config import EngineConfig, MemoryTag, versioned
-from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan
+from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan, memory_of
 from baton.engine.execution.graphs import largest_graph
-from baton.engine.execution.image_encoder import encoder_of, rehearse
+from baton.engine.execution.image_encoder import rehearse
 from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, can_keep, kept_cache, measured
-from baton.engine.execution.memory_saver import PAGE, MemorySaver
+from baton.engine.execution.load_weights import load_weights
+from baton.engine.execution.memory_saver import MemorySaver, open_memory_saver
 from baton.engine.execution.memory_sizing import (
     CacheLimits,
     MemoryUse,
@@ -38,18 +38,15 @@ from baton.engine.execution.memory_sizing import (
 )
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.execution.shared_weights import share
+from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.execution.threads import set_threads
 from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, rehearsal_in, warm_up
 from baton.engine.kernels import kernels_for
-from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
-from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
+from baton.engine.loader import choose_format, draft_head, open_checkpoint
 from baton.engine.loader.live_weights import LoadedModel
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
-from baton.machine.background import at_low_priority
-from baton.machine.device_memory import open_device_memory
 from baton.machine.step_model import StepModel
 
 log = logging.getLogger(__name__)
@@ -121,27 +118,30 @@ def start_rank(
     checkpoint.config.check_step(config.max_num_batched_tokens, config.max_num_seqs)
     weight_format = choose_format(config, checkpoint.config, device)
     head = draft_head(config, checkpoint, weight_format)
-    limits = choose_limits(config, checkpoint.config, weight_format, device, ranks, drafts=head is not None)
-    with memory_for("the weights", "choose a smaller --model"):
-        model, drafter, fingerprint = _loaded(
-            device,
-            wait_for_turn is not _nothing,
-            partial(
-                load_model,
-                checkpoint,
-                limits.max_model_len,
-                limits.dtype,
-                device,
-                progress,
-                weight_format,
-                ranks,
-                head=head,
-                exact=config.batch_invariant,
-            ),
-        )
+    kept_weights = keep.memory[0].weights if keep.memory and config.stands_by else None
+    limits = choose_limits(
+        config,
+        checkpoint.config,
+        weight_format,
+        device,
+        ranks,
+        drafts=head is not None,
+        loaded=kept_weights is not None and not kept_weights.is_empty,
+    )
+    stands_by = wait_for_turn is not _nothing
+    model, drafter, fingerprint, encoder, tower, embeddings, of_weights = load_weights(
+        config,
+        checkpoint,
+        limits,
+        weight_format,
+        head,
+        device,
+        ranks,
+        progress,
+        kept_weights,
+        stands_by=stands_by,
+    )
     fingerprint = versioned(fingerprint, config.weights_version)
-    encoder, tower, embeddings = encoder_of(config, checkpoint.config, model, limits.dtype, device, ranks)
-    of_weights = _weights_moved(config, device, keep, tensors((model, drafter), beside=ranks))
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     of_model = layer_caches(model_config, limits.dtype, limits.kv_dtype, drafts=head is not None)
     # Where no step is launched before the tokens of the last one are known, drafts cost no step anything. A
@@ -175,7 +175,7 @@ def start_rank(
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         kept = kept_cache(keep, config, limits, pool, device)
         elastic = _elastic_cache(pool.elastic, device)
-        saver = None if elastic else _memory_saver(config, device)
+        saver = None if elastic else open_memory_saver(config, device)
         slots = pool.num_slots + pool.num_copies
         open_cache = partial(runner.cache.open, pool.num_blocks, slots, window_blocks=pool.window_blocks)
         open_cache(elastic=elastic, memory=kept or saver)
@@ -185,6 +185,7 @@ def start_rank(
         wait_for_turn()
         if keep.memory:
             progress("mapping KV", 0.0)
+        _take_over(of_weights, ranks)
         if kept is not None:
             kept = _opened(kept, runner, root_of(fingerprint), pool, steps, open_cache)
         if runner.expert_load is not None:
@@ -214,7 +215,7 @@ def start_rank(
         embeddings,
         steps,
         kept,
-        _releasable(config, of_weights, elastic or saver),
+        _releasable(config, {"kv_cache": elastic or saver, "weights": of_weights}),
     )
 
 
@@ -222,33 +223,9 @@ def _nothing() -> None:
     pass
 
 
-def _weights_moved(
-    config: EngineConfig, device: torch.device, keep: Keep, weights: Iterable[Tensor]
-) -> MemorySaver | None:
-    """Moves the weights to memory that can be given back, which it returns, or on a CPU to memory that the
-    engine process that serves shares with the one that stands by."""
-    saver = _memory_saver(config, device)
-    if saver is not None:
-        with memory_for("the weights", "choose a smaller --model"):
-            saver.take(weights)
-    elif keep.memory and config.stands_by and device.type == "cpu":
-        stands_by = keep.wait_for_turn is not None
-        if not _loaded(device, stands_by, partial(share, weights, keep.memory[0].weights)):
-            log.info("the weights of this engine process are not shared: another one wrote other weights")
-    return saver
-
-
-def _loaded(device: torch.device, background: bool, load: Callable[[], T]) -> T:
-    """What `load` returns. `background`: at a low priority."""
-    if not background:
-        return load()
-
-    def in_thread() -> T:
-        if device.type == "cuda":
-            torch.cuda.set_device(device.index or 0)  # it refuses a device without a number
-        return load()
-
-    return at_low_priority(in_thread)
+def _take_over(of_weights: MemorySaver | SharedWeights | None, ranks: Ranks) -> None:
+    if isinstance(of_weights, SharedWeights) and not ranks.minimum(int(of_weights.take_over())):
+        raise ValueError("the weights in memory were changed while this engine process stood by")
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +240,7 @@ class _Sizing:
     """By an engine before, whose KV fills the GPU."""
     progress: Callable[[str, float], None]
 
-    def pool(self, encoding: int, of_weights: MemorySaver | None, keep: Keep) -> PoolSize:
+    def pool(self, encoding: int, of_weights: MemorySaver | SharedWeights | None, keep: Keep) -> PoolSize:
         """`encoding`: bytes of the GPU that the largest image takes. `of_weights`: has the weights."""
         if self.known is not None:
             return self.known.pool
@@ -273,6 +250,8 @@ class _Sizing:
             use = self._measure(encoding)
             if of_weights is not None:
                 use = replace(use, weights=use.weights + of_weights.nbytes)
+            if isinstance(of_weights, SharedWeights):
+                use = replace(use, shared=of_weights.nbytes, loading=of_weights.loading_bytes)
         moves = moves_memory(config, limits) and not (keep.memory and can_keep(config, limits))
         pages = _pages(device, ranks) if moves else None
         return size_pool(config, self.model_config, limits, use, ranks, pages)
@@ -347,34 +326,22 @@ def moves_memory(config: EngineConfig, limits: CacheLimits) -> bool:
 def _pages(device: torch.device, ranks: Ranks) -> int | None:
     """The smallest page that the devices of all ranks can map. None: one of them can map none."""
     try:
-        found = open_device_memory(_index(device), 1).page_bytes
+        found = memory_of(device, 1).page_bytes
     except MemoryError as error:
         log.info("states, windows and KV keep the memory that they begin with: %s", error)
         found = 0
     return ranks.minimum(found) or None
 
 
-def _index(device: torch.device) -> int | None:
-    """Of a CUDA device. None: it is the CPU."""
-    return None if device.type == "cpu" else device.index or 0
-
-
 def _elastic_cache(planned: ElasticPlan | None, device: torch.device) -> ElasticCache | None:
     if planned is None:
         return None
-    return ElasticCache(open_device_memory(_index(device), planned.page_bytes), planned, device)
-
-
-def _memory_saver(config: EngineConfig, device: torch.device) -> MemorySaver | None:
-    """None: the engine keeps its memory."""
-    if not config.enable_memory_saver:
-        return None
-    return MemorySaver(open_device_memory(_index(device), PAGE), device)
+    return ElasticCache(memory_of(device, planned.page_bytes), planned, device)
 
 
 def _releasable(
-    config: EngineConfig, of_weights: MemorySaver | None, of_cache: MemorySaver | ElasticCache | None
+    config: EngineConfig, memory: Mapping[MemoryTag, MemorySaver | ElasticCache | SharedWeights | None]
 ) -> Mapping[MemoryTag, MemorySaver | ElasticCache]:
-    memory: dict[MemoryTag, MemorySaver | ElasticCache | None]
-    memory = {"kv_cache": of_cache, "weights": of_weights} if config.enable_memory_saver else {}
-    return {tag: given for tag, given in memory.items() if given is not None}
+    if not config.enable_memory_saver:
+        return {}
+    return {tag: given for tag, given in memory.items() if isinstance(given, MemorySaver | ElasticCache)}

@@ -56,7 +56,8 @@ class ExactLinear(skinny_linear.SkinnyLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in], contiguous. Returns [rows, out]."""
-        return exact_linear(x, self._weight, self._bias, x.dtype, self._multiprocessors, self._finished)
+        counts = self._finished.tensor
+        return exact_linear(x, self._weight, self._bias, x.dtype, self._multiprocessors, counts)
 
 
 def exact_linear(

@@ -68,7 +68,7 @@ class SkinnyLinear:
         if self._is_small and rows <= FEW_ROWS:
             return _whole_rows(x, self._weight, self._bias)
         shape = tiling(rows, inner, size, self._multiprocessors)
-        return multiply(x, self._weight, self._bias, x.dtype, shape, self._finished)
+        return multiply(x, self._weight, self._bias, x.dtype, shape, self._finished.tensor)
 
 
 class FewRowsLinear:

@@ -22,6 +22,7 @@ from baton.engine.kernels.launch import (
     multiprocessors,
     next_may_begin,
 )
+from baton.engine.kernels.scratch import Scratch
 
 SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 MAX_SPLITS = 8
@@ -48,9 +49,9 @@ def partials_of(out: Tensor, splits: int, tiles: int, block_n: int, block_m: int
     return torch.empty(splits, tiles, block_n, block_m, dtype=torch.float32, device=out.device)
 
 
-def counters(tiles: int, device: torch.device) -> Tensor:
+def counters(tiles: int, device: torch.device) -> Scratch:
     """How many parts of each tile are finished: 0 between calls."""
-    return torch.zeros(tiles, dtype=torch.int32, device=device)
+    return Scratch(torch.zeros(tiles, dtype=torch.int32, device=device))
 
 
 def splits(tiles: int, steps: int, multiprocessors: int) -> int:

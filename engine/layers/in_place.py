@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_LEAVES = (Tensor, type, types.ModuleType, torch.dtype, torch.device, str, bytes)
+from baton.engine.kernels.scratch import Scratch
+
+_LEAVES = (Tensor, Scratch, type, types.ModuleType, torch.dtype, torch.device, str, bytes)
 _OF_CALLABLES = ("__self__", "func", "args", "keywords")
 """Of bound methods and of `functools.partial`."""
 

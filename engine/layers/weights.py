@@ -178,6 +178,11 @@ class PlainFormat:
         return PlainLinear(embedding, exact=weights.kernels.exact)
 
 
+def whole(name: str, part: Any) -> Any:
+    """A `part_built` that leaves all parts as they are."""
+    return part
+
+
 class Weights:
     """Reads, checks and places the tensors of one checkpoint."""
 
@@ -191,7 +196,7 @@ class Weights:
         ranks: Ranks,
         *,
         exact: bool = False,
-        part_built: Callable[[str, Any], Any] = lambda _, part: part,
+        part_built: Callable[[str, Any], Any] = whole,
     ) -> None:
         """`part_built`: gets each large part of the model when it is complete and no other part reads its
         values any more, and returns what takes its place: `embedding`, `layers.3`, `head`."""

@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights
+from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights, whole
 from baton.engine.loader.device_file import wait_for_copy
 from baton.engine.loader.draft_heads import FoundHead, find_head
 from baton.engine.loader.families import FAMILIES, model_class
@@ -129,7 +129,7 @@ def load_model(
     *,
     head: FoundHead | None = None,
     exact: bool = False,
-    part_built: Callable[[str, Any], Any] = lambda _, part: part,
+    part_built: Callable[[str, Any], Any] = whole,
 ) -> tuple[Llama, DraftHead | None, str]:
     """`exact`: as in `Kernels`; `part_built`: as in `Weights`. Returns this rank's part of the model and of
     its draft head, and the model's fingerprint: `model=…; weights=…; format=…`, and `drafts=…` with a head,

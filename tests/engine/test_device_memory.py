@@ -50,7 +50,7 @@ memory = open_device_memory({NUMBER}, 1, exportable=True)
 address = memory.reserve(2 * memory.page_bytes)
 [page] = memory.create(1)
 memory.map(address, [page])
-KeptFiles(*map(int, sys.argv[2:])).put([KeptPages(memory.page_bytes, [memory.export(page)])])
+KeptFiles(*map(int, sys.argv[2:])).memory.cache.put([KeptPages(memory.page_bytes, [memory.export(page)])])
 if {DEVICE == "cuda"}:
     from baton.engine.execution.elastic_cache import tensor_at
     both = tensor_at(address, (2 * memory.page_bytes,), torch.uint8, torch.device("cuda"))
@@ -63,6 +63,28 @@ else:
     if sys.argv[1] == "access":
         ctypes.memset(address + memory.page_bytes, 7, 1)
 os.kill(os.getpid(), signal.SIGKILL)
+"""
+WRITER = f"""
+import ctypes, sys
+from baton.machine.device_memory import open_device_memory
+if {DEVICE == "cuda"}:
+    import torch
+    torch.zeros(1, device="cuda")
+memory = open_device_memory({NUMBER}, 1)
+address, pages = memory.reserve(2 * memory.page_bytes), memory.create(2)
+memory.map(address, pages, writable=False)
+if sys.argv[1] == "allowed":
+    memory.allow_writes(address, 2)
+if {DEVICE == "cuda"}:
+    from baton.engine.execution.elastic_cache import tensor_at
+    both = tensor_at(address, (2 * memory.page_bytes,), torch.uint8, torch.device("cuda"))
+    print(both[:1].numel(), flush=True)  # it may be read
+    both[-1] = 7
+    torch.cuda.synchronize()
+else:
+    print(len(ctypes.string_at(address, 1)), flush=True)
+    ctypes.memset(address + 2 * memory.page_bytes - 1, 7, 1)
+print("written")
 """
 
 
@@ -118,6 +140,15 @@ def test_a_tensor_keeps_its_address_while_pages_under_it_come_and_go(memory: Dev
     assert whole.data_ptr() == address
 
 
+@pytest.mark.parametrize("access", ["read", "allowed"])
+def test_pages_to_be_read_are_written_only_when_that_is_allowed(access: str) -> None:
+    """Else the process ends, or on a GPU its context."""
+    command = [sys.executable, "-c", WRITER, access]
+    writer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert writer.stdout == ("1\nwritten\n" if access == "allowed" else "1\n"), writer.stderr
+    assert bool(writer.returncode) == (access == "read")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
 def test_a_tensor_may_have_any_type(memory: DeviceMemory, dtype: torch.dtype) -> None:
     address = memory.reserve(1)
@@ -159,7 +190,7 @@ def test_pages_outlive_the_process_that_made_them_however_it_ends(memory: Device
     assert maker.returncode, maker.stderr
     assert end == "kill" or DEVICE == "cpu" or "illegal memory access" in maker.stderr
     for _ in range(2):
-        [kept] = files.pages()
+        [kept] = files.memory.cache.pages()
         [exported] = kept.pages
         assert kept.page_bytes == memory.page_bytes
         address = memory.reserve(1)

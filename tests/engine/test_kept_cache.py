@@ -16,12 +16,12 @@ from baton.engine.api.request import Hooks
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
 from baton.engine.core.kept_table import KeptTable
 from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, close, measured
+from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, measured
 from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import AttentionCache, Places
 from baton.machine.device_memory import open_device_memory
-from baton.machine.kept_pages import KeptPages
+from baton.machine.kept_pages import KeptPages, close
 from baton.machine.step_model import StepModel
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
@@ -448,7 +448,7 @@ def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptFiles) 
     tokens, _ = answer(first)
     assert answer(make()) == (tokens, 36)
     _, block = record_of(first, 4)
-    [kept] = of_rank_1.pages()
+    [kept] = of_rank_1.memory.cache.pages()
     page, offset = divmod(block * first.caches[0][0, 0].nbytes, kept.page_bytes)  # K of the first layer
     fd, offset = kept.pages[page].fd, kept.pages[page].offset + offset
     os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 1]), offset)
@@ -487,14 +487,14 @@ def test_a_sum_that_comes_late_is_of_what_the_place_has_then() -> None:
 
 def test_files_wait_for_each_engine_and_keep_memory_without_the_process_that_made_it() -> None:
     files, memory = KeptFiles.create(), open_device_memory(None, 4096, exportable=True)
-    assert files.pages() == []
+    assert files.memory.cache.pages() == []
     exported = KeptPages(4096, [memory.export(page) for page in memory.create(3)])
     os.pwrite(exported.pages[1].fd, b"kept", exported.pages[1].offset)
-    files.put([exported])
+    files.memory.cache.put([exported])
     close(exported)
     memory.close()
     for _ in range(2):
-        [kept] = files.pages()
+        [kept] = files.memory.cache.pages()
         assert os.pread(kept.pages[1].fd, 4, kept.pages[1].offset) == b"kept"
         close(kept)
     files.close()

@@ -120,7 +120,7 @@ def test_what_cannot_be_had_again_stays_released_until_it_can(
         opened.append(Short(page_bytes))
         return opened[-1]
 
-    monkeypatch.setattr("baton.engine.execution.start.open_device_memory", short)
+    monkeypatch.setattr("baton.engine.execution.elastic_cache.open_device_memory", short)
     monkeypatch.setattr(Short, "full", False)
     kind = "Llama" if of == "saver" else "Qwen3_5Text"
     save_random(tmp_path, kind, max_position_embeddings=1024)

@@ -1,25 +1,33 @@
 """Engine processes of one worker that have one copy of the weights."""
 
-import mmap
-import os
-import re
+import gc
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from baton.engine import Engine
-from baton.engine.execution.shared_weights import share
+from baton.engine.api.request import Hooks
+from baton.engine.execution import load_weights
+from baton.engine.execution.memory_sizing import CUDA_BYTES, GIB, MemoryUse
+from baton.engine.execution.shared_weights import SharedWeights
+from baton.engine.kernels.scratch import Scratch
 from baton.engine.layers.in_place import tensors
+from baton.engine.layers.ranks import Ranks
 from baton.worker.kept_files import KeptFiles
+from tests.device import DEVICE
+from tests.engine.checkpoints import edit_json
 
 from .conftest import MakeEngine, TinyOf, request_of, run
 from .test_live_weights import trained
 
-SETTINGS: dict[str, Any] = {"device": "cpu", "stands_by": True}
-"""Without KV that is kept: engines of one test compute beside each other."""
+SETTINGS: dict[str, Any] = {"stands_by": True}
+"""Without a prefix cache no KV is kept: engines of one test compute beside each other."""
 
 
 @pytest.fixture
@@ -29,15 +37,21 @@ def memory() -> Iterator[KeptFiles]:
     files.close()
 
 
-def shared_bytes(fd: int) -> int:
-    """Of the file's pages: how many this process has mapped and not written to."""
-    total, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = line.split()[4] == str(os.fstat(fd).st_ino) and "baton-weights" in line
-        elif counts and line.startswith(("Rss:", "Anonymous:")):
-            total += (1 if line.startswith("Rss:") else -1) * int(line.split()[1]) * 1024
-    return total
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[SharedWeights]:
+    """Those of the engines that the test makes, in order."""
+    made: list[SharedWeights] = []
+
+    def make(*args: Any, **options: Any) -> SharedWeights:
+        made.append(SharedWeights(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(load_weights, "SharedWeights", make)
+    return made
+
+
+def nothing() -> None:
+    """The turn of a standby comes at once."""
 
 
 def answer(engine: Engine) -> list[int]:
@@ -45,58 +59,209 @@ def answer(engine: Engine) -> list[int]:
     return run(engine, [asked])[asked.id].tokens
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "Bamba", "Gemma4Text"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def address_of(weight: torch.Tensor) -> int:
+    return torch.ops.mkldnn.data_ptr(weight) if weight.is_mkldnn else weight.data_ptr()
+
+
+def has(shared: SharedWeights, weight: torch.Tensor) -> bool:
+    return 0 <= address_of(weight) - shared._address < shared.nbytes
+
+
+def access(shared: SharedWeights) -> set[str]:
+    """How this process has mapped the pages on a CPU."""
+    found = set[str]()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, may, *_ = line.split()
+        if 0 <= int(where.partition("-")[0], 16) - shared._address < shared.nbytes:
+            found.add(may)
+    return found
+
+
+FORMS = [
+    ("Llama", {}),
+    ("Qwen3Moe", {"dtype": "bfloat16"}),
+    ("Bamba", {}),
+    ("Gemma4Text", {"dtype": "bfloat16"}),
+    ("DeepseekV3", {}),
+    ("GptOss", {}),
+    ("Qwen3", {"quantization": "int4"}),
+    ("Qwen3Moe", {"quantization": "fp8"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS)
 def test_the_next_engine_has_the_memory_of_the_one_before(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str, dtype: str
+    tiny_engine: MakeEngine,
+    tiny_of: TinyOf,
+    memory: KeptFiles,
+    shared: list[SharedWeights],
+    kind: str,
+    form: dict[str, Any],
 ) -> None:
-    settings = SETTINGS | {"model": str(tiny_of(kind)), "dtype": dtype}
+    settings = SETTINGS | {"model": str(tiny_of(kind))} | form
     right = answer(tiny_engine(**settings))
     first = tiny_engine(kept_files=[memory], **settings)
     assert answer(first) == right
-    size = os.fstat(memory.weights).st_size
-    model = first._loaded.model
-    assert size >= sum(x.nbytes for x in tensors(model) if not x.is_mkldnn)
-    with pytest.raises(PermissionError):
-        os.pwrite(memory.weights, b"1", 0)
-    before = shared_bytes(memory.weights)
-    second = tiny_engine(kept_files=[memory], wait_for_turn=lambda: None, **settings)
+
+    def turn() -> None:
+        assert answer(first) == right, "steps write to no weight"
+        if DEVICE == "cpu":
+            assert access(shared[1]) == {"r--s"}
+
+    second = tiny_engine(kept_files=[memory], wait_for_turn=turn, **settings)
     assert answer(second) == right
-    assert shared_bytes(memory.weights) - before >= size - mmap.PAGESIZE
+    if DEVICE == "cpu":
+        assert access(shared[1]) == {"rw-s"}
+    for each, engine in zip(shared, (first, second), strict=True):
+        assert not each.apart_bytes
+        assert all(has(each, weight) for weight in tensors(engine._loaded.model, beside=Ranks()))
+    assert shared[0].nbytes == shared[1].nbytes
+    pages = shared[0]._bytes_at(shared[0]._address, shared[0].nbytes)
+    pages.fill_(7)
+    assert shared[1]._bytes_at(shared[1]._address, shared[1].nbytes).unique().tolist() == [7]
 
 
-def test_a_file_of_other_weights_is_not_used(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+def test_what_kernels_write_to_is_no_weight() -> None:
+    """Two processes would count the parts of one tile."""
+    weight, counts = torch.zeros(8), torch.zeros(8, dtype=torch.int32)
+    assert [*tensors([weight, Scratch(counts)])] == [weight]
+
+
+def test_no_memory_is_taken_twice(
+    tiny_engine: MakeEngine, memory: KeptFiles, shared: list[SharedWeights]
+) -> None:
+    """Not by views of one tensor, nor beside the weights."""
+    engine = tiny_engine(kept_files=[memory], **SETTINGS)
+    weights = [*tensors(engine._loaded.model)]
+    size = sum(-(-(x.numel() * x.element_size()) // 512) * 512 for x in weights)
+    assert shared[0].nbytes <= size + 64 * shared[0]._page_bytes
+
+
+def test_other_weights_are_not_taken_for_those_that_serve(
+    tiny_engine: MakeEngine, memory: KeptFiles, shared: list[SharedWeights]
+) -> None:
     settings = SETTINGS | {"load_format": "dummy"}
     right = [answer(tiny_engine(seed=seed, **settings)) for seed in (0, 1)]
     assert right[0] != right[1]
-    engines = [tiny_engine(kept_files=[memory], seed=seed, **settings) for seed in (0, 1)]
-    assert [answer(engine) for engine in engines] == right
+    first = tiny_engine(kept_files=[memory], seed=0, **settings)
+    standby = tiny_engine(kept_files=[memory], wait_for_turn=nothing, seed=1, **settings)
+    assert shared[1].apart_bytes
+    assert [answer(first), answer(standby)] == right
 
 
-def test_new_weights_do_not_change_the_file(
-    tiny_engine: MakeEngine, tiny_path: Path, memory: KeptFiles, tmp_path: Path
+def test_an_engine_that_is_alone_writes_its_weights_to_the_pages(
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, shared: list[SharedWeights]
 ) -> None:
-    """A process that stands by has the same pages until another one takes its place."""
-    first = tiny_engine(kept_files=[memory], **SETTINGS)
-    standby = tiny_engine(kept_files=[memory], wait_for_turn=lambda: None, **SETTINGS)
-    old, path = answer(standby), trained(tiny_path, tmp_path)
-    new = answer(tiny_engine(model=str(path), **SETTINGS))
-    assert new != old
-    assert answer(first) == old
+    """As after a standby that could not take over. A larger model keeps what has no room."""
+    settings = SETTINGS | {"load_format": "dummy"}
+    right = answer(tiny_engine(seed=1, **settings))
+    tiny_engine(kept_files=[memory], seed=0, **settings)
+    assert answer(tiny_engine(kept_files=[memory], seed=1, **settings)) == right
+    assert answer(tiny_engine(kept_files=[memory], seed=1, wait_for_turn=nothing, **settings)) == right
+    assert [each.apart_bytes for each in shared] == [0] * 3
+    larger = SETTINGS | {"model": str(tiny_of("Qwen3Moe"))}
+    assert answer(tiny_engine(kept_files=[memory], **larger)) == answer(tiny_engine(**larger))
+    assert shared[3].apart_bytes
+
+
+def own_bytes() -> int:
+    """Of this process: on a GPU all that is taken there."""
+    gc.collect()
+    if DEVICE == "cpu":
+        return psutil.Process().memory_full_info().uss
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_a_standby_takes_less_than_the_weights(
+    tiny_engine: MakeEngine, tiny_path: Path, memory: KeptFiles, shared: list[SharedWeights], tmp_path: Path
+) -> None:
+    for file in tiny_path.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    edit_json(tmp_path / "config.json", hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
+    settings = SETTINGS | {"model": str(tmp_path), "dtype": "bfloat16", "load_format": "dummy"}
+    first = tiny_engine(kept_files=[memory], **settings)
+    answer(first)
+    before = own_bytes()
+    standby = tiny_engine(kept_files=[memory], wait_for_turn=nothing, **settings)
+    assert answer(standby) == answer(first)
+    taken = own_bytes() - before
+    print(f"weights {shared[0].nbytes >> 20} MiB, the standby {taken / (1 << 20):.1f} MiB")
+    assert taken < shared[0].nbytes / 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_weights_are_those_of_the_next_standby(
+    tiny_engine: MakeEngine,
+    tiny_path: Path,
+    memory: KeptFiles,
+    shared: list[SharedWeights],
+    tmp_path: Path,
+    dtype: str,
+) -> None:
+    settings, path = SETTINGS | {"dtype": dtype}, trained(tiny_path, tmp_path)
+    new = answer(tiny_engine(model=str(path), **settings))
+    first = tiny_engine(kept_files=[memory], **settings)
+    assert answer(first) != new
     first.replace_weights(first.stage_weights(str(path)), "1")
     assert answer(first) == new
-    assert answer(standby) == old
+    settings |= {"model": str(path), "weights_version": "1"}
+    standby = tiny_engine(kept_files=[memory], wait_for_turn=nothing, **settings)
+    assert answer(standby) == new
+    assert not shared[1].apart_bytes
+    standby.replace_weights(standby.stage_weights(str(tiny_path)), "2")
+    assert answer(standby) == answer(first) != new, "it may write when it has taken over"
 
 
-def test_a_file_that_is_half_written_is_written_anew(memory: KeptFiles) -> None:
-    os.pwrite(memory.weights, b"of a process that ended", 0)
-    one, two = (torch.arange(3000.0) for _ in range(2))
-    view = one[7:]
-    assert share([one, view], memory.weights)
-    assert share([two], memory.weights)
-    assert view.tolist() == [*range(7, 3000)]
-    one[9] = -1  # this process has the page for itself from now on
-    assert view[2] == -1
-    assert two[9] == 9
-    assert not share([torch.arange(3000.0) + 1], memory.weights)
-    assert not share([torch.arange(3001.0)], memory.weights)
+@pytest.mark.parametrize("loads", ["old", "new"])
+def test_a_standby_does_not_take_over_weights_that_were_changed(
+    tiny_engine: MakeEngine, tiny_path: Path, memory: KeptFiles, tmp_path: Path, loads: str
+) -> None:
+    """The engine that served ended before it could tell, or while the standby compared."""
+    first, path = tiny_engine(kept_files=[memory], **SETTINGS), trained(tiny_path, tmp_path)
+    staged = [first.stage_weights(str(path))]
+
+    def change() -> None:
+        if staged:
+            first.replace_weights(staged.pop(), "1")
+
+    def progress(stage: str, fraction: float) -> None:
+        if loads == "new" and stage == "loading weights":
+            change()
+
+    model = path if loads == "new" else tiny_path
+    with pytest.raises(ValueError, match="were changed while"):
+        tiny_engine(
+            kept_files=[memory],
+            wait_for_turn=change,
+            hooks=Hooks(progress=progress),
+            model=str(model),
+            **SETTINGS,
+        )
+    assert not staged
+
+
+def test_a_gpu_has_no_room_for_two_copies(memory: KeptFiles) -> None:
+    device = torch.device(DEVICE)
+
+    def shared(alone: bool) -> SharedWeights:
+        return SharedWeights(memory.memory.weights, device, Ranks(), alone=alone)
+
+    shared(True).finish([torch.zeros(3000, device=device)])
+    standby = shared(False)
+    standby._most_apart = 4096
+    standby.part_built("layers.0", torch.ones(1000, device=device))
+    with pytest.raises(ValueError, match="no room for both"):
+        standby.part_built("layers.1", torch.ones(1000, device=device))
+
+
+def test_the_weights_count_once_in_the_memory_of_a_gpu() -> None:
+    use = MemoryUse(
+        total=100 * GIB, free=80 * GIB, weights=16 * GIB, activations=GIB, graphs=GIB, stands_by=True
+    )
+    assert use.standby == CUDA_BYTES + 18 * GIB
+    shares = replace(use, shared=15 * GIB, loading=2 * GIB)
+    assert shares.standby == CUDA_BYTES + 3 * GIB
+    assert replace(shares, loading=4 * GIB).standby == CUDA_BYTES + 4 * GIB
+    assert shares.room(0.9) > use.room(0.9) + 14 * GIB

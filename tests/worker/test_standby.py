@@ -144,7 +144,7 @@ async def test_a_standby_has_the_newest_weights(worker: WorkerProcess, tmp_path:
     assert "cannot take over" not in worker.log.read_text().removeprefix(log), (
         "one with the old weights is not even asked"
     )
-    assert "are not shared" not in worker.log.read_text(), "new weights have a file of their own"
+    assert "of weights are others" not in worker.log.read_text(), "both have those in the pages"
     await assert_whole(worker)
 
 

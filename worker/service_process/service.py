@@ -25,7 +25,7 @@ from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import Code, EngineReady
 from baton.worker.processes import EngineError, EngineRestart, StartError, TreeError
 from baton.worker.service_process import streams
-from baton.worker.service_process.backend import Backend, ReplacedWeights
+from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
@@ -89,8 +89,6 @@ class Service:
         self._journal = Journal(config, incarnation)
         # They have no names. So the system gives memory back when the processes of this worker have ended.
         self._kept_files = [KeptFiles.create() for _ in range(config.ranks if config.replace_engine else 0)]
-        self._newest_weights: ReplacedWeights | None = None
-        """That an engine process which was started since has. None: those of the configuration."""
         self._tree = WorkerTree(config, self._incarnation, self._kept_files)
         self._engine: EngineReady | None = None
         self._kv_port = 0
@@ -303,9 +301,6 @@ class Service:
         config = replace(self._config, kv_port=self._kv_port)
         if (weights := self._backend.weights) is not None:
             config = replace(config, engine=weights.of(config.engine))
-            if weights is not self._newest_weights:
-                self._newest_weights = weights
-                self._kept_files = [files.with_new_weights() for files in self._kept_files]
         number = self._backend.engines + (not self._backend.replacing)
         return WorkerTree(config, self._incarnation, self._kept_files, number)
 

@@ -134,8 +134,8 @@ class Fp8Linear:
         (rows, inner), size = x.values.shape, len(self._weight)
         scales = x.scales, self._scales
         if self._exact and not self._grouped:
-            weight, bias, dtype, counts = self._weight, self._bias, self._dtype, self._finished
+            weight, bias, dtype, counts = self._weight, self._bias, self._dtype, self._finished.tensor
             return exact_linear(x.values, weight, bias, dtype, self._multiprocessors, counts, scales)
         shape = tiling(rows, inner, size, self._multiprocessors, grouped=self._grouped)
         shape = shape._replace(splits=1) if self._exact else shape
-        return multiply(x.values, self._weight, self._bias, self._dtype, shape, self._finished, scales)
+        return multiply(x.values, self._weight, self._bias, self._dtype, shape, self._finished.tensor, scales)

@@ -114,7 +114,8 @@ class Int4Linear(LinearMethod):
     def _by_values(self, x: Tensor) -> Tensor:
         weight = values(self.weight)
         if self._exact:
-            return exact_linear(x, weight, self._bias, x.dtype, self._multiprocessors, self._finished)
+            counts = self._finished.tensor
+            return exact_linear(x, weight, self._bias, x.dtype, self._multiprocessors, counts)
         return F.linear(x, weight, self._bias)
 
     def cublas(self, x: Quantized) -> Tensor:
@@ -142,7 +143,7 @@ class Int4Linear(LinearMethod):
             of_w,
             self._bias,
             partials_of(out, shape.splits, row_tiles * columns, shape.block_n, shape.block_m),
-            self._finished,
+            self._finished.tensor,
             out,
             rows,
             weight.size,
