@@ -91,6 +91,7 @@ class Widths(NamedTuple):
     windows: bool = False  # whether layers with windows have blocks of their own
     window_tiles: TileShape = NO_TILES  # of layers with windows, if they are others
     shifted: bool = False  # whether positions for rotation may differ from positions
+    prefixes: bool = False  # whether requests may read a common prefix together
 
     def scans(self, rows: int) -> int:
         """The most chunks of state layers in a step of so many rows."""
@@ -105,6 +106,7 @@ class Widths(NamedTuple):
             "drafted": requests if self.ahead > 1 else 0,
             "requests": requests,
             "width": self.table,
+            "grouped": requests if self.prefixes else 0,
             "sampled": requests,
             "followed": rows if self.head else 0,
             "drafting": requests if self.head else 0,

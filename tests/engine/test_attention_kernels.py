@@ -87,6 +87,82 @@ def test_requests_that_share_pieces(kernel_device: str, queries: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size", "dtype", "few", "with_sinks"),
+    [
+        ((4, 2), 64, 16, F16, 32, False),
+        ((4, 2), 64, 16, F16, 0, True),
+        ((3, 1), 64, 32, F32, 0, False),
+        ((8, 1), 128, 64, F16, 32, True),
+        ((2, 2), 32, 4, F16, 0, False),
+        pytest.param((32, 8), 128, 64, BF16, 32, False, marks=pytest.mark.gpu),
+        pytest.param((32, 8), 128, 64, BF16, 0, True, marks=pytest.mark.gpu),
+    ],
+)
+def test_requests_that_begin_with_the_same_blocks_read_these_together(
+    triton_kernels: Kernels,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    few: int,
+    with_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups of two, of three and of more than read together, beside requests in no group. Contexts end just
+    behind the prefix, and far behind it. Prefixes are one piece, and several."""
+    from baton.engine.kernels.attention import decode, pieces
+
+    monkeypatch.setattr(decode, "FEW_REQUESTS", few)
+    monkeypatch.setattr(decode, "MOST_MEMBERS", 4)
+    monkeypatch.setattr(pieces, "PIECES_PER_SM", 6)
+    blocks = 192 // block_size
+    contexts = [193, 350, 5, 194, 192 + block_size, 300, 200, 261, 30, 3 * block_size + 1, 4 * block_size]
+    prefixes = [(range(2), blocks), (range(3, 8), blocks), (range(9, 11), 3)]
+    spans = [(context - 1, context) for context in contexts]
+    step = Step(spans, heads, head_dim, block_size, dtype, with_sinks=with_sinks, prefixes=prefixes)
+    assert step.metadata.prefix_places is not None
+    assert step.metadata.prefix_places.tolist() == [0, 1, 0, *range(5), 0, 0, 1]
+    step.check(triton_kernels, DEVICE)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_pieces_of_groups_cover_each_context_once(kernel_device: str, data: st.DataObject) -> None:
+    """Of its own pieces and those of its group, each request has all positions, and no range is longer than
+    it must be. Where fewer than two are left to read together, the request reads its own."""
+    from baton.engine.kernels.attention.pieces import BLOCK_N, Prefixes, most_pieces, partition
+
+    members = data.draw(st.sampled_from([2, 4, 8]))
+    rows: list[tuple[int, int, int]] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        size, stop = data.draw(st.integers(1, 11)), 16 * data.draw(st.integers(0, 20))
+        alone = size == 1 or not stop
+        behind = st.integers(0 if alone else stop, 900)
+        rows += [(data.draw(behind), 0 if alone else i, 0 if alone else stop) for i in range(size)]
+    contexts, places, stops = (
+        torch.tensor(column, dtype=torch.int32, device=kernel_device) for column in zip(*rows, strict=True)
+    )
+    most = most_pieces(len(rows), 2, 3, prefixes=True)
+    pieces = partition(contexts, 2, most, prefixes=Prefixes(members, places, stops))
+    work, first = pieces.work.tolist(), pieces.first.tolist()
+    assert len(work) == most
+    assert all(request == -1 for request, _, _ in work[first[-1] :]), "the rest does nothing"
+    for i, (context, place, stop) in enumerate(rows):
+        leads = i - place % members
+        together = [j for j in range(leads, min(leads + members, len(rows))) if rows[j][1] == place + j - i]
+        common = stop if len(together) > 1 else 0
+        for number, begin, end in [(i, common, context), (len(rows) + i, 0, common)]:
+            own = work[first[number] : first[number + 1]]
+            if number > i and (not common or leads != i):
+                assert not own, "another request has the pieces"
+                continue
+            assert [request for request, _, _ in own] == [number] * len(own) != []
+            assert [start for _, start, _ in own] == [begin, *(stop for _, _, stop in own[:-1])]
+            assert own[-1][2] == end
+            assert all(start % BLOCK_N == 0 for _, start, _ in own[1:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_a_batch_padded_as_for_a_graph(triton_kernels: Kernels, dtype: torch.dtype) -> None:
     """Padding rows have no slot, padding requests no context, padding tiles are zeros. They write nothing and
