@@ -204,7 +204,7 @@ class StepLoop:
     def _arrays(self, schedule: Schedule) -> Step:
         lives = self._scheduler.lives
         states = lives.memory.states
-        return build_step(
+        step = build_step(
             schedule,
             self._model_config.vocab_size,
             block_size=self._runner.block_size,
@@ -218,6 +218,9 @@ class StepLoop:
             sees=self._model_config.vision is not None,
             groups=self._groups,
         )
+        if schedule.decodes:
+            self._scheduler.read_together = schedule.decode_context - schedule.size.context
+        return step
 
     def _run(self, schedule: Schedule, step: Step) -> Launched:
         handed = [live for live in schedule.prompts if live.handover]

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from baton.engine import Engine, EngineConfig, EngineRequest, build_engine
 from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.meters import Batch
 from baton.engine.core.prefix_groups import Group, PrefixGroups, prefix_groups
 from baton.engine.core.step_builder import Schedule, StepSize, build_step
 from baton.engine.execution.warmup import Rehearsal, rehearse
 from baton.engine.kernels import Kernels
 from baton.engine.step import PrefixReads, Step
 from tests.device import DEVICE
-from tests.engine.conftest import request_of, tokens_of
+from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
 from tests.engine.random_checkpoints import save_random
 from tests.engine.replays import capture_on_cpu, replayed_steps
 
@@ -183,6 +184,34 @@ def test_an_engine_reads_a_common_prefix_once(
     if DEVICE == "cpu":  # a GPU replays no cuts of this process
         assert replayed_steps(together)[True, False]
         assert read == expected
+
+
+def test_chunks_beside_decodes_count_what_these_read(tiny_engine: MakeEngine) -> None:
+    """And so does what routers are told. The kernels of a CPU read all, and give the same tokens."""
+    engine = tiny_engine(block_size=BLOCK, enable_prefix_caching=True, max_num_seqs=4)
+    engine.loop._groups = PrefixGroups(BLOCK, READS)
+    prefix, limit = list(range(3, 33)), engine._meters.chunk_limit
+    tokens_of(engine, [request_of(1, prefix, max_tokens=1)])
+    for number in (2, 3):
+        engine.add(request_of(number, [*prefix, 40 + number], max_tokens=9, ignore_eos=True))
+    while engine.stats().requests_decoding < 2 or engine.stats().tokens_waiting:
+        engine.loop.step()
+    engine.loop.step()
+    contexts = sum(live.num_computed for live in engine.lives.running)
+    assert engine.stats().decode_context == contexts - 28, "seven blocks, once"
+    asked: list[Batch] = []
+
+    def tokens(batch: Batch, *others: Any, real: Any = limit.tokens) -> int:
+        asked.append(batch)
+        return real(batch, *others)
+
+    engine.add(request_of(4, range(60, 90), max_tokens=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limit, "tokens", tokens)
+        engine.loop.step()
+    assert [batch.context for batch in asked] == [contexts + 2 - 28]
+    run(engine)
+    assert engine.stats().decode_context == 0
 
 
 def test_the_rehearsal_has_steps_with_a_group(tiny_path: Path) -> None:
