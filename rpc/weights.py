@@ -72,7 +72,12 @@ async def replacement_at(
     """Of the weights of the workers at these addresses. Whatever ends the context before `apply` leaves all
     workers as they were."""
     async with connected(addresses, secret, tls) as stubs:
-        yield Replacement({address: _Call(stub) for address, stub in stubs.items()})
+        calls = {address: _Call(stub) for address, stub in stubs.items()}
+        try:
+            yield Replacement(calls)
+        finally:
+            for call in calls.values():
+                call.close()
 
 
 class Replacement:
@@ -125,15 +130,22 @@ async def replace_weights(
 
 
 class _Call:
-    """To one worker. It lives as long as its channel. Without `apply` the worker keeps its weights."""
+    """To one worker. It lives until `close`. Without `apply` the worker keeps its weights."""
 
     def __init__(self, stub: WorkerStub) -> None:
-        self._commands = asyncio.Queue[pb.WeightsCommand]()
-        self._reports = aiter(stub.ReplaceWeights(self._sent()))
+        self._commands = asyncio.Queue[pb.WeightsCommand | None]()
+        self._call = stub.ReplaceWeights(self._sent())
+        self._reports = aiter(self._call)
 
     async def _sent(self) -> AsyncIterator[pb.WeightsCommand]:
-        while True:
-            yield await self._commands.get()
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    def close(self) -> None:
+        """Ends the call, and gRPC's task that waits for commands. That task outlives the channel, and also a
+        call that the worker has ended."""
+        self._call.cancel()
+        self._commands.put_nowait(None)
 
     async def report(self, command: pb.WeightsCommand) -> pb.WeightsReport | None:
         """Sends the command and waits for the worker's report. None: the worker ended the call. Raises

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -319,6 +320,19 @@ async def test_the_command_gives_all_workers_the_weights_also_those_with_one_nam
         with pytest.raises(ValueError, match=r"^decode 0: no such file\. No weights have changed\.$"):
             await weights._replace(*given)
         assert {worker.weights.version for worker in workers} == {version}
+
+
+async def test_a_change_of_weights_leaves_no_task(
+    tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with trained(tokenizer, tmp_path) as (_, workers):
+        addresses = [worker.address for worker in workers]
+        await replace_weights(addresses, NEWEST, SECRET, None)
+        workers[1].missing = "no such file"
+        with pytest.raises(NotReplaced):
+            await replace_weights(addresses, NEWEST, SECRET, None)
+        gc.collect()
+        assert not [record.message for record in caplog.records if "was destroyed" in record.message]
 
 
 async def test_a_trainer_replaces_the_weights_over_http(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
