@@ -155,11 +155,12 @@ class Pieces:
 class ImageInputs(NamedTuple):
     """The tokens of a step that are part of an image."""
 
-    rows: Annotated[np.ndarray, Layout(np.int64, ("image rows",))]
-    """Their indices among the tokens, in ascending order."""
+    index: Annotated[np.ndarray, Layout(np.int32, ("pictured",), padding=-1)]
+    """For each token of the step: the number of its image row, −1: it is text. Empty: no token is part of an
+    image."""
     embeddings: Annotated[np.ndarray | Pieces, Layout(np.uint8, ("image rows", "image bytes"))]
-    """Of each of them, in the dtype of the model: what takes the place of the token's embedding, then what is
-    added behind the first layers of the model."""
+    """Of each image row, in the dtype of the model: what takes the place of the token's embedding, then what
+    is added behind the first layers of the model."""
     positions: Annotated[np.ndarray, Layout(np.int64, ("image rows", 3))]
     """Positions in time, from the top and from the left, for rotation."""
     whole: Annotated[np.ndarray, Layout(np.int64, ("whole images", 3), on_device=False)]
@@ -168,8 +169,8 @@ class ImageInputs(NamedTuple):
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
-NO_IMAGES = ImageInputs(NO_ROWS, np.zeros((0, 0), np.uint8), *[np.zeros((0, 3), np.int64)] * 2)
 NO_SHIFT = NO_ROWS.astype(np.int32)
+NO_IMAGES = ImageInputs(NO_SHIFT, np.zeros((0, 0), np.uint8), *[np.zeros((0, 3), np.int64)] * 2)
 NO_DRAFTING = Drafting(NO_ROWS.astype(np.int32), NO_ROWS.astype(np.int32), NO_ROWS, NO_ROWS, NO_ROWS, 0)
 
 

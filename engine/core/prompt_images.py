@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,10 +101,10 @@ class PromptImages:
         """As `Step.rotary_shift`, for tokens at these positions. None: rotation has one position."""
         return None if not self._grid else self._shifts[np.searchsorted(self._stops, positions, side="right")]
 
-    def inputs(self, positions: range) -> list[ImageInputs]:
+    def inputs(self, positions: range) -> list["_ImagePart"]:
         """What a step computes at these positions, which are computable, by image. Rows count from the first
         of them. Embeddings that no later position needs are dropped here."""
-        found: list[ImageInputs] = []
+        found: list[_ImagePart] = []
         first = int(np.searchsorted(self._stops, positions.start, side="right"))
         for i, image in enumerate(self._images[first:], first):
             start, stop = max(image.start, positions.start), min(image.stop, positions.stop)
@@ -115,7 +116,7 @@ class PromptImages:
             places = np.stack((np.zeros_like(index), top, left), axis=1) + image.start + self._shifts[i]
             rows = np.arange(start, stop) - positions.start
             whole = np.array([[0, image.start, image.stop]] * self._whole, np.int64).reshape(-1, 3)
-            found.append(ImageInputs(rows, embeddings, places, whole))
+            found.append(_ImagePart(rows, embeddings, places, whole))
             if stop == image.stop:
                 del self._embeddings[i]
         return found
@@ -127,7 +128,7 @@ def with_images(step: Step, chunks: Sequence[tuple[PromptImages | None, range]])
     if all(images is None for images, _ in chunks):
         return step
     shift = NO_SHIFT
-    inputs: list[ImageInputs] = []
+    inputs: list[_ImagePart] = []
     ends = np.cumsum(step.query_lengths)
     begins = ends - step.query_lengths
     for request, ((images, positions), begin, end) in enumerate(zip(chunks, begins, ends, strict=True)):
@@ -142,5 +143,16 @@ def with_images(step: Step, chunks: Sequence[tuple[PromptImages | None, range]])
     if not inputs:
         return replace(step, rotary_shift=shift)
     rows, embeddings, positions, whole = zip(*inputs, strict=True)
+    rows, index = np.concatenate(rows), np.full(len(step.positions), -1, dtype=np.int32)
+    index[rows] = np.arange(len(rows))
     together = Pieces(embeddings), np.concatenate(positions), np.concatenate(whole)
-    return replace(step, rotary_shift=shift, images=ImageInputs(np.concatenate(rows), *together))
+    return replace(step, rotary_shift=shift, images=ImageInputs(index, *together))
+
+
+class _ImagePart(NamedTuple):
+    """The tokens of one image in a step: their rows, and the rest as in `ImageInputs`."""
+
+    rows: np.ndarray
+    embeddings: np.ndarray
+    positions: np.ndarray
+    whole: np.ndarray

@@ -37,6 +37,7 @@ from baton.engine.execution.inputs import Inputs, attention_metadata, read_by_de
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import TILE_FIELDS, most_pieces, tile_work
 from baton.engine.kernels.state.mamba2 import scan_work
+from baton.engine.kernels.upload import upload
 from baton.engine.layers.ranks import Ranks
 from baton.engine.step import Draws, Layout, Step, Variant
 
@@ -92,10 +93,15 @@ class Widths(NamedTuple):
     window_tiles: TileShape = NO_TILES  # of layers with windows, if they are others
     shifted: bool = False  # whether positions for rotation may differ from positions
     prefixes: bool = False  # whether requests may read a common prefix together
+    image: int = 0  # bytes of the embeddings of a token of an image; 0: the model takes none
 
     def scans(self, rows: int) -> int:
         """The most chunks of state layers in a step of so many rows."""
         return rows // self.scan + CHUNKS if self.scan else 0
+
+    def image_rows(self, rows: int) -> int:
+        """The most tokens of images in a step of so many rows."""
+        return min(rows, LARGEST) if self.image else 0
 
     def sizes(self, rows: int, requests: int) -> dict[str, int]:
         """The dimensions of the largest step that graphs replay, with so many sampled rows."""
@@ -110,8 +116,9 @@ class Widths(NamedTuple):
             "sampled": requests,
             "followed": rows if self.head else 0,
             "drafting": requests if self.head else 0,
-            "image rows": 0,  # no graph replays a step with tokens of images
-            "image bytes": 0,
+            "pictured": rows if self.image else 0,
+            "image rows": self.image_rows(rows),
+            "image bytes": 0,  # they come to the device without a copy on the host
             "shifted": rows if self.shifted else 0,
             "states": requests if self.scan else 0,
             "state rows": rows if self.scan else 0,
@@ -203,6 +210,9 @@ class StepGraphs:
         memory = partial(torch.zeros, dtype=torch.uint8)
         inputs = partial(Inputs, sizes=widths.sizes(rows, requests), work=WORK)
         self.static = inputs(partial(memory, device=device))
+        self._embeddings = torch.zeros(
+            (widths.image_rows(rows), widths.image), dtype=torch.uint8, device=device
+        )
         # Two, because a queued copy may still read one while the next step is written to the other.
         self._staging = [inputs(partial(memory, pin_memory=True)) for _ in range(2)]
         self._forward: dict[Size, list[torch.cuda.CUDAGraph]] = {}
@@ -271,8 +281,10 @@ class StepGraphs:
 
     def size(self, step: Step) -> Size | None:
         """The size that this step is padded to. None: no graph can replay the step."""
-        tables = step.decode_rows + step.num_prefills
+        tables, images = step.decode_rows + step.num_prefills, step.images
         fits = max(tables, len(step.sampled_rows)) <= len(self._sampled)
+        # The tiles of images whose tokens see all of their image are no tiles of chunks.
+        fits = fits and len(images.embeddings) <= len(self._embeddings) and not len(images.whole)
         return size_for(step, self._sizes) if fits else None
 
     def forward(self, size: Size, step: Step, layer_done: LayerDone) -> None:
@@ -281,6 +293,9 @@ class StepGraphs:
         inputs = self._staging[0]
         self._staging.reverse()
         arrays, widths = read_by_device(step), self._widths
+        if len(embeddings := arrays.pop("images.embeddings")):
+            (moved,) = upload([embeddings], self._embeddings.device)
+            self._embeddings[: len(moved)].copy_(moved, non_blocking=True)
         if step.variant is Variant.GREEDY:
             for name in Draws._fields:
                 del arrays[f"draws.{name}"]
@@ -348,11 +363,13 @@ class StepGraphs:
                 "state rows": rows,
                 "window rows": rows,
                 "shifted": rows,
+                "pictured": rows if size.chunks else 0,
                 "pieces": widths.tiles.pieces(rows) if size.chunks else 0,
                 "window pieces": widths.window_tiles.pieces(rows) if size.chunks else 0,
                 "scans": widths.scans(rows) if size.chunks else 0,
             }
         )
+        tensors["images.embeddings"] = self._embeddings
         decodes = min(rows, len(self._sampled)) if size.decodes else 0
         attention = attention_metadata(
             tensors,

@@ -257,6 +257,7 @@ class ModelRunner:
             window_tiles if window_tiles and window_tiles != tiles else NO_TILES,
             config.vision is not None and config.vision.sections is not None,
             self.prefix_reads is not None,
+            self.image_bytes,
         )
         self._graphs = StepGraphs(
             (self.forward, self.logits, self.choose, self._apart),
@@ -331,8 +332,8 @@ class ModelRunner:
         return launched
 
     def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
-        rows, graphs = len(step.sampled_rows), self._graphs
-        size = graphs.size(step) if graphs is not None and not len(step.images.rows) else None
+        rows, graphs, embeddings = len(step.sampled_rows), self._graphs, step.images.embeddings
+        size = None if graphs is None else graphs.size(step)
         tensors: Mapping[str, Tensor]
         if graphs is not None and size is not None:
             graphs.forward(size, step, layer_done)
@@ -341,7 +342,9 @@ class ModelRunner:
                 tensors = graphs.unpadded() if size.chunks else {}
                 drafting = SampledStep(step, size, tensors, hidden, layer_done)
             scored = self._score(hidden, step)
-            return Launched(rows, step.variant, size, None, None, began, drafting, scored=scored)
+            return Launched(
+                rows, step.variant, size, None, None, began, drafting, scored=scored, embeddings=embeddings
+            )
         arrays = read_by_device(step)
         tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
         attention = attention_metadata(
@@ -355,7 +358,6 @@ class ModelRunner:
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
         drafting = None if self.drafter is None else SampledStep(step, None, tensors, hidden, layer_done)
-        embeddings = step.images.embeddings
         return Launched(
             rows, step.variant, None, logits, tensors, began, drafting, scored=scored, embeddings=embeddings
         )
@@ -422,7 +424,7 @@ class ModelRunner:
             attention.num_decodes,
             attention.slots,
             counts,
-            images=self._images(inputs) if len(inputs["images.rows"]) else None,
+            images=self._images(inputs) if len(inputs["images.index"]) else None,
             rotary_shift=shift if len(shift) else None,
         )
         callers, kernels, caches = [attend], self._kernels, self.cache.of_layers
@@ -441,9 +443,9 @@ class ModelRunner:
 
     def _images(self, inputs: Mapping[str, Tensor]) -> ImageRows:
         """The images of a step with these arrays."""
-        rows, embeddings = inputs["images.rows"], inputs["images.embeddings"]
-        features = embeddings.view(self._dtype).view(len(rows), -1, self._config.hidden_size)
-        return ImageRows(rows, features, inputs["images.positions"])
+        embeddings = inputs["images.embeddings"]
+        features = embeddings.view(self._dtype).view(len(embeddings), -1, self._config.hidden_size)
+        return ImageRows(inputs["images.index"], features, inputs["images.positions"])
 
     def _attends(
         self,

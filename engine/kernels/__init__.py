@@ -138,6 +138,25 @@ class Kernels:
             y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
         return y if grouped is None else self.quantize(y, grouped=grouped)
 
+    def place_images(
+        self, rows: Tensor, index: Tensor, features: Tensor, part: int, *, added: bool = False
+    ) -> None:
+        """Writes features [image rows, parts, size] of a part into the rows [rows, size] that `index` names,
+        in place. `added`: adds them. index [rows] int32: of each row its image row, −1: it is text."""
+        at = (index >= 0).nonzero()[:, 0]
+        values = features[index[at], part]
+        rows.index_copy_(0, at, rows[at] + values if added else values)
+
+    def turn_images(
+        self, rotary: Tensor, index: Tensor, positions: Tensor, table: Tensor, axes: Tensor
+    ) -> None:
+        """Writes the rotation of image rows into rotary [rows, 2, head_dim], in place. positions
+        [image rows, 3]: along each axis. table [positions, 2, head_dim]; axes [head_dim] int64: the axis by
+        which each number of a head turns. `index`: as in `place_images`."""
+        at = (index >= 0).nonzero()[:, 0]
+        parts = table[positions[index[at]]]  # [image rows, 3, 2, head_dim]
+        rotary.index_copy_(0, at, parts.gather(1, axes.expand(len(parts), 1, 2, -1))[:, 0])
+
     def mix_experts(
         self,
         x: Tensor | Both,

@@ -44,6 +44,7 @@ from baton.engine.kernels.attention.tiles import (
     shape_for,
     tile_work,
 )
+from baton.engine.kernels.image_rows import place_images, turn_images
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.moe.combine import combine
 from baton.engine.kernels.moe.experts import Terms
@@ -83,6 +84,8 @@ class TritonKernels(Kernels):
     add_rms_norm = staticmethod(norm.add_rms_norm)
     silu_mul = staticmethod(silu.silu_mul)
     quantize = staticmethod(fp8.quantize)
+    place_images = staticmethod(place_images)
+    turn_images = staticmethod(turn_images)
     norm_gate = staticmethod(gated_norm.norm_gate)
     gated_squares = staticmethod(gated_norm.gated_squares)
     gated_rms_norm = staticmethod(gated_norm.gated_rms_norm)

@@ -16,7 +16,7 @@ from torch import Tensor
 class ImageRows(NamedTuple):
     """The rows of a step that are part of an image."""
 
-    rows: Tensor  # [image rows] int64
+    index: Tensor  # [rows] int32: of each row of the step its image row, −1: it is text
     features: Tensor  # [image rows, 1 + layers, hidden_size]: the embedding, and what layers add
     positions: Tensor  # [image rows, 3] int64
 

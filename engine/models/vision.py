@@ -4,7 +4,8 @@ rotation have three parts."""
 import torch
 from torch import Tensor
 
-from baton.engine.layers.current_step import ImageRows, current_step
+from baton.engine.kernels import Kernels
+from baton.engine.layers.current_step import current_step
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig
@@ -22,13 +23,14 @@ class ImageRotary(Rotary):
     Each frequency turns by one of three positions. Text has three equal ones, so it needs no more than a
     shift."""
 
-    def __init__(self, rotary: Rotary, sections: tuple[int, int, int]) -> None:
+    def __init__(self, rotary: Rotary, sections: tuple[int, int, int], kernels: Kernels) -> None:
+        self.kernels = kernels
         self.has_positions, self.table = rotary.has_positions, rotary.table
         half = rotary.table.shape[-1] // 2
-        part = torch.zeros(half, dtype=torch.int64)
+        axes = torch.zeros(half, dtype=torch.int64)
         for i in (1, 2):
-            part[i : 3 * sections[i] : 3] = i
-        self._part = part.repeat(2).to(rotary.table.device)  # [head_dim]
+            axes[i : 3 * sections[i] : 3] = i
+        self._axes = axes.repeat(2).to(rotary.table.device)  # [head_dim]
 
     def at(self, positions: Tensor) -> Tensor:
         step = current_step()
@@ -36,17 +38,8 @@ class ImageRotary(Rotary):
             positions = positions + step.rotary_shift
         rotary = super().at(positions)
         if (images := step.images) is not None:
-            parts = self.table[images.positions]  # [rows, 3, 2, head_dim]
-            index = self._part.expand(len(parts), 1, 2, -1)
-            rotary.index_copy_(0, images.rows, parts.gather(1, index)[:, 0])
+            self.kernels.turn_images(rotary, images.index, images.positions, self.table, self._axes)
         return rotary
-
-
-def place(images: ImageRows, residual: Tensor, delta: Tensor | None) -> None:
-    """Writes the embeddings of images in place of those of their tokens, as `Embedding` returns them."""
-    residual.index_copy_(0, images.rows, images.features[:, 0])
-    if delta is not None:
-        delta.index_fill_(0, images.rows, 0)
 
 
 class TakesImages(Llama):
@@ -54,17 +47,20 @@ class TakesImages(Llama):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
+        self.kernels = weights.kernels
         self.tower: dict[str, Tensor] = {}
         """The weights of the encoder. The engine takes them."""
         if (vision := config.vision) is not None:
             if vision.sections is not None:
-                self.rotary = ImageRotary(self.rotary, vision.sections)
+                self.rotary = ImageRotary(self.rotary, vision.sections, weights.kernels)
             self.tower = weights.below(TOWER)
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         residual, delta = super().embed(token_ids)
         if (images := current_step().images) is not None:
-            place(images, residual, delta)
+            self.kernels.place_images(residual, images.index, images.features, 0)
+            if delta is not None:  # a term of the embedding of a token
+                delta.masked_fill_((images.index >= 0)[:, None], 0)
         return residual, delta
 
 
@@ -82,7 +78,7 @@ class Qwen3VL(TakesImages, Qwen3):
         for i, layer in enumerate(self.layers):
             delta = layer(i, residual, delta, rotary, attend)
             if images is not None and i < self.deepstack:
-                residual.index_add_(0, images.rows, images.features[:, i + 1])
+                self.kernels.place_images(residual, images.index, images.features, i + 1, added=True)
         return self.norm(residual, delta)
 
 
@@ -100,5 +96,5 @@ class Gemma4WithImages(TakesImages, Gemma4):
     def layer_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
         """At the positions of an image, the table gives that of padding."""
         if (images := current_step().images) is not None:
-            token_ids = token_ids.index_fill(0, images.rows, self.pad_id)
+            token_ids = token_ids.masked_fill(images.index >= 0, self.pad_id)
         return super().layer_inputs(token_ids, embedded)

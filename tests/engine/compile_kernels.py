@@ -97,6 +97,11 @@ def main() -> None:
         x = torch.zeros(rows, hidden, dtype=dtype)
         plain = torch.zeros(2, 4, block_size, kv_heads, head_dim, dtype=dtype)
         kv: KV = Fp8KV(plain.to(FP8), torch.zeros(2, 4, kv_heads, block_size)) if fp8_kv else plain
+        index, features = torch.zeros(rows, dtype=torch.int32), torch.zeros(4, 4, x.shape[1], dtype=dtype)
+        for part, added in ((0, False), (1, True)):
+            kernels.place_images(x, index, features, part, added=added)
+        places, axes = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
+        kernels.turn_images(torch.zeros(rows, 2, 128), index, places, torch.zeros(64, 2, 128), axes)
         kernels.add_rms_norm(x, None, x[0], 1e-5)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
         kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype))

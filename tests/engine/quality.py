@@ -20,7 +20,7 @@ TEXT: list[int] = next(
 
 NO_IMAGES = {
     "rotary_shift": torch.empty(0, dtype=torch.int32),
-    "images.rows": torch.empty(0, dtype=torch.int32),
+    "images.index": torch.empty(0, dtype=torch.int32),
 }
 
 

@@ -24,6 +24,7 @@ from baton.encode_worker.embeddings import Embeddings
 from baton.encode_worker.pinned_memory import PinnedMemory
 from baton.engine import Engine, EngineConfig, EngineRequest, Image, SpeculativeConfig, check_request
 from baton.engine.core.prompt_images import PromptImages
+from baton.engine.execution import runner
 from baton.engine.kernels.upload import LARGE, upload
 from baton.engine.loader import model_fingerprint
 from baton.engine.loader.hf_config import read_config
@@ -32,6 +33,7 @@ from tests.device import DEVICE
 from tests.engine import checkpoints
 from tests.engine.checkpoints import edited_tensors
 from tests.engine.conftest import IMAGE_TOKEN, request_of, run, save_tiny, tokens_of
+from tests.engine.replays import capture_on_cpu, replayed_steps
 from tests.engine.test_disaggregation import Pair
 from tests.engine.told_device import ToldDevice
 
@@ -505,6 +507,23 @@ def test_graphs_replay_the_encoder(seeing: tuple[Path, Any]) -> None:
     for request, tokens, picture in zip(requests, tokens_of(engine, requests), pictures, strict=True):
         assert tokens == expected_of(reference, path, request.prompt_ids, [picture])
     engine.close()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="captures on a CPU; other tests replay real graphs there")
+def test_graphs_replay_steps_with_images(seeing: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with images and text, beside decodes, and chunks that end inside an image."""
+    make = partial(load, seeing[0], num_blocks=128, max_num_seqs=8)
+    plain, engine = make(), make(max_num_batched_tokens=24, enable_prefix_caching=True)
+    shown = [[pixels_of(i + j, *SIZES[(i + j) % 3]) for j in range(i % 3)] for i in range(6)]
+    requests = [request_with(i, engine, pictures, seed=i) for i, pictures in enumerate(shown)]
+    expected = tokens_of(plain, requests)
+    capture_on_cpu(engine, monkeypatch)
+    monkeypatch.setattr(runner, "upload", lambda *_: pytest.fail("a step is launched kernel by kernel"))
+    for _ in range(2):  # then behind cached prefixes
+        assert tokens_of(engine, requests) == expected
+    assert all(replayed_steps(engine).values())
+    for each in (plain, engine):
+        each.close()
 
 
 def test_memory_is_released_when_the_encoder_computes_nothing(seeing: tuple[Path, Any]) -> None:

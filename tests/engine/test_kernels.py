@@ -59,6 +59,33 @@ def test_silu_mul_and_gelu_mul(triton_kernels: Kernels, dtype: torch.dtype, rows
 # Products
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("added", [False, True])
+def test_rows_of_images(triton_kernels: Kernels, dtype: torch.dtype, added: bool) -> None:
+    rows, features = torch.randn(5, 1040, dtype=dtype), torch.randn(3, 2, 1040, dtype=dtype)
+    index = torch.tensor([-1, 1, -1, 0, 2], dtype=torch.int32)
+    expected, found = rows.clone(), rows.to(DEVICE, copy=True)
+    Kernels().place_images(expected, index, features, 1, added=added)
+    triton_kernels.place_images(found, index.to(DEVICE), features.to(DEVICE), 1, added=added)
+    close(found, expected)
+    assert torch.equal(found[[0, 2]].cpu(), rows[[0, 2]])
+    assert not torch.equal(expected[1], rows[1])
+
+
+def test_rotations_of_images(triton_kernels: Kernels) -> None:
+    rotary, table = torch.randn(4, 2, 12), torch.randn(9, 2, 12)
+    index = torch.tensor([1, -1, -1, 0], dtype=torch.int32)
+    positions, axes = torch.tensor([[3, 8, 5], [1, 0, 7]]), torch.tensor([0, 1, 2] * 4)
+    expected = rotary.clone()
+    for row, image in ((0, 1), (3, 0)):
+        for i in range(12):
+            expected[row, :, i] = table[positions[image, axes[i]], :, i]
+    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, DEVICE)):
+        found, *others = (x.to(device, copy=True) for x in (rotary, index, positions, table, axes))
+        kernels.turn_images(found, *others)
+        assert torch.equal(found.cpu(), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     ("rows", "inner", "size", "multiprocessors"),
