@@ -38,7 +38,6 @@ tests() {
 }
 kernels() {
     python3 -m baton.bench.kernels --device cuda --json "$out/kernels.json"
-    python3 -m baton.bench.kernels --device cuda --prefixes --json "$out/prefix_kernels.json"
     python3 -m baton.bench.kernels --device cuda --model-shape qwen3-30b-a3b --json "$out/moe_kernels.json"
 }
 engine() { python3 -m baton.bench.engine --device cuda --json "$out/engine.json"; }

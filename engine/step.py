@@ -59,24 +59,6 @@ class Draws(NamedTuple, Generic[Array]):
     min_p: Annotated[Array, Layout(np.float32, ("sampled",))]
 
 
-class PrefixReads(NamedTuple):
-    """How attention reads common prefixes."""
-
-    members: int
-    """The most requests that read one together, at least 2."""
-    result: float
-    """Bytes of the results of a request in a piece ÷ bytes of the KV of a position."""
-
-    def positions(self, requests: int, positions: int) -> int:
-        """How many positions fewer are read, if so many requests read so many of them together."""
-        return (requests - -(-requests // self.members)) * positions
-
-    def saved(self, requests: int, positions: int) -> float:
-        """As `positions`, less the results that a step then writes and reads: for each request those of a
-        piece of the group and of one of its own. Negative: it is better that each reads its own."""
-        return self.positions(requests, positions) - 4 * self.result * requests
-
-
 class Scored(NamedTuple):
     """Tokens of prompts that get log probabilities."""
 
@@ -200,9 +182,6 @@ class Step:
     block_tables: Annotated[np.ndarray, Layout(np.int32, ("requests", "width"), padding=None)]
     """Zero past the blocks of a request. If layers with windows have blocks of their own, the second half of
     each row has these."""
-    prefix_places: Annotated[np.ndarray, Layout(np.int32, ("grouped",))]
-    """As in `AttentionMetadata`, of each request that decodes. Empty: no requests read a prefix together."""
-    prefix_stops: Annotated[np.ndarray, Layout(np.int32, ("grouped",))]
     sampled_rows: Annotated[np.ndarray, Layout(np.int64, ("sampled",))]
     """Indices of the tokens that get a next token."""
     draws: Draws[np.ndarray]
@@ -348,7 +327,6 @@ def arrange(
     guessed: Sequence[int] = (),
     guesses: int = 0,
     window_blocks: np.ndarray | None = None,
-    prefixes: Sequence[tuple[range, int]] = (),
 ) -> Step:
     """Lays out a step.
 
@@ -362,8 +340,7 @@ def arrange(
     as in `Ahead`; None: the engine has no drafts. `following`: the token after the last one of each request
     that gets none; None: there is no draft head. It makes `guesses` for each of the requests `guessed`, which
     are among `sampled`. `window_blocks`: the block in layers with windows, by that in other layers. None: it
-    is the same. `prefixes`: groups of requests that decode, without drafts, with the number of blocks that
-    their tables begin with. The other arguments are as in `Step`."""
+    is the same. The other arguments are as in `Step`."""
     drafts = drafts or {}
     ends_at = np.array(stops)
     for i, draft in drafts.items():
@@ -422,11 +399,6 @@ def arrange(
         drafting = Drafting(
             next_ids, next_rows, first_rows, np.array(table_rows, dtype=np.int64), capacities, guesses
         )
-    prefix_places, prefix_stops = np.zeros((2, num_decodes if prefixes else 0), dtype=np.int32)
-    for rows, blocks in prefixes:
-        of_group = slice(rows.start, rows.stop)
-        prefix_places[of_group] = np.arange(len(rows))
-        prefix_stops[of_group] = blocks * block_size
     return Step(
         token_ids=ids,
         source_rows=sources,
@@ -436,8 +408,6 @@ def arrange(
         query_lengths=lengths,
         contexts=ends_at.astype(np.int32),
         block_tables=padded,
-        prefix_places=prefix_places,
-        prefix_stops=prefix_stops,
         sampled_rows=sampled_rows,
         draws=draws,
         state_slots=np.array(() if state_slots is None else state_slots, dtype=np.int32),

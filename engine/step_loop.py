@@ -18,7 +18,6 @@ from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import Phase
 from baton.engine.core.meters import Batch, Meters
 from baton.engine.core.pace import Pace
-from baton.engine.core.prefix_groups import PrefixGroups
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step_builder import Schedule, build_step, is_plain
 from baton.engine.execution.events import Landings
@@ -69,8 +68,6 @@ class StepLoop:
         self.graph_rows = runner.graph_rows
         self._joined = False  # a request from another worker decodes from the next step on
         self._runner = runner
-        reads = runner.prefix_reads
-        self._groups = None if reads is None else PrefixGroups(runner.block_size, reads)
         self._scheduler = scheduler
         self._outputs = outputs
         self._grammars = grammars
@@ -204,7 +201,7 @@ class StepLoop:
     def _arrays(self, schedule: Schedule) -> Step:
         lives = self._scheduler.lives
         states = lives.memory.states
-        step = build_step(
+        return build_step(
             schedule,
             self._model_config.vocab_size,
             block_size=self._runner.block_size,
@@ -216,11 +213,7 @@ class StepLoop:
             draft_head=self._runner.drafter is not None,
             window_blocks=None if lives.pool.windows is None else lives.pool.windows.of,
             sees=self._model_config.vision is not None,
-            groups=self._groups,
         )
-        if schedule.decodes:
-            self._scheduler.read_together = schedule.decode_context - schedule.size.context
-        return step
 
     def _run(self, schedule: Schedule, step: Step) -> Launched:
         handed = [live for live in schedule.prompts if live.handover]

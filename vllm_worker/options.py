@@ -22,7 +22,7 @@ _OWN = {
 }  # fmt: skip
 _MEANINGLESS = (
     "elastic_memory", "host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant",
-    "enable_memory_saver", "share_prefix_reads",
+    "enable_memory_saver",
 )  # fmt: skip
 _LARGE_GRAPHS = {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
 """For steps that also take a part of a prompt: with 100 tokens beside 8 decodes (8B, H200) such a step takes

@@ -4,9 +4,8 @@
     python -m baton.bench.kernels --device cuda --model-shape qwen3-30b-a3b   those of a mixture of experts
     python -m baton.bench.kernels --device cuda --model-shape bamba-9b        those of state layers
     python -m baton.bench.kernels --device cuda --quantization fp8|int4       those of quantized weights
-    python -m baton.bench.kernels --device cuda --prefixes [--kv-cache-dtype fp8] decodes of one prefix
 
-`cases`, `moe`, `mamba2`, `quantized` and `prefixes` say what each kernel and torch compute, and how many
+`cases`, `moe`, `mamba2` and `quantized` say what each kernel and torch compute, and how many
 bytes and operations that takes. Times are of replayed CUDA graphs. The input sets of a
 case together exceed the L2 cache. Bytes count each input and output once; operations exclude what causality
 makes unnecessary. A kernel that bandwidth limits has rows in GB/s, one that arithmetic limits in TFLOP/s.

@@ -11,7 +11,6 @@ from baton.bench.kernels.delta import DeltaCases, DeltaShape
 from baton.bench.kernels.latent import LatentCases, LatentShape
 from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
 from baton.bench.kernels.moe import MoeCases, MoeShape
-from baton.bench.kernels.prefixes import PrefixCases, PrefixShape
 from baton.bench.kernels.quantized import Fp8Cases, Int4Cases
 from baton.bench.shapes import BAMBA, DENSE, GATED_DELTA, KIMI_DELTA, LATENT, MOE
 from baton.engine.kernels import kernels_for
@@ -34,22 +33,11 @@ def main() -> int:
         choices=("fp8", "int4"),
         help="the kernels of quantized weights, or of latents in FP8",
     )
-    arguments.add_argument(
-        "--prefixes", action="store_true", help="decodes of agents with a common prefix, in place of all else"
-    )
-    arguments.add_argument("--kv-cache-dtype", choices=("fp8",), help="with --prefixes")
     args = arguments.parse_args()
-    if args.prefixes and (args.model_shape != DENSE or args.quantization):
-        arguments.error("--prefixes: measured in the dense shape without --quantization")
-    if args.kv_cache_dtype and not args.prefixes:
-        arguments.error("--kv-cache-dtype: only with --prefixes")
     device = torch.device("cuda")
     kernels, short = kernels_for(device, HEAD_DIM[args.model_shape]), args.short
-    if args.prefixes:
-        shared = PrefixShape(fp8=args.kv_cache_dtype == "fp8")
-        cases: Cases[Any] = PrefixCases(replace(shared, batches=(24,)) if short else shared, kernels, device)
-    elif args.model_shape == MOE:
-        cases = MoeCases(MoeShape(tokens=(1, 64, 2000)) if short else MoeShape(), kernels, device)
+    if args.model_shape == MOE:
+        cases: Cases[Any] = MoeCases(MoeShape(tokens=(1, 64, 2000)) if short else MoeShape(), kernels, device)
     elif args.model_shape == LATENT:
         latents = LatentShape(fp8=args.quantization == "fp8")
         cases = LatentCases(replace(latents, batches=(1, 64)) if short else latents, kernels, device)

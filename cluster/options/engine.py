@@ -148,11 +148,6 @@ class EngineOptions:
         "A request gets the same bits whatever shares its batch, however its prompt is cut, and after a "
         "recovery, also in bfloat16 and FP8.",
     )
-    share_prefix_reads: bool = opt(
-        False,
-        "On a GPU, requests that decode read the KV of a common prefix together. Not with drafts or "
-        "--batch-invariant.",
-    )
     optimize: Optimize = opt(
         "balanced",
         "latency (shorter gaps between tokens), balanced, or throughput (more tokens per second). It "

@@ -191,9 +191,6 @@ class EngineConfig:
     batch_invariant: bool = False
     """Whether a request gets the same bits whatever shares its steps and however its prompt is cut, also in
     bfloat16 and FP8. Workers of the same numerics then continue each other's requests exactly."""
-    share_prefix_reads: bool = False
-    """Whether decodes that begin with the same blocks read their KV together. A CPU, the exact mode, and an
-    engine with drafts never do, nor do layers with windows or latents."""
 
     @property
     def adapters(self) -> dict[str, str]:

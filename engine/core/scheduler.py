@@ -26,9 +26,6 @@ class Scheduler:
     Attributes:
         lives: the requests, in their phases.
         preemptions: since the start.
-        read_together: positions of contexts that the newest step with decodes does not read, since its
-            requests read common prefixes together. Its caller sets it, and the next step is expected to have
-            as many.
     """
 
     def __init__(
@@ -58,7 +55,6 @@ class Scheduler:
         self._full_step = full_step
         self.speculation = speculation
         self.preemptions = 0
-        self.read_together = 0
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._was_alone = False  # whether the last step was for a request that shares no step
 
@@ -101,7 +97,7 @@ class Scheduler:
             return self.max_num_batched_tokens
         position = next((position for _, position in self.parts_waiting()), 0)
         gap_cost = sum(live.asked.gap_cost for live in schedule.chunks)
-        tokens = chunk_limit(Batch(decodes, self._read(schedule.decode_context), position, gap_cost))
+        tokens = chunk_limit(Batch(decodes, schedule.decode_context, position, gap_cost))
         return prompt_limit(tokens, decodes, self._mixed_steps, self._mixed_rows)
 
     def _admit(
@@ -230,11 +226,7 @@ class Scheduler:
         computed now does not decode if it is handed over, or ends, after them."""
         decoding = [x for x in self._running if x.decodes and not x.ends_with_pending]
         context, gap_cost = sum(x.num_computed for x in decoding), sum(x.asked.gap_cost for x in decoding)
-        return Batch(len(decoding), self._read(context), position, gap_cost)
-
-    def _read(self, context: int) -> int:
-        """Positions that a step reads of requests with so many."""
-        return max(0, context - self.read_together)
+        return Batch(len(decoding), context, position, gap_cost)
 
     @property
     def next_prompt(self) -> int:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.engine.core.live_request import DRAW, LiveRequest
-from baton.engine.core.prefix_groups import PrefixGroups
 from baton.engine.core.prompt_images import with_images
 from baton.engine.core.state_copies import CopyLease, Save
 from baton.engine.step import ARRAYS, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
@@ -34,8 +33,7 @@ class StepSize(NamedTuple):
     rows: int
     """Positions of requests that decode: more than one of each with drafts."""
     context: int
-    """Positions that these requests read. Those of a common prefix count once for the requests that read it
-    together."""
+    """Positions that these requests read."""
     tokens: int
     """Of prompts."""
     position: float
@@ -162,14 +160,12 @@ def build_step(
     draft_head: bool = False,
     window_blocks: np.ndarray | None = None,
     sees: bool = False,
-    groups: PrefixGroups | None = None,
 ) -> Step:
     """The step. Also sets `schedule.sampled`, in the order of the step's sampled rows, and `schedule.scored`,
-    in that of `Step.scored`, and counts common prefixes in `schedule.size`. `has_states`: the model has state
-    layers. `restores` is as in `Step`. `ahead`: the size of this dimension, 1 if the engine has no drafts.
-    `draft_head`: whether there is one. `window_blocks`: as in `arrange`; 0: the block has none, and no token
-    is written there. `sees`: the model takes images. `groups`: those of the engine; None: it has drafts, or
-    reads no prefixes together."""
+    in that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`. `ahead`:
+    the size of this dimension, 1 if the engine has no drafts. `draft_head`: whether there is one.
+    `window_blocks`: as in `arrange`; 0: the block has none, and no token is written there. `sees`:
+    the model takes images."""
     # The state of a request takes one token, or several in the way of a prompt.
     most = 1 if has_states else MOST_ROWS
     one_by_one: list[_Chunk] = []
@@ -179,12 +175,7 @@ def build_step(
         decodes = live not in schedule.prompts and len(positions) + drafts_behind <= most
         (one_by_one if decodes else together).append((live, positions))
     # Decodes are sorted by length: attention groups requests of similar length.
-    one_by_one.sort(key=lambda chunk: chunk[1].stop)
-    prefixes: list[tuple[range, int]] = []
-    if groups is not None and len(one_by_one) > 1:
-        one_by_one, prefixes, saved = _grouped(one_by_one, groups)
-        schedule.size = schedule.size._replace(context=schedule.size.context - saved)
-    chunks = one_by_one + together
+    chunks = sorted(one_by_one, key=lambda chunk: chunk[1].stop) + together
 
     tokens = [live.token_ids[positions.start : positions.stop] for live, positions in chunks]
     sampled = [i for i, (live, positions) in enumerate(chunks) if positions.stop == len(live.token_ids)]
@@ -225,31 +216,9 @@ def build_step(
         guessed=[i for i in sampled if not chunks[i][0].handover] if schedule.guesses else (),
         guesses=schedule.guesses,
         window_blocks=window_blocks,
-        prefixes=prefixes,
     )
     assert not len(step.window_slots) or step.window_slots.min() >= block_size, "a token without a slot"
     return with_images(step, [(live.images, positions) for live, positions in chunks]) if sees else step
-
-
-def _grouped(
-    chunks: Sequence[_Chunk], groups: PrefixGroups
-) -> tuple[list[_Chunk], list[tuple[range, int]], int]:
-    """The requests that decode, those of a group one after the other; the groups as in `arrange`; and how
-    many positions fewer they read."""
-    found = groups.of(
-        [live for live, _ in chunks],
-        [live.blocks for live, _ in chunks],
-        [positions.start for _, positions in chunks],
-    )
-    if not found:
-        return list(chunks), [], 0
-    order = [row for rows, _ in found for row in rows]
-    ends = accumulate(len(rows) for rows, _ in found)
-    prefixes = [
-        (range(end - len(rows), end), blocks) for end, (rows, blocks) in zip(ends, found, strict=True)
-    ]
-    alone = set(range(len(chunks))).difference(order)
-    return [chunks[row] for row in (*order, *sorted(alone))], prefixes, groups.saved(found)
 
 
 def _following(chunks: Sequence[_Chunk]) -> dict[int, int]:

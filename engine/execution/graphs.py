@@ -92,7 +92,6 @@ class Widths(NamedTuple):
     windows: bool = False  # whether layers with windows have blocks of their own
     window_tiles: TileShape = NO_TILES  # of layers with windows, if they are others
     shifted: bool = False  # whether positions for rotation may differ from positions
-    prefixes: bool = False  # whether requests may read a common prefix together
     image: int = 0  # bytes of the embeddings of a token of an image; 0: the model takes none
 
     def scans(self, rows: int) -> int:
@@ -112,7 +111,6 @@ class Widths(NamedTuple):
             "drafted": requests if self.ahead > 1 else 0,
             "requests": requests,
             "width": self.table,
-            "grouped": requests if self.prefixes else 0,
             "sampled": requests,
             "followed": rows if self.head else 0,
             "drafting": requests if self.head else 0,

@@ -55,9 +55,9 @@ from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, ImageRows, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec
+from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
-from baton.engine.step import Pieces, PrefixReads, Step, Variant
+from baton.engine.step import Pieces, Step, Variant
 from baton.engine.step_adjustments import Adjustments, ScoredLogprobs
 
 
@@ -143,11 +143,10 @@ class ModelRunner:
         ranks: Ranks,
         ahead: int = 1,
         head: tuple[DraftHead, HeadConfig] | None = None,
-        share_prefix_reads: bool = False,
     ) -> None:
         """`config`, `cache`, `device` and `head` are those of this rank. `ahead`: the size of this dimension
         of a step; 1: the engine has no drafts. `head`: the last layer of the cache is its own. None: the
-        engine has no draft head. `share_prefix_reads`: as in `EngineConfig`."""
+        engine has no draft head."""
         self.model = model
         self.block_size = block_size
         self.device = device
@@ -162,8 +161,6 @@ class ModelRunner:
         self._shapes = attention_shapes(cache, config, range(num_layers))
         self._tiled = {*self._shapes.values()}
         """Those of the model, without its draft head."""
-        self.prefix_reads = self._prefix_reads(cache) if share_prefix_reads and ahead == 1 else None
-        """How decodes read common prefixes. None: each request reads its own."""
         self._dtype = dtype
         vision = config.vision
         self.image_bytes = (
@@ -204,16 +201,6 @@ class ModelRunner:
             self.drafter = DraftRunner(
                 *head, num_layers, self.sampled, self._resolved, self._guesses, attends, ranks, block_size
             )
-
-    def _prefix_reads(self, cache: Sequence[CacheSpec]) -> PrefixReads | None:
-        """Those of the first layer whose kernels read common prefixes. None: no layer's do."""
-        for layer, shape in self._shapes.items():
-            spec = cache[self.cache.sources[layer]]
-            members = self._kernels.prefix_members(shape.num_heads, shape.num_kv_heads, shape.head_dim)
-            if shape.span is None and members > 1 and isinstance(spec, AttentionCache):
-                result = shape.num_heads * torch.float32.itemsize
-                return PrefixReads(members, result / (spec.rows * shape.num_kv_heads * spec.dtype.itemsize))
-        return None
 
     def move(self, moves: Sequence[tuple[int, int, bool]]) -> None:
         """Makes these moves of memory (`engine.core.elastic.Move`), on all ranks. No step and no copy uses
@@ -256,7 +243,6 @@ class ModelRunner:
             self.cache.window_blocks is not None,
             window_tiles if window_tiles and window_tiles != tiles else NO_TILES,
             config.vision is not None and config.vision.sections is not None,
-            self.prefix_reads is not None,
             self.image_bytes,
         )
         self._graphs = StepGraphs(

@@ -159,7 +159,6 @@ def start_rank(
         ranks=ranks,
         ahead=config.ahead if looks_ahead else 1,
         head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
-        share_prefix_reads=config.share_prefix_reads,
     )
     encoding = 0
     if on_gpu and encoder is not None and model_config.vision is not None:

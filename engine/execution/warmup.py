@@ -17,7 +17,7 @@ import random
 import statistics
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -318,20 +318,9 @@ def measure_times(
     )
 
 
-def _in_a_group(step: Step, block_size: int) -> Step:
-    """The step as if all that decode had the same context, up to the end of the shortest one."""
-    places = np.arange(step.num_decodes, dtype=np.int32)
-    shortest = int(step.contexts[: step.num_decodes].min())
-    return replace(
-        step, prefix_places=places, prefix_stops=np.full_like(places, shortest // block_size * block_size)
-    )
-
-
 def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[float], None]) -> Iterator[bool]:
     """Runs the steps one by one. Yields after each whether it only decoded."""
     steps = list(rehearsal.steps(runner.cache.table_width))
-    if runner.prefix_reads is not None:
-        steps += [_in_a_group(step, runner.block_size) for step in steps if step.num_decodes > 1]
     for done, step in enumerate(steps, 1):
         launched = runner.run(step, lambda _: None)
         heaviest = step.variant is Variant.FILTERED and launched.rows

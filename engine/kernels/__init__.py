@@ -280,11 +280,6 @@ class Kernels:
         mix = mamba2.mix_states_by_row if self.exact else mamba2.mix_states
         return mix(x, rates, layer, state, tiling)
 
-    def prefix_members(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-        """How many requests read a common prefix together in layers with these heads and no span. 1: each
-        request reads its own, and `AttentionMetadata.prefix_places` changes nothing."""
-        return 1
-
     def tile_programs(self, num_kv_heads: int) -> int:
         """Pieces of `AttentionMetadata.tiles` that the device computes at once. 0: tiles are not cut."""
         return 0

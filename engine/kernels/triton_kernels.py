@@ -29,11 +29,11 @@ from baton.engine.kernels import (
     silu,
 )
 from baton.engine.kernels.attention import index_kernels, latent_kernels, latent_tiling, prefill_wgmma, rope
-from baton.engine.kernels.attention.decode import decode_attention, members_that_share, queries_that_share
+from baton.engine.kernels.attention.decode import decode_attention, queries_that_share
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, tile_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
-from baton.engine.kernels.attention.pieces import Pieces, Prefixes, Sharing, most_pieces, partition
+from baton.engine.kernels.attention.pieces import Pieces, Sharing, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import (
     LONG,
@@ -180,18 +180,11 @@ class TritonKernels(Kernels):
         decodes, device = metadata.num_decodes, metadata.contexts.device
         pieces = None
         if decodes:
-            contexts, places, sharing, prefixes = metadata.contexts[:decodes], metadata.places, None, None
-            members = self.prefix_members(num_heads, num_kv_heads, head_dim)
+            count = most_pieces(decodes, num_kv_heads, self._multiprocessors)
+            contexts, places, sharing = metadata.contexts[:decodes], metadata.places, None
             if places is not None and span is None and not self.exact:
                 sharing = Sharing(queries_that_share(num_heads // num_kv_heads), places, contexts)
-            elif metadata.prefix_places is not None and span is None and members > 1:
-                assert metadata.prefix_stops is not None, "both are there"
-                prefixes = Prefixes(members, metadata.prefix_places, metadata.prefix_stops)
-            grouped = prefixes is not None
-            count = most_pieces(decodes, num_kv_heads, self._multiprocessors, prefixes=grouped)
-            pieces = partition(
-                contexts, num_kv_heads, count, span, exact=self.exact, sharing=sharing, prefixes=prefixes
-            )
+            pieces = partition(contexts, num_kv_heads, count, span, exact=self.exact, sharing=sharing)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
             group, shape, wgmma, work = num_heads // num_kv_heads, SHORT, False, metadata.tiles
@@ -233,9 +226,6 @@ class TritonKernels(Kernels):
             fp8=fp8,
             exact=self.exact,
         )
-
-    def prefix_members(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-        return 1 if self.exact else members_that_share(num_heads // num_kv_heads, head_dim)
 
     def tile_programs(self, num_kv_heads: int) -> int:
         return 0 if self.exact else SHORT_PER_SM * self._multiprocessors // num_kv_heads

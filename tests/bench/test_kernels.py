@@ -90,37 +90,6 @@ def test_every_case_of_delta_rules_runs(cases: Cases, name: str, groups: int) ->
     assert rows[f"kernels.{name}.decode.b2"].value == pytest.approx(moved / 1e9)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_every_case_of_a_common_prefix_runs(cases: Cases, fp8: bool) -> None:
-    """Both sides read the same cache, so their results are alike."""
-    from baton.bench.kernels.prefixes import PrefixCases, PrefixShape
-
-    shape = PrefixShape(
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        block_size=16,
-        batches=(3,),
-        context=70,
-        prefix=40,
-        members=(2,),
-        dtype=torch.float16,
-        fp8=fp8,
-    )
-    prefix_cases = PrefixCases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in prefix_cases for row in bench.measure(make, one_second_each)}
-    # 32 of 40 positions are whole blocks. Queries and results have 4 heads.
-    moved = 2 * 3 * 4 * 16 * 2 + (3 * 70 - 2 * 32) * 2 * 2 * (16 + 4 if fp8 else 32)
-    assert rows["kernels.decode_attention.b3.prefix40.members2"].value == pytest.approx(moved / 1e9)
-    assert rows["kernels.decode_attention.b3.prefix0.members2"].ratio == 1.0
-    for make in prefix_cases:
-        case = make()
-        assert case.torch is not None
-        together, alone = case.ours(), case.torch()
-        assert isinstance(together, torch.Tensor)
-        torch.testing.assert_close(together, alone, atol=2e-3, rtol=1e-2)
-
-
 def test_every_case_of_latents_runs(cases: Cases) -> None:
     from baton.bench.kernels.latent import LatentCases, LatentShape
 

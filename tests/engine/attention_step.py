@@ -29,8 +29,6 @@ def placed(metadata: AttentionMetadata, put: Callable[[Tensor], Tensor]) -> Atte
         contexts=put(metadata.contexts),
         tiles=None if metadata.tiles is None else put(metadata.tiles),
         places=None if metadata.places is None else put(metadata.places),
-        prefix_places=None if metadata.prefix_places is None else put(metadata.prefix_places),
-        prefix_stops=None if metadata.prefix_stops is None else put(metadata.prefix_stops),
     )
 
 
@@ -52,10 +50,9 @@ class Step:
         decodes: Sequence[tuple[int, int]] = (),
         ahead: int = 1,
         images: Images = NO_IMAGES,
-        prefixes: Sequence[tuple[range, int]] = (),
     ) -> None:
-        """`decodes`: spans that decode. Those of one token do, too. `ahead`, `prefixes`: as in `arrange`.
-        `images`: as in `AttentionMetadata`."""
+        """`decodes`: spans that decode. Those of one token do, too. `ahead`: as in `arrange`. `images`: as in
+        `AttentionMetadata`."""
         self.scale = head_dim**-0.5 if scale is None else scale
         self.heads, self.dtype, self.span = heads, dtype, span
         self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
@@ -66,8 +63,6 @@ class Step:
         free = list(range(num_blocks))
         random.Random(seed).shuffle(free)
         tables = torch.tensor([[free.pop() for _ in range(width)] for _ in spans], dtype=torch.int32)
-        for rows, blocks in prefixes:
-            tables[rows.start : rows.stop, :blocks] = tables[rows.start, :blocks].clone()
         slots = [
             tables[i].long()[torch.arange(stop) // block_size] * block_size + torch.arange(stop) % block_size
             for i, (_, stop) in enumerate(self.spans)
@@ -78,7 +73,7 @@ class Step:
             [0] * sum(stop - start for start, stop in spans), starts, stops,
             [array("i", table.tolist()) for table in tables], [], Variant.GREEDY, Draws(*[none] * 5),
             num_decodes=len(decodes), hands_over=False, block_size=block_size, table_width=width,
-            keys=None if ahead == 1 else np.zeros((0, ahead), np.int32), prefixes=prefixes,
+            keys=None if ahead == 1 else np.zeros((0, ahead), np.int32),
         )  # fmt: skip
         tensors = {name: torch.from_numpy(values) for name, values in read_by_device(step).items()}
         self.metadata = attention_metadata(

@@ -123,11 +123,8 @@ def main() -> None:
         sinks = None if span is None else x[0, :heads]
         long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
         kernels.attention(q, kv, kernels.tile(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
-        places = torch.zeros(65, dtype=torch.int32)
-        drafts = replace(metadata, places=places)
-        groups = replace(metadata, prefix_places=places, prefix_stops=places)
-        for decodes in (metadata, drafts, groups):
-            tiling = kernels.tile(decodes, heads, kv_heads, dtype, span)
+        for places in (None, torch.zeros(65, dtype=torch.int32)):
+            tiling = kernels.tile(replace(metadata, places=places), heads, kv_heads, dtype, span)
             kernels.attention(q, kv, tiling, sinks, head_dim**-0.5)
         if dtype is not torch.float32:
             exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)

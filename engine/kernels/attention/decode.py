@@ -5,15 +5,13 @@
 `first` is 0, or the first position in the layer's span.
 
 Only the query heads of one group share keys (GQA packing), and a few successive queries of one request: a
-token and its drafts. Requests that begin with the same blocks (`Prefixes`) share the keys of these. So the
-time goes into reading the cache once. The whole GPU reads it, also if contexts
+token and its drafts. So the time goes into reading the cache once. The whole GPU reads it, also if contexts
 are few or of unequal length (Flash-Decoding, Dao 2023):
 
 1. `partition`, once per step: cuts the contexts of the batch into pieces (`pieces`). A long context gets many
    pieces, a short one only one.
 2. `_split`, one program per (piece, KV head): attention over the keys of the piece alone, and the logarithm
-   to base 2 of its softmax sum, lse(i). The first piece of a request has the sink in its sum. A piece of a
-   common prefix has results of several requests.
+   to base 2 of its softmax sum, lse(i). The first piece of a request has the sink in its sum.
 3. The pieces of a request are combined, in their order. A request of one piece has its result already. Few
    requests have many pieces each, so `combine` has a program for each of their query heads. With more
    requests, the program of `_split` that finishes last for a KV head combines, which saves a launch.
@@ -39,16 +37,7 @@ from baton.engine.kernels.attention.online_softmax import (
     weigh,
     whole_tile,
 )
-from baton.engine.kernels.attention.pieces import (
-    BLOCK_N,
-    Pieces,
-    Prefixes,
-    Sharing,
-    add_up,
-    combine,
-    pieces_of,
-    queries_from,
-)
+from baton.engine.kernels.attention.pieces import BLOCK_N, Pieces, Sharing, combine, of_query, queries_from
 from baton.engine.kernels.attention.tiles import MOST_IN_LONG
 from baton.engine.kernels.launch import finishes_last, inputs_ready, launch_options
 from baton.engine.model_config import Span
@@ -61,11 +50,6 @@ STAGED_BYTES = 192 << 10  # at most, of the keys and values of all stages but on
 ROWS = 8  # least size of a side of a tensor core product; a group of query heads is padded to it
 SHARED_ROWS = 16  # padded query heads of all queries that share keys
 
-# Of requests that read a common prefix together. Not measured yet.
-NUMBERS = 160  # scores and sums in the registers of a thread, which has 255
-MEMBER_STAGES = 5  # fewer, since more queries are in shared memory: as many programs run at once as without
-MOST_MEMBERS = 16  # more would save little, and their results take memory
-
 COMBINED_LAST = 16  # results that the last program takes at once, of all query heads of a group
 FEW_REQUESTS = 32  # up to these, `combine` runs
 
@@ -73,13 +57,6 @@ FEW_REQUESTS = 32  # up to these, `combine` runs
 def queries_that_share(group: int) -> int:
     """The most queries of a request that share keys, with so many heads each."""
     return max(1, SHARED_ROWS // triton.next_power_of_2(group))
-
-
-def members_that_share(group: int, head_dim: int) -> int:
-    """The most requests that read a common prefix together, with so many heads for each KV head. 1: the
-    registers have room for no second one."""
-    members = NUMBERS * 32 // (head_dim + BLOCK_N) // triton.next_power_of_2(group)
-    return min(MOST_MEMBERS, 1 << max(1, members).bit_length() - 1)
 
 
 def decode_attention(
@@ -100,12 +77,9 @@ def decode_attention(
     group = num_heads // shape.kv_heads
     count = len(pieces.work)
     queries, places, contexts = pieces.sharing or Sharing(1, pieces.first, pieces.first)
-    members, places, _ = pieces.prefixes or Prefixes(1, places, contexts)
-    results = max(queries, members)  # of a piece
-    partial = torch.empty((count, results, num_heads, head_dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((count, results, num_heads), dtype=torch.float32, device=q.device)
+    partial = torch.empty((count, queries, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((count, queries, num_heads), dtype=torch.float32, device=q.device)
     few, head_bytes = requests <= FEW_REQUESTS, head_dim * parts(kv)[0].itemsize
-    stages = min(STAGES, 1 + STAGED_BYTES // (2 * BLOCK_N * head_bytes))
     _split[(shape.kv_heads, count)](
         q,
         *cache,
@@ -129,15 +103,12 @@ def decode_attention(
         GROUP=group,
         QUERIES=queries,
         ROWS=max(ROWS, queries * triton.next_power_of_2(group)),
-        STAGED=stages,
-        MEMBERS=members,
-        MEMBER_ROWS=max(ROWS, members * triton.next_power_of_2(group)),
-        MEMBER_STAGED=min(MEMBER_STAGES, stages),
         COMBINED=0 if few else max(1, COMBINED_LAST // triton.next_power_of_2(group)),
         BLOCK_N=BLOCK_N,
         SPAN=span is not None,
         SINKS=sinks is not None,
         num_warps=max(1, head_bytes // BYTES_PER_WARP, WIDE_WARPS if head_dim > MOST_IN_LONG else 1),
+        num_stages=min(STAGES, 1 + STAGED_BYTES // (2 * BLOCK_N * head_bytes)),
         **launch_options(),
     )
     if few:
@@ -172,15 +143,12 @@ def _split(
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGED: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    MEMBER_ROWS: tl.constexpr,
-    MEMBER_STAGED: tl.constexpr,
     COMBINED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
     SINKS: tl.constexpr,
 ):
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
     # The heads of a piece run at once, since they are neighbours in memory.
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
@@ -188,65 +156,14 @@ def _split(
     inputs_ready()
     if request < 0:
         return
-    cache = keys, values, key_tiles, value_tiles, kv_scales, slots, kv_head
-    inputs = q, q_stride, block_tables, table_stride, contexts, sinks, scale
-    results = partial, lse, finished, out, out_stride, first, places, requests
-    if MEMBERS > 1:
-        if request < requests:
-            _attend_piece(
-                inputs, cache, results, piece, request, 1, begin, stop,
-                SHAPE, GROUP, 1, ROWS, STAGED, MEMBERS, False, COMBINED, BLOCK_N, False, SINKS,
-            )  # fmt: skip
-        else:
-            request -= requests
-            shared = queries_from(places, request, requests, MEMBERS)
-            _attend_piece(
-                inputs, cache, results, piece, request, shared, begin, stop,
-                SHAPE, GROUP, MEMBERS, MEMBER_ROWS, MEMBER_STAGED, MEMBERS, True, COMBINED, BLOCK_N,
-                False, False,
-            )  # fmt: skip
-    else:
-        shared = queries_from(places, request, requests, QUERIES) if QUERIES > 1 else 1
-        _attend_piece(
-            inputs, cache, results, piece, request, shared, begin, stop,
-            SHAPE, GROUP, QUERIES, ROWS, STAGED, 1, False, COMBINED, BLOCK_N, SPAN, SINKS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _attend_piece(
-    inputs,
-    cache,
-    results,
-    piece,
-    request,
-    shared,
-    begin,
-    stop,
-    SHAPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGED: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    COMMON: tl.constexpr,
-    COMBINED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Attention of `shared` queries, at most QUERIES, to a piece, and its results. COMMON: they are the
-    queries of requests from this one on that have a common prefix. Else they are those of this request."""
-    q, q_stride, block_tables, table_stride, contexts, sinks, scale = inputs
-    _, _, _, _, _, first, places, requests = results
-    HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    MASKED: tl.constexpr = QUERIES > 1 and not COMMON
-    kv_head = cache[6]
+    shared = queries_from(places, request, requests, QUERIES) if QUERIES > 1 else 1
     query, heads, used = _queries(kv_head, shared, GROUP, QUERIES, ROWS)
     in_row = heads[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     queries = tl.load(q + (request + query)[:, None] * q_stride + in_row, mask=used[:, None], other=0.0)
-    of_request = pieces_of(first, places, request, requests, QUERIES, MEMBERS)
+    first_piece = tl.load(first + request)
+    pieces = tl.load(first + request + 1) - first_piece
 
+    cache = keys, values, key_tiles, value_tiles, kv_scales, slots, kv_head
     table = block_tables + request * table_stride
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     WIDTH: tl.constexpr = HEAD_DIM // 2 if SHAPE.fp8 else HEAD_DIM
@@ -256,8 +173,7 @@ def _attend_piece(
     queries = tl.trans(queries)
     if SINKS:
         sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
-        is_first = piece == of_request[0]
-        m, total = tl.where(is_first, sink, m), tl.where(is_first, 1.0, total)
+        m, total = tl.where(piece == first_piece, sink, m), tl.where(piece == first_piece, 1.0, total)
     if SPAN:
         unaligned = begin % BLOCK_N
         if unaligned != 0:
@@ -268,68 +184,43 @@ def _attend_piece(
             )
             begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
     # Each query sees all positions before this one.
-    whole = tl.maximum(tl.minimum(tl.load(contexts + request), stop), begin) if MASKED else stop
+    whole = tl.maximum(tl.minimum(tl.load(contexts + request), stop), begin) if QUERIES > 1 else stop
     last = begin + (whole - begin) // BLOCK_N * BLOCK_N
-    for start in tl.range(begin, last, BLOCK_N, num_stages=STAGED):
+    for start in tl.range(begin, last, BLOCK_N):
         tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
         m, total, acc, upper_acc = attend(queries, tile, None, m, total, acc, upper_acc, scale, SHAPE.fp8)
     for start in tl.range(last, stop, BLOCK_N, num_stages=1):
         tile, inside = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
         seen = inside[:, None]
-        if MASKED:
+        if QUERIES > 1:
             seen &= (start + tl.arange(0, BLOCK_N))[:, None] < (tl.load(contexts + request) + query)[None, :]
         m, total, acc, upper_acc = attend(queries, tile, seen, m, total, acc, upper_acc, scale, SHAPE.fp8)
     result = tl.interleave(tl.trans(acc), tl.trans(upper_acc)) if SHAPE.fp8 else tl.trans(acc)
     total = tl.where(total == 0.0, 1.0, total)  # 0: no key, as for a padding request
     result /= total[:, None]
-
-    _store_piece(
-        results, of_request, piece, request, shared, query, kv_head, heads, used, result, m + tl.log2(total),
-        SHAPE.kv_heads, GROUP, QUERIES, MEMBERS, COMMON, COMBINED,
-    )  # fmt: skip
-
-
-@triton.jit
-def _store_piece(
-    results,
-    of_request,
-    piece,
-    request,
-    shared,
-    query,
-    kv_head,
-    heads,
-    used,
-    result,
-    of_lse,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    COMMON: tl.constexpr,
-    COMBINED: tl.constexpr,
-):
-    """Stores the results [rows, head_dim] of a piece, and their lse [rows]: in `out` if there are no others
-    of the request."""
-    partial, lse, _, out, out_stride, _, _, _ = results
-    HEAD_DIM: tl.constexpr = result.shape[1]
-    RESULTS: tl.constexpr = MEMBERS if MEMBERS > 1 else QUERIES
-    in_row = heads[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    if not COMMON and of_request[1] + of_request[4] == 1:
+    if pieces == 1:
         to = out + (request + query)[:, None] * out_stride + in_row
         tl.store(to, result.to(out.dtype.element_ty), mask=used[:, None])
     else:
-        at = (piece.to(tl.int64) * RESULTS + query) * KV_HEADS * GROUP
+        at = (piece.to(tl.int64) * QUERIES + query) * SHAPE.kv_heads * GROUP
         tl.store(partial + at[:, None] * HEAD_DIM + in_row, result, mask=used[:, None])
-        tl.store(lse + at + heads, of_lse, mask=used)
-        if COMBINED and COMMON:
-            for member in range(shared):
-                _combine_last(
-                    results, request + member, 1, kv_head, 1, MEMBERS, KV_HEADS, GROUP, HEAD_DIM, COMBINED
-                )
-        elif COMBINED:
+        tl.store(lse + at + heads, m + tl.log2(total), mask=used)
+        if COMBINED:
             _combine_last(
-                results, request, shared, kv_head, QUERIES, MEMBERS, KV_HEADS, GROUP, HEAD_DIM, COMBINED
+                partial,
+                lse,
+                finished + request * SHAPE.kv_heads + kv_head,
+                out + request * out_stride,
+                out_stride,
+                first_piece,
+                pieces,
+                shared,
+                kv_head,
+                QUERIES,
+                SHAPE.kv_heads,
+                GROUP,
+                HEAD_DIM,
+                COMBINED,
             )
 
 
@@ -343,35 +234,30 @@ def _queries(kv_head, shared, GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: 
 
 @triton.jit
 def _combine_last(
-    results,
-    request,
+    partial,
+    lse,
+    count,
+    to_row,
+    out_stride,
+    first,
+    pieces,
     shared,
     kv_head,
     QUERIES: tl.constexpr,
-    MEMBERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
 ):
-    """Counts a piece of a request. The program that finishes last combines all of them, for the queries of
-    `shared` requests from this one on."""
-    partial, lse, finished, out, out_stride, first, places, requests = results
-    own_begin, own_count, _, begin, count, member = pieces_of(
-        first, places, request, requests, QUERIES, MEMBERS
-    )
-    place = request * KV_HEADS + kv_head
-    if finishes_last(finished, place, own_count + count):
-        tl.store(finished + place, 0)
+    """Counts a piece. The program that finishes last combines all of them."""
+    if finishes_last(count, 0, pieces):
+        tl.store(count, 0)
         own = tl.arange(0, triton.next_power_of_2(GROUP))
         heads, used = kv_head * GROUP + own, own < GROUP
-        RESULTS: tl.constexpr = MEMBERS if MEMBERS > 1 else QUERIES
+        HEADS: tl.constexpr = KV_HEADS * GROUP
         for query in range(shared):
-            of_query = own_begin, own_count, query, begin, count, member
-            add_up(
-                partial, lse, out + (request + query) * out_stride, of_query, heads, used,
-                RESULTS, MEMBERS > 1, KV_HEADS * GROUP, HEAD_DIM, COMBINED,
-            )  # fmt: skip
+            to = to_row + query * out_stride
+            of_query(partial, lse, to, first, pieces, query, heads, used, QUERIES, HEADS, HEAD_DIM, COMBINED)
 
 
 @triton.jit

@@ -117,12 +117,6 @@ class AttentionMetadata:
     places: Tensor | None = None
     """[num_decodes or more] int32: 0 for the first query of a request that decodes, and 1, 2, … for those
     after it. None: each request that decodes has one."""
-    prefix_places: Tensor | None = None
-    """[num_decodes or more] int32: 0 for the first request of a group whose requests begin with the same
-    blocks, and 1, 2, … for those after it. 0: it is in no group. None: there are no groups. Such a step has
-    no `places`."""
-    prefix_stops: Tensor | None = None
-    """[num_decodes or more] int32: the positions in these blocks, of each request of a group."""
     tiles: Tensor | None = None
     """[pieces, TILE_FIELDS] int32, from `tile_work` with `Kernels.tile_programs`; replaces `prefills` in a
     graph."""

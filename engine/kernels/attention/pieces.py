@@ -5,10 +5,6 @@ length that allows this. The result of a piece is attention over its keys alone,
 of its softmax sum, lse(i). Those of a request give, in their order:
 
     out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max)
-
-Requests of a group begin with the same blocks (`Prefixes`). Their common positions have pieces of their own,
-which read them once for several requests (Hydragen, Juravsky 2024; ChunkAttention, Ye 2024; the cascades of
-FlashInfer and vLLM). A request then puts together its own pieces and those of its group.
 """
 
 from dataclasses import dataclass
@@ -38,12 +34,9 @@ class Pieces:
 
     work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; request −1: no work
     first: Tensor
-    """[requests + 1] int32: request i has the pieces [first[i], first[i + 1]). With `prefixes` it has
-    [2 · requests + 1], and the pieces of the positions that request i reads for its group are those of
-    request requests + i, also in `work`."""
+    """[requests + 1] int32: request i has the pieces [first[i], first[i + 1])."""
     finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
     sharing: "Sharing | None" = None  # None: each request has pieces of its own
-    prefixes: "Prefixes | None" = None  # None: no positions are read for several requests
     single: bool = False  # the host knows that each request has one piece
 
 
@@ -56,25 +49,8 @@ class Sharing(NamedTuple):
     contexts: Tensor  # [requests] int32
 
 
-class Prefixes(NamedTuple):
-    """Groups of requests that begin with the same blocks. The requests of a group follow each other, and up
-    to `members` of them read the common positions together. The first of these has the pieces. A request
-    that would read them alone reads all of its context in pieces of its own."""
-
-    members: int
-    """A power of two, at least 2."""
-    places: Tensor
-    """[requests] int32: 0 for the first request of a group, and 1, 2, … for those after it. 0: it is in no
-    group."""
-    stops: Tensor
-    """[requests] int32: the common positions, for all requests of a group the same: whole blocks, and at most
-    the context of each."""
-
-
-def most_pieces(requests: int, num_kv_heads: int, multiprocessors: int, *, prefixes: bool = False) -> int:
-    """`prefixes`: also for what groups read together. That is one more piece for two requests, at least."""
-    more = -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
-    return requests + (max(more, requests // 2) if prefixes else more)
+def most_pieces(requests: int, num_kv_heads: int, multiprocessors: int) -> int:
+    return requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
 
 
 def partition(
@@ -87,7 +63,6 @@ def partition(
     exact: bool = False,
     segments: bool = False,
     sharing: Sharing | None = None,
-    prefixes: Prefixes | None = None,
 ) -> Pieces:
     """Cuts contexts [requests] int32 into up to so many pieces, at multiples of `block_n`, from the first
     position in the span on.
@@ -96,21 +71,15 @@ def partition(
     pieces of the request, the positions of a segment, and the piece's first segment, counted from the first
     one of the request. `first` counts the segments of the requests that have several pieces.
 
-    `segments`: each piece is one segment. There are SEGMENTS pieces or more for each request.
-
-    `prefixes`: without a span, and neither `exact` nor `segments` nor `sharing`."""
-    assert prefixes is None or not (span or exact or segments or sharing), "groups read plain contexts"
+    `segments`: each piece is one segment. There are SEGMENTS pieces or more for each request."""
     requests = len(contexts)
-    ranges = requests if prefixes is None else 2 * requests
     new = contexts.new_empty
     fields = EXACT_FIELDS.value if exact else FIELDS
-    work, first, finished = new(pieces, fields), new(ranges + 1), new(requests, num_kv_heads)
-    result = Pieces(work, first, finished, sharing, prefixes)
-    grouped = sharing or prefixes
+    work, first, finished = new(pieces, fields), new(requests + 1), new(requests, num_kv_heads)
+    result = Pieces(work, first, finished, sharing)
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
         contexts,
-        contexts if grouped is None else grouped.places,
-        contexts if prefixes is None else prefixes.stops,
+        contexts if sharing is None else sharing.places,
         result.work,
         result.first,
         result.finished,
@@ -121,8 +90,7 @@ def partition(
         FIELDS=fields,
         EXACT=exact or segments,
         QUERIES=1 if sharing is None else sharing.queries,
-        MEMBERS=1 if prefixes is None else prefixes.members,
-        RANGES=max(16, triton.next_power_of_2(ranges)),
+        REQUESTS=max(16, triton.next_power_of_2(requests)),
         PIECES=PARTITION_PIECES,
         **span_options(span),
         num_warps=4,
@@ -139,24 +107,21 @@ def combine(
     early: bool = False,
     at_once: int = COMBINED,
 ) -> None:
-    """Writes out [requests, heads, size], for requests of several pieces. partial [pieces, results, heads,
-    size] and lse [pieces, results, heads] float32 have their results, one for each query that a piece may
-    have. `early`: as in `next_may_begin`.
+    """Writes out [requests, heads, size], for requests of several pieces. partial [pieces, queries, heads,
+    size] and lse [pieces, queries, heads] float32 have their results. `early`: as in `next_may_begin`.
     `at_once`: results that a program takes at once, a power of two. They decide the order of the sums."""
     if pieces.single:
         return
     requests, heads, size = out.shape
-    grouped = pieces.sharing or pieces.prefixes
+    sharing = pieces.sharing
     _combine[(requests, heads)](
         partial,
         lse,
         pieces.first,
-        pieces.first if grouped is None else grouped.places,
+        pieces.first if sharing is None else sharing.places,
         out,
         out.stride(0),
-        requests,
-        QUERIES=1 if pieces.sharing is None else pieces.sharing.queries,
-        MEMBERS=1 if pieces.prefixes is None else pieces.prefixes.members,
+        QUERIES=1 if sharing is None else sharing.queries,
         HEADS=heads,
         HEAD_DIM=size,
         COMBINED=at_once,
@@ -177,53 +142,10 @@ def queries_from(places, row, rows, QUERIES: tl.constexpr):
     return count
 
 
-@triton.jit
-def _common(places, stops, row, rows, MEMBERS: tl.constexpr):
-    """How many positions a request reads together with others. 0: none."""
-    place = tl.load(places + row, mask=row < rows, other=0)
-    after = tl.load(places + row + 1, mask=row + 1 < rows, other=0)
-    stop = tl.load(stops + row, mask=row < rows, other=0)
-    return tl.where((place % MEMBERS > 0) | (after == place + 1), stop, 0), place
-
-
-@triton.jit
-def _range(
-    contexts,
-    places,
-    stops,
-    number,
-    requests,
-    QUERIES: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    SPAN: tl.constexpr,
-    CHUNKED: tl.constexpr,
-):
-    """The range of positions with this number, of which `Pieces.first` has the pieces: the first position,
-    the last one + 1, and whether there is the range."""
-    request = number
-    if MEMBERS > 1:
-        request = tl.where(number < requests, number, number - requests)
-    there = request < requests
-    last = tl.load(contexts + request, mask=there, other=0)
-    if MEMBERS > 1:
-        common, place = _common(places, stops, request, requests, MEMBERS)
-        first = tl.where(number < requests, common, 0)
-        last = tl.where(number < requests, last, common)
-        there &= (number < requests) | ((common > 0) & (place % MEMBERS == 0))
-    else:
-        if QUERIES > 1:
-            shared = queries_from(places, request, requests, QUERIES)
-            last += tl.maximum(shared - 1, 0)
-            there &= shared > 0
-        first = first_seen(last - 1, SPAN, CHUNKED)
-    return first, last, there
-
-
 @triton.jit(do_not_specialize=["requests", "pieces"])
 def _partition(
     contexts,
     places,
-    stops,
     work,
     first,
     finished,
@@ -234,17 +156,18 @@ def _partition(
     FIELDS: tl.constexpr,
     EXACT: tl.constexpr,
     QUERIES: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    RANGES: tl.constexpr,
+    REQUESTS: tl.constexpr,
     PIECES: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
-    ranges = requests if MEMBERS == 1 else 2 * requests
-    numbers = tl.arange(0, RANGES)
-    seen, last, there = _range(contexts, places, stops, numbers, requests, QUERIES, MEMBERS, SPAN, CHUNKED)
-    unit = segment_of(last) if EXACT else last * 0 + BLOCK_N
-    units = tl.where(there, tl.maximum(tl.cdiv(last, unit) - seen // unit, 1), 0)
+    requests_of = tl.arange(0, REQUESTS)
+    context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
+    shared = queries_from(places, requests_of, requests, QUERIES) if QUERIES > 1 else context * 0 + 1
+    context += tl.maximum(shared - 1, 0)
+    unit = segment_of(context) if EXACT else context * 0 + BLOCK_N
+    units = tl.cdiv(context, unit) - first_seen(context - 1, SPAN, CHUNKED) // unit
+    units = tl.where((requests_of < requests) & (shared > 0), tl.maximum(units, 1), 0)
     # Bisection for the shortest length, in tiles, that gives at most `pieces` pieces.
     low = 1
     high = tl.maximum(tl.max(units * (unit // BLOCK_N), axis=0), 1)
@@ -258,18 +181,21 @@ def _partition(
     ends = tl.cumsum(count, axis=0)
 
     own = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
-    past = ends[None, :] <= own[:, None]  # [pieces, ranges]: all pieces of the range come before this one
-    number = tl.sum(past.to(tl.int32), axis=1)
+    past = ends[None, :] <= own[:, None]  # [pieces, requests]: all pieces of the request come before this one
+    request = tl.sum(past.to(tl.int32), axis=1)
     before = tl.sum(tl.where(past, count[None, :], 0), axis=1)
-    taken = number < RANGES
-    seen, last, there = _range(contexts, places, stops, number, requests, QUERIES, MEMBERS, SPAN, CHUNKED)
+    taken = request < REQUESTS
+    last = tl.load(contexts + request, mask=taken & (request < requests), other=0)
+    if QUERIES > 1:
+        last += tl.maximum(queries_from(places, request, requests, QUERIES) - 1, 0)
+    seen = first_seen(last - 1, SPAN, CHUNKED)
     unit = segment_of(last) if EXACT else BLOCK_N
     length = tl.cdiv(high * BLOCK_N, unit) * unit
     start = seen // unit * unit + (own - before) * length
     stop = tl.minimum(start + length, last)
     start = tl.minimum(tl.maximum(start, seen), last)
     inside = own < pieces
-    tl.store(work + own * FIELDS, tl.where(taken, number, -1), mask=inside)
+    tl.store(work + own * FIELDS, tl.where(taken, request, -1), mask=inside)
     tl.store(work + own * FIELDS + 1, start, mask=inside)
     tl.store(work + own * FIELDS + 2, stop, mask=inside)
     if FIELDS == EXACT_FIELDS:
@@ -280,31 +206,13 @@ def _partition(
         count = tl.where(count > 1, units, 0)
         ends = tl.cumsum(count, axis=0)
     if tl.program_id(0) == 0:
-        tl.store(first + numbers, ends - count, mask=numbers < ranges)
-        tl.store(first + ranges, tl.sum(count, axis=0))
+        tl.store(first + requests_of, ends - count, mask=requests_of < requests)
+        tl.store(first + requests, tl.sum(count, axis=0))
         for head in tl.static_range(KV_HEADS):
-            tl.store(finished + numbers * KV_HEADS + head, 0, mask=numbers < requests)
+            tl.store(finished + requests_of * KV_HEADS + head, 0, mask=requests_of < requests)
 
 
 @triton.jit
-def pieces_of(first, places, request, requests, QUERIES: tl.constexpr, MEMBERS: tl.constexpr):
-    """The pieces that have results of a request: the first one of its own, how many there are, and its query
-    in them; and the same of those that it shares with its group."""
-    query, own = 0, request
-    begin, count, member = 0, 0, 0
-    if MEMBERS > 1:
-        member = tl.load(places + request) % MEMBERS
-        leads = requests + request - member
-        begin = tl.load(first + leads)
-        count = tl.load(first + leads + 1) - begin
-    elif QUERIES > 1:
-        query = tl.load(places + request) % QUERIES
-        own = request - query
-    own_begin = tl.load(first + own)
-    return own_begin, tl.load(first + own + 1) - own_begin, query, begin, count, member
-
-
-@triton.jit(do_not_specialize=["requests"])
 def _combine(
     partial,
     lse,
@@ -312,9 +220,7 @@ def _combine(
     places,
     out,
     out_stride,
-    requests,
     QUERIES: tl.constexpr,
-    MEMBERS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
@@ -323,25 +229,37 @@ def _combine(
     if EARLY:
         next_may_begin()
     request = tl.program_id(0)
-    of_request = pieces_of(first, places, request, requests, QUERIES, MEMBERS)
+    query = tl.load(places + request) % QUERIES if QUERIES > 1 else 0
+    begin = tl.load(first + request - query)
+    pieces = tl.load(first + request - query + 1) - begin
     inputs_ready()
-    if of_request[1] + of_request[4] > 1:
+    if pieces > 1:
         head = tl.program_id(1) + tl.arange(0, 1)
         to_row = out + request.to(tl.int64) * out_stride
-        RESULTS: tl.constexpr = MEMBERS if MEMBERS > 1 else QUERIES
-        add_up(
-            partial,
-            lse,
-            to_row,
-            of_request,
-            head,
-            head < HEADS,
-            RESULTS,
-            MEMBERS > 1,
-            HEADS,
-            HEAD_DIM,
-            COMBINED,
+        of_query(
+            partial, lse, to_row, begin, pieces, query, head, head < HEADS, QUERIES, HEADS, HEAD_DIM, COMBINED
         )
+
+
+@triton.jit
+def of_query(
+    partial,
+    lse,
+    to_row,
+    first,
+    pieces,
+    query,
+    heads,
+    used,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
+    """As `add_up`, for a query of those that share pieces."""
+    heads += query * HEADS  # of all queries, one after the other
+    to_row -= query * HEADS * HEAD_DIM
+    add_up(partial, lse, to_row, first, pieces, heads, used, QUERIES * HEADS, HEAD_DIM, COMBINED)
 
 
 @triton.jit
@@ -349,31 +267,23 @@ def add_up(
     partial,
     lse,
     to_row,
-    of_request,
+    first,
+    pieces,
     heads,
     used,
-    RESULTS: tl.constexpr,
-    GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
 ):
-    """Writes the `heads` of a request that are `used`, from its pieces, COMBINED of them at a time.
-    `of_request`: as `pieces_of` returns it. A piece has so many RESULTS. GROUPS: whether there are some."""
-    own_begin, own_count, query, begin, count, member = of_request
-    pieces = own_count + count if GROUPS else own_count
+    """Writes the `heads` of a request that are `used`, from its pieces, COMBINED of them at a time."""
     dims = tl.arange(0, HEAD_DIM)
     m = tl.full(heads.shape, float("-inf"), tl.float32)
     total = tl.zeros(heads.shape, tl.float32)
     acc = tl.zeros([heads.shape[0], HEAD_DIM], tl.float32)
-    for start in tl.range(0, pieces, COMBINED):
+    for start in tl.range(first, first + pieces, COMBINED):
         own = start + tl.arange(0, COMBINED)
-        there = (own < pieces)[:, None] & used[None, :]
-        result = (own_begin + own).to(tl.int64) * RESULTS + query
-        if GROUPS:
-            of_group = (begin + own - own_count).to(tl.int64) * RESULTS + member
-            result = tl.where(own < own_count, result, of_group)
-        at = result[:, None] * HEADS + heads[None, :]
+        there = (own < first + pieces)[:, None] & used[None, :]
+        at = own.to(tl.int64)[:, None] * HEADS + heads[None, :]
         weight = tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         of_heads = partial + at[:, :, None] * HEAD_DIM + dims[None, None, :]
         values = tl.load(of_heads, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
