@@ -7,7 +7,8 @@ have some more tokens.
     different    tokens that differ from those of a cluster without faults, and without a prefix cache
     failed       answers that ended too soon, or with an error
     recomputed   prompt and output tokens of an answer that were computed again for a kill: of all, the most
-    pause        the longest gap of all answers around a kill
+    pause        the longest gap around a kill, of the answers that the worker decoded
+    pause_joining  the same of all others: their KV was not there yet, so they may wait for other prompts
     pause.STAGE  what the worker does meanwhile: it ends processes, wakes the standby, maps and verifies KV,
                  prepares transfers, starts the transfer process, and submits the attempts. Before that it
                  notices the end (detection), and after it comes the first step of each stream
@@ -69,7 +70,7 @@ BATCH, CONTEXT = 4, 128
 STANDS_BY = "an engine process stands by"
 CPU_FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
 GPU_FLAGS = ("--dtype", "bfloat16", "--load-format", "dummy", "--batch-invariant", "--max-model-len", "32768")
-GPU_ANSWER = 768
+GPU_ANSWER = 1536
 BESIDE = 16, 500, 64
 """Requests beside, the tokens of their prompts and of their answers."""
 MOST_RECOMPUTED, SLOWEST_STEP = {"cpu": 128, "cuda": 192}, 1.005
@@ -136,7 +137,9 @@ class Kills:
     recomputed: list[int]
     """Tokens, by kill."""
     pauses: list[float]
-    """Seconds of the longest one, by kill."""
+    """Seconds of the longest one, by kill, of the streams that the worker decoded."""
+    joining: list[float]
+    """The same of all others."""
     stages: dict[str, list[float]]
     """Seconds of each stage of a pause, by kill: from the kill to the first token of the last stream."""
 
@@ -226,16 +229,24 @@ async def killed(
     return Kills(
         streams,
         [max(of_kill) for of_kill in zip(*recomputed, strict=True)],
-        [longest(streams, *pair) for pair in pairwise([*moments, math.inf])],
+        [longest(streams, *pair, decoded=True) for pair in pairwise([*moments, math.inf])],
+        [longest(streams, *pair, decoded=False) for pair in pairwise([*moments, math.inf])],
         stages_in(log.read_text()) | ends_of_pauses(log.read_text(), moments, streams),
     )
 
 
-def longest(streams: Sequence[Stream], moment: float, end: float) -> float:
+def longest(streams: Sequence[Stream], moment: float, end: float, *, decoded: bool) -> float:
     """Seconds of the longest gap between two tokens of a stream that ends in this time. Tokens that were on
-    the way come after a kill, so it need not be the gap around it."""
-    gaps = (b - a for stream in streams for a, b in pairwise(stream.arrivals) if moment < b <= end)
+    the way come after a kill, so it need not be the gap around it. `decoded`: of streams that the worker
+    decoded at this moment, else of all others."""
+    chosen = (stream.arrivals for stream in streams if decodes_at(stream, moment) is decoded)
+    gaps = (b - a for arrivals in chosen for a, b in pairwise(arrivals) if moment < b <= end)
     return max(gaps, default=0.0)
+
+
+def decodes_at(stream: Stream, moment: float) -> bool:
+    """The first token is the prefill worker's, the second one shows that its KV has come."""
+    return len(stream.arrivals) > 1 and stream.arrivals[1] <= moment
 
 
 def ends_of_pauses(log: str, moments: Sequence[float], streams: Sequence[Stream]) -> dict[str, list[float]]:
@@ -254,7 +265,7 @@ def ends_of_pauses(log: str, moments: Sequence[float], streams: Sequence[Stream]
     for moment, kill, at in zip(moments, killed_at, gone_on, strict=True):
         again = moment + at - kill
         next_tokens = (
-            [t for t in stream.arrivals if t > again] for stream in streams if stream.started <= moment
+            [t for t in stream.arrivals if t > again] for stream in streams if decodes_at(stream, moment)
         )
         first.append(max((min(times) - again for times in next_tokens if times), default=0.0))
     return {
@@ -372,6 +383,7 @@ def measure_on_gpus(args: argparse.Namespace, report: Report) -> None:
                 print(line, file=sys.stderr)
     report.add(Row("survive.cuda.standby_memory", memory, "GiB"))
     report.add_median("survive.cuda.pause", stays.pauses, "s", goal=LONGEST_PAUSE)
+    report.add_median("survive.cuda.pause_joining", stays.joining, "s")
     for stage, seconds in stays.stages.items():
         report.add_median(f"survive.cuda.pause.{stage.replace(' ', '_')}", seconds, "s")
 
@@ -387,7 +399,12 @@ def tell(
     verdict = judge(stays.streams, right)
     for error in verdict.errors:
         print(error, file=sys.stderr)
-    report.detail = {"leaks": leaks, "recomputed": stays.recomputed, "pauses": stays.pauses}
+    report.detail = {
+        "leaks": leaks,
+        "recomputed": stays.recomputed,
+        "pauses": stays.pauses,
+        "joining": stays.joining,
+    }
     name = f"survive.{device}"
     report.add(Row(f"{name}.different", verdict.different + verdict.lost_or_repeated, "tokens", goal=0))
     report.add(Row(f"{name}.failed", verdict.failed, "streams", goal=0))
