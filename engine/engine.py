@@ -512,6 +512,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self.lives, self._scheduler, self._meters
+        meters.rest(self.loop.idle_seconds)
         limit, cache = meters.chunk_limit, lives.cache
         waiting: list[tuple[int, float]] = list(scheduler.parts_waiting())
         batch = scheduler.batch(meters.prefill_position)

@@ -164,6 +164,11 @@ class StepLoop:
             )
         return True
 
+    @property
+    def idle_seconds(self) -> float:
+        """Since the last step was over. 0: a step is under way."""
+        return 0.0 if self.under_way else time.monotonic() - self._landed_at
+
     def _schedule(self, began: float, result: StepResult) -> Schedule:
         joins_at, self._joined = began if self._joined else self.joins_at, False
         begins = max(began, self._pace.ends) if self.under_way else began

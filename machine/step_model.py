@@ -552,7 +552,7 @@ class LearnedSteps:
     """The model of one engine, from its first step on.
 
     What was measured at the start stays, and the rest of the table is learned. The factors follow all
-    steps.
+    steps, until `rest`.
 
     Attributes:
         measured: the model that was measured at the start. None: nothing was."""
@@ -580,6 +580,14 @@ class LearnedSteps:
         if self._corrected is None and self._correction is not None:
             self._corrected = self._correction.corrected
         return self._corrected
+
+    def rest(self) -> None:
+        """The device had nothing to do. The factors are 1 again if the table was measured: what made steps
+        slower may be over, and a worker that looks slow gets no step from which it could learn that."""
+        if self.measured is not None and self.factors != (1.0, 1.0):
+            assert self._correction is not None
+            self._correction = Correction(self._correction.model)
+            self._corrected = None
 
     def record(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
         """Learns from a step, as in `StepModel.step`."""

@@ -235,6 +235,12 @@ class Meters:
             self._prefill.add(prefilled, seconds)
             self._position.add(prefilled * position, prefilled)
 
+    def rest(self, idle: float) -> None:
+        """The device had nothing to do for so many seconds. If that is longer than the steps that averages
+        remember, it is forgotten how long they took."""
+        if idle > self.step_seconds / (1 - DECAY):
+            self.steps.rest()
+
     @property
     def model(self) -> StepModel | None:
         """What steps cost now. None: not known."""

@@ -1,9 +1,13 @@
 """The averages that an engine reports of its steps."""
 
+import math
+from typing import Any, cast
+
 import pytest
 
 from baton.engine.core.meters import Batch, ChunkLimit, Meters
 from baton.machine.step_model import LARGE, LearnedSteps, StepModel, row_sizes, token_sizes
+from tests.engine.conftest import MakeEngine
 from tests.engine.scheduling import add, make, step
 
 
@@ -104,3 +108,41 @@ def test_what_is_cached_of_a_prompt_that_waits_needs_no_chunks() -> None:
     assert 32 <= known <= 40
     add(scheduler, 3, 60)
     assert [left for left, _ in scheduler.prompts()] == [60 - known]
+
+
+def test_a_worker_that_idles_forgets_what_made_its_steps_slow() -> None:
+    """It looks slow to routers, so no step comes from which it could learn that it is over."""
+    model = StepModel((1, 8), (0.004, 0.005), 1e-8, (16, 8192), (0.005, 0.2), 0.0, 0.9)
+    meters, batch = make_meters(measured=model), Batch(1, 1000, 0)
+    limit = meters.chunk_limit
+    before = limit.long_step(batch)
+    for _ in range(60):
+        meters.record(1, 16, 0.05, 16.0, 1000.0)
+    slow = limit.long_step(batch)
+    assert slow.tokens < before.tokens / 4
+    for idle in (0.0, 5 * meters.step_seconds):
+        meters.rest(idle)
+        assert limit.long_step(batch) == slow, "it only waits for the next step"
+    meters.rest(11 * meters.step_seconds)
+    assert limit.long_step(batch) == before
+
+
+def test_a_worker_that_measured_nothing_keeps_what_it_learned() -> None:
+    meters = make_meters()
+    for _ in range(60):
+        meters.record(1, 0, 0.05, 0.0, 100.0)
+        meters.record(0, 100, 0.1, 100.0)
+    before = meters.chunk_limit.long_step(Batch(1, 100, 0))
+    meters.rest(math.inf)
+    assert meters.chunk_limit.long_step(Batch(1, 100, 0)) == before
+
+
+def test_an_engine_rests_when_no_step_is_under_way(
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, rests = tiny_engine(num_blocks=16), list[float]()
+    monkeypatch.setattr(engine._meters, "rest", rests.append)
+    engine.stats()
+    assert rests[0] > 0
+    engine.loop.under_way.append(cast(Any, None))
+    assert engine.loop.idle_seconds == 0.0
