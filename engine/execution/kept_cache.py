@@ -37,7 +37,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.execution.elastic_cache import memory_of, tensor_at
 from baton.engine.execution.memory_saver import aligned
 from baton.engine.execution.memory_sizing import CacheLimits, PoolSize
-from baton.engine.execution.memory_sums import sums_of
+from baton.engine.execution.memory_sums import WORD, sums_of
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import CacheSpec, Places
 from baton.machine.kept_pages import MOST_PAGES, KeptMemory, KeptPages, adopted, close, exported
@@ -220,6 +220,7 @@ class KeptCache:
         region = self._regions[dtype]
         address = region.take(size)
         place_bytes = size // (rows * self._places[pool])
+        assert not place_bytes % WORD, "a GPU sums words"
         self._layout.append(_Tensor(pool, dtype, address - region.address, rows, place_bytes))
         self._add_rows(region.address, self._layout[-1:])
         return tensor_at(address, shape, dtype, self._device, owner=region)

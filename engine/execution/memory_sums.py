@@ -11,10 +11,13 @@ from baton.engine.api.block_sums import Outcome, Sums
 from baton.engine.execution.sampler import to_host
 from baton.engine.kernels.upload import upload
 
+WORD = 8
+"""Bytes of which a GPU sums one at a time."""
+
 
 def sums_of(rows: Sequence[tuple[int, int]], device: torch.device) -> Sums:
-    """Sums of places, each over all rows. `rows`: the address of the first place, and bytes of a place. More
-    may be added later."""
+    """Sums of places, each over all rows. `rows`: the address of the first place, and bytes of a place, whole
+    words. More may be added later."""
     return _DeviceSums(rows, device) if device.type == "cuda" else _HostSums(rows)
 
 
@@ -50,8 +53,7 @@ class _DeviceSums:
 
         with torch.cuda.stream(self._stream):
             if len(self._on_device) != len(self._rows):
-                assert not any(size % 8 for _, size in self._rows), "blocks have whole words"
-                words = [(address, size // 8) for address, size in self._rows]
+                words = [(address, size // WORD) for address, size in self._rows]
                 self._words = max(count for _, count in words)
                 [self._on_device] = upload([np.array(words, np.int64)], self._device)
             [places] = upload([np.array(blocks, np.int64)], self._device)
