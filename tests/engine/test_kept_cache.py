@@ -539,6 +539,7 @@ def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptFiles
     assert second.open(b"root", Ranks())
     assert [x.unique().tolist() for x in of_second] == [[1], [2], [3]]
     of_second[2][1, 6, 3, 1, 7] += 1
+    assert of_second[2].unique().tolist() == [3, 4], "it is there, also for another stream"
     assert [a == b for a, b in zip(second.parts.blocks.sums([5, 6]).wait(), sums, strict=True)] == [
         True,
         False,
