@@ -5,6 +5,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,10 +109,11 @@ def _huge_pages(size: int) -> mmap.mmap:
     MemoryError."""
     try:
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(mmap.MADV_DONTFORK)  # a child would get pages that the device does not use
     except OSError as error:
         raise MemoryError(str(error)) from error
+    with suppress(OSError):  # a kernel that was built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 

@@ -3,6 +3,8 @@ on GPUs."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import resource
 import threading
@@ -327,6 +329,19 @@ def test_memory_is_pinned_when_it_is_needed(
     else:
         store.close()
     assert not pinned
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory(mmap.mmap):
+        def madvise(self, option: int, *span: int) -> None:
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            super().madvise(option, *span)
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    with cuda_store._huge_pages(2 * mmap.PAGESIZE) as memory:
+        memory[-1] = 7
+        assert memory[-1] == 7
 
 
 def test_a_rank_pins_what_the_first_rank_orders(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
