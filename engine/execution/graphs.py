@@ -281,7 +281,7 @@ class StepGraphs:
         """The size that this step is padded to. None: no graph can replay the step."""
         tables, images = step.decode_rows + step.num_prefills, step.images
         fits = max(tables, len(step.sampled_rows)) <= len(self._sampled)
-        # The tiles of images whose tokens see all of their image are no tiles of chunks.
+        # Images whose tokens see their whole image need other tiles than chunks.
         fits = fits and len(images.embeddings) <= len(self._embeddings) and not len(images.whole)
         return size_for(step, self._sizes) if fits else None
 

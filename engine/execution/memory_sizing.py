@@ -158,7 +158,7 @@ class MemoryUse:
 
     @property
     def standby(self) -> int:
-        """Of the process that stands by: all that this one has, but for KV and for what they share."""
+        """Bytes of the standby: those of this engine, without KV and the weights that both share."""
         if not self.stands_by:
             return 0
         steps = self.weights - self.shared + self.activations + self.graphs + self.encoder

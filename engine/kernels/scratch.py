@@ -1,4 +1,4 @@
-"""Memory of a kernel that stands among the weights of a layer, and is none."""
+"""Memory that a kernel writes to, kept beside the weights of a layer."""
 
 from dataclasses import dataclass
 

@@ -141,7 +141,7 @@ class Offer:
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
         pace = self.pace
-        # The target is unknown in the first reports of another engine process, whose decodes went on.
+        # A replacement engine decodes before it knows a gap target: its first reports have none.
         if not pace.gap_cost or not pace.gap:
             return 0.0
         return pace.added(alone, answer=pace.decodes * self._gap_weight / pace.gap_cost)
