@@ -6,9 +6,11 @@ have some more tokens.
 
     different    tokens that differ from those of a cluster without faults, and without a prefix cache
     failed       answers that ended too soon, or with an error
-    recomputed   prompt and output tokens of an answer that were computed again for a kill: of all, the most
+    recomputed   prompt and output tokens of an answer that were computed again for a kill: the most of all
+                 that the worker decoded
     pause        the longest gap around a kill, of the answers that the worker decoded
-    pause_joining  the same of all others: their KV was not there yet, so they may wait for other prompts
+    recomputed_joining, pause_joining  the same of all others: their KV was not there yet, so they may
+                 begin again, and wait for other prompts
     pause.STAGE  what the worker does meanwhile: it ends processes, wakes the standby, maps and verifies KV,
                  prepares transfers, starts the transfer process, and submits the attempts. Before that it
                  notices the end (detection), and after it comes the first step of each stream
@@ -110,8 +112,9 @@ class Client:
             async with http.get(f"{url}/status/requests/{name}") as answer:
                 self.timelines.append(await answer.json())
 
-    def recomputed(self, moments: Sequence[float]) -> list[int]:
-        """Tokens of an answer that were computed again after each of these moments, at most."""
+    def recomputed(self, moments: Sequence[float], *, decoded: bool) -> list[int]:
+        """Tokens of an answer that were computed again after each of these moments, at most. `decoded`: as in
+        `longest`."""
         found = [0] * len(moments)
         bounds = [time_of_day(moment) / 1e9 for moment in moments]
         for stream, timeline in zip(self.streams, self.timelines, strict=True):
@@ -120,6 +123,8 @@ class Client:
                 for phase in phases:
                     kills = sum(bound < phase["start"] for bound in bounds)
                     if phase["kind"] != "prefill" or not kills or stream.started > moments[kills - 1]:
+                        continue
+                    if decodes_at(stream, moments[kills - 1]) is not decoded:
                         continue
                     about = phase["about"]
                     again[kills - 1] += int(
@@ -135,10 +140,12 @@ class Kills:
 
     streams: list[Stream]
     recomputed: list[int]
-    """Tokens, by kill."""
+    """Tokens, by kill, of the streams that the worker decoded."""
+    recomputed_joining: list[int]
+    """The same of all others."""
     pauses: list[float]
     """Seconds of the longest one, by kill, of the streams that the worker decoded."""
-    joining: list[float]
+    pauses_joining: list[float]
     """The same of all others."""
     stages: dict[str, list[float]]
     """Seconds of each stage of a pause, by kill: from the kill to the first token of the last stream."""
@@ -204,6 +211,9 @@ async def killed(
         counts = [(client, client.tokens + tokens) for client in clients]
         await until(lambda: all(client.tokens >= count for client, count in counts), running)
 
+    def streams() -> list[Stream]:
+        return [stream for client in clients for stream in client.streams] + load.streams
+
     load = Load(cluster.url, beside, random.Random(0))
     async with new_session() as http, load.at(rate) if rate else nullcontext():
         running = [
@@ -211,27 +221,39 @@ async def killed(
             for number, client in enumerate(clients)
         ]
         try:
-            for _ in range(kills):
-                await all_have_more(BETWEEN)
-                stood_by = len(moments) + 1 if standby else 0
+            await all_have_more(BETWEEN)
+            for number in range(1, kills + 1):
+                stood_by = number if standby else 0
                 await until(lambda stood_by=stood_by: log.read_text().count(STANDS_BY) >= stood_by, running)
                 moments.append(time.monotonic())
                 cluster.of("decode")[0].kill("engine")
-            await all_have_more(BETWEEN)
+                await all_have_more(BETWEEN)
+                pauses = [longest(streams(), moments[-1], math.inf, decoded=d) for d in (True, False)]
+                print(
+                    "kill {} of {}: longest gap {:.2f} s, joining {:.2f} s".format(number, kills, *pauses),
+                    file=sys.stderr,
+                )
             for client in clients:
                 client.stopped = True
             await asyncio.gather(*running)
         finally:
             for task in running:
                 task.cancel()
-    streams = [stream for client in clients for stream in client.streams] + load.streams
-    recomputed = [client.recomputed(moments) for client in clients]
+
+    def recomputed(*, decoded: bool) -> list[int]:
+        by_client = [client.recomputed(moments, decoded=decoded) for client in clients]
+        return [max(of_kill) for of_kill in zip(*by_client, strict=True)]
+
+    def pauses_of(*, decoded: bool) -> list[float]:
+        return [longest(streams(), *pair, decoded=decoded) for pair in pairwise([*moments, math.inf])]
+
     return Kills(
-        streams,
-        [max(of_kill) for of_kill in zip(*recomputed, strict=True)],
-        [longest(streams, *pair, decoded=True) for pair in pairwise([*moments, math.inf])],
-        [longest(streams, *pair, decoded=False) for pair in pairwise([*moments, math.inf])],
-        stages_in(log.read_text()) | ends_of_pauses(log.read_text(), moments, streams),
+        streams(),
+        recomputed(decoded=True),
+        recomputed(decoded=False),
+        pauses_of(decoded=True),
+        pauses_of(decoded=False),
+        stages_in(log.read_text()) | ends_of_pauses(log.read_text(), moments, streams()),
     )
 
 
@@ -383,7 +405,7 @@ def measure_on_gpus(args: argparse.Namespace, report: Report) -> None:
                 print(line, file=sys.stderr)
     report.add(Row("survive.cuda.standby_memory", memory, "GiB"))
     report.add_median("survive.cuda.pause", stays.pauses, "s", goal=LONGEST_PAUSE)
-    report.add_median("survive.cuda.pause_joining", stays.joining, "s")
+    report.add_median("survive.cuda.pause_joining", stays.pauses_joining, "s")
     for stage, seconds in stays.stages.items():
         report.add_median(f"survive.cuda.pause.{stage.replace(' ', '_')}", seconds, "s")
 
@@ -402,8 +424,9 @@ def tell(
     report.detail = {
         "leaks": leaks,
         "recomputed": stays.recomputed,
+        "recomputed_joining": stays.recomputed_joining,
         "pauses": stays.pauses,
-        "joining": stays.joining,
+        "pauses_joining": stays.pauses_joining,
     }
     name = f"survive.{device}"
     report.add(Row(f"{name}.different", verdict.different + verdict.lost_or_repeated, "tokens", goal=0))
@@ -413,6 +436,7 @@ def tell(
     report.add(Row(f"{name}.answers", len(stays.streams), "answers"))
     most = max(stays.recomputed)
     report.add(Row(f"{name}.recomputed", most, "tokens a stream", goal=MOST_RECOMPUTED[device]))
+    report.add(Row(f"{name}.recomputed_joining", max(stays.recomputed_joining), "tokens a stream"))
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
