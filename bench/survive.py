@@ -34,7 +34,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -53,8 +53,8 @@ from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Token
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.model import embedded_path
-from baton.engine import CachedBlock, Engine, EngineConfig, build_engine
-from baton.engine.core.kept_blocks import KeptBlocks
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
 from baton.machine.tracing import time_of_day
 from baton.worker.kept_files import KeptFiles
 from baton.worker.service_process.standby import MOST_ENDS
@@ -321,10 +321,10 @@ def step_seconds(report: Report, steps: int) -> None:
     fill(engine, BATCH, CONTEXT, steps + 1)
     spent = 0.0
 
-    def timed(self: KeptBlocks, blocks: Sequence[int], cached: Sequence[CachedBlock], tenant: bytes) -> None:
+    def timed(self: KeptBlocks, blocks: Iterable[KeptBlock]) -> None:
         nonlocal spent
         began = time.process_time()
-        add(self, blocks, cached, tenant)
+        add(self, blocks)
         spent += time.process_time() - began
 
     add = KeptBlocks.add

@@ -1,7 +1,7 @@
 """What an engine leaves of its prefix cache to the next one, beside memory that outlives it
 (`engine.execution.kept_cache`). Pure.
 
-    a block is published ─▶ record of the block (name, chunks, tokens)
+    a block is published, or came back from a tier ─▶ record of the block (name, chunks, tokens)
                          ─▶ record of its window block (name), if layers with windows have blocks of their own
     states are copied at the end of a block ─▶ record of the copy (name of that block)
     the engine dies ─▶ `left`: the prefix cache of the next engine has what is whole
@@ -12,7 +12,7 @@ from there. Whatever has no record is private or free, and is never used again.
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, NAME_BYTES
@@ -66,9 +66,9 @@ class KeptBlocks:
         self.states = None if parts.slots is None else KeptTable(parts.slots, size)
         self._tables = [table for table in (self.blocks, self.windows, self.states) if table is not None]
 
-    def add(self, blocks: Sequence[int], cached: Sequence[CachedBlock], tenant: bytes) -> None:
+    def add(self, blocks: Iterable[KeptBlock]) -> None:
         """The cache has these blocks."""
-        self.blocks.add({block: _packed(each, tenant) for block, each in zip(blocks, cached, strict=True)})
+        self.blocks.add({kept.block: _packed(kept) for kept in blocks})
 
     def add_states(self, name: bytes, slot: int) -> None:
         """A slot has the states after the block of this name."""
@@ -97,9 +97,10 @@ class KeptBlocks:
         return Left([*blocks.values()], windows, states)
 
 
-def _packed(cached: CachedBlock, tenant: bytes) -> bytes:
+def _packed(kept: KeptBlock) -> bytes:
+    cached = kept.cached
     tokens = array("i", cached.token_ids).tobytes()
-    parts = cached.name, cached.before, cached.salt, tenant, b"".join(cached.chunks), tokens
+    parts = cached.name, cached.before, cached.salt, kept.tenant, b"".join(cached.chunks), tokens
     return _HEAD.pack(cached.first_chunk, *map(len, parts)) + b"".join(parts)
 
 

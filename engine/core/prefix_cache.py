@@ -76,9 +76,7 @@ class PrefixNames:
 
 
 class _Cached(NamedTuple):
-    chunks: Sequence[bytes]  # that end in the block
-    before: bytes  # the name of the block before it in its prompt; empty: none
-    salt: bytes
+    block: CachedBlock
     tenant: bytes
 
 
@@ -177,7 +175,7 @@ class PrefixCache:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
         indices in `thin` are thin, and those without a window block."""
         entered: list[int] = []
-        published: dict[int, bool] = {}  # index → whether the block is thin
+        published: dict[bytes, int] = {}  # name → block
         for index in range(start, stop):
             name = names.blocks[index]
             is_thin = any(index in each for each in thin) or not self._pool.has_window(blocks[index])
@@ -188,7 +186,7 @@ class PrefixCache:
             is_whole_below = is_thin and name in self._cached and name not in self._thin
             if is_whole_below or not self._pool.publish(blocks[index], name):
                 continue
-            published[index] = is_thin
+            published[name] = blocks[index]
             if is_thin:
                 self._thin.add(name)
             if name in self._cached:
@@ -197,20 +195,26 @@ class PrefixCache:
                 entered.append(index)
         for index, block in zip(entered, names.cached(entered), strict=True):
             self._enter(block, index, names.blocks, names.tenant)
-        if self._kept is not None and published:
-            self._keep(self._kept, names, blocks, published)
+        self._keep(published)
         if entered:
             self._hooks.cached(names.cached(entered))
 
-    def _keep(
-        self, kept: KeptBlocks, names: PrefixNames, blocks: Sequence[int], published: Mapping[int, bool]
-    ) -> None:
-        """The next engine may have these blocks. Only a block with a window block of its own may be thin."""
-        whole = [index for index, is_thin in published.items() if not is_thin]
-        indices = whole if kept.windows is None else [*published]
-        kept.add([blocks[index] for index in indices], [*names.cached(indices)], names.tenant)
+    def _keep(self, blocks: Mapping[bytes, int]) -> None:
+        """The next engine may have these cached blocks, by name. Only a block with a window block of its own
+        may be thin."""
+        if (kept := self._kept) is None:
+            return
+        whole = {
+            name: block
+            for name, block in blocks.items()
+            if name not in self._thin and self._pool.has_window(block)
+        }
+        kept.add(
+            KeptBlock(block, *self._cached[name])
+            for name, block in (whole if kept.windows is None else blocks).items()
+        )
         if kept.windows is not None and (windows := self._pool.windows) is not None:
-            kept.windows.add({int(windows.of[blocks[index]]): names.blocks[index] for index in whole})
+            kept.windows.add({int(windows.of[block]): name for name, block in whole.items()})
 
     def keep_states(self, names: PrefixNames, position: int, slot: int) -> None:
         """The next engine may have the states after this many tokens, which end a block."""
@@ -220,7 +224,7 @@ class PrefixCache:
     def _enter(self, block: CachedBlock, index: int, names: list[bytes], tenant: bytes) -> None:
         """A block comes to the cache, the one with this index in its prompt. `names`: of the blocks of the
         prompt up to it."""
-        self._cached[block.name] = _Cached(block.chunks, block.before, block.salt, tenant)
+        self._cached[block.name] = _Cached(block, tenant)
         last = (index + 1) * self._block_size // CHUNK_TOKENS
         for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
             first = chunk * CHUNK_TOKENS // self._block_size
@@ -285,9 +289,7 @@ class PrefixCache:
 
     def publish_states(self, names: PrefixNames, position: int, slot: int) -> None:
         """Names a copy of the states after this many tokens, which end a block. The states are verified."""
-        assert self.copies is not None, "the model has states"
-        if self.copies.publish(names.blocks[position // self._block_size - 1], slot):
-            self.keep_states(names, position, slot)
+        self.restore_states(names.blocks[position // self._block_size - 1], slot)
         if not position % CHUNK_TOKENS:
             chunk = position // CHUNK_TOKENS - 1
             self._hooks.states_kept(names.salt, names.chunks[chunk], chunk)
@@ -312,11 +314,11 @@ class PrefixCache:
         for last in reversed(list(self._cached)):
             if last in seen:
                 continue
-            blocks: list[_Cached] = []
+            blocks: list[CachedBlock] = []
             name = last
             while name in self._cached:
                 seen.add(name)
-                blocks.append(self._cached[name])
+                blocks.append(self._cached[name].block)
                 name = blocks[-1].before
             if blocks and not name:  # otherwise the cache has lost the beginning
                 blocks.reverse()
@@ -447,7 +449,14 @@ class PrefixCache:
         if name in self._cached and self._pool.publish(block, name):
             if not self._pool.has_window(block):
                 self._has_half(name)
+            self._keep({name: block})
             self._place_changed(name)
+
+    def restore_states(self, name: bytes, slot: int) -> None:
+        """Offers a copy of the states after the block of this name. They are verified."""
+        assert self.copies is not None, "the model has states"
+        if self.copies.publish(name, slot) and self._kept is not None:
+            self._kept.add_states(name, slot)
 
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
         """Finds the KV of consecutive chunks, of which the first is chunk `first_chunk` of its prompt.
@@ -515,7 +524,7 @@ class PrefixCache:
             for tier in self._state_tiers:
                 tier.drop(name)
         self._thin.discard(name)
-        for chunk in self._cached.pop(name).chunks:
+        for chunk in self._cached.pop(name).block.chunks:
             if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
                 del self._blocks_of[chunk]
         self._hooks.evicted(name)

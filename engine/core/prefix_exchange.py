@@ -181,7 +181,7 @@ class PrefixExchange:
             self._brought -= 1
             if copies is not None and states is not None:
                 if whole:
-                    copies.publish(*states)
+                    self._cache.restore_states(*states)
                 else:
                     copies.release(states[1])
             if whole:

@@ -12,9 +12,11 @@ import torch
 
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.api.block_sums import KeptParts, Outcome, RecordMemory, Sums
+from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import Hooks
-from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
+from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks, record_bytes
 from baton.engine.core.kept_table import KeptTable
+from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, measured
 from baton.engine.execution.memory_sizing import PoolSize
@@ -23,6 +25,7 @@ from baton.engine.models.cache_spec import AttentionCache, Places
 from baton.machine.device_memory import open_device_memory
 from baton.machine.kept_pages import KeptPages, close
 from baton.machine.step_model import StepModel
+from baton.worker.engine_process.offload import offload_pumps
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run
@@ -72,13 +75,13 @@ def content(engine: Engine, files: KeptFiles) -> list[bytes]:
     return [table, *(x.cpu().numpy().tobytes() for x in engine.caches)]
 
 
-def names_of(engine: Engine, prompt: Sequence[int] = PROMPT) -> list[bytes]:
-    """Of the blocks of a prompt."""
+def names_of(engine: Engine, prompt: Sequence[int] = PROMPT, *, chunks: bool = False) -> list[bytes]:
+    """Of the blocks of a prompt, or of its chunks."""
     cache = engine.lives.cache
     assert cache is not None
     names = cache.names(request_of(1, prompt))
     names.extend(prompt, len(prompt))
-    return names.blocks
+    return names.chunks if chunks else names.blocks
 
 
 def record_of(engine: Engine, index: int) -> tuple[KeptTable, int]:
@@ -218,8 +221,8 @@ def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     one = CachedBlock(b"1" * 16, [], 0, b"", b"", [1, 2, 3, 4])
     two = CachedBlock(b"2" * 16, [b"c" * 16], 0, b"s" * 16, b"1" * 16, [5, 6, 7, 8])
     writer = kept()
-    writer.add([0], [one], b"tenant")
-    writer.add([2, 1], [two, two._replace(name=b"3" * 16, salt=b"s" * 400)], b"")
+    writer.add([KeptBlock(0, one, b"tenant")])
+    writer.add([KeptBlock(2, two, b""), KeptBlock(1, two._replace(name=b"3" * 16, salt=b"s" * 400), b"")])
     found = kept().left().blocks
     assert [(each.block, each.cached, each.tenant) for each in found] == [
         (0, one._replace(token_ids=found[0].cached.token_ids), b"tenant"),
@@ -426,6 +429,74 @@ def test_a_cache_that_forgets_leaves_what_it_has(
         places = {int(first.window_blocks[block]) for block in reserved.blocks} - {0}
         assert places
         assert not any(place in kept.windows for place in places)
+
+
+@pytest.mark.parametrize(("kind", "num_blocks"), [("Qwen3Moe", 64), ("Bamba", 64), ("GptOss", 220)])
+@pytest.mark.parametrize("reader", ["request", "other worker"])
+def test_what_came_back_from_a_tier_is_kept(
+    tiny_engine: MakeEngine,
+    tiny_of: TinyOf,
+    memory: KeptFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    num_blocks: int,
+    reader: str,
+) -> None:
+    """A request reads it, or another worker does. A block is kept if the cache of the first engine has it on
+    the device."""
+    monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
+    settings = SETTINGS | {
+        "model": str(tiny_of(kind)),
+        "num_blocks": num_blocks,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+    }
+    first = tiny_engine(kept_files=[memory], host_cache_size=1 << 25, **settings)
+    pumps = offload_pumps(first, EngineConfig("tiny"))
+
+    def pump() -> None:
+        for each in pumps * 20:
+            each.pump()
+
+    def computed(prompt: list[int]) -> list[int]:
+        first.add(request_of(len(tokens), prompt, max_tokens=12, ignore_eos=True))
+        tokens.append([])
+        while not first.idle:
+            tokens[-1] += [output.token for output in first.loop.step().outputs]
+            pump()
+        return tokens[-1]
+
+    tokens: list[list[int]] = []
+    before = cache_of(first)
+    count = max(num_blocks // 17, before.copies.count if before.copies else 0) + 3
+    prompts = [[3 + (7 * n + i) % 150 for i in range(60)] for n in range(count)]
+    right = [computed(prompt) for prompt in prompts]
+    turn = [*prompts[0], *right[0][:5]]
+    names = names_of(first, turn)
+    assert not before._pool.lookup(names), "evicted"
+    assert before.copies is None or names[-1] not in before.copies
+    if reader == "request":
+        computed(turn)
+    else:
+        come: list[bool] = []
+        exchange = first.prefix_exchange
+        assert exchange is not None
+        chunks = names_of(first, turn, chunks=True)
+        assert exchange.bring(chunks, 0, lambda: come.append(True))
+        pump()
+        assert come
+    assert first.stats().offload[0].loaded_tokens == 64
+    settle(first)
+    second = tiny_engine(kept_files=[memory], **settings)
+    after = cache_of(second)
+    assert {*after._pool._block_of} == {*before._pool._block_of} >= {*names}
+    assert after._thin == before._thin | before._halved
+    if before.copies is not None and after.copies is not None:
+        on_device = {name for name in before.copies._slot_of if before._pool.lookup([name])}
+        assert {*after.copies._slot_of} == on_device >= {names[-1]}
+    assert answer(second, prompt=turn)[1] == 64
+    for each in pumps:
+        each.close()
 
 
 def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles) -> None:
