@@ -5,6 +5,7 @@ A response is sent whole, or as a stream of server-sent events.
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 ACCOUNT: ContextVar[Account] = ContextVar("account")
 KEEPALIVE_SECONDS = 5.0
-"""Without a delta for this time, a stream sends a comment."""
+"""A stream that has sent nothing for this time sends a comment. Tokens may come whose text is hidden."""
 LOW_WATER_BYTES = 16 << 10
 """A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
 PIECE_BYTES = 256 << 10
@@ -143,8 +144,9 @@ class HttpGeneration:
                     if not response.prepared:
                         await response.prepare(request)
                         direct.begin(response)
-                    if events or not active.finished:
+                    if events or (not active.finished and (not deltas or direct.silent)):
                         await self.write(request, response, events or KEEPALIVE)
+                        direct.sent()
                 end = direct.last + builder.end()
             except ApiError as error:
                 if not response.prepared:
@@ -177,6 +179,16 @@ class _DirectWriter:
     chunked: bool = False
     last: bytes = b""
     """The events of the last deltas, which go out with the end of the response."""
+    sent_at: float = -math.inf
+    """By the clock of the loop."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether the client has got nothing for so long that a comment is due."""
+        return asyncio.get_running_loop().time() - self.sent_at >= KEEPALIVE_SECONDS
+
+    def sent(self) -> None:
+        self.sent_at = asyncio.get_running_loop().time()
 
     def begin(self, response: web.StreamResponse) -> None:
         """The headers are sent, so the events are all that follows."""
@@ -184,9 +196,9 @@ class _DirectWriter:
         self.active.consume(self._may_write, self._write)
 
     def _may_write(self) -> bool:
-        """Whether the client reads. If not, the task waits for it."""
+        """Whether the client reads. If not, the task waits for it. The task also writes comments."""
         transport = self.transport
-        if transport is None or transport.is_closing():
+        if transport is None or transport.is_closing() or self.silent:
             return False
         return transport.get_write_buffer_size() < LOW_WATER_BYTES
 
@@ -198,6 +210,7 @@ class _DirectWriter:
             self.last = events
         elif events:
             self.transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self.chunked else events)
+            self.sent()
 
 
 async def collect(

@@ -42,7 +42,8 @@ class Events:
     def add(self, data: bytes) -> None:
         """`data`: any number of whole events."""
         self.all += [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
-        self._wake()
+        if data:
+            self._wake()
 
     def end(self) -> None:
         self.ended = True

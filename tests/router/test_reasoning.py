@@ -1,5 +1,6 @@
 """Reasoning beside content: the parsers, responses and streams, and what workers get to enforce."""
 
+import asyncio
 import itertools
 import re
 from pathlib import Path
@@ -28,6 +29,7 @@ from baton.router.tools.reasoning import (
     reasoning_parser,
 )
 from baton.rpc import worker_pb2 as pb
+from tests.within import WITHIN
 
 from .conftest import ANSWER, CALL, THINKING_TEMPLATE, THOUGHT, Cluster
 from .test_tools import TOOLS
@@ -256,9 +258,10 @@ async def test_reasoning_of_responses_and_streams(thinking: Cluster):
 async def test_events_from_templates_are_those_that_are_built(
     thinking: Cluster, path: str, body: dict[str, Any]
 ):
-    """With the usage in each of them, all are built."""
+    """With the usage in each of them, all are built, and tokens whose text is held back have one, too."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     built = (await thinking.events(path, **body, n=2, stream_options=options))[:-1]
+    built = [event for event in built if has_more_than_usage(event)]
     filled = await thinking.events(path, **body, n=2)
     for event in built:
         del event["usage"]
@@ -270,6 +273,63 @@ async def test_events_from_templates_are_those_that_are_built(
         of_choice = [[e for e in events if e["choices"][0]["index"] == index] for events in (built, filled)]
         assert of_choice[0] == of_choice[1]
         assert len(of_choice[1]) > 5
+
+
+def has_more_than_usage(chunk: dict[str, Any]) -> bool:
+    """Whether a chunk of a chat or a completion has a role, a text, a call or the reason of the end."""
+    [choice] = chunk["choices"]
+    said = choice.get("delta") or {"text": choice["text"]}
+    return any(said.values()) or choice["finish_reason"] is not None
+
+
+FORCED = {"tool_choice": "required", "parallel_tool_calls": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "stop": ["Rome", "a < c"]}),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "include_reasoning": False, **FORCED}),
+        ("/v1/chat/completions", {"messages": CHAT, "stream_reasoning": False, "n": 2}),
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 99, "stop": ["<think>\n\n"]}),
+        ("/v1/responses", {"input": "Hello", "tools": [{"type": "function", **TOOLS[0]["function"]}]}),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": 99, "thinking": {"type": "adaptive"}}),
+    ],
+)
+async def test_no_event_of_a_stream_is_empty(thinking: Cluster, path: str, body: dict[str, Any]):
+    if path in ("/v1/responses", "/v1/messages"):
+        deltas = [e["delta"] for e in await thinking.typed_events(path, **body) if "delta" in e["type"]]
+        said = [[v for k, v in d.items() if k != "type"] if isinstance(d, dict) else [d] for d in deltas]
+        assert len(said) > 5
+        assert all(any(values) for values in said), deltas
+        return
+    events = await thinking.events(path, **body)
+    assert len(events) > 5
+    assert all(map(has_more_than_usage, events)), events
+
+
+async def test_a_stream_whose_tokens_are_hidden_gets_keepalives(
+    thinking: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    """A proxy cuts a connection that is silent for a while, and reasoning may take minutes."""
+    seconds = "baton.router.endpoints.http_generation.KEEPALIVE_SECONDS"
+    monkeypatch.setattr(seconds, 3600.0)
+    steps = [asyncio.Semaphore(1) for _ in thinking.workers]
+    for worker, allowed in zip(thinking.workers, steps, strict=True):
+        worker.steps = allowed
+    body = {"messages": CHAT, "include_reasoning": False, "stream": True}
+    async with thinking.http.post(thinking.url + "/v1/chat/completions", json=body) as response:
+        assert b'"role"' in await response.content.readuntil(b"\n\n")
+        monkeypatch.setattr(seconds, 0.0)  # the stream waits for a token, and no timer will wake it
+        for allowed in steps:
+            allowed.release()
+        async with asyncio.timeout(WITHIN):
+            assert await response.content.readuntil(b"\n\n") == b": waiting\n\n"
+        monkeypatch.setattr(seconds, 3600.0)
+        for allowed in steps * len(thinking.output_ids):
+            allowed.release()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_content_with_reasoning(thinking: Cluster):

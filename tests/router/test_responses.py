@@ -23,7 +23,7 @@ from baton.router.admission.keys import ApiKey, api_keys
 from baton.router.api.responses import ResponseObject
 from baton.router.endpoints import stored_responses
 from baton.router.endpoints.http_generation import HttpGeneration
-from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
+from baton.router.endpoints.stored_responses import Events, StoredResponse, StoredResponses, home_tag
 from baton.router.errors import NotFound
 from baton.router.preparation import child
 from baton.router.text.tokenizer import ModelTokenizer
@@ -259,6 +259,17 @@ async def test_a_response_in_the_background_is_streamed(cluster: Cluster):
     assert refused["error"]["param"] == "stream"
     refused = await cluster.get(f"{PATH}/{id}?stream=true&starting_after=x", expected=400)
     assert refused["error"]["param"] == "starting_after"
+
+
+async def test_a_token_without_an_event_ends_no_wait_for_a_keepalive():
+    events = Events()
+    waits = asyncio.create_task(events.wait(3600.0))
+    await asyncio.sleep(0)
+    events.add(b"")
+    await asyncio.sleep(0)
+    assert not waits.done()
+    events.add(b"event: x\ndata: {}\n\n")
+    assert await waits
 
 
 async def test_the_items_before_a_response_are_listed(cluster: Cluster):

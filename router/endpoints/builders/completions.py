@@ -60,6 +60,7 @@ class ChoicesBuilder:
         self._usage_in_each_chunk = forced or (options is not None and options.usage_in_each_chunk)
         self._parts: dict[int, ChoicePart] = {}
         self._uniform = not (self._logprobs or self._token_ids or self._usage_in_each_chunk)
+        self._opens = True  # the first chunk of a choice has more than the text of its token
         self._templates: dict[tuple[int, str], list[bytes]] = {}
 
     def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
@@ -98,10 +99,12 @@ class ChoicesBuilder:
 
     def events(self, index: int, delta: Delta) -> bytes:
         said = self._said(index, delta)
-        if self._uniform and not delta.first and delta.finish_reason is None and len(said) == 1:
-            part = said[0]
-            if part.kind != "call":
-                return encode(part.text).join(self._template(index, part.kind, delta))
+        opens = self._opens and delta.first
+        if self._uniform and not opens and delta.finish_reason is None:
+            if not said:
+                return b""  # the text is held back or hidden, so the chunk would be empty
+            if len(said) == 1 and said[0].kind != "call":
+                return encode(said[0].text).join(self._template(index, said[0].kind, delta))
         chunk = self._chunk([self._choice(index, self._part(index, delta, said), whole=False)])
         if delta.first:
             chunk |= self._extra()
@@ -145,7 +148,7 @@ class ChoicesBuilder:
 
     def _said(self, index: int, delta: Delta) -> list[Part]:
         """Returns the parts that a delta adds to the output."""
-        return [Part("content", delta.text)]
+        return [Part("content", delta.text)] if delta.text else []
 
     def _extra(self) -> dict[str, Any]:
         """Returns further fields of a whole response, and of the first chunk of each choice."""
@@ -192,6 +195,7 @@ class CompletionBuilder(ChoicesBuilder):
         body = request.body
         assert isinstance(body, CompletionOptions)
         self._echo = request.prepared.echoes
+        self._opens = bool(self._echo)
         self._n = body.n
         lengths = map(len, self._echo) if self._echo else [0] * len(request.prompts)
         self._offsets = [length for length in lengths for _ in range(body.n)]
