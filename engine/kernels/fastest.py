@@ -81,10 +81,10 @@ class Choices:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):  # none yet, or cut short
         return {}
-    return {str(name): str(kind) for name, kind in found.items()} if isinstance(found, dict) else {}
+    return {str(name): str(kind) for name, kind in content.items()} if isinstance(content, dict) else {}
 
 
 @cache

@@ -127,23 +127,23 @@ def _gather(
     row = tl.program_id(0).to(tl.int64)
     tile = row * tl.num_programs(1) + tl.program_id(1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    own = _counts(addresses, RANK, tile, RANKS)
-    calls = tl.load(own + RANK)
+    counts = _counts(addresses, RANK, tile, RANKS)
+    calls = tl.load(counts + RANK)
     values = tl.load(x + row * width + column, mask=column < width, other=0.0)
     # Inbox i of rank 0 is for rank i + 1.
     inboxes = (tl.load(addresses) + counts_bytes).to(tl.pointer_type(x.dtype.element_ty))
     if RANK == 0:
         to = out + row * size + column
         tl.store(to, values, mask=column < width)
-        _wait(own, calls + 1, RANK, RANKS)
+        _wait(counts, calls + 1, RANK, RANKS)
         for source in tl.static_range(1, RANKS):
             inside = (column < share) & (source * share + column < size)
             inbox = inboxes + ((source - 1) * capacity + row) * share + column
             tl.store(to + source * share, tl.load(inbox, mask=inside, other=0.0), mask=inside)
     else:
-        _wait(own, calls, RANK, RANKS)
+        _wait(counts, calls, RANK, RANKS)
         tl.store(inboxes + ((RANK - 1) * capacity + row) * share + column, values, mask=column < width)
-    _count(addresses, own, calls, tile, RANK, RANKS)
+    _count(addresses, counts, calls, tile, RANK, RANKS)
 
 
 @triton.jit
@@ -154,19 +154,19 @@ def _broadcast(
     tile = tl.program_id(0).to(tl.int64)
     word = tile * WORDS + tl.arange(0, WORDS)
     inside = word < count
-    own = _counts(addresses, RANK, tile, RANKS)
-    calls = tl.load(own + RANK)
+    counts = _counts(addresses, RANK, tile, RANKS)
+    calls = tl.load(counts + RANK)
     if RANK == 0:
         values = tl.load(x + word, mask=inside, other=0)
-        _wait(own, calls, RANK, RANKS)
+        _wait(counts, calls, RANK, RANKS)
         for to in tl.static_range(1, RANKS):
             inbox = (tl.load(addresses + to) + counts_bytes).to(tl.pointer_type(tl.int64))
             tl.store(inbox + word, values, mask=inside)
     else:
-        _wait(own, calls + 1, RANK, RANKS)
+        _wait(counts, calls + 1, RANK, RANKS)
         inbox = (tl.load(addresses + RANK) + counts_bytes).to(tl.pointer_type(tl.int64))
         tl.store(x + word, tl.load(inbox + word, mask=inside, other=0), mask=inside)
-    _count(addresses, own, calls, tile, RANK, RANKS)
+    _count(addresses, counts, calls, tile, RANK, RANKS)
 
 
 @triton.jit
@@ -177,21 +177,21 @@ def _counts(addresses, rank, tile, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _wait(own, calls, RANK: tl.constexpr, RANKS: tl.constexpr):
+def _wait(counts, calls, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Waits until each rank on the other side has counted here for so many calls."""
     for other in tl.static_range(RANKS):
         if (other == 0) != (RANK == 0):
-            while tl.atomic_add(own + other, 0, sem="acquire", scope="sys") < calls:
+            while tl.atomic_add(counts + other, 0, sem="acquire", scope="sys") < calls:
                 pass
     tl.debug_barrier()  # one thread has seen the counts before all of them go on
 
 
 @triton.jit
-def _count(addresses, own, calls, tile, RANK: tl.constexpr, RANKS: tl.constexpr):
+def _count(addresses, counts, calls, tile, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Counts a call here, and at each rank on the other side."""
     tl.debug_barrier()  # all threads have read or written before one of them counts
     for other in tl.static_range(RANKS):
         if (other == 0) != (RANK == 0):
-            there = _counts(addresses, other, tile, RANKS)
-            tl.atomic_add(there + RANK, 1, sem="release", scope="sys")
-    tl.store(own + RANK, calls + 1)
+            peer_counts = _counts(addresses, other, tile, RANKS)
+            tl.atomic_add(peer_counts + RANK, 1, sem="release", scope="sys")
+    tl.store(counts + RANK, calls + 1)

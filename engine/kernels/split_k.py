@@ -173,14 +173,14 @@ def add_partials(acc, partials, finished, tile, tiles, split, SPLITS: tl.constex
     [tiles] int32: 0 before and after."""
     n, m = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     part = tiles * acc.shape[0] * acc.shape[1]
-    own = partials + tile * acc.shape[0] * acc.shape[1] + n[:, None] * acc.shape[1] + m[None, :]
-    tl.store(own + split * part, acc)
+    of_tile = partials + tile * acc.shape[0] * acc.shape[1] + n[:, None] * acc.shape[1] + m[None, :]
+    tl.store(of_tile + split * part, acc)
     is_last = finishes_last(finished, tile, SPLITS)
     if is_last:
         tl.store(finished + tile, 0)
         acc = tl.zeros(acc.shape, tl.float32)
         for i in tl.static_range(SPLITS):
-            acc += tl.load(own + i * part, cache_modifier=".cg")
+            acc += tl.load(of_tile + i * part, cache_modifier=".cg")
     return acc, is_last
 
 

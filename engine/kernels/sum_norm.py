@@ -87,17 +87,17 @@ def _sum_norm(
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     at = row * size + columns
-    own_delta = tl.load(delta + at, mask=inside, other=0.0)
-    own = tl.load(addresses + RANK)
-    own_counts = own.to(tl.pointer_type(tl.int64)) + row * RANKS
-    call = tl.load(own_counts + RANK)  # number of this row's calls before
+    rank_delta = tl.load(delta + at, mask=inside, other=0.0)
+    memory = tl.load(addresses + RANK)
+    counts = memory.to(tl.pointer_type(tl.int64)) + row * RANKS
+    call = tl.load(counts + RANK)  # number of this row's calls before
     turn = (call & 1) * (RANKS - 1)
     for step in tl.static_range(1, RANKS):
         peer = tl.load(addresses + (RANK + step) % RANKS)
         # Inbox i of a rank is for the rank i + 1 after it.
         inbox = (peer + counts_bytes).to(tl.pointer_type(delta.dtype.element_ty))
         number = turn + RANKS - 1 - step
-        tl.store(inbox + (number * capacity + row) * size + columns, own_delta, mask=inside)
+        tl.store(inbox + (number * capacity + row) * size + columns, rank_delta, mask=inside)
     tl.debug_barrier()  # all threads have written before one of them counts
     for step in tl.static_range(1, RANKS):
         peer = tl.load(addresses + (RANK + step) % RANKS).to(tl.pointer_type(tl.int64))
@@ -105,16 +105,16 @@ def _sum_norm(
     x = tl.load(residual + at, mask=inside, other=0.0)
     scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     for step in tl.static_range(1, RANKS):
-        count = own_counts + (RANK + step) % RANKS
+        count = counts + (RANK + step) % RANKS
         while tl.atomic_add(count, 0, sem="acquire", scope="sys") <= call:
             pass
     tl.debug_barrier()  # one thread has seen the counts before all of them read
-    tl.store(own_counts + RANK, call + 1)
-    inboxes = (own + counts_bytes).to(tl.pointer_type(delta.dtype.element_ty))
+    tl.store(counts + RANK, call + 1)
+    inboxes = (memory + counts_bytes).to(tl.pointer_type(delta.dtype.element_ty))
     total = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(RANKS):
         if source == RANK:
-            total += own_delta.to(tl.float32)
+            total += rank_delta.to(tl.float32)
         else:
             number = turn + (source - RANK - 1 + RANKS) % RANKS
             term = tl.load(inboxes + (number * capacity + row) * size + columns, mask=inside, other=0.0)

@@ -128,8 +128,8 @@ class TritonKernels(Kernels):
         gate_up, down, choice = experts.gate_up, experts.down, experts.choice
         on_input = choice.scoring is Scoring.SIGMOID_ON_INPUT
         count = len(gate_up if isinstance(gate_up, Tensor) else gate_up[0])
-        held = range(experts.first, experts.first + count)
-        shuffled = shuffle(logits, counts, choice, slots, held)
+        local = range(experts.first, experts.first + count)
+        shuffled = shuffle(logits, counts, choice, slots, local)
         plain, inputs = x if isinstance(x, Both) else (x, x)
         clamped = experts.activation if isinstance(experts.activation, ClampedSwiGLU) else None
         squared = isinstance(experts.activation, SquaredReLU)

@@ -184,8 +184,8 @@ def _split(
             )
             begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
     # Each query sees all positions before this one.
-    whole = tl.maximum(tl.minimum(tl.load(contexts + request), stop), begin) if QUERIES > 1 else stop
-    last = begin + (whole - begin) // BLOCK_N * BLOCK_N
+    unmasked = tl.maximum(tl.minimum(tl.load(contexts + request), stop), begin) if QUERIES > 1 else stop
+    last = begin + (unmasked - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
         tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
         m, total, acc, upper_acc = attend(queries, tile, None, m, total, acc, upper_acc, scale, SHAPE.fp8)
@@ -252,8 +252,8 @@ def _combine_last(
     """Counts a piece. The program that finishes last combines all of them."""
     if finishes_last(count, 0, pieces):
         tl.store(count, 0)
-        own = tl.arange(0, triton.next_power_of_2(GROUP))
-        heads, used = kv_head * GROUP + own, own < GROUP
+        in_group = tl.arange(0, triton.next_power_of_2(GROUP))
+        heads, used = kv_head * GROUP + in_group, in_group < GROUP
         HEADS: tl.constexpr = KV_HEADS * GROUP
         for query in range(shared):
             to = to_row + query * out_stride

@@ -129,7 +129,7 @@ def _decode(
     table = block_tables + request * table_stride
     results = partial, weights, heads, used, SHAPE.kv_heads * GROUP
     m, total, acc = no_sums(ROWS, HEAD_DIM, 0)
-    own_m, own_total, own = no_sums(ROWS, HEAD_DIM, 0)
+    seg_m, seg_total, seg_acc = no_sums(ROWS, HEAD_DIM, 0)
     if SINKS:
         m = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
@@ -139,26 +139,29 @@ def _decode(
             end = begin - unaligned + BLOCK_N
             tile, inside = any_tile(cache, table, begin - unaligned, stop, SHAPE, BLOCK_N)
             seen = (inside & (tl.arange(0, BLOCK_N) >= unaligned))[:, None]
-            own_m, own_total, own = attend_exactly(queries, tile, seen, own_m, own_total, own, scale, 0)
+            seg_m, seg_total, seg_acc = attend_exactly(
+                queries, tile, seen, seg_m, seg_total, seg_acc, scale, 0
+            )
             ends = (end <= stop) & (end % segment == 0)
-            m, total, acc, own_m, own_total, own, result = _end_segment(
-                m, total, acc, own_m, own_total, own, result, ends, pieces, results
+            m, total, acc, seg_m, seg_total, seg_acc, result = _end_segment(
+                m, total, acc, seg_m, seg_total, seg_acc, result, ends, pieces, results
             )
             begin = tl.minimum(end, stop)
     last = begin + (stop - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
         tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
-        own_m, own_total, own = attend_exactly(queries, tile, None, own_m, own_total, own, scale, 0)
-        m, total, acc, own_m, own_total, own, result = _end_segment(
-            m, total, acc, own_m, own_total, own, result, (start + BLOCK_N) % segment == 0, pieces, results
+        seg_m, seg_total, seg_acc = attend_exactly(queries, tile, None, seg_m, seg_total, seg_acc, scale, 0)
+        ends = (start + BLOCK_N) % segment == 0
+        m, total, acc, seg_m, seg_total, seg_acc, result = _end_segment(
+            m, total, acc, seg_m, seg_total, seg_acc, result, ends, pieces, results
         )
     if last < stop:
         tile, inside = any_tile(cache, table, last, stop, SHAPE, BLOCK_N)
-        own_m, own_total, own = attend_exactly(
-            queries, tile, inside[:, None], own_m, own_total, own, scale, 0
+        seg_m, seg_total, seg_acc = attend_exactly(
+            queries, tile, inside[:, None], seg_m, seg_total, seg_acc, scale, 0
         )
-    m, total, acc, own_m, own_total, own, result = _end_segment(
-        m, total, acc, own_m, own_total, own, result, stop % segment != 0, pieces, results
+    m, total, acc, seg_m, seg_total, seg_acc, result = _end_segment(
+        m, total, acc, seg_m, seg_total, seg_acc, result, stop % segment != 0, pieces, results
     )
     to_row = out + request * out_stride
     if pieces == 1:
@@ -174,22 +177,22 @@ def _decode(
 
 
 @triton.jit
-def _end_segment(m, total, acc, own_m, own_total, own, result, ends, pieces, results):
+def _end_segment(m, total, acc, seg_m, seg_total, seg_acc, result, ends, pieces, results):
     """If a segment `ends`, folds its sums, or stores them as its result if the request has several pieces.
     The sums of the next segment begin at zero."""
     if ends:
         if pieces == 1:
-            m, total, acc = fold(m, total, acc, own_m, own_total, own, 0)
+            m, total, acc = fold(m, total, acc, seg_m, seg_total, seg_acc, 0)
         else:
             partial, weights, heads, used, num_heads = results
             to = result.to(tl.int64) * num_heads + heads
-            in_result = to[:, None] * own.shape[0] + tl.arange(0, own.shape[0])[None, :]
-            tl.store(partial + in_result, tl.trans(own), mask=used[:, None])
-            tl.store(weights + to * 2, own_m, mask=used)
-            tl.store(weights + to * 2 + 1, tl.max(own_total, axis=0), mask=used)
-        own_m, own_total, own = no_sums(own.shape[1], own.shape[0], 0)
+            in_result = to[:, None] * seg_acc.shape[0] + tl.arange(0, seg_acc.shape[0])[None, :]
+            tl.store(partial + in_result, tl.trans(seg_acc), mask=used[:, None])
+            tl.store(weights + to * 2, seg_m, mask=used)
+            tl.store(weights + to * 2 + 1, tl.max(seg_total, axis=0), mask=used)
+        seg_m, seg_total, seg_acc = no_sums(seg_acc.shape[1], seg_acc.shape[0], 0)
         result += 1
-    return m, total, acc, own_m, own_total, own, result
+    return m, total, acc, seg_m, seg_total, seg_acc, result
 
 
 @triton.jit
@@ -204,12 +207,12 @@ def _fold_results(results, first, segments, sinks, HEAD_DIM: tl.constexpr, SINKS
         total += 1.0
     for i in tl.static_range(SEGMENTS):  # so all loads are under way at once
         at = (first + i).to(tl.int64) * num_heads + heads
-        there = used & (i < segments)
-        own_m = tl.load(weights + at * 2, mask=there, other=LEAST, cache_modifier=".cg")
-        own_total = tl.load(weights + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        is_segment = used & (i < segments)
+        seg_m = tl.load(weights + at * 2, mask=is_segment, other=LEAST, cache_modifier=".cg")
+        seg_total = tl.load(weights + at * 2 + 1, mask=is_segment, other=0.0, cache_modifier=".cg")
         in_result = at[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        own = tl.load(partial + in_result, mask=there[:, None], other=0.0, cache_modifier=".cg")
-        m, total, acc = fold(m, total, acc, own_m, own_total[:, None], own, 1)
+        seg_acc = tl.load(partial + in_result, mask=is_segment[:, None], other=0.0, cache_modifier=".cg")
+        m, total, acc = fold(m, total, acc, seg_m, seg_total[:, None], seg_acc, 1)
     return _normalized(acc, tl.max(total, axis=1))
 
 

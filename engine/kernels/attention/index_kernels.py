@@ -258,15 +258,15 @@ def _select(
     least, missing = tl.full([], LEAST, tl.int32), tl.full([], 0, tl.int32)
     if valid > MOST:
         at = tl.arange(0, BLOCK)
-        found = _ordered(tl.load(scores + at, mask=at < valid, other=0.0))
-        found = tl.where(at < valid, found, LEAST)
+        ordered = _ordered(tl.load(scores + at, mask=at < valid, other=0.0))
+        ordered = tl.where(at < valid, ordered, LEAST)
         bit = tl.full([], 31, tl.int32)
         while bit >= 0:
             candidate = least ^ (tl.full([], 1, tl.int32) << bit)
-            enough = tl.sum((found >= candidate).to(tl.int32), axis=0)
+            enough = tl.sum((ordered >= candidate).to(tl.int32), axis=0)
             least = tl.where(enough >= MOST, candidate, least)
             bit = tl.where(enough == MOST, -1, bit - 1)
-        missing = MOST - tl.sum((found > least).to(tl.int32), axis=0)
+        missing = MOST - tl.sum((ordered > least).to(tl.int32), axis=0)
     table = block_tables + row * table_stride
     chosen, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in tl.range(0, valid, MOVED):

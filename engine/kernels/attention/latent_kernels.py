@@ -126,9 +126,9 @@ def _at(kv: KV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     cached = values.flatten(0, 2).flatten(1)
     if scales is None:
         return cached.index_select(0, slots)
-    found, block_size = cached.view(torch.uint8).index_select(0, slots).view(cached.dtype), values.shape[2]
+    rows, block_size = cached.view(torch.uint8).index_select(0, slots).view(cached.dtype), values.shape[2]
     of_heads = scales[0].transpose(1, 2)[slots // block_size, slots % block_size]
-    numbers = found.float().unflatten(1, (of_heads.shape[1], -1)) * of_heads[:, :, None]
+    numbers = rows.float().unflatten(1, (of_heads.shape[1], -1)) * of_heads[:, :, None]
     return numbers.flatten(1).to(dtype)
 
 

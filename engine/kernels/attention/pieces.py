@@ -180,8 +180,8 @@ def _partition(
     count = tl.cdiv(units, tl.cdiv(high * BLOCK_N, unit))
     ends = tl.cumsum(count, axis=0)
 
-    own = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
-    past = ends[None, :] <= own[:, None]  # [pieces, requests]: all pieces of the request come before this one
+    piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    past = ends[None, :] <= piece[:, None]  # [pieces, requests]: all pieces of the request come before it
     request = tl.sum(past.to(tl.int32), axis=1)
     before = tl.sum(tl.where(past, count[None, :], 0), axis=1)
     taken = request < REQUESTS
@@ -191,18 +191,18 @@ def _partition(
     seen = first_seen(last - 1, SPAN, CHUNKED)
     unit = segment_of(last) if EXACT else BLOCK_N
     length = tl.cdiv(high * BLOCK_N, unit) * unit
-    start = seen // unit * unit + (own - before) * length
+    start = seen // unit * unit + (piece - before) * length
     stop = tl.minimum(start + length, last)
     start = tl.minimum(tl.maximum(start, seen), last)
-    inside = own < pieces
-    tl.store(work + own * FIELDS, tl.where(taken, request, -1), mask=inside)
-    tl.store(work + own * FIELDS + 1, start, mask=inside)
-    tl.store(work + own * FIELDS + 2, stop, mask=inside)
+    inside = piece < pieces
+    tl.store(work + piece * FIELDS, tl.where(taken, request, -1), mask=inside)
+    tl.store(work + piece * FIELDS + 1, start, mask=inside)
+    tl.store(work + piece * FIELDS + 2, stop, mask=inside)
     if FIELDS == EXACT_FIELDS:
         of_request = tl.maximum(tl.cdiv(tl.cdiv(last, unit) - seen // unit, length // unit), 1)
-        tl.store(work + own * FIELDS + 3, of_request, mask=inside)
-        tl.store(work + own * FIELDS + 4, unit, mask=inside)
-        tl.store(work + own * FIELDS + 5, (own - before) * (length // unit), mask=inside)
+        tl.store(work + piece * FIELDS + 3, of_request, mask=inside)
+        tl.store(work + piece * FIELDS + 4, unit, mask=inside)
+        tl.store(work + piece * FIELDS + 5, (piece - before) * (length // unit), mask=inside)
         count = tl.where(count > 1, units, 0)
         ends = tl.cumsum(count, axis=0)
     if tl.program_id(0) == 0:
@@ -281,12 +281,12 @@ def add_up(
     total = tl.zeros(heads.shape, tl.float32)
     acc = tl.zeros([heads.shape[0], HEAD_DIM], tl.float32)
     for start in tl.range(first, first + pieces, COMBINED):
-        own = start + tl.arange(0, COMBINED)
-        there = (own < first + pieces)[:, None] & used[None, :]
-        at = own.to(tl.int64)[:, None] * HEADS + heads[None, :]
-        weight = tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        piece = start + tl.arange(0, COMBINED)
+        inside = (piece < first + pieces)[:, None] & used[None, :]
+        at = piece.to(tl.int64)[:, None] * HEADS + heads[None, :]
+        weight = tl.load(lse + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
         of_heads = partial + at[:, :, None] * HEAD_DIM + dims[None, None, :]
-        values = tl.load(of_heads, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        values = tl.load(of_heads, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
         new_m = tl.maximum(tl.maximum(m, tl.max(weight, axis=0)), LEAST)
         weight = tl.exp2(weight - new_m[None, :])
         shrink = tl.exp2(m - new_m)

@@ -203,11 +203,11 @@ def _prefill(
     in_out = (head * VALUE_DIM)[:, None] + tl.arange(0, VALUE_DIM)[None, :]
     queries = tl.load(q + row_of * q_stride + in_row, mask=used, other=0.0)
 
-    whole = tl.maximum(first + 1, seen) // BLOCK_N * BLOCK_N  # no mask hides a key before this position
+    unmasked = tl.maximum(first + 1, seen) // BLOCK_N * BLOCK_N  # no mask hides a key before this position
     begin, end, pieces = 0, stop, 1
     if SPLIT:
         begin, end, pieces = tl.load(work + 4), tl.load(work + 5), tl.load(work + 8)
-        whole = tl.minimum(whole, end)
+        unmasked = tl.minimum(unmasked, end)
     m = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # the first piece has the sink in its sum
@@ -218,7 +218,7 @@ def _prefill(
     query_positions = tl.minimum(first + token, last)
     last_keys = tl.maximum(query_positions, seen - 1)
     m, total, result = _attend_to(
-        queries, m, total, cache, table, first, query_positions, last_keys, begin, whole, end, stop, scale,
+        queries, m, total, cache, table, first, query_positions, last_keys, begin, unmasked, end, stop, scale,
         SHAPE, BLOCK_N, MASKED_N, SPAN, CHUNKED, EXACT,
     )  # fmt: skip
     result /= total[:, None]
@@ -242,7 +242,7 @@ def _attend_to(
     query_positions,
     last_keys,
     begin,
-    whole,
+    unmasked,
     end,
     stop,
     scale,
@@ -253,13 +253,13 @@ def _attend_to(
     CHUNKED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Adds the keys [begin, end), of which no mask hides one before `whole`, to m and total of the sinks.
+    """Adds the keys [begin, end), of which no mask hides one before `unmasked`, to m and total of the sinks.
     Returns m, total, and the weighted sum of values. EXACT: segment by segment."""
     first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
     segments = 1, 1
     if EXACT:
-        own_m, own_total, own = no_sums(queries.shape[0], SHAPE.value_dim, 1)
-        sums = m, total[:, None] + tl.zeros_like(own_total), tl.zeros_like(own), own_m, own_total, own
+        seg_m, seg_total, seg_acc = no_sums(queries.shape[0], SHAPE.value_dim, 1)
+        sums = m, total[:, None] + tl.zeros_like(seg_total), tl.zeros_like(seg_acc), seg_m, seg_total, seg_acc
         # The segments of a tile's queries have two lengths at most. The shorter one divides the longer one.
         segments = segment_of(query_positions + 1), segment_of(first + 1)
     else:
@@ -268,15 +268,15 @@ def _attend_to(
         queries, scale = normalized(queries, scale, SHAPE.fp8)
     if SPAN:
         skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
-        begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
+        begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, unmasked)
         for start in tl.range(skipped, begin, BLOCK_N):
             tile, _ = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
             seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
             sums = _add(queries, tile, seen, sums, scale, start + BLOCK_N, segments, SHAPE, EXACT)
-    for start in tl.range(begin, whole, BLOCK_N):
+    for start in tl.range(begin, unmasked, BLOCK_N):
         tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
         sums = _add(queries, tile, None, sums, scale, start + BLOCK_N, segments, SHAPE, EXACT)
-    for start in tl.range(whole, end, MASKED_N):
+    for start in tl.range(unmasked, end, MASKED_N):
         tile, inside = any_tile(cache, table, start, stop, SHAPE, MASKED_N)
         positions = start + tl.arange(0, MASKED_N)
         seen = (positions[None, :] <= last_keys[:, None]) & inside[None, :]
@@ -290,8 +290,8 @@ def _attend_to(
 def _all_sums(sums, EXACT: tl.constexpr):
     """m, total and acc of all keys, of the sums of `_add`."""
     if EXACT:
-        m, total, acc, own_m, own_total, own = sums
-        m, total, acc = fold(m, total, acc, own_m, own_total, own, 1)
+        m, total, acc, seg_m, seg_total, seg_acc = sums
+        m, total, acc = fold(m, total, acc, seg_m, seg_total, seg_acc, 1)
         total = tl.max(total, axis=1)
     else:
         m, total, acc = sums
@@ -303,10 +303,10 @@ def _add(queries, tile, seen, sums, scale, end, segments, SHAPE: tl.constexpr, E
     """Adds a tile of keys before `end`. The sums: m, total and acc; EXACT: of the segments that have ended,
     then of the one that has not."""
     if EXACT:
-        m, total, acc, own_m, own_total, own = sums
-        own_m, own_total, own = attend_exactly(queries, tile, seen, own_m, own_total, own, scale, 1)
+        m, total, acc, seg_m, seg_total, seg_acc = sums
+        seg_m, seg_total, seg_acc = attend_exactly(queries, tile, seen, seg_m, seg_total, seg_acc, scale, 1)
         segment, shortest = segments
-        sums = _end_segments(m, total, acc, own_m, own_total, own, end, segment, shortest)
+        sums = _end_segments(m, total, acc, seg_m, seg_total, seg_acc, end, segment, shortest)
     else:
         m, total, acc = sums
         sums = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
@@ -314,15 +314,15 @@ def _add(queries, tile, seen, sums, scale, end, segments, SHAPE: tl.constexpr, E
 
 
 @triton.jit
-def _end_segments(m, total, acc, own_m, own_total, own, end, segment, shortest):
+def _end_segments(m, total, acc, seg_m, seg_total, seg_acc, end, segment, shortest):
     """Folds the segments that end before the position `end`. The sums of the next ones begin at zero."""
     if end % shortest == 0:
         ends = end % segment == 0
-        new_m, new_total, new_acc = fold(m, total, acc, own_m, own_total, own, 1)
-        m, own_m = tl.where(ends, new_m, m), tl.where(ends, LEAST, own_m)
-        total, own_total = tl.where(ends[:, None], new_total, total), tl.where(ends[:, None], 0.0, own_total)
-        acc, own = tl.where(ends[:, None], new_acc, acc), tl.where(ends[:, None], 0.0, own)
-    return m, total, acc, own_m, own_total, own
+        new_m, new_total, new_acc = fold(m, total, acc, seg_m, seg_total, seg_acc, 1)
+        m, seg_m = tl.where(ends, new_m, m), tl.where(ends, LEAST, seg_m)
+        total, seg_total = tl.where(ends[:, None], new_total, total), tl.where(ends[:, None], 0.0, seg_total)
+        acc, seg_acc = tl.where(ends[:, None], new_acc, acc), tl.where(ends[:, None], 0.0, seg_acc)
+    return m, total, acc, seg_m, seg_total, seg_acc
 
 
 @triton.jit

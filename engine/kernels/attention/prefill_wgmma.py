@@ -241,10 +241,10 @@ def _consume(half: gl.constexpr, count, rows, GROUP: gl.constexpr, FINITE: gl.co
     _has_read(0, keys)
     m, total, weights, _ = _softmax(scores, 0, query, m, total, scale)
     weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
-    whole = gl.minimum((first + half * ROWS // GROUP + 1) // BLOCK_N, count)  # tiles that all rows see
-    for i in range(whole - 1):
+    unmasked = gl.minimum((first + half * ROWS // GROUP + 1) // BLOCK_N, count)  # tiles that all rows see
+    for i in range(unmasked - 1):
         weights, m, total, acc = _step(i, weights, None, m, total, acc, scale, queries, keys, values, zeros)
-    for i in range(gl.maximum(whole - 1, 0), count - 1):
+    for i in range(gl.maximum(unmasked - 1, 0), count - 1):
         weights, m, total, acc = _step(i, weights, query, m, total, acc, scale, queries, keys, values, zeros)
     if not FINITE:
         _clear_from(first + tokens, count - 1, values)

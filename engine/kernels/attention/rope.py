@@ -126,16 +126,16 @@ def _rope_and_write(
     dims = tl.arange(0, HEAD_DIM)[None, :]
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     slot = tl.load(slots + token, mask=token < tokens, other=-1)
-    there = slot >= 0
+    has_slot = slot >= 0
     value_head = (GROUP + 1) * KV_HEADS + kv_head
-    value = tl.load(qkv + token[:, None] * token_size + value_head * HEAD_DIM + dims, mask=there[:, None])
+    value = tl.load(qkv + token[:, None] * token_size + value_head * HEAD_DIM + dims, mask=has_slot[:, None])
     if FP8:
         value_scale = _scale(value)
         value = _quantized(value, value_scale, kv)
         at = value_offset // HEAD_DIM + _place(slot, kv_head, BLOCK_SIZE, KV_HEADS)
-        tl.store(kv_scales + at, value_scale, mask=there)
+        tl.store(kv_scales + at, value_scale, mask=has_slot)
     to = kv + value_offset + ((slot * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims
-    tl.store(to, value, mask=there[:, None])
+    tl.store(to, value, mask=has_slot[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])

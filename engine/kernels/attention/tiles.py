@@ -134,6 +134,6 @@ def _piece_length(positions: Sequence[int], programs: int, most: int) -> int:
     for at_most in range(programs, most + 1, programs):
         # If most tiles stayed whole in a second wave, it would be over no sooner.
         if len(positions) <= max(programs, at_most // 2):
-            found = bisect_left(units, True, key=lambda n, most=at_most: pieces(n * LARGEST_N) <= most)
-            lengths.append(LARGEST_N * (units.start + found))
+            index = bisect_left(units, True, key=lambda n, most=at_most: pieces(n * LARGEST_N) <= most)
+            lengths.append(LARGEST_N * (units.start + index))
     return min(lengths, key=keys)

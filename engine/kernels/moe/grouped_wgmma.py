@@ -71,7 +71,7 @@ def multiply(
         CHOSEN=chosen,
         GATHER=len(x) == tokens,
         GATED=gated,
-        WHOLE=inner % block_k == 0,
+        FULL_BLOCKS=inner % block_k == 0,
         EXPERTS=max(128, triton.next_power_of_2(experts)),
         REGISTERS=REGISTERS,
         num_warps=4,
@@ -104,7 +104,7 @@ def _expert_of(tile, expert, before, counts):
 @gluon.jit
 def _produce(
     work, x, tiles, ring, inner, CHOSEN: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
-    WHOLE: gl.constexpr,
+    FULL_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     total, column_tiles, counts, pairs, tokens, columns = work
     of_x, of_w, of_up, loaded, free = ring
@@ -116,12 +116,12 @@ def _produce(
     count, expert, before = total * 0, total * 0, total * 0
     for index in range(gl.program_id(0), total * column_tiles, gl.num_programs(0)):
         tile, column = _tile_of(index, total, column_tiles)
-        expert, before, its = _expert_of(tile, expert, before, counts)
+        expert, before, expert_pairs = _expert_of(tile, expert, before, counts)
         place = (tile - before) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, ROW))
-        pair = gl.load(pairs + expert.to(gl.int64) * tokens + place, mask=place < its, other=0)
+        pair = gl.load(pairs + expert.to(gl.int64) * tokens + place, mask=place < expert_pairs, other=0)
         row = pair // CHOSEN if GATHER else pair
         at = x + row.to(gl.int64)[:, None] * inner + k
-        real = (place < its)[:, None]
+        real = (place < expert_pairs)[:, None]
         first = (expert * columns * 2 if GATED else expert * columns) + column * BLOCK_N
         for start in range(0, inner, BLOCK_K):
             stage = count % STAGES
@@ -131,7 +131,7 @@ def _produce(
             tma.async_copy_global_to_shared(tiles, [first, start], done, of_w.index(stage))
             if GATED:
                 tma.async_copy_global_to_shared(tiles, [first + columns, start], done, of_up.index(stage))
-            mask = real if WHOLE else real & (k < inner - start)
+            mask = real if FULL_BLOCKS else real & (k < inner - start)
             async_copy.async_copy_global_to_shared(of_x.index(stage), at + start, mask=mask)
             async_copy.mbarrier_arrive(done, increment_count=False)
             count += 1
@@ -163,10 +163,10 @@ def _products(half: gl.constexpr, count, inner, ring, LAYOUT: gl.constexpr, GATE
         stage = count % STAGES
         mbarrier.wait(loaded.index(stage), count // STAGES & 1)
         fence_async_shared()
-        mine = of_x.index(stage).slice(half * ROWS, ROWS, dim=0)
-        acc = warpgroup_mma(mine, of_w.index(stage).permute((1, 0)), acc, is_async=True)
+        x_half = of_x.index(stage).slice(half * ROWS, ROWS, dim=0)
+        acc = warpgroup_mma(x_half, of_w.index(stage).permute((1, 0)), acc, is_async=True)
         if GATED:
-            acc_up = warpgroup_mma(mine, of_up.index(stage).permute((1, 0)), acc_up, is_async=True)
+            acc_up = warpgroup_mma(x_half, of_up.index(stage).permute((1, 0)), acc_up, is_async=True)
         acc, acc_up = warpgroup_mma_wait(IN_FLIGHT, deps=(acc, acc_up))
         if start > 0:
             barrier()  # all warps of the group have read the stage before
@@ -192,27 +192,29 @@ def _consume(
     count, expert, before = total * 0, total * 0, total * 0
     for index in range(gl.program_id(0), total * column_tiles, gl.num_programs(0)):
         tile, column = _tile_of(index, total, column_tiles)
-        expert, before, its = _expert_of(tile, expert, before, counts)
+        expert, before, expert_pairs = _expert_of(tile, expert, before, counts)
         pairs_of, first = pairs + expert.to(gl.int64) * tokens, (tile - before) * BLOCK_M + half * ROWS
-        if first >= its:
+        if first >= expert_pairs:
             count = _skip(count, inner, ring)
         else:
             acc, acc_up, count = _products(half, count, inner, ring, ACC, GATED)
             if x_scales is not None:
                 place = first + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
-                pair = gl.load(pairs_of + place, mask=place < its, other=0)
+                pair = gl.load(pairs_of + place, mask=place < expert_pairs, other=0)
                 at = column * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ACC))
-                of_x = gl.load(x_scales + (pair // CHOSEN if GATHER else pair), mask=place < its, other=0.0)
+                of_x = gl.load(
+                    x_scales + (pair // CHOSEN if GATHER else pair), mask=place < expert_pairs, other=0.0
+                )
                 of_w = gl.load(weight_scales + expert * columns + at, mask=at < columns, other=0.0)
                 acc *= of_x[:, None] * of_w[None, :]
             if GATED:
                 acc = acc * (1 / (1 + gl.exp(-acc))) * acc_up
             y = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
             place = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
-            pair = gl.load(pairs_of + place, mask=place < its, other=0).to(gl.int64)
+            pair = gl.load(pairs_of + place, mask=place < expert_pairs, other=0).to(gl.int64)
             at = column * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, STORED))
             to = out + pair[:, None] * columns + at[None, :]
-            gl.store(to, y, mask=(place < its)[:, None] & (at < columns)[None, :])
+            gl.store(to, y, mask=(place < expert_pairs)[:, None] & (at < columns)[None, :])
 
 
 @gluon.jit(do_not_specialize=["tokens"])
@@ -231,7 +233,7 @@ def _multiply(
     CHOSEN: gl.constexpr,
     GATHER: gl.constexpr,
     GATED: gl.constexpr,
-    WHOLE: gl.constexpr,
+    FULL_BLOCKS: gl.constexpr,
     EXPERTS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -253,7 +255,7 @@ def _multiply(
         [
             (_consume, (0, work, out, x_scales, weight_scales, ring, inner, CHOSEN, GATHER, GATED)),
             (_consume, (1, work, out, x_scales, weight_scales, ring, inner, CHOSEN, GATHER, GATED)),
-            (_produce, (work, x, tiles, ring, inner, CHOSEN, GATHER, GATED, WHOLE)),
+            (_produce, (work, x, tiles, ring, inner, CHOSEN, GATHER, GATED, FULL_BLOCKS)),
         ],
         [4, 4],
         REGISTERS,

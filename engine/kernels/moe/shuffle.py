@@ -33,18 +33,18 @@ class Shuffled(NamedTuple):
 
 
 def shuffle(
-    logits: Tensor, counts: Tensor, choice: Choice, slots: Tensor | None = None, held: range | None = None
+    logits: Tensor, counts: Tensor, choice: Choice, slots: Tensor | None = None, local: range | None = None
 ) -> Shuffled:
     """Routes as `moe.experts.route` does, by logits [tokens, experts] with dense rows. Of equal
     logits, the first is chosen. `counts` must be zero, and becomes the pairs of each expert. The result has
-    the pairs of the experts `held`; None: of all. A token with slot −1 has no pair. slots [tokens] int64;
+    the pairs of the experts `local`; None: of all. A token with slot −1 has no pair. slots [tokens] int64;
     None: all tokens have pairs."""
     assert logits.is_contiguous(), "the kernel assumes dense rows"
     num_chosen, scoring, groups, groups_chosen, scale, bias = choice
     (tokens, experts), device = logits.shape, logits.device
     weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=device)
-    held = held or range(experts)
-    pairs = torch.empty(len(held), tokens, dtype=torch.int32, device=device)
+    local = local or range(experts)
+    pairs = torch.empty(len(local), tokens, dtype=torch.int32, device=device)
     columns = triton.next_power_of_2(experts)
     rows = max(1, BLOCK // columns)
     _shuffle[(triton.cdiv(tokens, rows),)](
@@ -56,13 +56,13 @@ def shuffle(
         pairs,
         scale,
         tokens,
-        held.start,
+        local.start,
         experts,
         ROWS=rows,
         COLUMNS=columns,
         CHOSEN=num_chosen,
         CHOICES=triton.next_power_of_2(num_chosen),
-        HELD=len(held),
+        LOCAL=len(local),
         SIGMOID=scoring is Scoring.SIGMOID_ON_INPUT,
         NORMALIZED=scoring in (Scoring.NORMALIZED_SOFTMAX, Scoring.NORMALIZED_SIGMOID),
         GROUPS=groups,
@@ -70,7 +70,7 @@ def shuffle(
         num_warps=4,
         **launch_options(),
     )
-    return Shuffled(weights, counts[held.start : held.stop], pairs, experts)
+    return Shuffled(weights, counts[local.start : local.stop], pairs, experts)
 
 
 @triton.jit(do_not_specialize=["tokens", "first"])
@@ -89,7 +89,7 @@ def _shuffle(
     COLUMNS: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOICES: tl.constexpr,
-    HELD: tl.constexpr,
+    LOCAL: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -143,7 +143,7 @@ def _shuffle(
     is_pair = real[:, None] & used
     pair = token[:, None] * CHOSEN + choice[None, :]
     chosen = COLUMNS - 1 - lower
-    is_held = (chosen >= first) & (chosen < first + HELD) & has_experts[:, None]
+    is_held = (chosen >= first) & (chosen < first + LOCAL) & has_experts[:, None]
     tl.store(weights + pair, tl.where(is_held, weight * scale, 0.0), mask=is_pair)
     place = tl.atomic_add(counts + chosen, 1, mask=is_pair & has_experts[:, None], sem="relaxed")
     tl.store(pairs + (chosen - first) * tokens + place, pair, mask=is_pair & is_held)

@@ -137,7 +137,7 @@ def of_planes(
     """The scales or zeros of the planes of a block, from row `row` on, `by_row`. Planes of one group share
     theirs."""
     if tiles is None:
-        found = None
+        numbers = None
     else:
         at0 = _of_plane(tiles, row, first_n, row_scales, 0, GROUP, BLOCK_N, WORDS)
         at1, at2 = at0, at0
@@ -148,8 +148,8 @@ def of_planes(
         at3 = at2
         if WORDS % GROUP == 0:
             at3 = _of_plane(tiles, row, first_n, row_scales, 3, GROUP, BLOCK_N, WORDS)
-        found = at0, at1, at2, at3
-    return found
+        numbers = at0, at1, at2, at3
+    return numbers
 
 
 @triton.jit

@@ -173,12 +173,12 @@ def _of_group(
 ):
     """The scales or zeros of the groups that end in a plane: [1, n, chunks]. If none ends there: 0."""
     if values is None or (PLANE + 1) * WORDS % GROUP != 0:
-        found = 0.0
+        numbers = 0.0
     else:
         column = ((first // 4 + chunks) // (WORDS // 8) * 4 + PLANE) * WORDS
         at = values + column // GROUP * stride + n[None, :, None]
-        found = tl.load(at, mask=used[None, :, None] & (column < inner), other=0.0)
-    return found
+        numbers = tl.load(at, mask=used[None, :, None] & (column < inner), other=0.0)
+    return numbers
 
 
 @triton.jit
@@ -275,11 +275,11 @@ def _int4_gemv(
     EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
-    OWN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the result
+    OUT_COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the result
     m = tl.arange(0, BLOCK_M)[:, None, None]
     # If gated, the first half of the rows of W is of gate, and the others are the same rows of up.
-    column = tl.program_id(0) * OWN + tl.arange(0, BLOCK_N) % OWN
-    n, used = tl.arange(0, BLOCK_N) // OWN * columns + column, column < columns
+    column = tl.program_id(0) * OUT_COLUMNS + tl.arange(0, BLOCK_N) % OUT_COLUMNS
+    n, used = tl.arange(0, BLOCK_N) // OUT_COLUMNS * columns + column, column < columns
     at = tl.arange(0, BLOCK_K // 8)[None, None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K // 32], tl.float32)
     ZEROS: tl.constexpr = zeros is not None
@@ -289,7 +289,7 @@ def _int4_gemv(
         )
         inputs_ready()
         for i in tl.static_range(PASSES):
-            codes, its_scale, its_zero = words, scale, zero
+            codes, code_scale, code_zero = words, scale, zero
             if i + 1 < PASSES:
                 first = (i + 1) * (BLOCK_K // 8)
                 words, scale, zero = _read(
@@ -297,7 +297,7 @@ def _int4_gemv(
                 )
             now = i * (BLOCK_K // 8) + at
             acc = _add_columns(
-                acc, codes, its_scale, its_zero, x, now, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE
+                acc, codes, code_scale, code_zero, x, now, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE
             )
     else:
         inputs_ready()
@@ -311,8 +311,8 @@ def _int4_gemv(
     y = tl.sum(acc, axis=2)
     y = add_bias(y, bias, n, used, 0).to(DTYPE)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, OWN)), (0, 2, 1)))
+        gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, OUT_COLUMNS)), (0, 2, 1)))
         y = swiglu(gate.to(tl.float32), up.to(tl.float32), None, None).to(DTYPE)
-    row, column = tl.arange(0, BLOCK_M), tl.program_id(0) * OWN + tl.arange(0, OWN)
+    row, column = tl.arange(0, BLOCK_M), tl.program_id(0) * OUT_COLUMNS + tl.arange(0, OUT_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(out + row[:, None] * columns + column[None, :], y, mask=inside)

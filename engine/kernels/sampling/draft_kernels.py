@@ -97,13 +97,13 @@ def _follow(
 def _accepted(tokens, rows, drafts, resolved, accepted, count, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
-    left = tl.load(drafts + row, mask=inside, other=0)
-    most = tl.max(left, axis=0)
+    length = tl.load(drafts + row, mask=inside, other=0)
+    most = tl.max(length, axis=0)
     at = tl.load(rows + row, mask=inside, other=0)
     right = inside
     total = tl.zeros([BLOCK], tl.int64)
     for j in range(most):
-        right = right & (j < left)
+        right = right & (j < length)
         token = tl.load(tokens + row + j, mask=right, other=0)
         following = tl.load(resolved + at + j + 1, mask=right & (at + j + 1 < columns), other=0)
         right = right & (token == following)

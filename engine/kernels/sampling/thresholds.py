@@ -54,7 +54,7 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ex
     # Number and sum of the probabilities above high; the limit of the search.
     sums = torch.empty(rows, 3, dtype=torch.float32, device=device)
     # Number and sum of the probabilities above each pivot, in each part.
-    found = torch.empty(rows, 2, parts, PIVOTS, dtype=torch.float32, device=device)
+    pivot_sums = torch.empty(rows, 2, parts, PIVOTS, dtype=torch.float32, device=device)
 
     def set_bounds(stage: int) -> None:
         _set_bounds[(rows,)](
@@ -67,7 +67,7 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ex
                 probs,
                 bounds,
                 sums,
-                found,
+                pivot_sums,
                 vocabulary,
                 probs.stride(0),
                 tiles_each,
@@ -124,7 +124,7 @@ def _narrow(
     probs,
     bounds,
     sums,
-    found,
+    pivot_sums,
     vocabulary,
     stride,
     tiles_each,
@@ -157,12 +157,12 @@ def _narrow(
         for start in tl.range(begin, end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             p = tl.load(probs + columns, mask=columns < end, other=-1.0)  # padding: below all pivots
-            above = p.to(tl.int32, bitcast=True)[None, :] > pivots[:, None]
-            totals += tl.where(above, p[None, :], 0.0)
+            is_above = p.to(tl.int32, bitcast=True)[None, :] > pivots[:, None]
+            totals += tl.where(is_above, p[None, :], 0.0)
             if BY_NUMBER:
-                numbers += above.to(tl.int32)
+                numbers += is_above.to(tl.int32)
         parts = tl.num_programs(1)
-        number = found + row * (2 * PIVOTS) * parts
+        number = pivot_sums + row * (2 * PIVOTS) * parts
         total = number + parts * PIVOTS
         tl.store(total + part * PIVOTS + i, tl.sum(totals, 1))
         if BY_NUMBER:

@@ -159,11 +159,11 @@ def _solve(
             used, time_step(steps + tl.load(dt_bias + head), 0.0, float("inf")) * tl.load(a + head), 0.0
         )
         beta = _beta(share + row * share_stride + head, used)
-        total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        total, chunk_total = tl.cumsum(decay, 0), tl.sum(decay, 0)
         seen = token[:, None] >= token[None, :]
-        between = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * k_scale[None, :]
-        answers = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between * q_scale[:, None]
-        system = tl.dot(k, tl.trans(k), input_precision="tf32x3") * between * (k_scale * beta)[:, None]
+        decays = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * k_scale[None, :]
+        answers = tl.dot(q, tl.trans(k), input_precision="tf32x3") * decays * q_scale[:, None]
+        system = tl.dot(k, tl.trans(k), input_precision="tf32x3") * decays * (k_scale * beta)[:, None]
     else:
         tl.static_assert(GROUP == 1, "each head has a key of its own")
         kk, qk, k_squares, q_squares = _of_keys(
@@ -186,8 +186,8 @@ def _solve(
         grown = tl.exp(total)  # pyrefly: ignore[unbound-name]  (the branch above has set it)
         tl.store(to, grown * k_scale, mask=used)
         tl.store(to + factor, grown * q_scale, mask=used)
-        tl.store(to + 2 * factor, tl.exp(whole - total) * k_scale, mask=used)  # pyrefly: ignore[unbound-name]
-        tl.store(to + 3 * factor, tl.exp(whole), mask=used)
+        tl.store(to + 2 * factor, tl.exp(chunk_total - total) * k_scale, mask=used)  # pyrefly: ignore[unbound-name]
+        tl.store(to + 3 * factor, tl.exp(chunk_total), mask=used)
     else:
         tl.store(to, k_scale, mask=used)
         tl.store(to + factor, q_scale, mask=used)
@@ -226,7 +226,7 @@ def _of_keys(
         steps = tl.load(of_step, mask=inside, other=0.0).to(tl.float32)
         steps += tl.load(dt_bias + of_key, mask=columns < SIZE, other=0.0)[None, :]
         decay = tl.where(inside, time_step(steps, 0.0, float("inf")) * rate, 0.0)
-        total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        total, chunk_total = tl.cumsum(decay, 0), tl.sum(decay, 0)
         k_squares += tl.sum(k * k, axis=1)
         q_squares += tl.sum(q * q, axis=1)
 
@@ -235,9 +235,9 @@ def _of_keys(
         grown = tl.exp(total)
         tl.store(to, (k * grown).to(DTYPE), mask=inside)
         tl.store(to + of_all, (q * grown).to(DTYPE), mask=inside)
-        tl.store(to + 2 * of_all, (k * tl.exp(whole[None, :] - total)).to(DTYPE), mask=inside)
+        tl.store(to + 2 * of_all, (k * tl.exp(chunk_total[None, :] - total)).to(DTYPE), mask=inside)
         of_chunk = last + (number * HEADS + head) * SIZE + columns
-        tl.store(of_chunk, tl.exp(whole), mask=columns < SIZE)
+        tl.store(of_chunk, tl.exp(chunk_total), mask=columns < SIZE)
 
         kk, qk = _products(k, q, total, kk, qk, DTYPE)
     return kk, qk, k_squares, q_squares
@@ -252,10 +252,10 @@ def _products(k, q, total, kk, qk, DTYPE: tl.constexpr):
     token, i = tl.arange(0, TOKENS), tl.arange(0, BLOCK)
     # Of tokens in different blocks.
     for block in tl.static_range(1, BLOCKS):
-        before, own = (token < block * BLOCK)[:, None], (token // BLOCK == block)[:, None]
+        before, in_block = (token < block * BLOCK)[:, None], (token // BLOCK == block)[:, None]
         reference = tl.sum(tl.where(token[:, None] == block * BLOCK - 1, total, 0.0), axis=0)[None, :]
         keys = tl.trans((k * tl.exp(tl.where(before, reference - total, float("-inf")))).to(DTYPE))
-        grown = tl.exp(tl.where(own, total - reference, float("-inf")))
+        grown = tl.exp(tl.where(in_block, total - reference, float("-inf")))
         kk = tl.dot((k * grown).to(DTYPE), keys, kk, input_precision="tf32x3")
         qk = tl.dot((q * grown).to(DTYPE), keys, qk, input_precision="tf32x3")
     # Of tokens in the same block.
@@ -265,8 +265,8 @@ def _products(k, q, total, kk, qk, DTYPE: tl.constexpr):
     for j in range(BLOCK):
         at = (i == j)[None, :, None]
         key = tl.sum(tl.where(at, blocks_k, 0.0), axis=1)[:, None, :]
-        its_total = tl.sum(tl.where(at, blocks_total, 0.0), axis=1)[:, None, :]
-        exponent = tl.where((i >= j)[None, :, None], blocks_total - its_total, float("-inf"))
+        key_total = tl.sum(tl.where(at, blocks_total, 0.0), axis=1)[:, None, :]
+        exponent = tl.where((i >= j)[None, :, None], blocks_total - key_total, float("-inf"))
         key *= tl.exp(exponent)
         column = (token[:, None] // BLOCK * BLOCK + j) == token[None, :]
         kk += tl.where(column, tl.reshape(tl.sum(blocks_k * key, axis=2), [TOKENS])[:, None], 0.0)
@@ -282,25 +282,25 @@ def chunk_number(row, request, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _inverse(below, PRECISION: tl.constexpr):
+def _inverse(lower, PRECISION: tl.constexpr):
     """(I + below)⁻¹, for a matrix below the diagonal: first of the blocks on the diagonal, row by row. They
     are the inverse D without the other blocks L. As (D L)⁴ is 0, four blocks a side need few products."""
-    TOKENS: tl.constexpr = below.shape[0]
+    TOKENS: tl.constexpr = lower.shape[0]
     BLOCKS: tl.constexpr = TOKENS // BLOCK
     tl.static_assert(BLOCKS <= 4)
     block, i, token = tl.arange(0, BLOCKS), tl.arange(0, BLOCK), tl.arange(0, TOKENS)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    parts = tl.reshape(below, [BLOCKS, BLOCK, BLOCKS, BLOCK])
-    parts = tl.sum(tl.where(same, parts, 0.0), axis=2)  # [BLOCKS, BLOCK, BLOCK]
+    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    parts = tl.reshape(lower, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    parts = tl.sum(tl.where(on_diagonal, parts, 0.0), axis=2)  # [BLOCKS, BLOCK, BLOCK]
     solved = tl.where(i[None, :, None] == i[None, None, :], 1.0, 0.0) + tl.zeros_like(parts)
     for row in range(1, BLOCK):
         at = (i == row)[None, :, None]
         factors = tl.sum(tl.where(at, parts, 0.0), axis=1)
         solved -= tl.where(at, tl.sum(factors[:, :, None] * solved, axis=1)[:, None, :], 0.0)
-    solved = tl.where(same, solved[:, :, None, :], 0.0)
+    solved = tl.where(on_diagonal, solved[:, :, None, :], 0.0)
     diagonal = tl.reshape(solved, [TOKENS, TOKENS])
-    other = tl.where((token // BLOCK)[:, None] > (token // BLOCK)[None, :], below, 0.0)
-    step = tl.dot(diagonal, other, input_precision=PRECISION)
+    off_diagonal = tl.where((token // BLOCK)[:, None] > (token // BLOCK)[None, :], lower, 0.0)
+    step = tl.dot(diagonal, off_diagonal, input_precision=PRECISION)
     inverse = diagonal - tl.dot(step, diagonal, input_precision=PRECISION)
     if BLOCKS > 2:
         twice = tl.dot(step, step, input_precision=PRECISION)

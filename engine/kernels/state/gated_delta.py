@@ -58,7 +58,7 @@ class GatedDelta(HeadStates):
             keys, queries, share = k[:, at], q[:, at], beta[:, at, None]
             total = decay[:, at].cumsum(dim=1)
             of_keys, of_queries = self._products(keys, queries, total)
-            grown, left = total.exp(), (total[:, -1:] - total).exp_()
+            grown, decay_to_end = total.exp(), (total[:, -1:] - total).exp_()
             written = torch.linalg.solve_triangular(  # the diagonal counts as 1
                 of_keys.mul_(share),
                 (v[:, at] - (keys * grown) @ before.mT).mul_(share),
@@ -66,7 +66,7 @@ class GatedDelta(HeadStates):
                 unitriangular=True,
             )
             y[:, at] = (queries * grown) @ before.mT + of_queries @ written
-            before = before * grown[:, -1:] + written.mT @ (keys * left)
+            before = before * grown[:, -1:] + written.mT @ (keys * decay_to_end)
             if copy is not None:
                 state[copy] = before
         state[prompt.slot] = before
@@ -75,8 +75,8 @@ class GatedDelta(HeadStates):
     def _products(self, keys: Tensor, queries: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Of the keys of a chunk, and of its queries, with its keys: Σ_c k_ic k_jc exp(s_ic − s_jc) for j ≤ i
         [heads, tokens, tokens]. `total`: s, [heads, tokens, 1 or state_size]."""
-        between = (total - total.mT).tril_().exp_().tril_()
-        return (keys @ keys.mT).mul_(between), (queries @ keys.mT).mul_(between)
+        decays = (total - total.mT).tril_().exp_().tril_()
+        return (keys @ keys.mT).mul_(decays), (queries @ keys.mT).mul_(decays)
 
     def _decay_and_share(self, rates: Rates) -> tuple[Tensor, Tensor]:
         """The logarithm of the factor of a state [rows, heads, 1 or state_size], and sigmoid(β)
@@ -101,9 +101,9 @@ class KimiDelta(GatedDelta):
     def _products(self, keys: Tensor, queries: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         tokens = total.shape[1]
         later = torch.ones(tokens, tokens, dtype=torch.bool).triu_(1)[..., None]
-        between = (total[:, :, None] - total[:, None]).masked_fill_(later, float("-inf")).exp_()
-        between *= keys[:, None]  # [heads, tokens, tokens, state_size]
-        return (between * keys[:, :, None]).sum(3), (between * queries[:, :, None]).sum(3)
+        decays = (total[:, :, None] - total[:, None]).masked_fill_(later, float("-inf")).exp_()
+        decays *= keys[:, None]  # [heads, tokens, tokens, state_size]
+        return (decays * keys[:, :, None]).sum(3), (decays * queries[:, :, None]).sum(3)
 
 
 def _normalized(x: Tensor) -> Tensor:

@@ -121,8 +121,8 @@ def tile_states(metadata: AttentionMetadata) -> TorchStateTiling:
     prompts, row = [], decodes
     for slot, (start, stop) in zip(slots[decodes:].tolist(), metadata.prefills, strict=True):
         rows = range(row, row + stop - start)
-        own = [(at - row + 1, copies[at] - 1) for at in copies if at in rows]
-        prompts.append(Prompt(slot, start == 0, slice(rows.start, rows.stop), own))
+        prompt_copies = [(at - row + 1, copies[at] - 1) for at in copies if at in rows]
+        prompts.append(Prompt(slot, start == 0, slice(rows.start, rows.stop), prompt_copies))
         row = rows.stop
     return TorchStateTiling(slots[:decodes].long(), metadata.contexts[:decodes] == 1, prompts)
 
@@ -258,13 +258,13 @@ class Mamba2(HeadStates):
             size = total.shape[1]
             moved = x[:, at] * step[:, at, :, None]
             sums = total.mT  # [groups, shared, tokens]
-            between = (sums[..., None] - sums[:, :, None]).masked_fill_(later[:size, :size], float("-inf"))
-            scores = between.exp_().mul_((c[:, at] @ b[:, at].mT)[:, None])
+            decays = (sums[..., None] - sums[:, :, None]).masked_fill_(later[:size, :size], float("-inf"))
+            scores = decays.exp_().mul_((c[:, at] @ b[:, at].mT)[:, None])
             y[:, at] = (scores @ moved.transpose(1, 2)).transpose(1, 2)
             y[:, at] += (c[:, at] @ before.mT).unflatten(2, moved.shape[2:]).mul_(total.exp()[..., None])
-            left = (total[:, -1:] - total).exp_()
+            decay_to_end = (total[:, -1:] - total).exp_()
             before.unflatten(1, moved.shape[2:]).mul_(total[:, -1].exp()[..., None, None])
-            before += moved.mul_(left[..., None]).flatten(2).mT @ b[:, at]
+            before += moved.mul_(decay_to_end[..., None]).flatten(2).mT @ b[:, at]
             if copy is not None:
                 state[copy].view(of_groups).copy_(before)
         kept.copy_(before)

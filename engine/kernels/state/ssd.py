@@ -213,7 +213,7 @@ def _scan(
     of_steps = steps + head * count.to(tl.int64) + first
     next_step = tl.load(of_steps + token, mask=token < tokens, other=0.0)
     next_total = tl.load(of_steps + sums + token, mask=token < tokens, other=0.0)
-    next_whole = tl.load(of_steps + sums + tl.minimum(tokens, TOKENS) - 1)
+    next_chunk_total = tl.load(of_steps + sums + tl.minimum(tokens, TOKENS) - 1)
     # Loaded a chunk ahead, since each chunk would wait for it.
     next_slot = -1 if copies is None else copy_after(copies, first, 0, tokens, TOKENS)
     for start in range(0, tokens, TOKENS):
@@ -225,20 +225,20 @@ def _scan(
         c = tl.load(of_group + HEADS // GROUP * SIZE, mask=used & in_state[None, :], other=0.0)
         product = (row[:, None] * (HEADS // GROUP) + head // GROUP) * TOKENS + token[None, :]
         scores = tl.load(products + product, mask=used, other=0.0).to(tl.float32)
-        step, total, whole = next_step, next_total, next_whole
+        step, total, chunk_total = next_step, next_total, next_chunk_total
         later = start + TOKENS + token  # of the next chunk, which are loaded ahead
         next_step = tl.load(of_steps + later, mask=later < tokens, other=0.0)
         next_total = tl.load(of_steps + sums + later, mask=later < tokens, other=0.0)
-        next_whole = tl.load(of_steps + sums + tl.minimum(tokens, start + 2 * TOKENS) - 1)
+        next_chunk_total = tl.load(of_steps + sums + tl.minimum(tokens, start + 2 * TOKENS) - 1)
 
         out = tl.dot(c, now.to(c.dtype), input_precision="tf32x3") * tl.exp(total)[:, None]
-        between = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-        weights = (scores * between * step[None, :]).to(x.dtype)
+        decays = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+        weights = (scores * decays * step[None, :]).to(x.dtype)
         out = tl.dot(weights, x, out, input_precision="tf32x3") + x.to(tl.float32) * skip
         to = y + row[:, None] * y_stride + (head * HEAD_DIM + dims)[None, :]
         tl.store(to, out.to(y.dtype.element_ty), mask=used & in_head)
-        moved = (x.to(tl.float32) * (tl.exp(whole - total) * step)[:, None]).to(x.dtype)
-        now = tl.dot(tl.trans(b), moved, now * tl.exp(whole), input_precision="tf32x3")
+        moved = (x.to(tl.float32) * (tl.exp(chunk_total - total) * step)[:, None]).to(x.dtype)
+        now = tl.dot(tl.trans(b), moved, now * tl.exp(chunk_total), input_precision="tf32x3")
         if copies is not None:
             to_slot, next_slot = next_slot, copy_after(copies, first, start + TOKENS, tokens, TOKENS)
             if to_slot >= 0:
