@@ -48,9 +48,9 @@ class Arena:
         self.slot_bytes = slot_bytes
         slots = num_slots * slot_bytes
         size = exported_bytes(num_slots, slot_bytes)
-        found = os.fstat(fd).st_size
-        if found != size:
-            raise ValueError(f"arena fd {fd} has {found} bytes, not {size} ({num_slots} × {slot_bytes})")
+        size_of_fd = os.fstat(fd).st_size
+        if size_of_fd != size:
+            raise ValueError(f"arena fd {fd} has {size_of_fd} bytes, not {size} ({num_slots} × {slot_bytes})")
         self._map = mmap.mmap(fd, size)
         self.memory = memoryview(self._map)[:slots]  # all slots, for pinning
         self.marks = memoryview(self._map)[slots:]  # see `peer_memory`
@@ -189,7 +189,7 @@ class WorkerEnds:
     def create(cls, num_slots: int, slot_bytes: int, ranks: int) -> "WorkerEnds":
         engine, transfer = list[ArenaEnd](), list[ArenaEnd]()
         channels = list[tuple[socket.socket, socket.socket]]()
-        found = cls(engine, transfer, channels)
+        ends = cls(engine, transfer, channels)
         try:
             for _ in range(2):
                 of_engine, of_transfer = ArenaEnd.pair(num_slots, slot_bytes)
@@ -198,9 +198,9 @@ class WorkerEnds:
             for _ in range(ranks - 1):
                 channels.append(channel_pair())
         except BaseException:
-            found.close()
+            ends.close()
             raise
-        return found
+        return ends
 
     def of_rank(self, rank: int, *, exports: bool, adopts: bool) -> Arenas:
         """`exports` and `adopts` as in `Transport`."""
@@ -218,9 +218,9 @@ class WorkerEnds:
 
     def copied(self, *, exports: bool, adopts: bool) -> Sequence[Arenas]:
         """Of each rank, with descriptors that the caller owns. Ranks share those of the memory."""
-        found = [self.of_rank(rank, exports=exports, adopts=adopts) for rank in range(len(self.ranks) + 1)]
-        copies = {fd: os.dup(fd) for arenas in found for fd in arenas.fds}
-        return [arenas.with_fds([copies[fd] for fd in arenas.fds]) for arenas in found]
+        ends = [self.of_rank(rank, exports=exports, adopts=adopts) for rank in range(len(self.ranks) + 1)]
+        copies = {fd: os.dup(fd) for arenas in ends for fd in arenas.fds}
+        return [arenas.with_fds([copies[fd] for fd in arenas.fds]) for arenas in ends]
 
     def close_inherited(self) -> None:
         """Closes what the ranks have inherited."""

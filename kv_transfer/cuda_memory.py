@@ -53,9 +53,9 @@ class PeerDeviceMemory(Slots):
         """Raises Unreachable. The caller then does a test copy of the token."""
         check(export, "cuda_ipc")
         try:
-            own = _exported.get((export.token, export.handles[0]))
-            self._is_local = own is not None
-            address = cuda_driver.open_handle(export.handles[0]) if own is None else own
+            own_address = _exported.get((export.token, export.handles[0]))
+            self._is_local = own_address is not None
+            address = cuda_driver.open_handle(export.handles[0]) if own_address is None else own_address
         except (CudaError, OSError, ValueError) as e:
             raise Unreachable(f"the test copy failed: {e}") from None
         super().__init__(address, export.num_slots, export.slot_bytes)
@@ -68,9 +68,9 @@ class PeerDeviceMemory(Slots):
     def _check_size(self, claimed: int) -> None:
         """A copy beyond the end would be an error that ends this process."""
         base, size = cuda_driver.allocation(self.address)
-        there = base + size - self.address
-        if there < claimed:
-            raise CudaError(f"the memory has {there} bytes, and its owner says {claimed}")
+        mapped_bytes = base + size - self.address
+        if mapped_bytes < claimed:
+            raise CudaError(f"the memory has {mapped_bytes} bytes, and its owner says {claimed}")
 
     def close(self) -> None:
         if not self._is_local:

@@ -37,12 +37,12 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def of(cls, layers: Sequence[Sequence[CacheArray]]) -> "KVLayout":
         """`layers`: of each layer, what it keeps. Arrays of tokens come first."""
-        found: dict[CacheArray, list[int]] = {}
+        layers_of: dict[CacheArray, list[int]] = {}
         for number, arrays in enumerate(layers):
             for array in arrays:
-                found.setdefault(array, []).append(number)
-        arrays = tuple(sorted(found, key=lambda array: not array.per_token))
-        return cls(len(layers), arrays, tuple(tuple(found[array]) for array in arrays))
+                layers_of.setdefault(array, []).append(number)
+        arrays = tuple(sorted(layers_of, key=lambda array: not array.per_token))
+        return cls(len(layers), arrays, tuple(tuple(layers_of[array]) for array in arrays))
 
     def __post_init__(self) -> None:
         counts = {"layers": self.num_layers, **{f"heads of {x.name}": x.heads for x in self.arrays}}

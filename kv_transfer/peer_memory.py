@@ -63,8 +63,8 @@ class PeerMemories(Generic[M]):
         ranks = len(export.handles)
         needed: set[int] = set()
         try:
-            for array, held in enumerate(heads):
-                needed |= {rank_of(layout, head, ranks, array) for head in range(*held)}
+            for array, rank_heads in enumerate(heads):
+                needed |= {rank_of(layout, head, ranks, array) for head in range(*rank_heads)}
         except StopIteration:
             raise Unreachable(f"{ranks} ranks do not share the heads of this model") from None
         self.slot_bytes = export.slot_bytes
@@ -79,10 +79,10 @@ class PeerMemories(Generic[M]):
 
     def place(self, slot: int) -> tuple[M, int]:
         """The memory with this slot, and the number of the slot there. Raises Unreachable."""
-        rank, there = divmod(slot, self._num_slots)
+        rank, in_rank = divmod(slot, self._num_slots)
         if rank not in self._of_ranks:
             raise Unreachable("a slice is in memory of a rank without its heads")
-        return self._of_ranks[rank], there
+        return self._of_ranks[rank], in_rank
 
     def close(self) -> None:
         for memory in self._of_ranks.values():

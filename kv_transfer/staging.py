@@ -62,12 +62,12 @@ def coalesce(
     before = -1
     for at, size in slots:
         if copies and at == before + slot_bytes and at - sum(copies[-1][::2]) <= SLACK:
-            start, there, _ = copies[-1]
-            copies[-1] = start, there, at + size - start
-            offsets.append(there + at - start)
+            start, offset, _ = copies[-1]
+            copies[-1] = start, offset, at + size - start
+            offsets.append(offset + at - start)
         else:
-            there = -(-sum(copies[-1][1:]) // 16) * 16 if copies else 0  # the kernel moves whole words
-            copies.append((at, there, size))
-            offsets.append(there)
+            offset = -(-sum(copies[-1][1:]) // 16) * 16 if copies else 0  # the kernel moves whole words
+            copies.append((at, offset, size))
+            offsets.append(offset)
         before = at
     return copies, offsets

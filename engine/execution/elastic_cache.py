@@ -135,11 +135,11 @@ def plan(
     if block_units < FEWEST_UNITS:
         return None
     # At the start, each request finds room for its states and some KV beside them.
-    beside = -(-min_blocks * blocks.pages * slots.unit // blocks.unit)
-    slot_units = max(1, min(num_slots // slots.unit, (pages - blocks.pages) // (slots.pages + beside)))
-    left = pages - slot_units * slots.pages
-    copy_units = min(1, num_copies // slots.unit, max(0, left - blocks.pages) // slots.pages)
-    present = min(block_units, (left - copy_units * slots.pages) // blocks.pages)
+    block_pages = -(-min_blocks * blocks.pages * slots.unit // blocks.unit)
+    slot_units = max(1, min(num_slots // slots.unit, (pages - blocks.pages) // (slots.pages + block_pages)))
+    free_pages = pages - slot_units * slots.pages
+    copy_units = min(1, num_copies // slots.unit, max(0, free_pages - blocks.pages) // slots.pages)
+    present = min(block_units, (free_pages - copy_units * slots.pages) // blocks.pages)
     if present < 1:
         return None
     return ElasticPlan(
@@ -252,8 +252,8 @@ class ElasticCache:
         cells = (planned.blocks, planned.slots, planned.windows)[which]
         size = rows * cells.places * place_bytes
         address = memory.reserve(size)
-        pages, rest = divmod(cells.unit * place_bytes, memory.page_bytes)
-        if rest:
+        pages, remainder = divmod(cells.unit * place_bytes, memory.page_bytes)
+        if remainder:
             self._pages[address] = memory.create(-(-size // memory.page_bytes))
             memory.map(address, self._pages[address])
         else:

@@ -77,11 +77,11 @@ class Measured:
     @classmethod
     def of(cls, text: bytes) -> "Measured":
         """From `to_json`."""
-        found: dict[str, Any] = json.loads(text)
-        if (steps := found["steps"]) is not None:
+        fields: dict[str, Any] = json.loads(text)
+        if (steps := fields["steps"]) is not None:
             tables: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in steps.items()}
             steps = StepModel(**tables)
-        return cls(PoolSize(**found["pool"]), steps)
+        return cls(PoolSize(**fields["pool"]), steps)
 
 
 def measured(keep: Keep) -> Measured | None:
@@ -239,14 +239,14 @@ class KeptCache:
     @property
     def parts(self) -> KeptParts:
         """For `KeptBlocks`, once the memory is open. Sums are over all layers on all ranks."""
-        found: dict[str, RecordMemory | None] = {}
+        records: dict[str, RecordMemory | None] = {}
         end = _HEAD
         for pool, count in self._places.items():
             start, end = end, end + count * self._record_bytes
-            found[pool] = RecordMemory(self._mapped[start:end], self._sums[pool]) if count else None
-        blocks = found["blocks"]
+            records[pool] = RecordMemory(self._mapped[start:end], self._sums[pool]) if count else None
+        blocks = records["blocks"]
         assert blocks is not None, "a cache has blocks"
-        return KeptParts(blocks, found["windows"], found["slots"])
+        return KeptParts(blocks, records["windows"], records["slots"])
 
     def open(self, root: bytes, ranks: Ranks) -> bool:
         """All tensors have memory. `root`: of the names of KV. False: the memory of a rank has the KV of
@@ -272,8 +272,8 @@ class KeptCache:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._own.table, fcntl.F_ADD_SEALS, seals)
         self._mapped = memoryview(mmap.mmap(self._own.table, size))
-        key, found = self._key_of(root), bytes(self._mapped[:_KEY_BYTES])
-        if any(found) and found != key:
+        key, kept_key = self._key_of(root), bytes(self._mapped[:_KEY_BYTES])
+        if any(kept_key) and kept_key != key:
             if self._device.type != "cuda":
                 return False
             log.warning("the KV that was kept is of another model: the GPU's memory is used anew")
@@ -289,9 +289,9 @@ class KeptCache:
         self._mapped[:_KEY_BYTES] = key
         return True
 
-    def remember(self, found: Measured) -> None:
+    def remember(self, steps_and_pool: Measured) -> None:
         """For engines that follow. The memory is open."""
-        text = found.to_json()
+        text = steps_and_pool.to_json()
         assert len(text) <= _HEAD - _MEASURED, "steps of some dozen sizes are measured"
         length = self._mapped[_KEY_BYTES:_MEASURED]
         length[:] = bytes(4)

@@ -36,7 +36,7 @@ def attention_shapes(
     cache: Sequence[CacheSpec], config: ModelConfig, layers: Iterable[int]
 ) -> dict[int, AttentionShape]:
     """The shape of each of these layers of a model, as far as they have keys and values."""
-    whole = () if config.vision is None else config.vision.whole_layers
+    whole_layers = () if config.vision is None else config.vision.whole_layers
     shapes = dict[int, AttentionShape]()
     for number in layers:
         layer = source = cache[number]
@@ -46,7 +46,7 @@ def attention_shapes(
             assert isinstance(layer, AttentionCache | SharedCache), "the layer attends"
             heads = config.heads(windowed=layer.span is not None)
             shapes[number] = AttentionShape(
-                layer.span, heads, source.num_kv_heads, source.head_dim, number in whole
+                layer.span, heads, source.num_kv_heads, source.head_dim, number in whole_layers
             )
     return shapes
 

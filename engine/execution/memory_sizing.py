@@ -470,7 +470,7 @@ def _log(
     states, copies = size.num_slots * limits.state_bytes, size.num_copies * limits.state_bytes
     windows = size.window_blocks
 
-    def beside(slots: int, windows: int | None) -> str:
+    def other_caches(slots: int, windows: int | None) -> str:
         return f"states of {slots} requests" if windows is None else f"{windows} of layers with windows"
 
     if (elastic := size.elastic) is not None:
@@ -479,8 +479,8 @@ def _log(
             "%d blocks and %s have memory now",
             f"{use}, " if use else "", "KV and states" if windows is None else "all layers",
             gib(elastic.num_pages * elastic.page_bytes), size.num_blocks, limits.block_size,
-            size.num_blocks * limits.block_size, beside(size.num_slots, windows), size.present_blocks,
-            beside(size.present_slots, size.present_windows),
+            size.num_blocks * limits.block_size, other_caches(size.num_slots, windows), size.present_blocks,
+            other_caches(size.present_slots, size.present_windows),
         )  # fmt: skip
         return
     log.info(

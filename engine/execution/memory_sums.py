@@ -28,14 +28,14 @@ class _HostSums:
         self._rows = rows
 
     def __call__(self, blocks: Sequence[int]) -> Outcome:
-        found = [self._sum(block) for block in blocks]
-        return Outcome(lambda: True, lambda: found)
+        sums = [self._sum(block) for block in blocks]
+        return Outcome(lambda: True, lambda: sums)
 
     def _sum(self, block: int) -> int:
-        found = xxhash.xxh3_64()
+        checksum = xxhash.xxh3_64()
         for address, size in self._rows:
-            found.update((ctypes.c_ubyte * size).from_address(address + block * size))
-        return found.intdigest()
+            checksum.update((ctypes.c_ubyte * size).from_address(address + block * size))
+        return checksum.intdigest()
 
 
 class _DeviceSums:

@@ -28,19 +28,19 @@ class RankFiles:
         flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
         with contextlib.ExitStack() as opened:
 
-            def own(fd: int) -> int:
+            def opened_fd(fd: int) -> int:
                 opened.callback(os.close, fd)
                 return fd
 
-            found = cls(
-                own(os.memfd_create("rank-exchange")),
-                own(os.memfd_create("rank-commands")),
-                own(os.memfd_create("rank-failure")),
-                own(os.eventfd(0, flags)),
-                [own(os.eventfd(0, flags)) for _ in range(size - 1)],
+            files = cls(
+                opened_fd(os.memfd_create("rank-exchange")),
+                opened_fd(os.memfd_create("rank-commands")),
+                opened_fd(os.memfd_create("rank-failure")),
+                opened_fd(os.eventfd(0, flags)),
+                [opened_fd(os.eventfd(0, flags)) for _ in range(size - 1)],
             )
             opened.pop_all()
-        return found
+        return files
 
     @property
     def fds(self) -> Sequence[int]:

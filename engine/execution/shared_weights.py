@@ -133,18 +133,18 @@ class SharedWeights:
             self._waiting_bytes += sum(piece.size for piece in pieces)
             return
         for piece in pieces:
-            there, self._next = self._next, self._next + aligned(piece.size)
-            if self._has(piece, there):
-                self._move(piece, there)
+            target, self._next = self._next, self._next + aligned(piece.size)
+            if self._has(piece, target):
+                self._move(piece, target)
             else:
                 self._keep_apart(piece)
         self._give_back()
 
-    def _has(self, piece: _Piece, there: int) -> bool:
+    def _has(self, piece: _Piece, target: int) -> bool:
         """Whether the pages have the bytes of this piece at this address, or have them now."""
-        if there + piece.size > self._end:
+        if target + piece.size > self._end:
             return False
-        old, new = (self._bytes_at(address, piece.size) for address in (piece.address, there))
+        old, new = (self._bytes_at(address, piece.size) for address in (piece.address, target))
         if self._alone:
             new.copy_(old)
             return True
@@ -188,15 +188,15 @@ class SharedWeights:
     def _bytes_at(self, address: int, size: int) -> Tensor:
         return tensor_at(address, (size,), torch.uint8, self._device, owner=self)
 
-    def _move(self, piece: _Piece, there: int) -> None:
+    def _move(self, piece: _Piece, target: int) -> None:
         """The tensors of this piece have the bytes at this address from now on."""
         for tensor in piece.tensors:
             if tensor.is_mkldnn:
                 with torch.inference_mode(tensor.is_inference()):
-                    tensor.data = packed_at(there, tensor)
+                    tensor.data = packed_at(target, tensor)
                 tensor.owner = self  # pyrefly: ignore[missing-attribute]
                 continue
-            storage = self._bytes_at(there, piece.size).untyped_storage()
+            storage = self._bytes_at(target, piece.size).untyped_storage()
             tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _give_back(self) -> None:
@@ -220,7 +220,7 @@ class SharedWeights:
 
 def _pieces(some: Iterable[Tensor], device: torch.device) -> list[_Piece]:
     """The memory of tensors of this device."""
-    found: dict[int, _Piece] = {}
+    pieces: dict[int, _Piece] = {}
     for tensor in some:
         if tensor.device.type != device.type:
             continue
@@ -230,5 +230,5 @@ def _pieces(some: Iterable[Tensor], device: torch.device) -> list[_Piece]:
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
         if size:
-            found.setdefault(address, _Piece(address, size, [])).tensors.append(tensor)
-    return [*found.values()]
+            pieces.setdefault(address, _Piece(address, size, [])).tensors.append(tensor)
+    return [*pieces.values()]

@@ -326,11 +326,11 @@ def moves_memory(config: EngineConfig, limits: CacheLimits) -> bool:
 def _pages(device: torch.device, ranks: Ranks) -> int | None:
     """The smallest page that the devices of all ranks can map. None: one of them can map none."""
     try:
-        found = memory_of(device, 1).page_bytes
+        page_bytes = memory_of(device, 1).page_bytes
     except MemoryError as error:
         log.info("states, windows and KV keep the memory that they begin with: %s", error)
-        found = 0
-    return ranks.minimum(found) or None
+        page_bytes = 0
+    return ranks.minimum(page_bytes) or None
 
 
 def _elastic_cache(planned: ElasticPlan | None, device: torch.device) -> ElasticCache | None:
@@ -344,4 +344,4 @@ def _releasable(
 ) -> Mapping[MemoryTag, MemorySaver | ElasticCache]:
     if not config.enable_memory_saver:
         return {}
-    return {tag: given for tag, given in memory.items() if isinstance(given, MemorySaver | ElasticCache)}
+    return {tag: owner for tag, owner in memory.items() if isinstance(owner, MemorySaver | ElasticCache)}

@@ -177,8 +177,8 @@ class CudaPool:
         try:
             while len(self._landings) < LANDINGS:
                 size = landing_bytes(self._slot_bytes)
-                there = torch.empty(size, dtype=torch.uint8, device=self._device)
-                self._landings.append(_Landing(there, self.record()))
+                memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self._landings.append(_Landing(memory, self.record()))
         except torch.OutOfMemoryError:
             raise Unreachable("no memory to convert KV in") from None
 
@@ -188,11 +188,11 @@ class CudaPool:
         token = torch.empty(len(export.token), dtype=torch.uint8, device=self._device)
         try:
             copy(token.data_ptr(), memory.token, len(export.token), self._pulls.cuda_stream)
-            found = token.cpu().numpy().tobytes()
+            received = token.cpu().numpy().tobytes()
         except RuntimeError as e:
             memory.close()
             raise Unreachable(f"the test copy failed: {e}") from None
-        if found != export.token:
+        if received != export.token:
             memory.close()
             raise Unreachable("the test copy brought other bytes")
         return memory
@@ -225,9 +225,9 @@ class CudaPool:
         marks_at = len(batch) * (1 + self._kernels.fields)
         count = marks_at + len(sources) * each
         table = self._tables.take(count)
-        there = table.on_device.data_ptr()
+        table_address = table.on_device.data_ptr()
         table.words[: len(batch)] = 0
-        sum_at = [there + 8 * i for i in range(len(batch))]
+        sum_at = [table_address + 8 * i for i in range(len(batch))]
         with torch.cuda.stream(self._stream):
             if landing is None:
                 self._kernels.copy(items, into_pool=True, sums=sum_at, behind_sums=table)
@@ -236,7 +236,7 @@ class CudaPool:
                 self._kernels.into_pool(items, sum_at)
             self._marks.wait_event(_event(self._stream))
         for i, source in enumerate(sources):
-            marks = there + 8 * (marks_at + i * each)
+            marks = table_address + 8 * (marks_at + i * each)
             copy(marks, source.marks, source.marks_bytes, self._marks.cuda_stream)
         table.fetch(count, self._marks)
         event = _event(self._marks)
@@ -273,8 +273,8 @@ class CudaPool:
         batch, offsets, copies = self._stage(batch, address_of, slot_bytes)
         self._pulls.wait_event(landing.free)
         try:
-            for there, at, size in copies:
-                copy(landing.memory.data_ptr() + at, there, size, self._pulls.cuda_stream)
+            for source, at, size in copies:
+                copy(landing.memory.data_ptr() + at, source, size, self._pulls.cuda_stream)
         except CudaError as e:
             raise Unreachable(str(e)) from None
         self._stream.wait_event(_event(self._pulls))

@@ -128,21 +128,21 @@ class HostPool:
 
     def _gather(self, item: Staged, slot: memoryview) -> None:
         array = self._layout.arrays[item.piece.array]
-        held = window(item.piece, array, self._heads[item.piece.array])
-        for pool, staged in self._runs(item, held, dense_planes(slot, held, array)):
+        part = window(item.piece, array, self._heads[item.piece.array])
+        for pool, staged in self._runs(item, part, dense_planes(slot, part, array)):
             staged[:] = pool
 
     def _scatter(self, item: Staged, slot: memoryview) -> None:
         kept, array = self._layout.arrays[item.piece.array], self._arrays[item.piece.array, item.dtype]
-        held = window(item.piece, array, self._heads[item.piece.array])
-        dense = dense_planes(slot, held, array)
+        part = window(item.piece, array, self._heads[item.piece.array])
+        dense = dense_planes(slot, part, array)
         if array.dtype != kept.dtype:
             dense = converted(dense, array.dtype, kept.dtype)
-        for pool, staged in self._runs(item, held, dense):
+        for pool, staged in self._runs(item, part, dense):
             pool[:] = staged
 
     def _runs(
-        self, item: Staged, held: Window, dense: Sequence[np.ndarray]
+        self, item: Staged, part: Window, dense: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
         number = item.piece.array
@@ -150,14 +150,14 @@ class HostPool:
         block_size = self._kv.block_size_of(number)
         if not self._layout.arrays[number].per_token:
             first, last = self._heads[number]
-            block_size, start = last - first, held.start
-        heads = slice(held.first_head, held.first_head + held.heads)
-        for plane, whole in zip(self._planes[item.piece.array], dense, strict=True):
+            block_size, start = last - first, part.start
+        heads = slice(part.first_head, part.first_head + part.heads)
+        for plane, dense_plane in zip(self._planes[item.piece.array], dense, strict=True):
             rows = plane[item.piece.layer]
-            items = whole.view(rows[0].dtype)
-            staged = items[:, held.dense_start :, held.dense_head : held.dense_head + held.heads]
+            items = dense_plane.view(rows[0].dtype)
+            staged = items[:, part.dense_start :, part.dense_head : part.dense_head + part.heads]
             for pool, of_row in zip(rows, staged, strict=True):
-                is_joined, stop = pool.shape[0] == 1, start + held.count
+                is_joined, stop = pool.shape[0] == 1, start + part.count
                 for position, row, count in runs(blocks, block_size, start, stop, joined=is_joined):
                     block, offset = (0, row) if is_joined else divmod(row, block_size)
                     at = position - start
@@ -171,9 +171,9 @@ def _items(x: torch.Tensor) -> np.ndarray:
     return x.view(_ITEMS[x.element_size()]).numpy()
 
 
-def dense_planes(slot: memoryview, held: Window, array: CacheArray) -> list[np.ndarray]:
+def dense_planes(slot: memoryview, part: Window, array: CacheArray) -> list[np.ndarray]:
     """A slice in a slot: values, and scales in FP8, each [rows, positions, heads, bytes of a head]."""
-    shape = array.rows, held.dense_positions, held.dense_heads
+    shape = array.rows, part.dense_positions, part.dense_heads
     values = np.frombuffer(slot, np.uint8, math.prod(shape) * array.head_dim * ITEM_BYTES[array.dtype])
     if array.dtype != FP8:
         return [values.reshape(*shape, -1)]
@@ -187,12 +187,12 @@ def converted(dense: Sequence[np.ndarray], dtype: str, to: str) -> list[np.ndarr
     exact = values.view(getattr(torch, dtype)).to(torch.float32, copy=True)
     if scales:
         exact *= scales[0].view(torch.float32)
-    found = []
+    scale_planes = []
     if to == FP8:
         scale = exact.abs().amax(dim=-1, keepdim=True).clamp_min(LEAST_OF_HEAD) / LARGEST_FP8
         exact /= scale
-        found = [scale]
-    return [x.view(torch.uint8).numpy() for x in (exact.to(getattr(torch, to)), *found)]
+        scale_planes = [scale]
+    return [x.view(torch.uint8).numpy() for x in (exact.to(getattr(torch, to)), *scale_planes)]
 
 
 class NoPool(HostPool):

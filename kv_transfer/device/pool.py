@@ -114,45 +114,45 @@ def window(piece: Slice, array: CacheArray, rank_heads: Range) -> Window:
     """`rank_heads`: the heads of the array that this rank has."""
     start, stop = rank_heads
     first, last = max(piece.head_start, start), min(piece.head_start + piece.head_count, stop)
-    here, there, count = first - start, first - piece.head_start, last - first
+    in_rank, in_piece, count = first - start, first - piece.head_start, last - first
     if array.per_token:
         tokens = piece.token_count
-        return Window(piece.token_start, tokens, here, count, 0, there, tokens, piece.head_count)
-    return Window(here, count, 0, 1, there, 0, piece.head_count, 1)
+        return Window(piece.token_start, tokens, in_rank, count, 0, in_piece, tokens, piece.head_count)
+    return Window(in_rank, count, 0, 1, in_piece, 0, piece.head_count, 1)
 
 
 def planes(kv: PagedKV) -> "list[list[dict[int, Rows]]]":
     """`PagedKV.planes` by layer. Asserts that all arrays of the layout are there, in their shapes."""
-    found: list[list[dict[int, Rows]]] = []
+    by_array: list[list[dict[int, Rows]]] = []
     layout = kv.layout
     for array, layers, (first, last), of_array in zip(
         layout.arrays, layout.layers, kv.heads, kv.planes, strict=True
     ):
         heads = last - first
-        sizes = (kv.block_size_of(len(found)), heads) if array.per_token else (heads, 1)
+        sizes = (kv.block_size_of(len(by_array)), heads) if array.per_token else (heads, 1)
         dtypes = [(array.head_dim, getattr(torch, array.dtype))]
         if array.dtype == FP8:
             dtypes.append((1, torch.float32))
-        found.append([])
+        by_array.append([])
         for tensors, (head_dim, dtype) in zip(of_array, dtypes, strict=True):
-            found[-1].append(dict(zip(layers, tensors, strict=True)))
+            by_array[-1].append(dict(zip(layers, tensors, strict=True)))
             for rows in tensors:
                 assert len(rows) == array.rows, f"{array.name} has {len(rows)} rows, layout says {array.rows}"
                 for x in rows:
                     shape = x.shape[0], *sizes, head_dim
                     assert tuple(x.shape) == shape, f"{array.name}: {tuple(x.shape)} is not {shape}"
                     assert x.dtype is dtype, f"{array.name} is {x.dtype}, layout says {dtype}"
-    return found
+    return by_array
 
 
 def tensor_planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
     """As `planes`. All rows of an array must be one tensor, alike in all layers."""
-    found = planes(kv)
-    for plane in chain.from_iterable(found):
+    by_array = planes(kv)
+    for plane in chain.from_iterable(by_array):
         assert all(isinstance(rows, torch.Tensor) for rows in plane.values()), "K and V are two tensors"
         strides = {rows.stride() for rows in plane.values() if isinstance(rows, torch.Tensor)}
         assert len(strides) == 1, f"layers keep an array with different strides: {strides}"
-    return cast("list[list[dict[int, torch.Tensor]]]", found)
+    return cast("list[list[dict[int, torch.Tensor]]]", by_array)
 
 
 def arrays_sent(layout: KVLayout) -> dict[tuple[int, str | None], CacheArray]:

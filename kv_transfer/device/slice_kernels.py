@@ -55,11 +55,11 @@ class RequestTable:
             blocks = window_blocks[self._block_ids]
             self._in_windows = blocks, self._on_device(blocks.tolist(), None)
         known, table = self._in_windows
-        there = window_blocks[self._block_ids[needed]]
+        current = window_blocks[self._block_ids[needed]]
         # A prompt gets them chunk by chunk. Those of slices under way stay, as a slice is a lease on them.
-        if (known[needed] != there).any():
-            known[needed] = there
-            self._on_device(there.tolist(), table[needed])
+        if (known[needed] != current).any():
+            known[needed] = current
+            self._on_device(current.tolist(), table[needed])
         return table.data_ptr()
 
 
@@ -183,17 +183,17 @@ class SliceKernels:
         """For slices of one array, by its number."""
         array = self._layout.arrays[number]
         windows = [self.window(x.piece) for x, _, _ in items]
-        most = max([held.count for held in windows]), max([held.heads for held in windows])
+        most = max([part.count for part in windows]), max([part.heads for part in windows])
         tables = [x.table.address(x.piece, array) for x, _, _ in items]
         before = 0  # bytes of a head that stand before these in a slice: scales follow values
         launches: list[_Launch] = []
         for addresses, pages in self._pools[number]:
             lines = [
                 pages.line(
-                    addresses[x.piece.layer], blocks, address + before * held.dense_size, held, checksum,
-                    before // 4 * held.dense_size,
+                    addresses[x.piece.layer], blocks, address + before * part.dense_size, part, checksum,
+                    before // 4 * part.dense_size,
                 )
-                for (x, address, checksum), blocks, held in zip(items, tables, windows, strict=True)
+                for (x, address, checksum), blocks, part in zip(items, tables, windows, strict=True)
             ]  # fmt: skip
             launches.append((partial(copy_kernels.launch, pages=pages, most=most), lines))
             before = array.rows * array.head_dim * ITEM_BYTES[array.dtype]
@@ -208,11 +208,11 @@ class SliceKernels:
         lines = [
             copy_kernels.line_to_convert(
                 values[0][x.piece.layer], scales[0][0][x.piece.layer] if scales else 0,
-                x.table.address(x.piece, array), address, held,
+                x.table.address(x.piece, array), address, part,
             )
-            for (x, address), held in zip(items, windows, strict=True)
+            for (x, address), part in zip(items, windows, strict=True)
         ]  # fmt: skip
         table = self._tables.send([field for line in lines for field in line]).view(len(lines), -1)
         pools = [next(iter(plane.values())) for plane in self._planes[number]]
-        most = max(1, *(held.dense_size for held in windows))
+        most = max(1, *(part.dense_size for part in windows))
         copy_kernels.launch_converting(table, pools, getattr(torch, dtype), most)

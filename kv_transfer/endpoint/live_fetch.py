@@ -68,9 +68,9 @@ class LayersThere:
 
     def began(self, passed: Callable[[Any], bool]) -> list[int]:
         """The ends of ranges of which KV came, and all states of the first layer, since the last call."""
-        found = [stop for stop in sorted(self.beginning) if self.has(-1, stop, passed)]
-        self.beginning.difference_update(found)
-        return found
+        ends = [stop for stop in sorted(self.beginning) if self.has(-1, stop, passed)]
+        self.beginning.difference_update(ends)
+        return ends
 
     def scattered(self, event: Any, piece: Slice) -> None:
         self._scatters.append((event, piece))

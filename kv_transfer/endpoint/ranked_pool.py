@@ -145,14 +145,14 @@ class RankedPool:
         return self._copies(copied), self._copies(scattered)
 
     def export(self) -> Export:
-        found = [self._rank0.export()]
+        exports = [self._rank0.export()]
         self._await(lambda: all(self._exports))
         for rank, exported in enumerate(self._exports, start=1):
             assert exported is not None, "all have come"
             if exported.export is None:
                 raise Unreachable(f"rank {rank}: {exported.why}")
-            found.append(exported.export)
-        return join(found)
+            exports.append(exported.export)
+        return join(exports)
 
     def adopt(self, export: Export) -> None:
         self._rank0.adopt(export)

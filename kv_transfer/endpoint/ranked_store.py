@@ -42,14 +42,14 @@ class RankedStore(CellStore):
 
     def ended(self) -> list[bool]:
         """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if one hangs."""
-        line, found = self._line, list[bool]()
+        line, intact = self._line, list[bool]()
         line.receive()
         self._intact += self._rank0.ended()
         while line.over([self._ended + 1] * len(line.ordered)) and self._intact:
             self._ended += 1
             remainders = [of_rank.pop(self._ended, 0) for of_rank in line.remainders]
-            found.append(self._intact.popleft() and all(remainder == 0 for remainder in remainders))
-        return found
+            intact.append(self._intact.popleft() and all(remainder == 0 for remainder in remainders))
+        return intact
 
     def close(self) -> None:
         self._rank0.close()

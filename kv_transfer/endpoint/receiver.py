@@ -306,9 +306,9 @@ class Receiver:
     def _take_back(self, decode_id: bytes) -> list[Event]:
         """Forgets what polls inside a step have found of a fetch. Returns its end, if it has ended: then its
         last scatter is over."""
-        found = [event for event in self._early if event.decode_id == decode_id]
+        events = [event for event in self._early if event.decode_id == decode_id]
         self._early = [event for event in self._early if event.decode_id != decode_id]
-        return [event for event in found if not isinstance(event, Began)]
+        return [event for event in events if not isinstance(event, Began)]
 
     def _unreported(self, decode_id: bytes) -> LiveFetch | None:
         """Takes back the failure of a fetch, if its last scatter is not over."""

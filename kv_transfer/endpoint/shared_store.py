@@ -109,16 +109,16 @@ class SharedStore:
         ends = [end for end in ends if not (first_chunk + end) * CHUNK_TOKENS % self._block_size]
         states = [label(salt, chunks[end - 1], sections[-1]) for end in ends]  # the last one that is written
 
-        def answered(there: list[bool]) -> None:
+        def answered(exists: list[bool]) -> None:
             fetch.found_at = time.monotonic()
             self._given_up -= fetch.ended
-            if there:  # the process goes on
+            if exists:  # the process goes on
                 self._on_answer(fetch.found_at - fetch.asked_at)
-            count = [*there[: len(names)], False].index(False)
-            for name, is_there in zip(names, there, strict=False):
+            count = [*exists[: len(names)], False].index(False)
+            for name, is_there in zip(names, exists, strict=False):
                 self._on_known(name_of(name), is_there)
             if sections:
-                with_states = zip(ends, there[len(names) :], strict=False)
+                with_states = zip(ends, exists[len(names) :], strict=False)
                 count = next((end for end, is_there in with_states if is_there and end <= count), 0)
             of_states = (label(salt, name, i) for name in chunks[count - 1 : count] for i in sections)
             fetch.objects = [*names[:count], *of_states]

@@ -89,11 +89,11 @@ class StoreOffers:
             self._offers.popitem(last=False) for _ in range(min(len(self._offers), self._orders.units.count))
         ]
 
-        def answered(there: list[bool]) -> None:
+        def answered(exists: list[bool]) -> None:
             self._asks = False
-            if not there:  # the process has ended
+            if not exists:  # the process has ended
                 self._offers.update(some)
-            for (name, chunk), known in zip(some, there, strict=False):
+            for (name, chunk), known in zip(some, exists, strict=False):
                 if known:
                     self._stored(name)
                 else:

@@ -104,11 +104,11 @@ class StoreOrders:
         self, unit: int, section: int, chunk: int, table: Any, *, by_rank: bool = False
     ) -> list[Staged]:
         """The slices of an object. `by_rank`: those that each rank writes."""
-        units, start, found = self.units, chunk * CHUNK_TOKENS, []
+        units, start, items = self.units, chunk * CHUNK_TOKENS, []
         for slot, piece in enumerate(units.objects[section], unit * units.slots):
             if piece.token_count:
                 piece = replace(piece, token_start=start)
             of_ranks = units.of_ranks(piece) if by_rank else [piece]
             for number, each in enumerate(of_ranks, 1 if len(of_ranks) > 1 else 0):
-                found.append(Staged(each, slot + number * units.object_slots, table))
-        return found
+                items.append(Staged(each, slot + number * units.object_slots, table))
+        return items

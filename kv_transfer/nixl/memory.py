@@ -135,8 +135,8 @@ class NixlMemory(MemoryReader):
 
         wheel = next(name for name in WHEELS if find_spec(name))
         self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
-        found = vars(self._nixl).values()
-        self._errors = tuple(x for x in found if isinstance(x, type) and issubclass(x, Exception))
+        members = vars(self._nixl).values()
+        self._errors = tuple(x for x in members if isinstance(x, type) and issubclass(x, Exception))
         settings = self._nixl.nixlAgentConfig()
         settings.useProgThread, settings.pthrDelay = True, _SLEEP
         settings.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
@@ -146,27 +146,27 @@ class NixlMemory(MemoryReader):
         try:
             self._backend = [self._agent.createBackend("UCX", {"num_workers": str(threads)})]
         except self._errors as e:
-            found = [f"{x}={os.environ.get(x, 'not set')}" for x in ("UCX_TLS", "UCX_NET_DEVICES")]
+            variables = [f"{x}={os.environ.get(x, 'not set')}" for x in ("UCX_TLS", "UCX_NET_DEVICES")]
             raise RuntimeError(
-                f"--kv-connector nixl: UCX does not start ({', '.join(found)}: {e}): name transports and "
+                f"--kv-connector nixl: UCX does not start ({', '.join(variables)}: {e}): name transports and "
                 "devices that this machine has, or use another --kv-connector"
             ) from None
         device, slot_bytes = config.reader_device, config.exported_slot_bytes
         try:
-            out, here = self._registered(sending, receiving, device, slot_bytes)
+            out, incoming = self._registered(sending, receiving, device, slot_bytes)
         except (CudaError, OSError, *self._errors) as e:
             if device is None:
                 raise
             log.warning("NIXL cannot use memory of %s, and uses the host's: %s", device, e)
-            out, here = self._registered(sending, receiving, None, slot_bytes)
-        self._local = here
+            out, incoming = self._registered(sending, receiving, None, slot_bytes)
+        self._local = incoming
         place = _PLACE.pack(out.address, out.device or 0) if out.mark_bytes else _ADDRESS.pack(out.address)
         shown = self._nixl.nixlRegDList(self._segment, [(out.address, out.size, out.device or 0, b"")])
         metadata = self._agent.getLocalPartialMD(shown, True, self._backend)
         self._seal = Seal(secret, b"baton nixl metadata")
         handle = self._seal.seal(place + metadata, _name(config.incarnation))
         self.export = Export(out.kind, "", (handle,), out.num_slots, out.slot_bytes, sending.token)
-        self.for_sender, self.for_receiver = out.export, here.export
+        self.for_sender, self.for_receiver = out.export, incoming.export
         self._open: dict[int, _Peer] = {}  # by session
         self._users: Counter[bytes] = Counter()  # sessions and reads of each peer
         self._reads = 0  # that are not over
@@ -234,19 +234,19 @@ class NixlMemory(MemoryReader):
     # ------------------------------------------------------------ slices
 
     def read(self, session: int, slices: Sequence[SliceToRead]) -> None:
-        peer, here = self._open[session], self._local
+        peer, incoming = self._open[session], self._local
         export = peer.export
-        if not here.mark_bytes:  # each is verified and free again as soon as it is there
+        if not incoming.mark_bytes:  # each is verified and free again as soon as it is there
             for x in slices:
-                piece = here.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length
-                is_right = partial(self._is_right, here.arena.slot(x.slot)[: x.length], x.checksum)
+                piece = incoming.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length
+                is_right = partial(self._is_right, incoming.arena.slot(x.slot)[: x.length], x.checksum)
                 self._start(peer, [piece], is_right, slots=[x.slot])
             return
         pieces: list[tuple[int, int, int]] = []
         marks = peer.address + export.num_slots * export.slot_bytes
         for x in slices:
-            pieces.append((here.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length))
-            pieces.append((here.mark(x.slot), marks + x.peer_slot * MARK, MARK))
+            pieces.append((incoming.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length))
+            pieces.append((incoming.mark(x.slot), marks + x.peer_slot * MARK, MARK))
         if pieces:
             self._start(peer, pieces, None, slots=[x.slot for x in slices])
 
@@ -270,12 +270,12 @@ class NixlMemory(MemoryReader):
     def _registered(
         self, sending: Arena, receiving: Arena, device: str | None, slot_bytes: int
     ) -> tuple[NixlSlots, NixlSlots]:
-        out, here = make_slots(sending, device, slot_bytes), make_slots(receiving, device, slot_bytes)
-        self._segment = self._nixl.DRAM_SEG if here.device is None else self._nixl.VRAM_SEG
-        areas = [(out.address, out.size), (here.address, here.size), (here.tokens, PAGE)]
-        registered = [(address, size, here.device or 0, b"") for address, size in areas]
+        out, incoming = make_slots(sending, device, slot_bytes), make_slots(receiving, device, slot_bytes)
+        self._segment = self._nixl.DRAM_SEG if incoming.device is None else self._nixl.VRAM_SEG
+        areas = [(out.address, out.size), (incoming.address, incoming.size), (incoming.tokens, PAGE)]
+        registered = [(address, size, incoming.device or 0, b"") for address, size in areas]
         self._agent.registerMem(self._nixl.nixlRegDList(self._segment, registered), self._backend)
-        return out, here
+        return out, incoming
 
     def _start(
         self,
@@ -290,12 +290,12 @@ class NixlMemory(MemoryReader):
         self._users[peer.name] += 1
         self._reads += 1
         read = _Read(peer.name, token_of, slots, sum(size for _, _, size in pieces), is_right)
-        self._do(read, partial(self._begin, read, peer, pieces), here=read.size <= _SMALL)
+        self._do(read, partial(self._begin, read, peer, pieces), inline=read.size <= _SMALL)
 
-    def _do(self, read: _Read, step: Callable[[], bool | None], *, here: bool) -> None:
-        """By a thread, or at once `here`."""
+    def _do(self, read: _Read, step: Callable[[], bool | None], *, inline: bool) -> None:
+        """By a thread, or at once `inline`."""
         self._moved = time.monotonic()
-        if here:
+        if inline:
             future: Future[bool | None] = Future()
             future.set_result(step())
             self._steps.append((read, future))
@@ -313,8 +313,8 @@ class NixlMemory(MemoryReader):
         for read in list(self._under_way):
             if (came := self._came(read)) is not None:
                 self._under_way.discard(read)
-                here = read.is_right is None or read.size <= _SMALL
-                self._do(read, partial(self._end, read, came=came), here=here)
+                inline = read.is_right is None or read.size <= _SMALL
+                self._do(read, partial(self._end, read, came=came), inline=inline)
         self._take_steps()
 
     def _take_steps(self) -> None:

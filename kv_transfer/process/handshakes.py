@@ -57,8 +57,8 @@ class Handshakes:
         rivals = {lane: p.address for lane, p in self._places.items() if p.address and p.known == known}
         if len(rivals) < self._most:
             return None
-        held = Counter([*rivals.values(), address])
-        busiest = max(held, key=lambda a: held[a])
+        lanes_of = Counter([*rivals.values(), address])
+        busiest = max(lanes_of, key=lambda a: lanes_of[a])
         return next(lane for lane, a in rivals.items() if a == busiest)
 
     def proved(self, lane: Lane) -> None:

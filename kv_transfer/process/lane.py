@@ -281,8 +281,8 @@ class Lane:
         A write is no progress: the kernel takes megabytes at once. It asks for more when a third of them has
         left, which on a slow line is a minute later."""
         if self._taken < self._kv_end and not self.closed:
-            left = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
-            taken = self._sent - int.from_bytes(left, sys.byteorder)
+            unsent = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            taken = self._sent - int.from_bytes(unsent, sys.byteorder)
             if taken > self._taken:
                 self._taken, self.kv_moved = taken, now
 

@@ -137,8 +137,8 @@ class PrefillSide:
                 marked.setdefault(transfer_id, []).append((s, s.generation))
             else:
                 self._sessions[held.session].send_frame(OutgoingFrame(s.header, payload, s.slot))
-        for transfer_id, found in marked.items():
-            self._announce(transfer_id, found, now)
+        for transfer_id, numbered in marked.items():
+            self._announce(transfer_id, numbered, now)
 
     def _reaches(self, session: int) -> bool:
         """Whether the peer reads slots."""
@@ -152,13 +152,13 @@ class PrefillSide:
     def _announce(self, transfer_id: bytes, slices: Sequence[tuple[local.SliceOut, int]], now: float) -> None:
         """Names slices that the peer reads, each with its generation."""
         session = self._sessions[self.table.open[transfer_id].session]
-        found: list[wire.SliceAt] = []
+        announced: list[wire.SliceAt] = []
         for s, generation in slices:
-            there = s.rank * self._config.num_slots + s.slot
-            self._exported[there] = session.number, s, now
-            found.append((there, generation, s.header.seq, s.header.length, s.header.piece))
-        self.table.begin_send(transfer_id, now, len(found))
-        session.send(wire.Slices(tuple(found)), transfer_id)
+            number = s.rank * self._config.num_slots + s.slot
+            self._exported[number] = session.number, s, now
+            announced.append((number, generation, s.header.seq, s.header.length, s.header.piece))
+        self.table.begin_send(transfer_id, now, len(announced))
+        session.send(wire.Slices(tuple(announced)), transfer_id)
 
     # ------------------------------------------------------------ from sessions
 
@@ -259,8 +259,8 @@ class PrefillSide:
     def frame_dropped(self, frame: OutgoingFrame) -> None:
         self._give_back(frame.slot, unsent=True)
 
-    def _taken(self, there: int) -> tuple[Header, float]:
-        _, taken, since = self._exported.pop(there)
+    def _taken(self, number: int) -> tuple[Header, float]:
+        _, taken, since = self._exported.pop(number)
         self._give_back(taken.slot, unsent=False, soon=True)  # TAKEN named all slots of a copy
         return taken.header, since
 

@@ -193,8 +193,8 @@ def _connecting(address: tuple[str, int], source: str | None) -> socket.socket:
     `source`: the interface that the lane uses, or an address of this machine. Addresses are numeric: a name
     lookup would block all lanes.
     """
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    family, kind, protocol, _, sockaddr = found[0]
+    infos = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, kind, protocol, _, sockaddr = infos[0]
     sock = socket.socket(family, kind, protocol)
     sock.setblocking(False)
     use_cubic(sock)

@@ -88,32 +88,32 @@ BACKENDS = {"mooncake": ("baton.kv_transfer.shared_store.mooncake", "mooncake")}
 
 def parse(url: str) -> tuple[SplitResult, Mapping[str, str]]:
     """The address of a store, and its options. Raises ValueError if it names none."""
-    found = urlsplit(url)
+    parts = urlsplit(url)
     try:
-        complete = found.scheme in BACKENDS and found.hostname and found.port
+        complete = parts.scheme in BACKENDS and parts.hostname and parts.port
     except ValueError:  # the port is none
         complete = False
     if not complete:
         forms = " or ".join(f"{scheme}://HOST:PORT" for scheme in BACKENDS)
         raise ValueError(f"--kv-store: {url!r} is no store; give {forms}")
-    return found, MappingProxyType(dict(parse_qsl(found.query)))
+    return parts, MappingProxyType(dict(parse_qsl(parts.query)))
 
 
 def master_of(url: str) -> str:
     """The master's address in Mooncake's words."""
-    found, options = parse(url)
-    return f"{'etcd://' if options.get('ha') == 'etcd' else ''}{found.netloc}"
+    parts, options = parse(url)
+    return f"{'etcd://' if options.get('ha') == 'etcd' else ''}{parts.netloc}"
 
 
 def max_age(url: str) -> float:
     """Seconds after which no object is used any more; 0: no limit. Raises ValueError."""
-    given = parse(url)[1].get("max_age", "0")
+    max_age = parse(url)[1].get("max_age", "0")
     try:
-        seconds = float(given)
+        seconds = float(max_age)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ValueError(f"--kv-store: max_age={given}: must be a number of seconds, such as 86400")
+        raise ValueError(f"--kv-store: max_age={max_age}: must be a number of seconds, such as 86400")
     return seconds
 
 

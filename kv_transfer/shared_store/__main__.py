@@ -127,16 +127,16 @@ class StoreProcess:
         done = [False] * len(names)
         # A late offer is one for this period.
         for period in self._periods if order.is_urgent else self._periods[:1]:
-            left = [i for i, is_done in enumerate(done) if not is_done]
-            keys = [self._seal.key(names[i], period) for i in left]
+            missing = [i for i, is_done in enumerate(done) if not is_done]
+            keys = [self._seal.key(names[i], period) for i in missing]
             if not keys:
                 break
             if not order.units:
-                found = client.call(connection, "exists", keys)
+                results = client.call(connection, "exists", keys)
             else:
-                wanted = [(names[i], order.units[i]) for i in left]
-                found = self._get(client, connection, wanted, keys, period)
-            for i, is_done in zip(left, found, strict=True):
+                wanted = [(names[i], order.units[i]) for i in missing]
+                results = self._get(client, connection, wanted, keys, period)
+            for i, is_done in zip(missing, results, strict=True):
                 done[i] = is_done
         return done
 
@@ -162,10 +162,10 @@ class StoreProcess:
     def _put(self, client: ClientProcess, connection: int, order: StoreOrder) -> list[bool]:
         period, places = self._periods[0], []
         for name, unit in zip(order.names, order.units, strict=True):
-            own, place = self._places(client, name, unit)
+            memory, place = self._places(client, name, unit)
             _join_heads(self._units, self._arena, unit, section_of(name))
-            self._seal.seal(name, period, own)
-            _copy(client.memory[place[0] :][: place[1]], own)
+            self._seal.seal(name, period, memory)
+            _copy(client.memory[place[0] :][: place[1]], memory)
             places.append(place)
         keys = [self._seal.key(name, period) for name in order.names]
         return client.call(connection, "put", keys, places)
@@ -179,22 +179,23 @@ class StoreProcess:
         period: int,
     ) -> list[bool]:
         both = [self._places(client, name, unit) for name, unit in wanted]
-        found = client.call(connection, "get", keys, [place for _, place in both])
-        whole, wrong = [False] * len(wanted), []
-        for i, ((name, _), (own, (at, size))) in enumerate(zip(wanted, both, strict=True)):
-            if found[i]:
-                _copy(own, client.memory[at : at + size])  # first: peers of the store may change that memory
-                whole[i] = self._seal.open(name, period, own)
-            if found[i] is not None and not whole[i]:
+        results = client.call(connection, "get", keys, [place for _, place in both])
+        intact, wrong = [False] * len(wanted), []
+        for i, ((name, _), (memory, (at, size))) in enumerate(zip(wanted, both, strict=True)):
+            if results[i]:
+                # The copy is verified, since peers of the store may change the client's memory.
+                _copy(memory, client.memory[at : at + size])
+                intact[i] = self._seal.open(name, period, memory)
+            if results[i] is not None and not intact[i]:
                 wrong.append(keys[i])
         if wrong:  # they would keep the right ones out
             client.call(connection, "remove", wrong)
-        return whole
+        return intact
 
     def _places(self, client: ClientProcess, name: bytes, unit: int) -> tuple[memoryview, tuple[int, int]]:
         """The memory of an object: in the arena, and in what the client has."""
-        own = self._units.memory(self._arena.memory, unit, section_of(name))
-        return own, (unit * self._units.object_slots * self._units.slot_bytes, own.nbytes)
+        memory = self._units.memory(self._arena.memory, unit, section_of(name))
+        return memory, (unit * self._units.object_slots * self._units.slot_bytes, memory.nbytes)
 
 
 def _copy(to: memoryview, of: memoryview) -> None:
@@ -208,23 +209,23 @@ def _join_heads(units: Units, arena: Arena, unit: int, section: int) -> None:
     for at, piece in enumerate(units.objects[section], first):
         if len(cuts := units.of_ranks(piece)) == 1:
             continue
-        whole = _planes(units, piece, arena.slot(at))
+        all_heads = _planes(units, piece, arena.slot(at))
         for number, of_rank in enumerate(cuts, 1):
             start = of_rank.head_start - piece.head_start
-            own = _planes(units, of_rank, arena.slot(at + number * units.object_slots))
-            for plane, heads in zip(whole, own, strict=True):
+            rank_heads = _planes(units, of_rank, arena.slot(at + number * units.object_slots))
+            for plane, heads in zip(all_heads, rank_heads, strict=True):
                 plane[:, :, start : start + of_rank.head_count] = heads
 
 
 def _planes(units: Units, piece: Slice, slot: memoryview) -> list[np.ndarray]:
     """A slice in a slot: values, and scales in FP8, each [rows, positions, heads, bytes of a head]."""
     array = units.layout.arrays[piece.array]
-    shape, at, found = (array.rows, max(1, piece.token_count), piece.head_count), 0, []
+    shape, at, planes = (array.rows, max(1, piece.token_count), piece.head_count), 0, []
     for size in (array.head_dim * ITEM_BYTES[array.dtype], *([SCALE_BYTES] if array.dtype == FP8 else [])):
         count = math.prod(shape) * size
-        found.append(np.frombuffer(slot, np.uint8, count, at).reshape(*shape, size))
+        planes.append(np.frombuffer(slot, np.uint8, count, at).reshape(*shape, size))
         at += count
-    return found
+    return planes
 
 
 def main() -> None:

@@ -136,9 +136,9 @@ def main() -> None:
 def _serve(connection: Connection, backend: StoreBackend, memory: memoryview) -> None:
     while True:
         method, keys, places = _decode(connection.recv_bytes())
-        given = [keys, *([[memory[at : at + size] for at, size in places]] if places else [])]
+        arguments = [keys, *([[memory[at : at + size] for at, size in places]] if places else [])]
         try:
-            result, error = getattr(backend, method)(*given), ""
+            result, error = getattr(backend, method)(*arguments), ""
         except StoreGone as gone:
             result, error = None, str(gone)
         connection.send_bytes(_encode((result, error)))

@@ -211,13 +211,13 @@ class CudaStore(HostStore):
         # By torch, which gives this thread the context of the device if it has none yet.
         table.on_device[:used].copy_(table.pinned[:used], non_blocking=True)
         staged = [self._staging[i * self._stride : i * self._stride + size] for i in range(count)]
-        there = [self._memory[p * self._stride : p * self._stride + size] for p in batch.places]
+        places = [self._memory[p * self._stride : p * self._stride + size] for p in batch.places]
         if is_load:
-            for dense, place in zip(staged, there, strict=True):
+            for dense, place in zip(staged, places, strict=True):
                 dense.copy_(place, non_blocking=True)
         self._lines.launch(table.on_device[:used], count, into_pool=is_load)
         if not is_load:
-            for dense, place in zip(staged, there, strict=True):
+            for dense, place in zip(staged, places, strict=True):
                 place.copy_(dense, non_blocking=True)
         table.pinned[: 2 * count].copy_(table.on_device[: 2 * count], non_blocking=True)
         batch.over.record(self._stream)
@@ -229,11 +229,11 @@ class CudaStore(HostStore):
             batch = self._under_way.popleft()
             count = len(batch.places)
             sums = batch.table.words[count : 2 * count].tolist()
-            for place, found in zip(batch.places, sums, strict=True):
+            for place, checksum in zip(batch.places, sums, strict=True):
                 if batch.is_load:
-                    intact.append(found == self.sums[place])
+                    intact.append(checksum == self.sums[place])
                 else:
-                    self.sums[place] = found
+                    self.sums[place] = checksum
                     intact.append(True)
             self._spare.append(batch)
         return intact

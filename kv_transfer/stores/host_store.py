@@ -44,16 +44,16 @@ class CpuStore(HostStore):
 
     def copy(self, pairs: Sequence[Pair], *, is_load: bool, window_cells: Sequence[int]) -> None:
         for (cell, place), window_cell in zip(pairs, window_cells, strict=True):
-            whole = not is_load or self._sum(place) == self.sums[place]
-            for pool, there, windowed in self._parts(place) if whole else ():
+            intact = not is_load or self._sum(place) == self.sums[place]
+            for pool, stored, windowed in self._parts(place) if intact else ():
                 at = window_cell if windowed else cell
                 if is_load:
-                    pool[:, at] = there
+                    pool[:, at] = stored
                 else:
-                    there[:] = pool[:, at]
+                    stored[:] = pool[:, at]
             if not is_load:
                 self.sums[place] = self._sum(place)
-            self._ended.append(whole)
+            self._ended.append(intact)
 
     def ended(self) -> list[bool]:
         ended, self._ended = self._ended, []

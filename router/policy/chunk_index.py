@@ -58,12 +58,12 @@ class Overlap:
         return ((tokens, _rows(rows)) for tokens, rows in reversed(self._levels) if tokens >= least)
 
 
-def _rows(left: int) -> list[int]:
+def _rows(rows_left: int) -> list[int]:
     rows = []
-    while left:
-        last = left & -left
+    while rows_left:
+        last = rows_left & -rows_left
         rows.append(last.bit_length() - 1)
-        left ^= last
+        rows_left ^= last
     return rows
 
 
@@ -121,7 +121,7 @@ class ChunkIndex:
 
     def __len__(self) -> int:
         """The number of chunks that workers reported."""
-        return sum(self._chunks[number] for number, held in enumerate(self._holders) if held.reported)
+        return sum(self._chunks[number] for number, holders in enumerate(self._holders) if holders.reported)
 
     def __bool__(self) -> bool:
         return bool(self._expecting) or len(self._holders) > 1 + len(self._free) + len(self._cleared)
@@ -156,25 +156,25 @@ class ChunkIndex:
         gone = [next(oldest) for _ in range(len(self._stored) - MOST_STORED)]
         for chunk in gone:
             del self._stored[chunk]
-        self._change(events.stored, lambda held: held._replace(stored=True))
-        self._change([*events.not_stored, *gone], lambda held: held._replace(stored=False))
+        self._change(events.stored, lambda holders: holders._replace(stored=True))
+        self._change([*events.not_stored, *gone], lambda holders: holders._replace(stored=False))
 
     def add(self, row: int, chunks: Iterable[int]) -> None:
         """The worker reported these chunks."""
         bit = 1 << row
         self._reported[row] += self._change(
-            chunks, lambda held: held if held.reported & bit else held.at(bit, Tier.DEVICE)
+            chunks, lambda holders: holders if holders.reported & bit else holders.at(bit, Tier.DEVICE)
         )
 
     def place(self, row: int, chunks: Iterable[int], tier: Tier) -> None:
         """The fastest tier with these chunks is this one. Without such a report it is the device."""
         bit = 1 << row
-        if self._change(chunks, lambda held: held.at(bit, tier) if held.reported & bit else held):
+        if self._change(chunks, lambda holders: holders.at(bit, tier) if holders.reported & bit else holders):
             self.has_offloaded = True
 
     def discard(self, row: int, chunks: Iterable[int]) -> None:
         bit = 1 << row
-        self._reported[row] -= self._change(chunks, lambda held: held.at(bit, None))
+        self._reported[row] -= self._change(chunks, lambda holders: holders.at(bit, None))
 
     def expect(self, row: int, chunks: Iterable[int]) -> None:
         """A prompt with these chunks was sent to the worker. `unexpect` undoes it."""
@@ -205,11 +205,11 @@ class ChunkIndex:
             return
         self._asked = ()
         self._reported[row], bit = 0, 1 << row
-        for number, held in enumerate(self._holders):
-            if held.reported & bit:
-                now = self._holders[number] = held.at(bit, None)
-                if self._numbers.get(held) == number:
-                    del self._numbers[held]
+        for number, holders in enumerate(self._holders):
+            if holders.reported & bit:
+                now = self._holders[number] = holders.at(bit, None)
+                if self._numbers.get(holders) == number:
+                    del self._numbers[holders]
                 self._numbers.setdefault(now, number)  # another number may have equal holders
                 if now == NOTHING:
                     self._cleared.add(number)
@@ -235,9 +235,9 @@ class ChunkIndex:
             before = part.get(chunk, 0)
             after = numbers.get(before)
             if after is None:
-                held = self._holders[before]
-                now = change(held)
-                after = numbers[before] = before if now == held and before else self._number(now)
+                holders = self._holders[before]
+                now = change(holders)
+                after = numbers[before] = before if now == holders and before else self._number(now)
             if after != before:
                 changed += 1
                 counts[before] -= 1
@@ -251,23 +251,23 @@ class ChunkIndex:
                 self._free_number(number)
         return changed
 
-    def _number(self, held: Holders) -> int:
-        number = self._numbers.get(held)
+    def _number(self, holders: Holders) -> int:
+        number = self._numbers.get(holders)
         if number is None:
             if self._free:
                 number = self._free.pop()
-                self._holders[number] = held
+                self._holders[number] = holders
             else:
                 number = len(self._holders)
-                self._holders.append(held)
+                self._holders.append(holders)
                 self._chunks.append(0)
-            self._numbers[held] = number
+            self._numbers[holders] = number
         return number
 
     def _free_number(self, number: int) -> None:
-        held = self._holders[number]
-        if self._numbers.get(held) == number:
-            del self._numbers[held]
+        holders = self._holders[number]
+        if self._numbers.get(holders) == number:
+            del self._numbers[holders]
         self._holders[number] = NOTHING
         self._cleared.discard(number)
         self._free.append(number)
@@ -276,10 +276,10 @@ class ChunkIndex:
         """Removes the chunks of one part of which nothing is known any more: 1 ms for 30,000 chunks."""
         self._to_sweep -= 1
         part, cleared = self._parts[self._to_sweep], self._cleared
-        left = self._parts[self._to_sweep] = {
+        known = self._parts[self._to_sweep] = {
             chunk: number for chunk, number in part.items() if number not in cleared
         }
-        if len(left) < len(part):
+        if len(known) < len(part):
             gone = Counter(number for number in part.values() if number in cleared)
             for number, count in gone.items():
                 self._chunks[number] -= count
@@ -295,28 +295,28 @@ class ChunkIndex:
         """How many of these chunks the worker reported in each tier below the device."""
         if not self.has_offloaded:
             return Counter()
-        found = Counter(held.tier(row) for held in map(self._of, chunks))
-        del found[Tier.DEVICE]
-        return found
+        in_tier = Counter(holders.tier(row) for holders in map(self._of, chunks))
+        del in_tier[Tier.DEVICE]
+        return in_tier
 
     def only_stored(self, row: int, chunks: Iterable[int]) -> int:
         """How many of these chunks the worker lacks, and the shared store has."""
         lacking = (self._of(chunk) for chunk in chunks if chunk not in self._expected[row])
-        return sum(held.stored and not held.reported >> row & 1 for held in lacking)
+        return sum(holders.stored and not holders.reported >> row & 1 for holders in lacking)
 
     def sole_holders(self, chunks: Iterable[int]) -> dict[int, list[int]]:
         """Of these chunks, those that exactly one worker reported, by its row."""
-        found: dict[int, list[int]] = {}
+        by_row: dict[int, list[int]] = {}
         for chunk in chunks:
             rows = self._of(chunk).reported
             if rows and not rows & (rows - 1):
-                found.setdefault(rows.bit_length() - 1, []).append(chunk)
-        return found
+                by_row.setdefault(rows.bit_length() - 1, []).append(chunk)
+        return by_row
 
     def sole_partners(self, row: int) -> set[int]:
         """The workers that have chunks which else only the worker of this row has."""
         bit = 1 << row
-        others = {held.reported ^ bit for held in self._holders if held.reported & bit}
+        others = {holders.reported ^ bit for holders in self._holders if holders.reported & bit}
         return {rows.bit_length() - 1 for rows in others if rows and not rows & (rows - 1)}
 
     def slowest_tier(self, row: int, chunks: Iterable[int]) -> Tier:
@@ -339,8 +339,8 @@ class ChunkIndex:
                         end = place
                         break
                     before, expected_before = number, expected
-                    held = self._holders[number]
-                    known.append((place, held.reported | expected, held.stored))
+                    holders = self._holders[number]
+                    known.append((place, holders.reported | expected, holders.stored))
             self._asked, self._known = chunks, [*known, (end, 0, False)]
         return self._known
 
@@ -358,12 +358,12 @@ class ChunkIndex:
         for depth, holders, stored in self._rows_with(chunks):
             if stored:
                 holders |= stores
-            if (left := rows & holders) != rows:
+            if (with_chunk := rows & holders) != rows:
                 hit = min(depth * CHUNK_TOKENS, tokens - 1) // block_size * block_size
                 if hit > most:
                     most = hit
                     levels.append((hit, rows))
-                rows = left
+                rows = with_chunk
                 if not rows:
                     break
         return Overlap(levels[-MAX_LEVELS:])

@@ -149,8 +149,8 @@ class DecodePool:
         if there is no other.
         """
         first = bisect_left(self._order, (tokens, ""))
-        if avoid and (found := [load for load in self._loads[first:] if load.worker not in avoid]):
-            return two_choices(found, rng)
+        if avoid and (allowed := [load for load in self._loads[first:] if load.worker not in avoid]):
+            return two_choices(allowed, rng)
         return two_choices(self._loads, rng, first)
 
 
@@ -219,22 +219,22 @@ class DecodeCaches:
         among = self._serving | 1 << chosen
         cached = self._index.overlap(request.chunks, request.tokens, self._block_size, among)
         cached_tokens, most = cached.of(chosen), cached.most
-        found = [(chosen, cached_tokens)]
+        candidates = [(chosen, cached_tokens)]
         if cached_tokens < most:
             rows = {self.loads[row].worker: row for row in cached.holders()}
             loads = [self.loads[row] for name, row in rows.items() if name not in request.avoid]
             if best := two_choices([load for load in loads if load.fits(request.tokens + 1)], rng):
-                found.append((rows[best], most))
-        return found
+                candidates.append((rows[best], most))
+        return candidates
 
     def nearest(self, chosen: int, request: PrefillRequest, rng: random.Random) -> list[tuple[int, int]]:
         """Returns `candidates`, in which the first is the worker to decode the prompt: `chosen`, or the one
         with the most of it cached.
 
         The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
-        found = self.candidates(chosen, request, rng)
-        if len(found) > 1:
-            row, _ = found[1]
+        candidates = self.candidates(chosen, request, rng)
+        if len(candidates) > 1:
+            row, _ = candidates[1]
             if self.loads[row].pressure <= self.loads[chosen].pressure + CACHED_PRESSURE:
-                return found[1:]
-        return found
+                return candidates[1:]
+        return candidates

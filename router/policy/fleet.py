@@ -124,7 +124,7 @@ class Fleet:
         if not seconds(chosen, request.adapter):
             return chosen
         most = self.workers[chosen].load.pressure + CACHED_PRESSURE
-        found = [
+        near = [
             load
             for load in self.decodes
             if load.fits(tokens)
@@ -132,5 +132,5 @@ class Fleet:
             and load.worker not in request.avoid
             and not seconds(self.named[load.worker].row, request.adapter)
         ]
-        best = two_choices(found, self.rng)
+        best = two_choices(near, self.rng)
         return chosen if best is None else self.named[best].row

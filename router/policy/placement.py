@@ -128,8 +128,8 @@ class Offer:
         self.within = self.load + self.adapter + now.stretch * alone + JOIN_STEPS * now.step
         self.first = self.within + now.stretch * wait
         for start, seconds in self.embeddings:
-            rest = now.stretch * pace.model.prefill(self.request.tokens - start, start)
-            self.within = max(self.within, seconds + rest + JOIN_STEPS * now.step)
+            last_part = now.stretch * pace.model.prefill(self.request.tokens - start, start)
+            self.within = max(self.within, seconds + last_part + JOIN_STEPS * now.step)
         self.first = max(self.first, self.within)
         self.prompt_cost = self.first + behind + self._added(alone) + pace.gap_cost * self.adapter
 
@@ -307,12 +307,12 @@ def place(prefill: Offer | None, decodes: Sequence[Offer], *, apart: bool = Fals
     `decodes`: decode workers with room. `apart`: the prefill worker decodes nothing."""
     answer = decodes[0].request.answer
     inline, best, joined, to = math.inf, decodes[0], math.inf, decodes[0]
-    for found in decodes:
-        cost = found.decode_cost() + found.memory_cost(answer)
-        if found.pace.gap and found.prompt_cost + cost < inline:
-            inline, best = found.prompt_cost + cost, found
-        if found.join_cost + cost < joined:
-            joined, to = found.join_cost + cost, found
+    for offer in decodes:
+        cost = offer.decode_cost() + offer.memory_cost(answer)
+        if offer.pace.gap and offer.prompt_cost + cost < inline:
+            inline, best = offer.prompt_cost + cost, offer
+        if offer.join_cost + cost < joined:
+            joined, to = offer.join_cost + cost, offer
     alone = best.first if best.pace.gap else math.inf
     if prefill is None:  # the only way to compute the prompt
         return _inline("decode", best, "no_prefill", {"decode": inline}, alone)
@@ -330,7 +330,7 @@ def place(prefill: Offer | None, decodes: Sequence[Offer], *, apart: bool = Fals
 def place_without_room(prefills: Sequence[Offer]) -> Plan | None:
     """Returns where a request goes while no decode worker can take it: to the prefill worker with room to
     decode it that costs least. Of two, the earlier offer. None: it waits."""
-    roomy = [(found.prompt_cost + found.decode_cost(), found) for found in prefills if found.room]
+    roomy = [(offer.prompt_cost + offer.decode_cost(), offer) for offer in prefills if offer.room]
     if not roomy:
         return None
     cost, best = min(roomy, key=itemgetter(0))

@@ -72,18 +72,18 @@ def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
         if not fleet.has_weights(version, [held.decode]):
             held = replace(held, decode=None)
     prefixes = Prefixes(fleet, request)
-    found = _plan(request, held, fleet, prefixes)
-    if isinstance(found, Lack):
-        return found
-    rows = [found.decode, *(part.worker for part in found.ranges)]
+    draft = _plan(request, held, fleet, prefixes)
+    if isinstance(draft, Lack):
+        return draft
+    rows = [draft.decode, *(part.worker for part in draft.ranges)]
     if version is not None and not fleet.has_weights(version, rows):
         return Lack.ROOM
     gap_cost = 0.0
-    if found.decode is not None:
-        gap = fleet.workers[found.decode].status.gap_target_seconds
+    if draft.decode is not None:
+        gap = fleet.workers[draft.decode].status.gap_target_seconds
         gap_cost = placement.gap_cost(fleet, gap, request.answer)
-    source = prefixes.source(found.ranges[0].worker) if len(found.ranges) == 1 else None
-    return Plan(*found[:-2], gap_cost, source)  # `_replace` takes 3 µs
+    source = prefixes.source(draft.ranges[0].worker) if len(draft.ranges) == 1 else None
+    return Plan(*draft[:-2], gap_cost, source)  # `_replace` takes 3 µs
 
 
 def _plan(request: PrefillRequest, held: Held, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
@@ -121,16 +121,16 @@ def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | 
     offer = _offer(request, fleet, prefixes, fleet.workers[decode].status.gap_target_seconds)
     if fleet.overflow:
         offers = [placement.offer(fleet, request, row, cached, prefixes.source(row)) for row, cached in rows]
-        found = placement.place(offer, offers, apart=fleet.apart)
+        draft = placement.place(offer, offers, apart=fleet.apart)
     elif offer is not None:
-        found = placement.handover(offer, decode)
+        draft = placement.handover(offer, decode)
     else:
         return Lack.PREFILL
-    if offer is not None and (shared := _split(request, offer, decode, found.alone, fleet)) is not None:
+    if offer is not None and (shared := _split(request, offer, decode, draft.alone, fleet)) is not None:
         return shared
-    if request.interrupted and not found.inline:
-        return found._replace(order="decode")
-    return found
+    if request.interrupted and not draft.inline:
+        return draft._replace(order="decode")
+    return draft
 
 
 def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
@@ -209,8 +209,8 @@ def _without_room(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> 
         fleet.rng,
     )
     offers = [_prefill_offer(fleet, snapshot, request, row, prefixes) for row in rows]
-    found = placement.place_without_room(offers)
-    return found._replace(reason="no_decode") if found is not None and fleet.lost_decode else found
+    draft = placement.place_without_room(offers)
+    return draft._replace(reason="no_decode") if draft is not None and fleet.lost_decode else draft
 
 
 def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fleet: Fleet) -> Plan | None:
@@ -248,11 +248,11 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fle
         doubles_at=first.description.attention_doubles_at,
         layers=max(1, first.description.num_layers),
     )
-    found = split.split(cost, by_row, decode if decode in by_row and decode != first.row else None, alone)
-    if found is None:
+    draft = split.split(cost, by_row, decode if decode in by_row and decode != first.row else None, alone)
+    if draft is None:
         return None
-    order = "prefill" if offer.queues and found.ranges[-1].worker != decode else "together"
-    return found._replace(decode=decode, within=offer.within, order=order)
+    order = "prefill" if offer.queues and draft.ranges[-1].worker != decode else "together"
+    return draft._replace(decode=decode, within=offer.within, order=order)
 
 
 def _split_worker(worker: Seen, first: Seen, fleet: Fleet) -> split.SplitWorker:

@@ -65,11 +65,11 @@ class Ring:
         points = np.sort(_points([*self._new.values()], [*self._new]))
         arcs = points >> np.uint64(64 - _ARC_BITS)
         begins = np.flatnonzero(arcs[1:] != arcs[:-1]) + 1
-        found, data, begin = arcs[[0, *begins]].tolist(), points.tobytes(), 0
-        for arc, end in zip(found, [*(points.itemsize * begins).tolist(), len(data)], strict=True):
+        filled, data, begin = arcs[[0, *begins]].tolist(), points.tobytes(), 0
+        for arc, end in zip(filled, [*(points.itemsize * begins).tolist(), len(data)], strict=True):
             self._arcs[arc].frombytes(data[begin:end])
             begin = end
-        self._unsorted.update(found)
+        self._unsorted.update(filled)
         self._new.clear()
 
     def walk(self, key: int) -> Iterator[int]:

@@ -228,8 +228,8 @@ class PrefillLoads:
     def adapter_seconds(self, row: int, adapter: bytes) -> float:
         """Seconds in which the worker moves the adapter to its device. 0: it is there, or none is needed
         (empty), or the worker has not measured that."""
-        there = not adapter or row in self._with_adapter.get(adapter, ())
-        return 0.0 if there else self._move_seconds.item(row)
+        has_adapter = not adapter or row in self._with_adapter.get(adapter, ())
+        return 0.0 if has_adapter else self._move_seconds.item(row)
 
     def _worker(self, row: int) -> _Worker:
         worker = self._workers[row]
@@ -352,8 +352,8 @@ class PrefillLoads:
             worker.first_at = now
         if not computed:
             waiting -= work.tokens + self._as_tokens(row, work.encoding)
-        left = worker.router_tokens + self._as_tokens(row, worker.encoding) + worker.others
-        worker.tokens, worker.at = min(waiting, left), now
+        most_left = worker.router_tokens + self._as_tokens(row, worker.encoding) + worker.others
+        worker.tokens, worker.at = min(waiting, most_left), now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 

@@ -41,7 +41,7 @@ class Prefixes:
     def __init__(self, fleet: Fleet, request: PrefillRequest) -> None:
         self._fleet, self._chunks = fleet, request.chunks
         self._cached: Overlap | None = None
-        self._found: dict[int, PrefixSource | None] = {}  # by row
+        self._sources: dict[int, PrefixSource | None] = {}  # by row
         if fleet.prefix_fetches:
             index, rows = fleet.loads.index, fleet.attached_rows
             self._cached = index.overlap(request.chunks, request.tokens, CHUNK_TOKENS, rows)
@@ -56,9 +56,9 @@ class Prefixes:
         workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
         Workers with KV of another dtype have other names for it.
         """
-        if self._cached is not None and row not in self._found:
-            self._found[row] = self._source(row, self._cached)
-        return self._found.get(row)
+        if self._cached is not None and row not in self._sources:
+            self._sources[row] = self._source(row, self._cached)
+        return self._sources.get(row)
 
     def _source(self, row: int, cached: Overlap) -> PrefixSource | None:
         fleet, chunks = self._fleet, self._chunks
@@ -67,14 +67,14 @@ class Prefixes:
         if cached.most < held_tokens + CHUNK_TOKENS:
             return None
         best, most_saved = None, -math.inf
-        for found, rows in cached.levels(held_tokens + CHUNK_TOKENS):
-            wanted = chunks[held_tokens // CHUNK_TOKENS : found // CHUNK_TOKENS]
+        for cached_tokens, rows in cached.levels(held_tokens + CHUNK_TOKENS):
+            wanted = chunks[held_tokens // CHUNK_TOKENS : cached_tokens // CHUNK_TOKENS]
             have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
                 source = PrefixSource(
-                    fleet.workers[holder], index.slowest_tier(holder, wanted), found - held_tokens
+                    fleet.workers[holder], index.slowest_tier(holder, wanted), cached_tokens - held_tokens
                 )
-                computing = (found - held_tokens) / fleet.loads.speed(row)
+                computing = (cached_tokens - held_tokens) / fleet.loads.speed(row)
                 saved = computing - source.seconds(worker)
                 if saved > max(most_saved, -computing):
                     best, most_saved = source, saved

@@ -123,9 +123,9 @@ def split(
             taking = [workers[row] for row in chosen]
             if work > sum(each.speed * max(0.0, least - each.wait - each.floor) for each in taking):
                 continue  # they cannot compute all of it until then
-            found = _best_of(cost, workers, chosen, ends, unsplit)
-            if found is not None and found.costs["split"] + found.costs["harm"] < least:
-                best, least = found, found.costs["split"] + found.costs["harm"]
+            plan = _best_of(cost, workers, chosen, ends, unsplit)
+            if plan is not None and plan.costs["split"] + plan.costs["harm"] < least:
+                best, least = plan, plan.costs["split"] + plan.costs["harm"]
         if best is before is not None:
             break  # still fewer workers take longer still
     return best
@@ -139,8 +139,8 @@ def _best_of(
     best, low, high = None, least, unsplit
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        found = _fill(cost, workers, chosen, last, middle)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        filled = _fill(cost, workers, chosen, last, middle)
+        low, high, best = (middle, high, best) if filled is None else (low, middle, filled)
     if best is None or len({part.worker for part in best[0]}) == 1:
         return None
     ranges, seconds, idle = best
