@@ -40,10 +40,12 @@ class Tower:
         *,
         seed: int = 0,
         graphs: TowerGraphs | None = None,
+        part_built: Callable[[str, Any], Any] = lambda name, part: part,
     ) -> None:
         """`config`: as `VisionConfig.tower`. `tensors`: the weights, by the names that
         transformers gives them. Empty: dummy weights, drawn from `seed`. `turns`: when a layer may begin.
-        `graphs`: of this tower alone. None: each pass is launched.
+        `graphs`: of this tower alone. None: each pass is launched. `part_built`: as in `Weights` of the
+        engine. It may move the weights to other memory.
 
         Raises `ValueError` if transformers is not installed, or does not know this tower or its tensors.
         """
@@ -60,6 +62,7 @@ class Tower:
         missing, unknown = model.load_state_dict(drawn, strict=False, assign=True)
         if missing or unknown:
             raise ValueError(f"the vision tower lacks {missing[:3]} and has {unknown[:3]} too many")
+        part_built("tower", [*drawn.values(), *model.parameters()])
         for module in model.modules():  # which are no weights: computed from the configuration
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.is_meta:

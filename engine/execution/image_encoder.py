@@ -20,7 +20,7 @@ from baton.engine.execution.graphs import LateCapture
 from baton.engine.execution.memory_sizing import choose_dtype, memory_for
 from baton.engine.execution.threads import set_threads
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.weights import Weights, whole
 from baton.engine.loader import check_encoder, choose_format, open_checkpoint
 from baton.engine.model_config import ModelConfig, VisionConfig
 from baton.engine.models.vision import TOWER
@@ -99,10 +99,11 @@ def encoder_of(
     dtype: torch.dtype,
     device: torch.device,
     ranks: Ranks,
+    part_built: Callable[[str, Any], Any],
 ) -> tuple[Encoder | None, Mapping[str, Tensor], EmbeddingFormat | None]:
     """Takes the weights of the encoder from the model, and returns them, too. None: it takes no images, its
     files have no encoder, transformers is not installed, or another rank or another worker encodes. In the
-    last case there is the format of embeddings from there."""
+    last case there is the format of embeddings from there. `part_built`: as in `Weights`."""
     vision = model_config.vision
     if config.encoder_pool:  # ranks other than 0 have no weights of the encoder
         check_encoder(config, model_config, has_weights=bool(ranks.rank or getattr(model, "tower", {})))
@@ -119,7 +120,8 @@ def encoder_of(
     if find_spec("transformers") is None:
         log.warning("the model takes no images: transformers is missing, install the extra `images`")
         return None, {}, None
-    return _encoder_with(config, vision, weights, dtype, device), weights, None
+    encoder = _encoder_with(config, vision, weights, dtype, device, part_built=part_built)
+    return encoder, weights, None
 
 
 def _encoder_with(
@@ -129,11 +131,15 @@ def _encoder_with(
     dtype: torch.dtype,
     device: torch.device,
     hold_seconds: float = 0.0,
+    part_built: Callable[[str, Any], Any] = whole,
 ) -> Encoder:
     settings, turns = vision.settings, Turns()
     graphs = tower_graphs(settings, device) if config.cuda_graphs and device.type == "cuda" else None
     with memory_for("the encoder of images", "choose a smaller --model"):
-        tower = Tower(settings, vision.tower, weights, device, dtype, turns, seed=config.seed, graphs=graphs)
+        tower = Tower(
+            settings, vision.tower, weights, device, dtype, turns,
+            seed=config.seed, graphs=graphs, part_built=part_built,
+        )  # fmt: skip
     return Encoder(tower.encode, turns, hold_seconds=hold_seconds, give_back=tower.give_back)
 
 

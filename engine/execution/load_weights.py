@@ -63,6 +63,7 @@ def load_weights(
     with memory_for("the weights", "choose a smaller --model"):
         if shelf is not None:
             shared = run(partial(SharedWeights, shelf, device, ranks, alone=not stands_by))
+        part_built = whole if shared is None else shared.part_built
         model, drafter, fingerprint = run(
             partial(
                 load_model,
@@ -75,10 +76,12 @@ def load_weights(
                 ranks,
                 head=head,
                 exact=config.batch_invariant,
-                part_built=whole if shared is None else shared.part_built,
+                part_built=part_built,
             )
         )
-    encoder = encoder_of(config, checkpoint.config, model, limits.dtype, device, ranks)
+    encoder = run(
+        partial(encoder_of, config, checkpoint.config, model, limits.dtype, device, ranks, part_built)
+    )
     saver = open_memory_saver(config, device)
     with memory_for("the weights", "choose a smaller --model"):
         if saver is not None:

@@ -1,6 +1,7 @@
 """Engine processes of one worker that have one copy of the weights."""
 
 import gc
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,11 +20,13 @@ from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.kernels.scratch import Scratch
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
+from baton.machine.memory import trim
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json
 
 from .conftest import MakeEngine, TinyOf, request_of, run
+from .test_images import pixels_of, request_with
 from .test_live_weights import trained
 
 SETTINGS: dict[str, Any] = {"stands_by": True}
@@ -168,18 +171,33 @@ def own_bytes() -> int:
     """Of this process: on a GPU all that is taken there."""
     gc.collect()
     if DEVICE == "cpu":
+        trim()  # as a process that stands by
         return psutil.Process().memory_full_info().uss
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
+LARGER_TOWER = {"depth": 4, "hidden_size": 512, "intermediate_size": 2048, "num_heads": 8}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3VL"])
 def test_a_standby_takes_less_than_the_weights(
-    tiny_engine: MakeEngine, tiny_path: Path, memory: KeptFiles, shared: list[SharedWeights], tmp_path: Path
+    tiny_engine: MakeEngine,
+    tiny_of: TinyOf,
+    memory: KeptFiles,
+    shared: list[SharedWeights],
+    tmp_path: Path,
+    kind: str,
 ) -> None:
-    for file in tiny_path.glob("*.json"):
+    """Most of them are those of the language model, or those of the encoder of images."""
+    for file in tiny_of(kind).glob("*.json"):
         shutil.copy(file, tmp_path)
-    edit_json(tmp_path / "config.json", hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
+    path = tmp_path / "config.json"
+    larger = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+    if kind == "Qwen3VL":
+        larger = {"vision_config": json.loads(path.read_text())["vision_config"] | LARGER_TOWER}
+    edit_json(path, **larger)
     settings = SETTINGS | {"model": str(tmp_path), "dtype": "bfloat16", "load_format": "dummy"}
     first = tiny_engine(kept_files=[memory], **settings)
     answer(first)
@@ -189,6 +207,42 @@ def test_a_standby_takes_less_than_the_weights(
     taken = own_bytes() - before
     print(f"weights {shared[0].nbytes >> 20} MiB, the standby {taken / (1 << 20):.1f} MiB")
     assert taken < shared[0].nbytes / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "load_format"), [("Qwen3VL", "auto"), ("Qwen3VL", "dummy"), ("Gemma4", "auto")]
+)
+def test_the_encoder_of_images_has_the_memory_of_the_one_before(
+    tiny_engine: MakeEngine,
+    tiny_of: TinyOf,
+    memory: KeptFiles,
+    shared: list[SharedWeights],
+    tmp_path: Path,
+    kind: str,
+    load_format: str,
+) -> None:
+    settings = SETTINGS | {"model": str(tiny_of(kind)), "load_format": load_format}
+    fresh = tiny_engine(**settings)
+    asked = request_with(1, fresh, [pixels_of(1, 40, 24)])
+
+    def seen(engine: Engine) -> list[int]:
+        return run(engine, [asked])[asked.id].tokens
+
+    right = seen(fresh)
+    first = tiny_engine(kept_files=[memory], **settings)
+    second = tiny_engine(kept_files=[memory], wait_for_turn=nothing, **settings)
+    for each, engine in zip(shared, (first, second), strict=True):
+        assert seen(engine) == right
+        assert not each.apart_bytes
+        assert engine.encoder is not None
+        tower = engine.encoder._encode.__self__._model  # pyrefly: ignore[missing-attribute]
+        assert all(has(each, weight) for weight in tower.parameters())
+        assert all(has(each, weight) for weight in engine._loaded.tower.values())
+    if load_format == "auto":
+        path = trained(tiny_of(kind), tmp_path)
+        new = seen(tiny_engine(**settings | {"model": str(path)}))
+        second.replace_weights(second.stage_weights(str(path)), "1")
+        assert seen(second) == new != right
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
