@@ -289,8 +289,9 @@ def said(*parts: Any) -> dict[str, Any]:
 
 
 def results(*parts: Any) -> dict[str, Any]:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [*parts]}
-    return {"messages": [{"role": "user", "content": [result]}]}
+    return {"messages": [*said(call)["messages"], {"role": "user", "content": [result]}]}
 
 
 TEXT = {"type": "text", "text": "yes"}

@@ -230,6 +230,21 @@ async def test_what_is_not_served_is_refused_by_name(cluster: Cluster):
         assert named in result["error"]["message"]
 
 
+async def test_the_result_of_an_unknown_call_is_refused(thinking: Cluster):
+    call = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {}}
+    asked = [*HELLO, {"role": "assistant", "content": [call]}]
+    for given, turns, status in (("toolu_1", asked, 200), ("toolu_2", asked, 400), ("toolu_1", HELLO, 400)):
+        result = {"type": "tool_result", "tool_use_id": given, "content": "Snow"}
+        body = {"messages": [*turns, {"role": "user", "content": [result]}], "tools": [TOOL]}
+        for path, more in ((PATH, {"max_tokens": 9}), (f"{PATH}/count_tokens", {})):
+            answered, answer = await thinking.post(path, **body, **more)
+            assert answered == status, answer
+            words = (
+                f"messages[{len(turns)}]: unexpected `tool_use_id` found in `tool_result` blocks: {given}. "
+            )
+            assert status == 200 or answer["error"]["message"].startswith(words)
+
+
 async def test_harmless_fields_are_accepted(cluster: Cluster):
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     harmless = {"cache_control": {"type": "ephemeral"}, "context_management": edits, "speed": "standard"}

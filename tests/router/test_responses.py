@@ -33,6 +33,7 @@ from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
 PATH = "/v1/responses"
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": True}
+CALLED = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": "{}"}
 
 
 def client(cluster: Cluster, key: str = "any") -> openai.AsyncOpenAI:
@@ -73,6 +74,19 @@ async def test_the_openai_client_gets_items_and_continues_the_conversation(think
         third = await api.responses.create(input="Why?", previous_response_id=second.id)
         assert "Rain" in thinking.prompt
         assert third.previous_response_id == second.id
+
+
+async def test_the_output_of_an_unknown_call_is_refused(thinking: Cluster):
+    status, earlier = await thinking.post(PATH, input="Hi", max_output_tokens=3)
+    assert status == 200
+    for given, before, status in (("call_1", [CALLED], 200), ("call_2", [CALLED], 400), ("call_1", [], 400)):
+        output = {"type": "function_call_output", "call_id": given, "output": "Rain"}
+        body = {"input": [*before, output], "tools": [WEATHER], "previous_response_id": earlier["id"]}
+        for path in (PATH, f"{PATH}/input_tokens"):
+            answered, answer = await thinking.post(path, **body)
+            assert answered == status, answer
+            words = f"No tool call found for function call output with call_id {given}."
+            assert status == 200 or (answer["error"]["message"], answer["error"]["param"]) == (words, "input")
 
 
 async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
@@ -168,7 +182,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
     ({"background": True, "store": False}, "background"),
-    ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input"),
+    ({"input": [CALLED, {"type": "function_call_output", "call_id": "call_1", "output": "1"}]}, "input"),
     ({"tools": [WEATHER]}, "tools"),
 ]
 

@@ -315,6 +315,22 @@ class PromptBody(Body):
     chat_template_kwargs: TemplateSettings | None = None
     cache_control: Annotated[Any, Field(description=f"{NO_EFFECT}: prefixes are always cached")] = None
 
+    @model_validator(mode="after")
+    def _check_results(self) -> Self:
+        """In Anthropic's words, by which clients know the error."""
+        called: set[str] = set()
+        for number, message in enumerate(self.messages):
+            for block in message.content:
+                if isinstance(block, ToolUseBlock):
+                    called.add(block.id)
+                elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
+                    raise invalid(
+                        f"unexpected `tool_use_id` found in `tool_result` blocks: {block.tool_use_id}. "
+                        "Each `tool_result` block must have a corresponding `tool_use` block before it.",
+                        f"messages[{number}]",
+                    )
+        return self
+
     def chat_fields(self) -> dict[str, Any]:
         """Returns these fields as those of a chat completion."""
         messages = chat_messages(self.system, self.messages)

@@ -283,6 +283,7 @@ class ResponsesBody(OpenAIBody):
         """
         earlier = _earlier(history) if history else []
         items = [item for items in [*earlier, self.input] for item in items]
+        _check_outputs(items)
         choice = self.tool_choice
         fields = {
             **self.given(OpenAIBody),
@@ -310,6 +311,17 @@ class ResponsesBody(OpenAIBody):
         )
         fields["text"] = {"format": {"type": "text"}} | fields["text"]
         return json.dumps(_DEFAULTS | fields).encode()
+
+
+def _check_outputs(items: Iterable[Part]) -> None:
+    """Raises InvalidRequest in OpenAI's words, by which clients know the error."""
+    called: set[str] = set()
+    for item in items:
+        if isinstance(item, FunctionCallItem):
+            called.add(item.call_id)
+        elif isinstance(item, FunctionCallOutputItem) and item.call_id not in called:
+            text = f"No tool call found for function call output with call_id {item.call_id}."
+            raise InvalidRequest(text, param="input")
 
 
 def _earlier(history: bytes) -> list[Any]:
