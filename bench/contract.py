@@ -5,13 +5,16 @@ import functools
 import importlib.metadata
 import json
 import platform
+import signal
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, Self, TypeVar
 
 from rich.console import Console
@@ -162,9 +165,12 @@ def parser(description: str, devices: Sequence[str] = DEVICES) -> argparse.Argum
     """The arguments of every bench. A bench adds further ones to the result.
 
     The bench can measure on `devices`. If the user asks for another device, or for one that this machine
-    lacks, the
-    parser exits with 2: argparse's code for a wrong argument, which equals `EXIT_CANNOT_MEASURE`.
+    lacks, the parser exits with 2: argparse's code for a wrong argument, which equals `EXIT_CANNOT_MEASURE`.
+
+    From now on SIGTERM ends this process as Ctrl-C does, so the bench ends the processes that it has started.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end)
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON to PATH")
     p.add_argument(
@@ -186,6 +192,10 @@ def with_counts(p: argparse.ArgumentParser, **counts: tuple[int, int]) -> argpar
     for name, (usual, short) in counts.items():
         setattr(args, name, getattr(args, name) or (short if args.short else usual))
     return args
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _device(devices: Sequence[str], given: str) -> str:

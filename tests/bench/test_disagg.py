@@ -1,11 +1,15 @@
 """`bench.disagg` sends the same load to both sides, and compares what it found. Real figures need GPUs."""
 
 import argparse
+import contextlib
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from tokenizers import Tokenizer
 from typer.main import get_command
@@ -17,6 +21,8 @@ from baton.bench.load.target.tokenization import WORDS
 from baton.bench.load.traffic.trace import SAMPLE_TRACE
 from baton.bench.shapes import SHAPES, write_shape
 from tests.forked import forking
+from tests.pages import ROOT
+from tests.within import WITHIN
 
 OPEN, CLOSED, AGENTS, SWING = LOADS[0], *LOADS[-3:]
 
@@ -129,6 +135,30 @@ def test_a_side_whose_process_ends_is_not_waited_for() -> None:
     side = Side.parse(f"broken 1 {sys.executable} -c raise(SystemExit(3))")
     with pytest.raises(RuntimeError, match=r"broken.* ended before it answered"), started(side, Path()):
         pass
+
+
+def test_a_bench_that_is_told_to_end_ends_its_servers() -> None:
+    """Servers that stay keep their GPUs from all that comes later."""
+    words = [sys.executable, "-m", "baton.bench.disagg", "--device", "cpu"]
+    for name in ("a", "b"):
+        words += ["--side", f"{name} 1 {MOCK}"]
+    with subprocess.Popen(words, cwd=ROOT) as bench:
+        servers: list[psutil.Process] = []
+        try:
+            while not servers:
+                assert bench.poll() is None
+                servers = [
+                    p
+                    for p in psutil.Process(bench.pid).children()
+                    if "tests.bench.mock_server" in p.cmdline()
+                ]
+            bench.terminate()
+            assert bench.wait(WITHIN) == 128 + signal.SIGTERM
+            assert not psutil.wait_procs(servers, timeout=WITHIN)[1]
+        finally:
+            for process in (bench, *servers):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @pytest.mark.parametrize(

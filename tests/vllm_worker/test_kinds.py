@@ -129,7 +129,7 @@ KINDS: Mapping[str, Kind] = {
 
 @contextlib.contextmanager
 def started(model: Path, directory: Path, kind: Kind, *, sees: bool = False) -> Iterator[VLLMCluster]:
-    """A cluster that is ready. If it fails, the first line says the first error of its logs."""
+    """A cluster that is ready. If it fails, the first line says the cause by its logs."""
     more = f"{EAGER} --kv-cache-memory-bytes {1 << 28} {kind.vllm}" if ON_CUDA else f"{EAGER} {kind.on_cpu}"
     flags = (*LIMITS, *kind.flags, *(ON_GPU if ON_CUDA else ()), "--vllm-args", more)
     cluster, failed = VLLMCluster(model, directory, *flags, fresh=ON_CUDA, sees=sees), ""
@@ -143,8 +143,9 @@ def started(model: Path, directory: Path, kind: Kind, *, sees: bool = False) -> 
         cluster.kill()
     if failed:
         logs = "\n".join(log.read_text() for log in sorted(cluster.logs.glob("*.log"), reverse=True))
-        errors = re.findall(r"(?m)\w+(?:Error|Exception): .*", logs)
-        pytest.fail("\n".join([*errors[:1], failed, logs]), pytrace=False)
+        # Errors of optional modules come before the cause, and what only points at it comes after.
+        errors = re.findall(r"(?m)^\w+(?:Error|Exception): (?!.*See root cause above).*", logs)
+        pytest.fail("\n".join([*errors[-1:], failed, logs]), pytrace=False)
 
 
 @dataclass(frozen=True)
