@@ -33,11 +33,13 @@ class NotPaused(Exception):
 
     Attributes:
         faults: the errors of these workers, by address.
+        changed: other workers have done what was asked, if only for a moment.
     """
 
-    def __init__(self, faults: Mapping[str, AioRpcError]) -> None:
+    def __init__(self, faults: Mapping[str, AioRpcError], *, changed: bool) -> None:
         super().__init__(f"not all workers do what was asked: {', '.join(faults)}")
         self.faults = faults
+        self.changed = changed
 
 
 @contextlib.asynccontextmanager
@@ -120,5 +122,5 @@ class Workers:
             else:
                 faults[address] = status
         if faults:
-            raise NotPaused(faults)
+            raise NotPaused(faults, changed=bool(statuses))
         return statuses

@@ -196,6 +196,8 @@ class FakeWorker(StandIn):
         """Frozen, it sends no token."""
         if self.refuses_pause:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuses_pause)
+        if not request.pause and self.status.released:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "memory is released")
         self.status.pause, self.paused = request.pause, request
         self.report()
         if request.abort:

@@ -83,15 +83,18 @@ class AdminCalls:
         names: Mapping[str, str],
         outcome: str,
         param: str | None = None,
+        *,
+        changed: bool = False,
     ) -> errors.ApiError:
         """The answer to a call that workers have refused or that did not reach them, of which `outcome` tells
         the end. `faults` and `names` of workers are by address. None: a worker ended the call.
 
-        `param`: the field of the body that is at fault if all of these workers refuse it."""
+        A call that workers refuse is the client's fault, unless it has `changed` other workers. `param`: the
+        field of the body that is at fault then."""
         told = "; ".join(f"{names[address]}: {self._why(fault)}" for address, fault in faults.items())
         refused = all(fault is not None and fault.code() is _REFUSED for fault in faults.values())
         text = f"{told}. {outcome}"
-        return errors.InvalidRequest(text, param=param) if refused and param else errors.Failed(text)
+        return errors.Failed(text) if changed or not refused else errors.InvalidRequest(text, param=param)
 
     def _why(self, fault: grpc.aio.AioRpcError | None) -> str:
         if fault is None:

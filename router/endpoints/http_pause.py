@@ -45,7 +45,9 @@ class HttpPause:
         return web.json_response({"status": "paused", "seconds": seconds})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        async with self._workers("Try again, or wait for the end of the pause.") as workers:
+        async with self._workers(
+            "They stay paused, and go on at the end of the pause if they can."
+        ) as workers:
             await workers.resume()
         return web.json_response({"status": "resumed"})
 
@@ -106,7 +108,7 @@ class HttpPause:
             async with opened as workers:
                 yield workers
         except NotPaused as error:
-            raise self._calls.failed(error.faults, names, outcome) from error
+            raise self._calls.failed(error.faults, names, outcome, changed=error.changed) from error
 
 
 def _mode(given: str) -> Mode:

@@ -64,4 +64,4 @@ async def workers_for_weights(calls: AdminCalls) -> dict[str, str]:
 
 def failed(calls: AdminCalls, error: NotReplaced, names: dict[str, str], param: str) -> errors.ApiError:
     """`param`: the field with the weights."""
-    return calls.failed(error.faults, names, error.outcome, None if error.changed else param)
+    return calls.failed(error.faults, names, error.outcome, param, changed=error.changed)

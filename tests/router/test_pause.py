@@ -246,6 +246,9 @@ async def test_memory_goes_and_comes_back_for_all_workers_or_the_call_says_why(p
         {"success": True, "released": ["kv_cache", "weights"]},
     )
     await knows(paused, pb.PAUSE_STEPS)
+    status, refused = await call("/resume")
+    assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
+    assert refused["error"]["message"].count("memory is released") == len(paused.workers)
     new = asyncio.create_task(paused.complete())
     await paused.until(lambda: bool(paused.router.services.admission.parked.without_worker))
     told = {"success": True, "released": ["kv_cache"], "lost_weights": True}
