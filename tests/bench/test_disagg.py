@@ -142,18 +142,15 @@ def test_a_bench_that_is_told_to_end_ends_its_servers() -> None:
     words = [sys.executable, "-m", "baton.bench.disagg", "--device", "cpu"]
     for name in ("a", "b"):
         words += ["--side", f"{name} 1 {MOCK}"]
-    with subprocess.Popen(words, cwd=ROOT) as bench:
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as bench:
+        assert bench.stderr is not None
         servers: list[psutil.Process] = []
         try:
-            while not servers:
-                assert bench.poll() is None
-                servers = [
-                    p
-                    for p in psutil.Process(bench.pid).children()
-                    if "tests.bench.mock_server" in p.cmdline()
-                ]
+            assert "http://" in bench.stderr.readline(), "what a mock server says when it listens"
+            servers = psutil.Process(bench.pid).children()
             bench.terminate()
             assert bench.wait(WITHIN) == 128 + signal.SIGTERM
+            assert servers
             assert not psutil.wait_procs(servers, timeout=WITHIN)[1]
         finally:
             for process in (bench, *servers):
