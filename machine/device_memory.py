@@ -68,9 +68,8 @@ class DeviceMemory(ABC):
         other write ends the process (CPU), or the context (GPU). Raises `MemoryError`."""
 
     @abstractmethod
-    def allow_writes(self, address: int, count: int) -> None:
-        """The `count` pages that are mapped from `address` on may be written from now on. Raises
-        `MemoryError`."""
+    def set_access(self, address: int, count: int, *, writable: bool) -> None:
+        """As of `map`, of the `count` pages that are mapped from `address` on. Raises `MemoryError`."""
 
     @abstractmethod
     def unmap(self, address: int, count: int) -> None:
@@ -136,6 +135,10 @@ def _libc() -> ctypes.CDLL:
     return library
 
 
+def _protection(writable: bool) -> int:
+    return mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+
+
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
     found = _libc().mmap(address, size, protection, flags, fd, offset)
     if found == _FAILED:
@@ -173,13 +176,13 @@ class HostMemory(DeviceMemory):
 
     def map(self, address: int, pages: Sequence[Page], *, writable: bool = True) -> None:
         flags = mmap.MAP_SHARED | _MAP_FIXED
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        protection = _protection(writable)
         for page, count in self._runs(pages):
             _mmap(address, count * self.page_bytes, protection, flags, page.handle, page.offset)
             address += count * self.page_bytes
 
-    def allow_writes(self, address: int, count: int) -> None:
-        if _libc().mprotect(address, count * self.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE):
+    def set_access(self, address: int, count: int, *, writable: bool) -> None:
+        if _libc().mprotect(address, count * self.page_bytes, _protection(writable)):
             raise MemoryError(f"mprotect of {count} pages: {os.strerror(ctypes.get_errno())}")
 
     def _runs(self, pages: Sequence[Page]) -> Iterator[tuple[Page, int]]:
@@ -345,13 +348,10 @@ class CudaMemory(DeviceMemory):
             self._mapped[at] = page.handle
             at += self.page_bytes
         if pages:
-            self._set_access(address, len(pages), _READ_WRITE if writable else _READ)
+            self.set_access(address, len(pages), writable=writable)
 
-    def allow_writes(self, address: int, count: int) -> None:
-        self._set_access(address, count, _READ_WRITE)
-
-    def _set_access(self, address: int, count: int, flags: int) -> None:
-        access = _Access(_Location(_ON_DEVICE, self._device), flags)
+    def set_access(self, address: int, count: int, *, writable: bool) -> None:
+        access = _Access(_Location(_ON_DEVICE, self._device), _READ_WRITE if writable else _READ)
         _call("cuMemSetAccess", address, count * self.page_bytes, byref(access), 1)
 
     def unmap(self, address: int, count: int) -> None:

@@ -25,11 +25,8 @@ class Shelf(NamedTuple):
     """The engine that makes the pages calls it once. The files stay the caller's."""
     pages: Callable[[], Sequence[KeptPages]]
     """Copies of what `put` was given. The caller owns the files. Empty: nothing yet."""
-
-    @property
-    def is_empty(self) -> bool:
-        close(*(found := self.pages()))
-        return not found
+    clear: Callable[[], None]
+    """Lets go of what `put` was given, which may be called again then."""
 
 
 class KeptMemory(NamedTuple):

@@ -4,8 +4,9 @@
 An engine makes the memory and exports its pages as files, on a GPU, too. A file keeps its page after the
 process that made it has ended, however that ended. The files wait in a Unix socket: one message, which each
 engine peeks at, so that the kernel gives each of them copies of the descriptors. The message stays there
-while one process holds the socket. No engine takes it out, so none that dies can lose it. KV and weights have
-a socket each, since a message has too few descriptors for both.
+while one process holds the socket, so no engine that dies can lose it. Only one that starts alone takes it
+out, that of the weights: it makes others. KV and weights have a socket each, since a message has too few
+descriptors for both.
 """
 
 import os
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from baton.machine.device_memory import Exported
-from baton.machine.kept_pages import KeptMemory, KeptPages, Shelf
+from baton.machine.kept_pages import KeptMemory, KeptPages, Shelf, close
 
 MOST_FILES = 253
 """Descriptors in one message (`SCM_MAX_FD` of Linux)."""
@@ -60,7 +61,7 @@ def _socket_pair() -> tuple[int, int]:
 
 
 def _shelf(inlet: int, outlet: int) -> Shelf:
-    return Shelf(partial(_put, inlet), partial(_pages, outlet))
+    return Shelf(partial(_put, inlet), partial(_pages, outlet), partial(_clear, outlet))
 
 
 def _put(inlet: int, kept: Sequence[KeptPages]) -> None:
@@ -69,11 +70,15 @@ def _put(inlet: int, kept: Sequence[KeptPages]) -> None:
         socket.send_fds(end, [msgspec.json.encode(kept)], fds)
 
 
-def _pages(outlet: int) -> Sequence[KeptPages]:
+def _clear(outlet: int) -> None:
+    close(*_pages(outlet, 0))
+
+
+def _pages(outlet: int, peek: int = socket.MSG_PEEK) -> Sequence[KeptPages]:
     with socket.fromfd(outlet, socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         fds = array("i")
         room = socket.CMSG_LEN(MOST_FILES * fds.itemsize)
-        flags = socket.MSG_PEEK | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        flags = peek | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
             message, found, _, _ = end.recvmsg(_MOST_BYTES, room, flags)
         except BlockingIOError:

@@ -1,19 +1,26 @@
 """One copy of the weights for the engine process that serves and the one that stands by.
 
-    first engine: loads the model ─▶ moves its weights to pages ─▶ their files wait for others (`Shelf`)
-    standby: maps the pages, to read ─▶ sums them ─▶ loads part by part: a part with the same bytes gets
-      the memory of the pages ─▶ takes over: the sums are as before ─▶ may write
-    an engine that starts when no other one is there: loads part by part, and writes each part to the pages
+    an engine that starts alone: loads the model ─▶ moves its weights to new pages ─▶ their files wait for
+      others (`Shelf`)
+    standby: maps the pages, to read ─▶ loads part by part: a part with the same bytes gets the memory of the
+      pages ─▶ takes over, unless the pages were written to since it mapped them
 
 New weights are written over the old ones, so a standby that was made before has the wrong ones: another one
 is made, which loads the new ones. If the engine that serves ends before it can tell that it had new weights,
-or while it writes them, the sums differ, and the standby does not take over.
+or while it writes them, the standby does not take over: the first word of the pages counts when a change
+begins and when it has ended. On a CPU nothing else can write to the pages: processes map them to be read, but
+for the time of a change. On a GPU a kernel may write where it should not, so sums of the pages are compared,
+too: an H200 sums 69 GB in 0.1 s, and a CPU 1 GB.
+
+A standby may have other weights, or a new version of Baton has them in another order. It keeps apart what
+differs, up to `MOST_APART`. With more it ends, and the next engine starts alone.
 
 Two parts of a model may have views of one tensor. Each part gets a copy of it then.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +36,9 @@ from baton.machine.device_memory import DeviceMemory, Page
 from baton.machine.kept_pages import MOST_PAGES, KeptPages, Shelf, adopted, close, exported
 
 MOST_APART = 256 << 20
-"""Bytes of weights on a GPU that may differ from those of the pages, and so have memory beside them."""
+"""Bytes of weights that may differ from those of the pages, and so have memory beside them."""
+_COUNT_BYTES = aligned(8)
+"""Before the weights: how often a change has begun or ended. It is odd during a change."""
 _COMPARED_WORDS = 8 << 20
 """At once. Torch makes a byte of memory for each."""
 
@@ -49,13 +58,14 @@ class SharedWeights:
 
     Attributes:
         nbytes: of the pages.
-        apart_bytes: of weights that have memory beside the pages. Those of the first engine have none.
-        loading_bytes: what a standby takes of the GPU at most, beside the pages, until `finish`. Only the
-            first engine measures it.
+        apart_bytes: of weights that have memory beside the pages. 0 if the engine started alone.
+        loading_bytes: what a standby takes of the GPU at most, beside the pages, until `finish`. Only an
+            engine that starts alone measures it.
     """
 
     def __init__(self, shelf: Shelf, device: torch.device, ranks: Ranks, *, alone: bool) -> None:
-        """`ranks`: no part of the model. `alone`: no other process has the pages. Raises `MemoryError`."""
+        """`ranks`: no part of the model. `alone`: no other process has pages, and the shelf is empty. Raises
+        `MemoryError`."""
         self._shelf = shelf
         self._device = device
         self._ranks = ranks
@@ -63,42 +73,46 @@ class SharedWeights:
         self._placed: dict[int, Tensor] = {}
         """By id, until `finish`."""
         self._waiting: list[_Piece] = []
-        """Of the first engine, until `finish`."""
+        """Of an engine that starts alone, until `finish`."""
         self._waiting_bytes = 0
+        self._changes = 0
+        """As the pages had it before they were compared."""
         self._sums: Sequence[int] = ()
-        """Of the pages, while another process may write to them."""
+        """Of the pages then. Only of a GPU."""
         self.apart_bytes = self.loading_bytes = 0
-        self._most_apart = MOST_APART if device.type == "cuda" else None
         self._page_bytes = self._count = self._end = self._next = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # this thread has its context from now on
             torch.cuda.reset_peak_memory_stats(device)
-        kept = shelf.pages()
-        assert alone or kept, "the engine that serves has its weights in pages"
-        self._is_first = not kept
-        if kept:
-            self._map(kept[0])
+        if not alone:
+            [kept] = shelf.pages()  # the engine that serves has its weights there
+            self._map(kept)
 
     def _open(self, page_bytes: int, size: int) -> DeviceMemory:
         self._memory = memory = memory_of(self._device, page_bytes, exportable=True)
         weakref.finalize(self, memory.close).atexit = False  # pyrefly: ignore[missing-attribute]
         self._page_bytes = memory.page_bytes
-        self._address = self._next = memory.reserve(size)
+        self._address = memory.reserve(size)
+        self._next = self._address + _COUNT_BYTES
         return memory
 
     def _map(self, kept: KeptPages) -> None:
-        """Those of an engine before."""
+        """Those of the engine that serves."""
         self._count = len(kept.pages)
         memory = self._open(kept.page_bytes, kept.page_bytes * self._count)
         if memory.page_bytes != kept.page_bytes:
             close(kept)
             raise MemoryError(f"the pages of weights have {kept.page_bytes} bytes")
-        memory.map(self._address, adopted(memory, kept), writable=self._alone)
+        memory.map(self._address, adopted(memory, kept), writable=False)
         self._end = self._address + self.nbytes
-        if not self._alone:
-            self._sums = self._sum()  # before they are compared, so that what is compared has these sums
+        self._changes, self._sums = int(self._count_of_changes()), self._sum()
+
+    def _count_of_changes(self) -> Tensor:
+        return self._bytes_at(self._address, 8).view(torch.int64)
 
     def _sum(self) -> Sequence[int]:
+        if self._device.type != "cuda":
+            return ()
         return sums_of([(self._address, self._page_bytes)], self._device)(range(self._count)).wait()
 
     @property
@@ -106,7 +120,7 @@ class SharedWeights:
         return self._count * self._page_bytes
 
     def part_built(self, name: str, part: Any) -> Any:
-        """As in `Weights`. Raises `ValueError` if too many weights differ on a GPU."""
+        """As in `Weights`. Raises `ValueError` if too many weights differ."""
         self._place(part)
         return part
 
@@ -114,7 +128,7 @@ class SharedWeights:
     def finish(self, model: object) -> None:
         """The model is complete. Raises `MemoryError`, and `ValueError` as `part_built`."""
         self._place(model)
-        if self._is_first:
+        if self._alone:
             self._make_pages()
         self._placed.clear()
 
@@ -124,7 +138,7 @@ class SharedWeights:
         new = [x for x in tensors(part, beside=self._ranks) if id(x) not in self._placed]
         self._placed |= {id(x): x for x in new}
         pieces = _pieces(new, self._device)
-        if self._is_first:
+        if self._alone:
             if self._device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(self._device) - self._waiting_bytes
                 self.loading_bytes = max(self.loading_bytes, peak)
@@ -141,29 +155,26 @@ class SharedWeights:
         self._give_back()
 
     def _has(self, piece: _Piece, target: int) -> bool:
-        """Whether the pages have the bytes of this piece at this address, or have them now."""
+        """Whether the pages have the bytes of this piece at this address."""
         if target + piece.size > self._end:
             return False
         old, new = (self._bytes_at(address, piece.size) for address in (piece.address, target))
-        if self._alone:
-            new.copy_(old)
-            return True
         word = torch.uint8 if piece.size % 8 else torch.int64
         return all(map(torch.equal, *(x.view(word).split(_COMPARED_WORDS) for x in (old, new))))
 
     def _keep_apart(self, piece: _Piece) -> None:
         self.apart_bytes += piece.size
-        if self._most_apart is not None and self.apart_bytes > self._most_apart:
+        if self.apart_bytes > MOST_APART:
             raise ValueError(
-                "the weights are others than those that the engine process before this one has in the memory "
-                "of the GPU, and there is no room for both"
+                "the weights are others than those of the engine process that serves, or have another "
+                "layout, so both cannot share them"
             )
 
     def _make_pages(self) -> None:
         """Moves all that waits there. Takes the memory of a page or of a tensor more meanwhile."""
-        size = sum(aligned(piece.size) for piece in self._waiting)
-        if not size:
+        if not self._waiting:
             return
+        size = _COUNT_BYTES + sum(aligned(piece.size) for piece in self._waiting)
         memory = self._open(-(-size // MOST_PAGES), size)
         self._end = self._address
         pages: list[Page] = []
@@ -181,6 +192,8 @@ class SharedWeights:
             self._next += aligned(piece.size)
         self._count = len(pages)
         self._give_back()
+        self._count_of_changes().zero_()
+        self._only_reads()
         files = exported(memory, pages)
         self._shelf.put([files])
         close(files)
@@ -204,18 +217,30 @@ class SharedWeights:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def take_over(self) -> bool:
-        """No other process uses the pages from now on, and this one may write to them. False: they were
-        written to since they were compared. Raises `MemoryError`."""
-        if self._alone:
-            return True
-        if self._sum() != self._sums:
-            return False
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The weights may be written to, in the current stream of a GPU. Nothing else uses them meanwhile. If
+        this process ends within, no standby that has these pages takes over. Raises `MemoryError`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # no step reads the pages while their access changes
-        self._memory.allow_writes(self._address, self._count)
-        self._alone = True
-        return True
+        self._memory.set_access(self._address, self._count, writable=True)
+        self._count_of_changes().add_(1)
+        yield
+        self._count_of_changes().add_(1)
+        self._only_reads()
+
+    def _only_reads(self) -> None:
+        """On a GPU access is not taken back: steps that are launched would have to end before."""
+        if self._device.type != "cuda":
+            self._memory.set_access(self._address, self._count, writable=False)
+
+    def take_over(self) -> bool:
+        """No other process uses the pages from now on. False: they may have been written to since they were
+        compared."""
+        if self._alone:
+            return True
+        is_same = int(self._count_of_changes()) == self._changes and self._sum() == self._sums
+        return is_same and not self._changes % 2
 
 
 def _pieces(some: Iterable[Tensor], device: torch.device) -> list[_Piece]:

@@ -10,6 +10,7 @@ they measure, compile and capture have sums over ranks.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -118,7 +119,10 @@ def start_rank(
     checkpoint.config.check_step(config.max_num_batched_tokens, config.max_num_seqs)
     weight_format = choose_format(config, checkpoint.config, device)
     head = draft_head(config, checkpoint, weight_format)
+    stands_by = wait_for_turn is not _nothing
     kept_weights = keep.memory[0].weights if keep.memory and config.stands_by else None
+    if kept_weights is not None and not stands_by:
+        kept_weights.clear()  # an engine before has left them, and no other process has them any more
     limits = choose_limits(
         config,
         checkpoint.config,
@@ -126,9 +130,8 @@ def start_rank(
         device,
         ranks,
         drafts=head is not None,
-        loaded=kept_weights is not None and not kept_weights.is_empty,
+        loaded=kept_weights is not None and stands_by,
     )
-    stands_by = wait_for_turn is not _nothing
     model, drafter, fingerprint, encoder, tower, embeddings, of_weights = load_weights(
         config,
         checkpoint,
@@ -210,6 +213,7 @@ def start_rank(
             model,
             drafter,
             tower=tower,
+            writing=of_weights.writing if isinstance(of_weights, SharedWeights) else nullcontext,
         ),
         encoder,
         embeddings,

@@ -9,7 +9,8 @@ output projection.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,7 @@ class NewWeights:
     fingerprint: str
     """As `load_model` returns it."""
     _pairs: Sequence[Pair]
+    _writing: Callable[[], AbstractContextManager[None]]
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +56,9 @@ class NewWeights:
     @torch.inference_mode()
     def apply(self) -> None:
         """Copies them over those of the model. No step is under way."""
-        for pair in self._pairs:
-            pair.kept.copy_(pair.new, non_blocking=True)
+        with self._writing():
+            for pair in self._pairs:
+                pair.kept.copy_(pair.new, non_blocking=True)
         if self._pairs and self._pairs[0].kept.is_cuda:
             torch.cuda.current_stream().synchronize()
 
@@ -75,6 +78,8 @@ class LoadedModel:
     drafter: DraftHead | None
     tower: Mapping[str, Tensor]
     """The weights of the encoder of images that the engine uses."""
+    writing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """The tensors may be written to within."""
 
     def stage(self, path: str) -> NewWeights:
         """Reads the weights of the checkpoint at `path`, a directory or GGUF file on this host. May run in
@@ -103,7 +108,7 @@ class LoadedModel:
             found.extend(self._on_host(self.model, model, "model"))
             found.extend(self._on_host(self.drafter, drafter, "draft head"))
             found.extend(self._on_host(self.tower, getattr(model, "tower", {}), "encoder"))
-        return NewWeights(fingerprint, found)
+        return NewWeights(fingerprint, found, self.writing)
 
     @contextlib.contextmanager
     def _on_a_stream_of_its_own(self) -> Iterator[None]:

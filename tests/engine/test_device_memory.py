@@ -74,7 +74,7 @@ memory = open_device_memory({NUMBER}, 1)
 address, pages = memory.reserve(2 * memory.page_bytes), memory.create(2)
 memory.map(address, pages, writable=False)
 if sys.argv[1] == "allowed":
-    memory.allow_writes(address, 2)
+    memory.set_access(address, 2, writable=True)
 if {DEVICE == "cuda"}:
     from baton.engine.execution.elastic_cache import tensor_at
     both = tensor_at(address, (2 * memory.page_bytes,), torch.uint8, torch.device("cuda"))

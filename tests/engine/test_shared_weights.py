@@ -3,6 +3,9 @@
 import gc
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +17,13 @@ import torch
 
 from baton.engine import Engine
 from baton.engine.api.request import Hooks
-from baton.engine.execution import load_weights
+from baton.engine.execution import load_weights, shared_weights
 from baton.engine.execution.memory_sizing import CUDA_BYTES, GIB, MemoryUse
 from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.kernels.scratch import Scratch
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
+from baton.machine.kept_pages import close
 from baton.machine.memory import trim
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
@@ -114,14 +118,15 @@ def test_the_next_engine_has_the_memory_of_the_one_before(
     second = tiny_engine(kept_files=[memory], wait_for_turn=turn, **settings)
     assert answer(second) == right
     if DEVICE == "cpu":
-        assert access(shared[1]) == {"rw-s"}
+        assert access(shared[0]) == access(shared[1]) == {"r--s"}
     for each, engine in zip(shared, (first, second), strict=True):
         assert not each.apart_bytes
         assert all(has(each, weight) for weight in tensors(engine._loaded.model, beside=Ranks()))
     assert shared[0].nbytes == shared[1].nbytes
-    pages = shared[0]._bytes_at(shared[0]._address, shared[0].nbytes)
-    pages.fill_(7)
-    assert shared[1]._bytes_at(shared[1]._address, shared[1].nbytes).unique().tolist() == [7]
+    pages = [each._bytes_at(each._address + 512, each.nbytes - 512) for each in shared]
+    with shared[0].writing():
+        pages[0].fill_(7)
+    assert pages[1].unique().tolist() == [7]
 
 
 def test_what_kernels_write_to_is_no_weight() -> None:
@@ -152,19 +157,24 @@ def test_other_weights_are_not_taken_for_those_that_serve(
     assert [answer(first), answer(standby)] == right
 
 
-def test_an_engine_that_is_alone_writes_its_weights_to_the_pages(
+def test_an_engine_that_is_alone_makes_its_pages(
     tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, shared: list[SharedWeights]
 ) -> None:
-    """As after a standby that could not take over. A larger model keeps what has no room."""
-    settings = SETTINGS | {"load_format": "dummy"}
-    right = answer(tiny_engine(seed=1, **settings))
-    tiny_engine(kept_files=[memory], seed=0, **settings)
-    assert answer(tiny_engine(kept_files=[memory], seed=1, **settings)) == right
-    assert answer(tiny_engine(kept_files=[memory], seed=1, wait_for_turn=nothing, **settings)) == right
-    assert [each.apart_bytes for each in shared] == [0] * 3
-    larger = SETTINGS | {"model": str(tiny_of("Qwen3Moe"))}
-    assert answer(tiny_engine(kept_files=[memory], **larger)) == answer(tiny_engine(**larger))
-    assert shared[3].apart_bytes
+    """As after a standby that could not take over. It lets go of the pages of the one before."""
+    for settings in (
+        SETTINGS,
+        SETTINGS | {"load_format": "dummy", "seed": 1},
+        SETTINGS | {"model": str(tiny_of("Qwen3Moe"))},
+    ):
+        right = answer(tiny_engine(**settings))
+        shared.clear()
+        assert answer(tiny_engine(kept_files=[memory], **settings)) == right
+        assert answer(tiny_engine(kept_files=[memory], wait_for_turn=nothing, **settings)) == right
+        assert [each.apart_bytes for each in shared] == [0, 0]
+        assert shared[0].nbytes == shared[1].nbytes
+        [kept] = memory.memory.weights.pages()
+        close(kept)
+        assert len(kept.pages) * kept.page_bytes == shared[0].nbytes
 
 
 def own_bytes() -> int:
@@ -265,7 +275,46 @@ def test_new_weights_are_those_of_the_next_standby(
     assert answer(standby) == new
     assert not shared[1].apart_bytes
     standby.replace_weights(standby.stage_weights(str(tiny_path)), "2")
-    assert answer(standby) == answer(first) != new, "it may write when it has taken over"
+    assert answer(standby) == answer(first) != new, "it writes to the pages, too"
+
+
+def test_a_standby_does_not_take_over_weights_that_are_half_written(
+    tiny_engine: MakeEngine, memory: KeptFiles, shared: list[SharedWeights]
+) -> None:
+    """The engine that serves ends in the change, before or after the standby maps the pages."""
+    first = tiny_engine(kept_files=[memory], **SETTINGS)
+
+    def ends_in_the_change() -> None:
+        shared[0].writing().__enter__()
+
+    for turn in (ends_in_the_change, nothing):
+        with pytest.raises(ValueError, match="were changed while"):
+            tiny_engine(kept_files=[memory], wait_for_turn=turn, **SETTINGS)
+    assert answer(tiny_engine(kept_files=[memory], **SETTINGS)) == answer(first)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compares sums")
+def test_nothing_writes_to_shared_weights_outside_of_a_change() -> None:
+    """A process that does ends, so a standby may take over without a look at the bytes."""
+    ended = subprocess.run([sys.executable, "-c", STRAY], stdout=subprocess.PIPE, check=False)
+    assert ended.stdout == b"in a change\n"
+    assert ended.returncode == -signal.SIGSEGV
+
+
+STRAY = """
+import torch
+from baton.engine.execution.shared_weights import SharedWeights
+from baton.engine.layers.ranks import Ranks
+from baton.worker.kept_files import KeptFiles
+weight = torch.zeros(1000)
+shared = SharedWeights(KeptFiles.create().memory.weights, torch.device("cpu"), Ranks(), alone=True)
+shared.finish([weight])
+with shared.writing():
+    weight[7] = 1
+print("in a change", flush=True)
+weight[7] = 2
+print("later")
+"""
 
 
 @pytest.mark.parametrize("loads", ["old", "new"])
@@ -296,7 +345,10 @@ def test_a_standby_does_not_take_over_weights_that_were_changed(
     assert not staged
 
 
-def test_a_gpu_has_no_room_for_two_copies(memory: KeptFiles) -> None:
+def test_a_standby_that_cannot_share_its_weights_ends(
+    memory: KeptFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_weights, "MOST_APART", 4096)
     device = torch.device(DEVICE)
 
     def shared(alone: bool) -> SharedWeights:
@@ -304,9 +356,8 @@ def test_a_gpu_has_no_room_for_two_copies(memory: KeptFiles) -> None:
 
     shared(True).finish([torch.zeros(3000, device=device)])
     standby = shared(False)
-    standby._most_apart = 4096
     standby.part_built("layers.0", torch.ones(1000, device=device))
-    with pytest.raises(ValueError, match="no room for both"):
+    with pytest.raises(ValueError, match="both cannot share them"):
         standby.part_built("layers.1", torch.ones(1000, device=device))
 
 

@@ -170,6 +170,39 @@ async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_pat
         assert [*worker.run_dir.iterdir()] == []
 
 
+async def test_a_standby_that_cannot_share_weights_is_no_end_of_streams(tmp_path: Path) -> None:
+    """It is tried once, and again when the code may be newer. Engines start without it, and streams go on."""
+    with start_worker(
+        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE,
+        engine_module="tests.worker.other_layout_engine",
+        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
+    ) as started:  # fmt: skip
+        worker = started.wait_ready()
+
+        async def without_standby(tries: int) -> None:
+            while (await status(stream)).standby != "ended":
+                pass
+            log = worker.log.read_text()
+            assert log.count("no engine process can stand by") == log.count("cannot share them") == tries
+
+        asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
+        async with attached(worker) as stream:
+            right = ids(await read(stream, await stream.submit_decode(asked)))
+            await within(without_standby(1))
+            decode_id = await stream.reserve(asked)
+            await until_tokens(stream, [decode_id], 50)
+            kill(worker)
+            await goes_on(stream, decode_id, right)
+            await within(without_standby(2))
+            decode_id = await stream.reserve(asked)
+            await until_tokens(stream, [decode_id], 20)
+            await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
+            assert ids(await within(read(stream, decode_id))) == right
+            await within(without_standby(4))
+        assert len(stages_in(worker.log.read_text())["loading weights"]) == 2
+        await assert_whole(worker)
+
+
 class Tree:
     """One whose processes end when the test says so."""
 

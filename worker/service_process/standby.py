@@ -3,7 +3,8 @@
 start ─▶ torch, weights ─▶ stands by ─▶ `take`: it maps and verifies KV, and serves
            │                 │
            └────────┬────────┘
-                    ├─ it ends, or cannot start: another one is started, `MOST_ENDS` times
+                    ├─ it ends: another one is started, `MOST_ENDS` times
+                    ├─ it cannot start, for example since it cannot share weights: none is started
                     └─ `renew`: it has old weights, or an old version of Baton; another one is started
 """
 
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Literal
 
+from baton.worker.processes import StartError
 from baton.worker.service_process.tree import WorkerTree
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ class Standby:
         self.memory_bytes = 0
         """Of the standby alone, once it stands by."""
         self.state: Literal["starting", "ready", "ended"] = "starting"
-        """`ended`: none is started before the next `start`."""
+        """`ended`: none is started before the next `start` or `renew`."""
         self._tree: WorkerTree | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._discarding: asyncio.Task[None] | None = None
@@ -46,7 +48,9 @@ class Standby:
     def renew(self) -> None:
         """The standby has old weights, or code of an old version: another one takes its place."""
         self._outdated.set()
-        if self.state == "ready":
+        if self.state == "ended" and self._keeping is not None:
+            self._keeping = asyncio.create_task(self._keep())
+        if self.state != "starting":
             self._begin()
 
     async def settled(self) -> None:
@@ -88,23 +92,27 @@ class Standby:
         while ends < MOST_ENDS:
             self._outdated.clear()
             self._begin()
+            reason: BaseException | None
             try:
                 self._tree = tree = self._new_tree()
                 tree.start_standby()
                 reason = await self._end(tree)
             except (OSError, ValueError) as error:  # no descriptor is left, or no directory can be made
-                reason = str(error)
+                reason = error
             if (ended := self._tree) is not None:
                 self._tree = None
                 await self._discarded(ended)
-            if reason:
+            if isinstance(reason, StartError):
+                log.warning("no engine process can stand by, so one will start when it is needed: %s", reason)
+                break
+            if reason is not None:
                 ends += 1
                 log.warning("the standby has ended (%d of at most %d times): %s", ends, MOST_ENDS, reason)
         self.state = "ended"
         self._settled.set()
 
-    async def _end(self, tree: WorkerTree) -> str:
-        """Waits for the end of the standby. Returns the reason. Empty: it is outdated."""
+    async def _end(self, tree: WorkerTree) -> BaseException | None:
+        """Waits for the end of the standby. Returns the reason. None: it is outdated."""
         events = [asyncio.create_task(event.wait()) for event in (self._outdated, tree.stands_by)]
         try:
             ends = {tree.failure, events[0]}
@@ -118,7 +126,7 @@ class Standby:
         finally:
             for event in events:
                 event.cancel()
-        return str(tree.failure.exception()) if tree.failure.done() else ""
+        return None if self._outdated.is_set() else tree.failure.exception()
 
     async def _discarded(self, tree: WorkerTree | None = None) -> None:
         """Returns when the processes of this tree, or of the last one, have ended. They end, too, if the
