@@ -33,16 +33,16 @@ GRACE = 5.0
 LOOK = 0.05  # seconds
 
 
-def run(given: StoreRole) -> int:
-    if given.what.action == "clear":
-        return _clear(given)
-    with supervised(given.process.ready_fd):
-        return _serve(given)
+def run(options: StoreRole) -> int:
+    if options.what.action == "clear":
+        return _clear(options)
+    with supervised(options.process.ready_fd):
+        return _serve(options)
 
 
-def _clear(given: StoreRole) -> int:
+def _clear(options: StoreRole) -> int:
     """Removes the KV of this cluster, or of one of its tenants. Raises ValueError for a user's mistake."""
-    store, keys = given.store, StoreKeys(load_secret(given.secret.cluster_secret_file))
+    store, keys = options.store, StoreKeys(load_secret(options.secret.cluster_secret_file))
     if store.kv_store is None:
         raise ValueError("--kv-store: required, it names the store, as for workers")
     shared_store.check(store.kv_store)
@@ -78,9 +78,9 @@ def _salt_of(key_file: Path | None, name: str) -> bytes:
     return salt
 
 
-def _serve(given: StoreRole) -> int:
-    setproctitle.setproctitle(f"{given.process.title}: store {given.process.index}")
-    store = given.store
+def _serve(options: StoreRole) -> int:
+    setproctitle.setproctitle(f"{options.process.title}: store {options.process.index}")
+    store = options.store
     wheel = find_spec("mooncake")
     if wheel is None or not wheel.submodule_search_locations:
         shared_store.check("mooncake://localhost:1")  # says how to install it
@@ -111,7 +111,7 @@ def _serve(given: StoreRole) -> int:
         ports.append(own)
     if not commands:
         raise ValueError("--size 0: nothing is left to run; leave out --kv-store, or give memory")
-    return _run(commands, ports, store, given.process.ready_fd)
+    return _run(commands, ports, store, options.process.ready_fd)
 
 
 def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready_fd: int | None) -> int:

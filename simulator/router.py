@@ -161,18 +161,18 @@ class Router:
             request = self._queue.pop()
             if request is None:
                 return
-            found = self._plan(request)
-            if isinstance(found, Lack):
+            planned = self._plan(request)
+            if isinstance(planned, Lack):
                 assert request.ticket is not None
                 self._queue.put_back(None, 0, request, request.ticket)
                 return
-            request.due, request.gap_cost = request.arrived + found.within, found.gap_cost
-            self.outcome.places[found.place] += 1
-            assert found.decode is not None
-            if found.place == "split":
-                self._share(request, found, found.decode)
+            request.due, request.gap_cost = request.arrived + planned.within, planned.gap_cost
+            self.outcome.places[planned.place] += 1
+            assert planned.decode is not None
+            if planned.place == "split":
+                self._share(request, planned, planned.decode)
             else:
-                self._submit(request, found, found.ranges[-1].worker, found.decode)
+                self._submit(request, planned, planned.ranges[-1].worker, planned.decode)
 
     def _plan(self, request: Request) -> Plan | Lack:
         fleet = Fleet(
@@ -198,12 +198,13 @@ class Router:
         )
         return plan(asked, NOTHING, fleet)
 
-    def _share(self, request: Request, found: Plan, decode: int) -> None:
+    def _share(self, request: Request, planned: Plan, decode: int) -> None:
         ranges = [
-            (self.workers[part.worker], range(part.start or found.cached, part.stop)) for part in found.ranges
+            (self.workers[part.worker], range(part.start or planned.cached, part.stop))
+            for part in planned.ranges
         ]
-        shared, final = SharedPrompt(ranges, self.clock), found.ranges[-1].worker
-        for row in dict.fromkeys(part.worker for part in found.ranges):
+        shared, final = SharedPrompt(ranges, self.clock), planned.ranges[-1].worker
+        for row in dict.fromkeys(part.worker for part in planned.ranges):
             part = Part(
                 request.number, request.prompt, request.answer, request.arrived,
                 measured=request.measured and row == final,
@@ -211,26 +212,26 @@ class Router:
                 names=request.names,
                 first=request.first,
                 max_answer=request.max_answer,
-                cached=found.cached,
+                cached=planned.cached,
                 due=request.due,
                 gap_cost=request.gap_cost,
                 then=request.then,
                 prompt_of=shared,
-                range_numbers=deque(i for i, each in enumerate(found.ranges) if each.worker == row),
+                range_numbers=deque(i for i, each in enumerate(planned.ranges) if each.worker == row),
             )  # fmt: skip
             if row == final:
-                self._submit(part, found, row, decode)
+                self._submit(part, planned, row, decode)
             else:
                 part.positions = request.prompt
-                part.first_token = partial(self._part_computed, part, self._sent(part, found, row), row)
+                part.first_token = partial(self._part_computed, part, self._sent(part, planned, row), row)
                 self.workers[row].prefill(part)
 
     def _part_computed(self, part: Request, work: PrefillWork, row: int) -> None:
         self.workers[row].release(part)
         self._computed(part, work, row)
 
-    def _sent(self, request: Request, found: Plan, computes: int) -> PrefillWork:
-        work = found.work(computes, request.prompt_names)
+    def _sent(self, request: Request, planned: Plan, computes: int) -> PrefillWork:
+        work = planned.work(computes, request.prompt_names)
         self._loads.sent(computes, work, self.clock.now)
         request.in_window = self._window.counted(work.tokens)
         self._sent_tokens += request.in_window
@@ -241,8 +242,8 @@ class Router:
         self._sent_tokens -= request.in_window
         self._dispatch()
 
-    def _submit(self, request: Request, found: Plan, computes: int, decodes: int) -> None:
-        work, worker = self._sent(request, found, computes), self.workers[computes]
+    def _submit(self, request: Request, planned: Plan, computes: int, decodes: int) -> None:
+        work, worker = self._sent(request, planned, computes), self.workers[computes]
         request.first_token = partial(self._first_token, request, work, computes, decodes)
         request.ended = partial(self._ended, request, decodes)
         request.positions = request.prompt
@@ -251,14 +252,14 @@ class Router:
             self._seen[decodes].load.sent(request.prompt + 1)
         else:
             request.ends = partial(self._expect, request, decodes)
-            if found.order == "prefill":
+            if planned.order == "prefill":
                 request.started = partial(self._reserve, request, decodes)
             else:
                 self._reserve(request, decodes)
-        if found.source is None:
+        if planned.source is None:
             worker.prefill(request)
             return
-        holder, names = self.workers[found.source.holder.row], request.prompt_names
+        holder, names = self.workers[planned.source.holder.row], request.prompt_names
         has, fetched = worker.usable(request), holder.usable(request)
         self.clock.after(
             FETCH_SECONDS + max(0, fetched - has) * FETCH_TOKEN_SECONDS,

@@ -36,44 +36,44 @@ from baton.worker.group import Group
 log = logging.getLogger(__name__)
 
 
-def run(role: str, given: WorkerRole, secret: bytes, program: Sequence[str]) -> int:
+def run(role: str, flags: WorkerRole, secret: bytes, program: Sequence[str]) -> int:
     """Runs a group to its end: 0 after a signal that all of its workers obeyed. Raises ValueError for options
     that it cannot have. `program`: the command `baton`."""
-    size = given.engine.data_parallel_size
-    if given.network.kv_events_endpoint is not None:
+    size = flags.engine.data_parallel_size
+    if flags.network.kv_events_endpoint is not None:
         raise ValueError(
             f"--kv-events-endpoint: with --data-parallel-size {size} several workers would have it; leave it "
             "out"
         )
-    commands = [_command(role, given, rank, program) for rank in range(size)]
-    environments = [variables | {SECRET_VARIABLE: secret.decode()} for variables in _gpus(given)]
-    setproctitle.setproctitle(f"{given.process.title}: {role} group {given.process.index}")
+    commands = [_command(role, flags, rank, program) for rank in range(size)]
+    environments = [variables | {SECRET_VARIABLE: secret.decode()} for variables in _gpus(flags)]
+    setproctitle.setproctitle(f"{flags.process.title}: {role} group {flags.process.index}")
     logging.basicConfig(format="%(message)s", level=logging.INFO)
 
     async def run_group() -> int:
         signals = StopSignals()
         signals.install()
-        return await WorkerGroup(role, given, secret, signals).run(commands, environments)
+        return await WorkerGroup(role, flags, secret, signals).run(commands, environments)
 
     return asyncio.run(run_group())
 
 
-def _command(role: str, given: WorkerRole, rank: int, program: Sequence[str]) -> list[str]:
+def _command(role: str, flags: WorkerRole, rank: int, program: Sequence[str]) -> list[str]:
     """Of the worker with this rank, without its group. Its ports are those given, plus its rank."""
-    network = given.network
+    network = flags.network
     ports = {
         name: port + rank for name in ("port", "kv_port", "metrics_port") if (port := getattr(network, name))
     }
-    index = given.process.index * given.engine.data_parallel_size + rank
-    process = replace(given.process, index=index, ready_fd=None)
-    of_rank = replace(given, network=replace(network, **ports), process=process)
+    index = flags.process.index * flags.engine.data_parallel_size + rank
+    process = replace(flags.process, index=index, ready_fd=None)
+    of_rank = replace(flags, network=replace(network, **ports), process=process)
     return [*program, role, *to_argv(*vars(of_rank).values())]
 
 
-def _gpus(given: WorkerRole) -> list[dict[str, str]]:
+def _gpus(flags: WorkerRole) -> list[dict[str, str]]:
     """The variables of each worker, which has GPUs of its own. Raises ValueError if there are too few."""
-    size, each = given.engine.data_parallel_size, given.engine.tensor_parallel_size
-    if not (given.engine.device or default_device()).startswith("cuda"):
+    size, each = flags.engine.data_parallel_size, flags.engine.tensor_parallel_size
+    if not (flags.engine.device or default_device()).startswith("cuda"):
         return [{} for _ in range(size)]
     present = visible_gpus()
     if len(present) < size * each:
@@ -121,9 +121,9 @@ class _Rank:
 class WorkerGroup:
     """Made inside the event loop. Its workers die with this process (`tie_to_parent`)."""
 
-    def __init__(self, role: str, given: WorkerRole, secret: bytes, signals: StopSignals) -> None:
+    def __init__(self, role: str, flags: WorkerRole, secret: bytes, signals: StopSignals) -> None:
         self._role = role
-        self._given = given
+        self._flags = flags
         self._secret = secret
         self._signals = signals
         self._stopping = False
@@ -153,12 +153,12 @@ class WorkerGroup:
             role_environment(os.environ, **{**python_path(), **variables}),
             pass_fds=(group.undrained, group.drained),
         )
-        name = f"{self._role} {self._given.process.index * group.size + rank}"
+        name = f"{self._role} {self._flags.process.index * group.size + rank}"
         return _Rank(name, popen, pipe)
 
     async def _until_end(self, ranks: Sequence[_Rank]) -> int:
         """Until all workers have ended, or one has failed."""
-        ready_fd = self._given.process.ready_fd
+        ready_fd = self._flags.process.ready_fd
         watching = asyncio.create_task(self._watch_all(ranks, ready_fd))
         serving = asyncio.create_task(self._serve(ranks, ready_fd))
         stop = asyncio.create_task(self._signals.stop.wait())
@@ -194,7 +194,7 @@ class WorkerGroup:
         ready = await asyncio.gather(*(each.ready for each in ranks))
         addresses = [str(each["address"]) for each in ready]
         report(ready_fd, {"ready": {**ready[0], "pid": os.getpid(), "addresses": addresses}})
-        tls = self._given.secret.tls()
+        tls = self._flags.secret.tls()
         await asyncio.gather(*(self._silent(*each, tls) for each in zip(ranks, ready, strict=True)))
 
     async def _silent(self, rank: _Rank, ready: Mapping[str, Any], tls: TlsFiles | None) -> None:

@@ -72,13 +72,13 @@ def find_head(
 def _eagle_config(path: Path, target: ModelConfig) -> HeadConfig:
     if not path.is_file():
         raise ValueError(f"--speculative-config: {path.parent} has no config.json, so it is no EAGLE-3 head")
-    given = read_json(path)
-    architecture = (given.get("architectures") or ["(none named)"])[0]
+    fields = read_json(path)
+    architecture = (fields.get("architectures") or ["(none named)"])[0]
     if architecture not in EAGLE3:
         raise ValueError(f"{path}: {architecture} is no EAGLE-3 head ({', '.join(EAGLE3)} are)")
-    settings = Settings({"target_hidden_size": target.hidden_size, **given}, str(path))
+    settings = Settings({"target_hidden_size": target.hidden_size, **fields}, str(path))
     model = model_config_from_hf(
-        {**given, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}, {}, str(path)
+        {**fields, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}, {}, str(path)
     )
     own = (model.num_kv_heads, model.head_dim), settings.integer("target_hidden_size"), model.vocab_size
     needed = (target.num_kv_heads, target.head_dim), target.hidden_size, target.vocab_size
@@ -88,7 +88,7 @@ def _eagle_config(path: Path, target: ModelConfig) -> HeadConfig:
             raise ValueError(f"{path}: {name} is {value}, but {other} in the model; choose a head for it")
     if model.num_layers != 1 or model.quantization is not None:
         raise ValueError(f"{path}: only heads with one layer and plain weights are supported")
-    found = {**given, **(given.get("eagle_config") or {})}
+    found = {**fields, **(fields.get("eagle_config") or {})}
     taps = found.get("eagle_aux_hidden_state_layer_ids")
     layers = target.num_layers
     if taps is None:
@@ -100,4 +100,4 @@ def _eagle_config(path: Path, target: ModelConfig) -> HeadConfig:
         raise ValueError(
             f"{path}: eagle_aux_hidden_state_layer_ids {taps} must be layers of the model, 0 to {layers - 1}"
         )
-    return HeadConfig("eagle3", model, tuple(taps), bool(given.get("norm_before_residual")))
+    return HeadConfig("eagle3", model, tuple(taps), bool(fields.get("norm_before_residual")))

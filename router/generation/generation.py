@@ -129,8 +129,8 @@ class Generation:
         # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.
         if pair.loses or (pair.prefill is None and not self._waits.may_prefill()):
             return TurnResult.PARKED
-        found = plan(pair.request(), pair.held(), self.pool.fleet())
-        match found:
+        planned = plan(pair.request(), pair.held(), self.pool.fleet())
+        match planned:
             case Lack.TURN:
                 pair.end_decode()
                 self.turn.wait(self._start)
@@ -138,32 +138,32 @@ class Generation:
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
             case Lack():
-                self._waits.wait_for_worker(found.value)
+                self._waits.wait_for_worker(planned.value)
             case Plan():
-                if not found.ranges or self._waits.may_prefill():
-                    return self._submit(found)
+                if not planned.ranges or self._waits.may_prefill():
+                    return self._submit(planned)
         return TurnResult.PARKED
 
-    def _submit(self, found: Plan) -> TurnResult:
-        if found.reason is not None:
-            self.metrics.overflow[found.reason].inc()
-        self.metrics.split_prompts.inc(found.place == "split")
-        self.pair.submit(found)
-        rows = dict.fromkeys(part.worker for part in found.ranges)
-        if found.decode is not None:
-            rows[found.decode] = None
-        self._note(f"planned: {found.reason or found.place}", *map(self.pool.by_row.__getitem__, rows))
-        if found.ranges and not self.pair.reserves:
-            self._prompt_sent(found)
+    def _submit(self, planned: Plan) -> TurnResult:
+        if planned.reason is not None:
+            self.metrics.overflow[planned.reason].inc()
+        self.metrics.split_prompts.inc(planned.place == "split")
+        self.pair.submit(planned)
+        rows = dict.fromkeys(part.worker for part in planned.ranges)
+        if planned.decode is not None:
+            rows[planned.decode] = None
+        self._note(f"planned: {planned.reason or planned.place}", *map(self.pool.by_row.__getitem__, rows))
+        if planned.ranges and not self.pair.reserves:
+            self._prompt_sent(planned)
         return TurnResult.QUEUED if self.pair.queues else TurnResult.SENT
 
-    def _prompt_sent(self, found: Plan) -> None:
+    def _prompt_sent(self, planned: Plan) -> None:
         if not self._waits.prefilled:
             self.queue_seconds = self._waits.waited
             self.metrics.queue.observe(self.queue_seconds)
         self._waits.prefill_sent()
         if not self.pair.output_ids:  # a prompt that is computed again after that costs its key nothing
-            self.turn.computes(self.pair.length - found.cached)
+            self.turn.computes(self.pair.length - planned.cached)
 
     # ------------------------------------------------------------ reports of the connections
 

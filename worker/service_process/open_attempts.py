@@ -79,16 +79,16 @@ class OpenAttempts:
                 if isinstance(message, Prefill) and message.plan:
                     self._forget_later(work.request.id, deadline)
             case messages.Retarget(stream, decode_id, source, output_ids):
-                found = self._open.get(decode_id)
-                if found is None or found.message.stream != stream or found.has_output:
+                attempt = self._open.get(decode_id)
+                if attempt is None or attempt.message.stream != stream or attempt.has_output:
                     return
-                if isinstance(found.message, Decode):
-                    found.message.source = source
-                    found.message.work.request.output_ids = list(output_ids)
+                if isinstance(attempt.message, Decode):
+                    attempt.message.source = source
+                    attempt.message.work.request.output_ids = list(output_ids)
             case messages.Cancel(stream, cancelled):
                 for attempt_id in [*self._open] if cancelled is None else [cancelled]:
-                    found = self._open.get(attempt_id)
-                    if found is not None and found.message.stream == stream:
+                    attempt = self._open.get(attempt_id)
+                    if attempt is not None and attempt.message.stream == stream:
                         self._end(attempt_id)
             case _:
                 pass
@@ -98,30 +98,30 @@ class OpenAttempts:
         match message:
             case messages.Tokens(_, tokens):
                 for token in tokens:
-                    if (found := self._open.get(token.id)) is not None:
-                        self._has_token(found, token.output_index, token.token, bool(token.finish_reason))
+                    if (attempt := self._open.get(token.id)) is not None:
+                        self._has_token(attempt, token.output_index, token.token, bool(token.finish_reason))
             case messages.PromptScored(_, logprobs):
-                if (found := self._open.get(logprobs.id)) is not None:
-                    found.was_scored = True
+                if (attempt := self._open.get(logprobs.id)) is not None:
+                    attempt.was_scored = True
             case messages.AttemptFailed(stream, origin, code) if code is not Code.KV_FAILED:
-                found = self._open.get(origin.attempt_id)
-                if found is not None and found.message.stream == stream:
+                attempt = self._open.get(origin.attempt_id)
+                if attempt is not None and attempt.message.stream == stream:
                     self._end(origin.attempt_id)
             case _:
                 pass
 
-    def _has_token(self, found: _Open, index: int, token: int, is_last: bool) -> None:
-        request = found.message.work.request
-        if is_last or (isinstance(found.message, Prefill) and not found.message.handover):
+    def _has_token(self, attempt: _Open, index: int, token: int, is_last: bool) -> None:
+        request = attempt.message.work.request
+        if is_last or (isinstance(attempt.message, Prefill) and not attempt.message.handover):
             self._end(request.id)
             return
-        found.has_output = True
-        if isinstance(found.message, Prefill):
+        attempt.has_output = True
+        if isinstance(attempt.message, Prefill):
             self._forget_later(request.id, time.monotonic() + self._hold)
         elif index == len(request.output_ids):
             request.output_ids.append(token)
-            found.crashes = 0
-            found.message.source = found.message.content = None  # the KV of all tokens is, or was, here
+            attempt.crashes = 0
+            attempt.message.source = attempt.message.content = None  # the KV of all tokens is, or was, here
 
     def _forget_later(self, attempt_id: bytes, at: float) -> None:
         self._held[attempt_id] = at
@@ -137,13 +137,13 @@ class OpenAttempts:
         """The engine has ended, with these attempts in its last step. Returns what routers are told. All
         other attempts stay open."""
         told: list[Lost] = []
-        for attempt_id, found in [*self._open.items()]:
-            found.crashes += attempt_id in step
-            if reason := found.returns:
-                told.append(Lost(found.message.stream, attempt_id, Code.HANDED_BACK, f"{error}: {reason}"))
-            elif found.crashes > MOST_CRASHES:
+        for attempt_id, attempt in [*self._open.items()]:
+            attempt.crashes += attempt_id in step
+            if reason := attempt.returns:
+                told.append(Lost(attempt.message.stream, attempt_id, Code.HANDED_BACK, f"{error}: {reason}"))
+            elif attempt.crashes > MOST_CRASHES:
                 text = f"it was being computed when {error}"
-                told.append(Lost(found.message.stream, attempt_id, Code.ENGINE, text))
+                told.append(Lost(attempt.message.stream, attempt_id, Code.ENGINE, text))
             else:
                 continue
             self._end(attempt_id)
@@ -153,10 +153,10 @@ class OpenAttempts:
         """Yields what the next engine gets, in the order of arrival. Meanwhile attempts may end, and others
         may come, which are not among them."""
         for attempt_id in [*self._open]:
-            if (found := self._open.get(attempt_id)) is None:
+            if (attempt := self._open.get(attempt_id)) is None:
                 continue
-            work = found.message.work
-            work.timeout = max(0.0, found.deadline - time.monotonic())
+            work = attempt.message.work
+            work.timeout = max(0.0, attempt.deadline - time.monotonic())
             work.request.retried = True
-            work.request.alone = found.alone or found.crashes >= MOST_CRASHES
-            yield found.message
+            work.request.alone = attempt.alone or attempt.crashes >= MOST_CRASHES
+            yield attempt.message

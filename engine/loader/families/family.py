@@ -27,7 +27,7 @@ class Family:
     model: type[Llama]
     checkpoint: type[Rearranged] | None = None
     """Shows the tensors of a checkpoint in the form of most families. None: they have it."""
-    settings: Callable[[Settings], Mapping[str, Any]] = lambda given: given.values
+    settings: Callable[[Settings], Mapping[str, Any]] = lambda settings: settings.values
     """`config.json` with the names of most families, and with what published checkpoints leave out."""
     rotated: float | None = None
     """The part of each head that is rotated, where the configuration does not say. None: no head of such a

@@ -47,14 +47,14 @@ def tower_of(settings: Settings, kind: str, **others: int) -> str:
     """As `VisionConfig.tower`. The encoder ends with embeddings of the size that the text model has."""
     text = {"hidden_size": settings.integer("hidden_size")}
     vision = settings.get("vision_config")
-    given = {"model_type": kind, "vision_config": vision, "text_config": text, **others}
-    return json.dumps(given, sort_keys=True)
+    fields = {"model_type": kind, "vision_config": vision, "text_config": text, **others}
+    return json.dumps(fields, sort_keys=True)
 
 
 FAMILY = Family(
     model=Gemma3WithImages,
     checkpoint=Gemma3Checkpoint,
-    settings=lambda given: {**DEFAULTS, **given.values},
+    settings=lambda settings: {**DEFAULTS, **settings.values},
     vision=vision_config,
     needs_vision=False,
 )

@@ -59,21 +59,23 @@ class Gemma4Checkpoint(Rearranged):
         yield from super()._split(name, stored)
 
 
-def in_words_of_others(given: Settings) -> Mapping[str, Any]:
+def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
     """The rotation is that of layers with windows."""
-    found = {**DEFAULTS, **given.values}
-    rope = found.get("rope_parameters") or {}
+    fields = {**DEFAULTS, **settings.values}
+    rope = fields.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError(f"{given.source}: rope_parameters must be an object, not {rope!r}")
+        raise ValueError(f"{settings.source}: rope_parameters must be an object, not {rope!r}")
     full = rope.get("full_attention") or {}
     if not isinstance(full, Mapping):
-        raise ValueError(f"{given.source}: rope_parameters of full_attention must be an object, not {full!r}")
+        raise ValueError(
+            f"{settings.source}: rope_parameters of full_attention must be an object, not {full!r}"
+        )
     local = rope.get("sliding_attention") or {"rope_type": "default", "rope_theta": 10000.0}
-    if found.get("layer_types") is None:
-        count = Settings(found, given.source).integer("num_hidden_layers")
+    if fields.get("layer_types") is None:
+        count = Settings(fields, settings.source).integer("num_hidden_layers")
         wide = [layer % PERIOD == 0 or layer == count for layer in range(1, count + 1)]
-        found["layer_types"] = ["full_attention" if each else "sliding_attention" for each in wide]
-    return {**found, "rope_parameters": local, "wide_rope": full}
+        fields["layer_types"] = ["full_attention" if each else "sliding_attention" for each in wide]
+    return {**fields, "rope_parameters": local, "wide_rope": full}
 
 
 def gemma_config(settings: Settings) -> GemmaConfig:
@@ -87,9 +89,11 @@ def gemma_config(settings: Settings) -> GemmaConfig:
         kv_heads = integer("num_global_key_value_heads")
     overrides = settings.get("per_layer_config")
     if overrides is not None:  # how transformers 5 writes these
-        given = {str(at): shape for at, shape in overrides.items()} if isinstance(overrides, Mapping) else {}
-        shapes = [shape if isinstance(shape, Mapping) else {} for shape in given.values()] or [{}]
-        if {*given} != {*map(str, wide)} or any(each != shapes[0] for each in shapes):
+        shape_of = (
+            {str(at): shape for at, shape in overrides.items()} if isinstance(overrides, Mapping) else {}
+        )
+        shapes = [shape if isinstance(shape, Mapping) else {} for shape in shape_of.values()] or [{}]
+        if {*shape_of} != {*map(str, wide)} or any(each != shapes[0] for each in shapes):
             raise ValueError(f"{source}: per_layer_config must give all layers with full attention one shape")
         shape = Settings(shapes[0], source)
         head_dim = shape.integer("head_dim", head_dim)
@@ -119,10 +123,10 @@ def gemma_config(settings: Settings) -> GemmaConfig:
 
 
 def _pad_id(settings: Settings) -> int:
-    given, size = settings.get("pad_token_id") or 0, settings.integer("vocab_size")
-    if type(given) is not int or not 0 <= given < size:
-        raise ValueError(f"{settings.source}: pad_token_id must be a token below {size}, not {given!r}")
-    return given
+    token_id, size = settings.get("pad_token_id") or 0, settings.integer("vocab_size")
+    if type(token_id) is not int or not 0 <= token_id < size:
+        raise ValueError(f"{settings.source}: pad_token_id must be a token below {size}, not {token_id!r}")
+    return token_id
 
 
 def _sources(settings: Settings, types: list[str], count: int) -> tuple[int, ...]:

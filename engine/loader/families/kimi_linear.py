@@ -63,17 +63,17 @@ class KimiLinearCheckpoint(Rearranged):
         yield name, Piece(stored, (max(shape, default=0),), read)
 
 
-def in_words_of_deepseek(given: Settings) -> Mapping[str, Any]:
+def in_words_of_deepseek(settings: Settings) -> Mapping[str, Any]:
     config = {
-        **given.values,
-        **{ours: given.get(name) for name, ours in NAMES.items() if name in given.values},
+        **settings.values,
+        **{ours: settings.get(name) for name, ours in NAMES.items() if name in settings.values},
     }
     linear = config.get("linear_attn_config")
     if isinstance(linear, Mapping):
         config |= {ours: linear[name] for name, ours in LINEAR.items() if name in linear}
         full = linear.get("full_attn_layers")
         if config.get("layer_types") is None and isinstance(full, list):  # the first layer is 1
-            kinds, count = ("linear_attention", "full_attention"), given.integer("num_hidden_layers")
+            kinds, count = ("linear_attention", "full_attention"), settings.integer("num_hidden_layers")
             config["layer_types"] = [kinds[layer in full] for layer in range(1, count + 1)]
     return config
 

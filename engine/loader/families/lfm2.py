@@ -38,20 +38,24 @@ class Lfm2Checkpoint(Rearranged):
         yield from self._fused_experts(name, stored) or super()._split(name, stored)
 
 
-def in_words_of_others(given: Settings) -> Mapping[str, Any]:
+def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
     """Older checkpoints have other words than newer ones, too."""
-    found = {"tie_word_embeddings": given.get("tie_embedding", True), "rope_theta": 1e6, **given.values}
-    found["rms_norm_eps"] = given.get("norm_eps", 1e-5)
-    attention, kinds = given.get("full_attn_idxs"), ("conv", "full_attention")
-    if given.get("layer_types") is None and isinstance(attention, list):
-        count = given.integer("num_hidden_layers")
-        found["layer_types"] = [kinds[layer in attention] for layer in range(count)]
-    size = given.integer("block_ff_dim" if "block_ff_dim" in given.values else "intermediate_size")
-    if given.get("block_auto_adjust_ff_dim", True):
-        multiple = given.integer("block_multiple_of", 256)
-        adjusted = int(given.number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
+    fields = {
+        "tie_word_embeddings": settings.get("tie_embedding", True),
+        "rope_theta": 1e6,
+        **settings.values,
+    }
+    fields["rms_norm_eps"] = settings.get("norm_eps", 1e-5)
+    attention, kinds = settings.get("full_attn_idxs"), ("conv", "full_attention")
+    if settings.get("layer_types") is None and isinstance(attention, list):
+        count = settings.integer("num_hidden_layers")
+        fields["layer_types"] = [kinds[layer in attention] for layer in range(count)]
+    size = settings.integer("block_ff_dim" if "block_ff_dim" in settings.values else "intermediate_size")
+    if settings.get("block_auto_adjust_ff_dim", True):
+        multiple = settings.integer("block_multiple_of", 256)
+        adjusted = int(settings.number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
         size = -(-adjusted // multiple) * multiple
-    return found | {"intermediate_size": size}
+    return fields | {"intermediate_size": size}
 
 
 def short_conv_config(settings: Settings, norm_eps: float) -> StateConfig:
@@ -70,8 +74,10 @@ def short_conv_config(settings: Settings, norm_eps: float) -> StateConfig:
     )
 
 
-def with_experts(given: Settings) -> Mapping[str, Any]:
-    return in_words_of_others(Settings({**given.values, "block_auto_adjust_ff_dim": False}, given.source))
+def with_experts(settings: Settings) -> Mapping[str, Any]:
+    return in_words_of_others(
+        Settings({**settings.values, "block_auto_adjust_ff_dim": False}, settings.source)
+    )
 
 
 def lfm2_experts(settings: Settings) -> ExpertsConfig:

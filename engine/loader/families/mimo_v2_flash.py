@@ -96,25 +96,25 @@ def mimo_of(config: ModelConfig) -> MiMoConfig:
     return config.mimo
 
 
-def in_words_of_others(given: Settings) -> Mapping[str, Any]:
+def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
     """Published checkpoints have other words than transformers."""
-    found = {**DEFAULTS, **given.values}
-    count = given.integer("num_hidden_layers")
-    if given.get("sliding_window_size") is not None:
-        found["sliding_window"] = given.integer("sliding_window_size") + 1  # and the token itself
-    if given.get("layer_types") is None:
+    fields = {**DEFAULTS, **settings.values}
+    count = settings.integer("num_hidden_layers")
+    if settings.get("sliding_window_size") is not None:
+        fields["sliding_window"] = settings.integer("sliding_window_size") + 1  # and the token itself
+    if settings.get("layer_types") is None:
         default = [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(count)]
-        pattern = given.integers("hybrid_layer_pattern") or default
-        found["layer_types"] = [KINDS[each == 1] for each in pattern]
-    if given.get("mlp_layer_types") is None:
-        sparse = given.integers("moe_layer_freq") or [int(layer > 0) for layer in range(count)]
-        found["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
-    if given.get("rope_parameters") is None:
-        part = {"partial_rotary_factor": given.get("partial_rotary_factor", ROTATED)}
-        thetas = given.number("rope_theta", 5e6), given.number("swa_rope_theta", 1e4)
+        pattern = settings.integers("hybrid_layer_pattern") or default
+        fields["layer_types"] = [KINDS[each == 1] for each in pattern]
+    if settings.get("mlp_layer_types") is None:
+        sparse = settings.integers("moe_layer_freq") or [int(layer > 0) for layer in range(count)]
+        fields["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
+    if settings.get("rope_parameters") is None:
+        part = {"partial_rotary_factor": settings.get("partial_rotary_factor", ROTATED)}
+        thetas = settings.number("rope_theta", 5e6), settings.number("swa_rope_theta", 1e4)
         rotations = [{**part, "rope_theta": theta} for theta in thetas]
-        found["rope_parameters"] = dict(zip(KINDS, rotations, strict=True))
-    return found
+        fields["rope_parameters"] = dict(zip(KINDS, rotations, strict=True))
+    return fields
 
 
 def mimo_config(settings: Settings) -> MiMoConfig:
@@ -144,7 +144,7 @@ FAMILY = Family(
     checkpoint=MiMoCheckpoint,
     settings=in_words_of_others,
     rotated=ROTATED,
-    experts=lambda given: replace(latent_experts(given, first_dense=1), shared_intermediate_size=0),
+    experts=lambda settings: replace(latent_experts(settings, first_dense=1), shared_intermediate_size=0),
     mimo=mimo_config,
     not_supported=not_supported,
 )

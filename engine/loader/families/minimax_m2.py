@@ -36,11 +36,11 @@ class MiniMaxM2Checkpoint(Rearranged):
         return {kind: in_heads(torch.arange(heads[kind] * self.config.head_dim), self._order)}
 
 
-def in_words_of_others(given: Settings) -> Mapping[str, Any]:
-    found = {"head_dim": 128, "rope_theta": 5e6, **given.values}
-    if given.get("rotary_dim") is not None:
-        found["partial_rotary_factor"] = given.integer("rotary_dim") / given.integer("head_dim", 128)
-    return found
+def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
+    fields = {"head_dim": 128, "rope_theta": 5e6, **settings.values}
+    if settings.get("rotary_dim") is not None:
+        fields["partial_rotary_factor"] = settings.integer("rotary_dim") / settings.integer("head_dim", 128)
+    return fields
 
 
 def experts(settings: Settings) -> ExpertsConfig:

@@ -60,11 +60,11 @@ class NemotronHCheckpoint(Rearranged):
         return self._blocks[int(number)][part == "mixer"] + rest
 
 
-def blocks(given: Settings) -> Sequence[str]:
+def blocks(settings: Settings) -> Sequence[str]:
     """The kind of each layer of the checkpoint, in the words of older versions."""
     kinds, pattern = (
-        given.get("layers_block_type") or given.get("layer_types"),
-        given.get("hybrid_override_pattern"),
+        settings.get("layers_block_type") or settings.get("layer_types"),
+        settings.get("hybrid_override_pattern"),
     )
     if kinds is None and isinstance(pattern, str):
         kinds = [LETTERS.get(letter, letter) for letter in pattern]
@@ -72,24 +72,28 @@ def blocks(given: Settings) -> Sequence[str]:
     for before, kind in zip(["mlp", *kinds], kinds, strict=False):
         if kind not in LETTERS.values():
             raise ValueError(
-                f"{given.source}: layer type {kind!r} is not supported ({', '.join(WORDS)}, moe, mlp are)"
+                f"{settings.source}: layer type {kind!r} is not supported ({', '.join(WORDS)}, moe, mlp are)"
             )
         if before in ("mlp", "moe") and kind in ("mlp", "moe"):
-            raise ValueError(f"{given.source}: a layer {kind!r} without a mixer before it is not supported")
+            raise ValueError(
+                f"{settings.source}: a layer {kind!r} without a mixer before it is not supported"
+            )
     if not kinds:
-        raise ValueError(f"{given.source}: layers_block_type or hybrid_override_pattern must name the layers")
+        raise ValueError(
+            f"{settings.source}: layers_block_type or hybrid_override_pattern must name the layers"
+        )
     return kinds
 
 
-def in_words_of_others(given: Settings) -> Mapping[str, Any]:
-    kinds = blocks(given)
+def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
+    kinds = blocks(settings)
     mixers = [at for at, kind in enumerate(kinds) if kind in ("mamba", "attention")]
     behind = [kinds[at + 1] if at + 1 < len(kinds) and at + 1 not in mixers else None for at in mixers]
     return {
-        **given.values,
+        **settings.values,
         "num_hidden_layers": len(mixers),
         "layer_types": [kinds[at] for at in mixers],
-        "rms_norm_eps": given.get("layer_norm_epsilon", 1e-5),
+        "rms_norm_eps": settings.get("layer_norm_epsilon", 1e-5),
         "mlp_layer_types": ["sparse" if kind == "moe" else "dense" for kind in behind],
         "layers_without_mlp": [layer for layer, kind in enumerate(behind) if kind is None],
         "num_nextn_predict_layers": None,

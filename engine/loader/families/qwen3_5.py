@@ -42,10 +42,10 @@ class Qwen3_5Checkpoint(Qwen3NextCheckpoint):
         yield from self._fused_experts(name, stored) or super()._split(name, stored)
 
 
-def with_experts(given: Settings) -> Mapping[str, Any]:
+def with_experts(settings: Settings) -> Mapping[str, Any]:
     """Every layer has experts, whose weights have a sum of 1."""
-    size = given.get("moe_intermediate_size")
-    return {**given.values, "intermediate_size": size, "norm_topk_prob": True}
+    size = settings.get("moe_intermediate_size")
+    return {**settings.values, "intermediate_size": size, "norm_topk_prob": True}
 
 
 def not_supported(settings: Settings) -> Iterator[str]:

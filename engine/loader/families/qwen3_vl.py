@@ -55,9 +55,9 @@ class Qwen3VLMoeCheckpoint(Qwen3VLCheckpoint):
         yield from self._fused_experts(name, stored, transposed=transposed) or super()._split(name, stored)
 
 
-def with_experts(given: Settings) -> Mapping[str, Any]:
+def with_experts(settings: Settings) -> Mapping[str, Any]:
     """The weights of chosen experts have a sum of 1."""
-    return {**given.values, "norm_topk_prob": True}
+    return {**settings.values, "norm_topk_prob": True}
 
 
 DENSE = Family(model=Qwen3VL, checkpoint=Qwen3VLCheckpoint, vision=vision_config)

@@ -11,11 +11,11 @@ from baton.engine.loader.settings import Settings
 from baton.engine.models.deepseek import DeepSeek
 
 
-def without_types(given: Settings) -> Mapping[str, Any]:
+def without_types(settings: Settings) -> Mapping[str, Any]:
     """Newer checkpoints name the attention that all layers have."""
-    types = given.get("layer_types")
+    types = settings.get("layer_types")
     all_indexed = isinstance(types, list) and {*map(str, types)} == {"indexed_attention"}
-    return {**given.values, "layer_types": None} if all_indexed else given.values
+    return {**settings.values, "layer_types": None} if all_indexed else settings.values
 
 
 FAMILY = partial(

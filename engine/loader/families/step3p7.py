@@ -57,31 +57,31 @@ class StepCheckpoint(Rearranged):
             yield name, Piece(stored, shape, lambda parts: self._files.read(stored, parts))
 
 
-def in_words_of_others(given: Settings) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, **given.values}
-    count = given.integer("num_hidden_layers")
-    found |= {ours: found[theirs] for ours, theirs in WORDS.items() if theirs in found}
-    found |= {name: found[name][:count] for name in LISTS if isinstance(found.get(name), list)}
-    other, kinds = found.get("attention_other_setting"), found.get("layer_types")
-    if isinstance(other, Mapping) and found.get("num_sliding_attention_heads") is None:
-        found["num_sliding_attention_heads"] = other.get("num_attention_heads")
+def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, **settings.values}
+    count = settings.integer("num_hidden_layers")
+    fields |= {ours: fields[theirs] for ours, theirs in WORDS.items() if theirs in fields}
+    fields |= {name: fields[name][:count] for name in LISTS if isinstance(fields.get(name), list)}
+    other, kinds = fields.get("attention_other_setting"), fields.get("layer_types")
+    if isinstance(other, Mapping) and fields.get("num_sliding_attention_heads") is None:
+        fields["num_sliding_attention_heads"] = other.get("num_attention_heads")
     if kinds is None:
-        kinds = found["layer_types"] = ["full_attention"] * count
-    sparse = found.get("moe_layers_enum")
-    if found.get("mlp_layer_types") is None and sparse is not None:
-        words = sparse.split(",") if isinstance(sparse, str) else given.integers("moe_layers_enum")
+        kinds = fields["layer_types"] = ["full_attention"] * count
+    sparse = fields.get("moe_layers_enum")
+    if fields.get("mlp_layer_types") is None and sparse is not None:
+        words = sparse.split(",") if isinstance(sparse, str) else settings.integers("moe_layers_enum")
         numbers = {int(word) for word in map(str, words) if word.strip().isdecimal()}
-        found["mlp_layer_types"] = ["sparse" if layer in numbers else "dense" for layer in range(count)]
-    thetas, parts = found.get("rope_theta"), found.get("partial_rotary_factors")
+        fields["mlp_layer_types"] = ["sparse" if layer in numbers else "dense" for layer in range(count)]
+    thetas, parts = fields.get("rope_theta"), fields.get("partial_rotary_factors")
     if isinstance(thetas, list) and isinstance(parts, list) and {*map(type, kinds)} == {str}:
         rope = {
             kind: {"rope_theta": theta, "partial_rotary_factor": part}
             for kind, theta, part in zip(kinds, thetas, parts, strict=False)
         }
-        if isinstance(scaling := found.get("rope_scaling"), Mapping) and "full_attention" in rope:
+        if isinstance(scaling := fields.get("rope_scaling"), Mapping) and "full_attention" in rope:
             rope["full_attention"].update(scaling)
-        found |= {"rope_parameters": rope, "rope_theta": None}
-    return found
+        fields |= {"rope_parameters": rope, "rope_theta": None}
+    return fields
 
 
 def step_config(settings: Settings) -> StepConfig:
