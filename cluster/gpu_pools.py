@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.machine.words import counted
+
 PREFILL_BUSY = 0.75
 """Share of time that a prefill worker should compute. Near 1 queues grow without bound."""
 
@@ -87,24 +89,22 @@ def choose_pools(gpus: Sequence[Gpu], needs: Needs, utilization: float) -> GpuPo
     ]
     if len(free) < of_decode:
         raise ValueError(
-            f"a worker needs {_gpus(of_decode)}, and {len(free)} of {len(gpus)} are free.{''.join(skipped)} "
-            f"Free some, choose with {CHOOSE}, or run on the CPU with --device cpu"
+            f"a worker needs {counted(of_decode, 'GPU')}, and {len(free)} of {len(gpus)} are free."
+            f"{''.join(skipped)} Free some, choose with {CHOOSE}, or run on the CPU with --device cpu"
         )
     prefill, decode = _divided(len(free), needs)
     taken = prefill * of_prefill + decode * of_decode
-    text = f"{_named(free[:taken])}: --prefill {prefill} --decode {decode}, {_gpus(of_decode)} a worker"
+    text = (
+        f"{_named(free[:taken])}: --prefill {prefill} --decode {decode}, {counted(of_decode, 'GPU')} a worker"
+    )
     if of_prefill != of_decode:
-        text = text.replace("a worker", f"a decode worker, {_gpus(of_prefill)} a prefill worker")
+        text = text.replace("a worker", f"a decode worker, {counted(of_prefill, 'GPU')} a prefill worker")
     if needs.known:
         text += ": the fewest that hold the model" + (", divided for turns of agents" if prefill else "")
     text += "." if prefill else ". Each does both."
     text += "".join(skipped) + (f" {_named(free[taken:])}: left over." if free[taken:] else "")
     names = tuple(gpu.name for gpu in free)
     return GpuPools(prefill, decode, needs.ranks, names, f"{text} Choose otherwise with {CHOOSE}.")
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' if count > 1 else ''}"
 
 
 def _named(gpus: Sequence[Gpu]) -> str:

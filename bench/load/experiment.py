@@ -21,6 +21,7 @@ from baton.bench.load.traffic.dataset import read_dataset
 from baton.bench.load.traffic.fleet import Harvest
 from baton.bench.load.traffic.trace import read_trace, spread, trace_sessions, until
 from baton.bench.load.traffic.workload import Dataset, Listed, Synthetic, Workload
+from baton.machine.words import counted
 
 _PROBE_TIMEOUT = 120.0
 _CHECKED_SESSIONS = 500
@@ -42,9 +43,9 @@ class Setup:
         if client.workload.count is not None:
             said = f"trace at {client.time_scale:g}× its speed"
         elif self.options.context_len is not None:
-            return f"{limit} agent{'s' if limit > 1 else ''} at a time"
+            return f"{counted(limit, 'agent')} at a time"
         elif client.arrivals is None:
-            return f"closed loop, {limit} user{'s' if limit > 1 else ''}"
+            return f"closed loop, {counted(limit, 'user')}"
         else:
             said = f"open loop, {client.arrivals}"
         return said + (f", at most {limit} in flight" if limit else "")
@@ -194,18 +195,18 @@ def _notes(setup: Setup, summary: Summary) -> Iterator[str]:
             f"{setup.client.tokenization.statement})"
         )
     if ok and "ttft.p99" not in values:
-        yield f"{ok} answers are too few for p99 of their latencies, which needs 100"
+        yield f"{counted(int(ok), 'answer')}: too few for p99 of their latencies, which needs 100"
     if short := values.get("output.short"):
-        yield f"{short} of {ok} answers are shorter than asked for"
+        yield f"shorter than asked for: {short} of {counted(int(ok), 'answer')}"
     if (tokens := values.get("output.tokens_per_chunk", 0)) > 1.02:
         yield (
             f"a chunk has {tokens:.2f} tokens: ttit is the time between chunks, ttit.normalized divides it "
             "by their tokens"
         )
     if turns := detail["skipped_turns"]:
-        yield f"{turns} later turns were not sent, since a turn before them failed"
+        yield f"{counted(turns, 'later turn')} not sent, since a turn before failed"
     if interrupted := detail["interrupted"]:
-        yield f"{interrupted} requests were interrupted and do not count"
+        yield f"{counted(interrupted, 'request')} interrupted, which the numbers leave out"
     options = setup.options
     repeats = options.prefix_groups or _measures_caches(options) or options.turns != "1"
     share, overhead = values.get("input.cached"), setup.client.tokenization.overhead

@@ -23,6 +23,7 @@ from baton.cluster.options.pools import PoolOptions, PoolSize, RayOptions
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import available_memory, usable_cpus
 from baton.machine.system import cannot_listen, family, free_port
+from baton.machine.words import counted
 
 if TYPE_CHECKING:
     from baton.rpc.tls import TlsFiles
@@ -313,8 +314,8 @@ class Blueprint:
             remedy = "".join(f", lower {flag}" for flag in large)
             raise ValueError(
                 f"--prefill {prefill} --decode {decode}{flags}: these workers need "
-                f"{needed} GPUs, but this machine has {len(present)}; start fewer workers{remedy}, or run "
-                "them on the CPU with --device cpu"
+                f"{counted(needed, 'GPU')}, but this machine has {len(present)}; start fewer "
+                f"workers{remedy}, or run them on the CPU with --device cpu"
             )
         return present
 

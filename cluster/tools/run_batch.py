@@ -15,6 +15,7 @@ import aiohttp
 
 from baton.cluster.options.clients import EndpointOptions, RunBatchOptions
 from baton.cluster.tools.http import session
+from baton.machine.words import counted
 from baton.router.batches.lines import RequestLine, answered, pause, request_of, unanswered
 
 TRIES = 20
@@ -30,7 +31,7 @@ def run(endpoint: EndpointOptions, batch: RunBatchOptions) -> int:
         raise ValueError("give both files: -i INPUT -o OUTPUT")
     with _opened(batch.output_file, batch.input_file) as output:
         done, failed = asyncio.run(send(endpoint, batch.input_file, output, batch.concurrency))
-    print(f"{done} requests, {failed} failed; {batch.output_file} written.", file=sys.stderr)
+    print(f"{counted(done, 'request')}, {failed} failed; {batch.output_file} written.", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -11,6 +11,7 @@ from baton.cluster.options.clients import EndpointOptions, JsonOptions, LocalOpt
 from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
+from baton.machine.words import counted
 from baton.rpc.pools import POOLS, pool_of
 
 SHOWN_FAILURES = 5
@@ -76,15 +77,16 @@ def show(report: dict[str, Any], *, wide: bool) -> None:
             out.print(told, markup=False)
     for role in (report.get("cluster") or {}).get("roles", ()):
         if role["role"] == "store":
-            cells = f"{role['phase']}, {role['restarts']} restarts {role['last_exit']}".rstrip()
+            cells = f"{role['phase']}, {counted(role['restarts'], 'restart')} {role['last_exit']}".rstrip()
             out.print(f"store at {role['address'] or UNKNOWN}: {cells}", markup=False)
     for tell in (store, memory, standby):
         for told in filter(None, map(tell, workers)):
             out.print(told, markup=False)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
-        what = "workers" if pool["group"] == 1 else f"groups of {pool['group']} workers"
-        out.print(f"{role}: {pool['size']} {what} ({bounds}), {pool['needed']} needed: {pool['why']}")
+        size = counted(pool["size"], "worker" if pool["group"] == 1 else "group")
+        size += f" of {pool['group']} workers" if pool["group"] > 1 else ""
+        out.print(f"{role}: {size} ({bounds}), {pool['needed']} needed: {pool['why']}")
 
 
 def columns_for(rows: Sequence[Row], columns: Sequence[str]) -> Sequence[str]:
@@ -109,8 +111,8 @@ def about(router: dict[str, Any]) -> str:
     up = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
     minute = router["last_minute"]
     lines = [
-        f"Router: Baton {router['version']}, up {up}; last minute: {minute['requests']} requests ended, "
-        f"{minute['errors']} errors"
+        f"Router: Baton {router['version']}, up {up}; last minute: "
+        f"{counted(minute['requests'], 'request')} ended, {counted(minute['errors'], 'error')}"
     ]
     if paused := _PAUSED.get(router.get("pause", "none")):
         lines.append(paused)
@@ -130,7 +132,7 @@ def requests(router: dict[str, Any]) -> str:
         return ""
     split, alone = router["split_prompts"], {why: n for why, n in router["overflow"].items() if n}
     told = f"Requests: {router['handovers']} with a handover"
-    told += f" ({split} prompts split)" if split else ""
+    told += f" ({counted(split, 'prompt')} split)" if split else ""
     told += f", {sum(alone.values())} on one worker"
     return told + (f" ({', '.join(f'{why} {n}' for why, n in alone.items())})" if alone else "")
 
@@ -184,8 +186,8 @@ def device_of(worker: dict[str, Any]) -> str:
     if not device:
         return ""
     if device.startswith("cuda"):
-        return f"{ranks} GPU{'s' if ranks > 1 else ''}"
-    return "CPU" if ranks == 1 else f"CPU, {ranks} ranks"
+        return counted(ranks, "GPU")
+    return "CPU" if ranks == 1 else f"CPU, {counted(ranks, 'rank')}"
 
 
 def place_of(worker: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from baton.cluster.tools.flip import refusal
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.secret import secret_for
 from baton.cluster.tools.status import name_of
+from baton.machine.words import counted
 from baton.rpc.pools import in_turns
 from baton.rpc.tls import TlsFiles
 from baton.rpc.weights import NotReplaced, named, replace_weights
@@ -49,6 +50,6 @@ async def _replace(
             faults.append(f"{names[address]}: {why}")
         raise ValueError(f"{'; '.join(faults)}. {error.outcome}") from error
     return (
-        f"{len(workers)} workers compute with {path}, version {version}: "
+        f"The weights of {counted(len(workers), 'worker')} are {path}, version {version}: "
         f"{done.nbytes / 1e9:.3g} GB read in {done.read_seconds:.1f} s, {done.outage}."
     )

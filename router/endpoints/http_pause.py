@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from aiohttp import web
 
+from baton.machine.words import counted
 from baton.router import errors
 from baton.router.api.bodies import MemoryBody, MemoryTag
 from baton.router.api.validation import parse
@@ -60,7 +61,7 @@ class HttpPause:
         outcome = "The other workers have released it: try again, or call /resume_memory_occupation."
         async with self._workers(outcome) as workers:
             if busy := await workers.busy():
-                text = f"{busy} workers have requests: call /pause?mode=abort or /pause?mode=wait first"
+                text = f"requests are at {counted(busy, 'worker')}: call /pause?mode=abort or mode=wait first"
                 raise errors.InvalidRequest(text)
             await workers.release(tags)
         return web.json_response({"success": True, "released": tags})

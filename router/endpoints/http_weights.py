@@ -4,6 +4,7 @@ import uuid
 
 from aiohttp import web
 
+from baton.machine.words import counted
 from baton.router import errors
 from baton.router.api.bodies import UpdateWeightsBody
 from baton.router.api.validation import parse
@@ -41,7 +42,7 @@ class HttpWeights:
             done = await replace_weights(list(names), weights, config.secret, config.cluster_tls, at_once)
         except NotReplaced as error:
             raise failed(self._calls, error, names, "model_path") from error
-        text = f"{len(names)} workers compute with {weights.path}; {done.outage}"
+        text = f"the weights of {counted(len(names), 'worker')} are {weights.path}; {done.outage}"
         found = {"success": True, "message": text, "weight_version": weights.version}
         return web.json_response({**found, "num_paused_requests": 0})
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from baton.content.images import MOST_PIXELS, ImageSettings
 from baton.machine import usable_cpus
+from baton.machine.words import counted
 from baton.router.api.fields import ShownImage
 from baton.router.api.jobs import PlacedImage
 from baton.router.errors import InvalidRequest, Unsupported
@@ -134,7 +135,8 @@ def place(
     InvalidRequest if there are not as many."""
     written = [i for i, each in enumerate(token_ids) if each == token] if images else []
     if len(written) != len(images):
-        text = f"messages: {len(images)} images, but the chat template wrote {len(written)} of their tokens"
+        text = f"messages: {counted(len(images), 'image')}, but the chat template wrote {len(written)} of "
+        text += "their tokens"
         raise InvalidRequest(text, param="messages")
     placed: list[PlacedImage] = []
     ids: list[int] = []

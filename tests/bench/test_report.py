@@ -84,7 +84,7 @@ def test_rows_have_the_names_and_units_of_the_contract() -> None:
         for quantile in ("p50", "p90", "max"):
             assert rows[f"{metric}.{quantile}"]["unit"] == "ms"
     assert "ttft.p99" not in rows, "60 answers are too few"
-    assert "60 answers are too few for p99" in " ".join(_report()["detail"]["notes"])
+    assert "60 answers: too few for p99" in " ".join(_report()["detail"]["notes"])
     assert rows["ttft.p50"]["value"] == pytest.approx(100)
     assert rows["ttft.p50"]["low"] <= rows["ttft.p50"]["value"] <= rows["ttft.p50"]["high"]
     assert rows["ttit.p99"]["goal"] == 20

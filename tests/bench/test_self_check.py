@@ -75,7 +75,7 @@ def test_noise_alone_is_not_cut() -> None:
         (np.full(200, 0.05), True, ""),
         (np.concatenate((np.full(90, 0.201), np.full(110, 0.2))), True, ""),  # a small difference
         (_noise(400) + np.linspace(0.0, 3.0, 400), False, "rises"),  # a growing queue
-        (_noise(20), None, "20 requests are too few"),
+        (_noise(20), None, "20 requests, too few"),
     ],
 )
 def test_what_is_no_warm_up_is_not_cut(values: np.ndarray, steady: bool | None, said: str) -> None:

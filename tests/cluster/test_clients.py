@@ -23,6 +23,7 @@ from baton.cluster.tools import status
 from baton.cluster.tools.ask_workers import report_of
 from baton.cluster.tools.status import device_of, name_of
 from baton.machine.python_path import PACKAGES
+from baton.machine.words import counted
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.plain import plain
 from tests.fake_worker import SECRET, FakeWorker
@@ -239,11 +240,11 @@ def test_status_shows_the_router_and_its_last_failures(monkeypatch: pytest.Monke
         "at": 0, "request_id": "mine", "code": "lost", "worker": "decode 0 at 127.0.0.1:4",
         "message": "decode 0 was lost", "remedy": "see its log",
     }  # fmt: skip
-    minute = {"requests": 120, "errors": 2}
+    minute = {"requests": 120, "errors": 1}
     router = {"version": "1.2", "uptime_seconds": 300, "last_minute": minute, "failures": [failure]}
     monkeypatch.setitem(STATUS, "router", {"ready": True, **router})
     shown = run_baton("status", "--url", url).stdout
-    assert "Router: Baton 1.2, up 5 min; last minute: 120 requests ended, 2 errors\n" in shown
+    assert "Router: Baton 1.2, up 5 min; last minute: 120 requests ended, 1 error\n" in shown
     told = "request mine: lost at decode 0 at 127.0.0.1:4: decode 0 was lost. Remedy: see its log\n"
     assert told in shown
 
@@ -303,8 +304,9 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
         common | {"role": "router", "index": 0, "phase": "ready", "restarts": 0, "last_exit": ""},
     ]  # fmt: skip
     pool = {"size": 2, "ready": 1, "least": 1, "most": 4, "group": 1, "needed": 1.7, "why": "the queue"}
+    one = pool | {"size": 1}
     monkeypatch.setitem(
-        STATUS, "cluster", {"roles": roles, "pools": {"prefill": pool | {"group": 2}, "decode": pool}}
+        STATUS, "cluster", {"roles": roles, "pools": {"prefill": pool | {"group": 2}, "decode": one}}
     )
     lines = run_baton("status", "--url", url).stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [
@@ -319,7 +321,7 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     assert "prefill 1 has ended ([no] room); it keeps crashing: see its log" in lines
     assert lines[-2:] == [
         "prefill: 2 groups of 2 workers (1 to 4), 1.7 needed: the queue",
-        "decode: 2 workers (1 to 4), 1.7 needed: the queue",
+        "decode: 1 worker (1 to 4), 1.7 needed: the queue",
     ]
 
 
@@ -406,3 +408,8 @@ def test_status_shows_what_a_standby_takes() -> None:
     assert status.standby(worker) == "standby of decode 0: ready, with 1.50 GiB"
     worker["status"] = {"standby": "ended"}
     assert status.standby(worker).startswith("standby of decode 0: none; ")
+
+
+@pytest.mark.parametrize(("number", "told"), [(0, "0 workers"), (1, "1 worker"), (1200, "1,200 workers")])
+def test_what_is_counted_has_its_number(number: int, told: str) -> None:
+    assert counted(number, "worker") == told

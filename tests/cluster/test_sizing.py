@@ -219,7 +219,7 @@ def test_a_search_ends_if_more_workers_bring_nothing() -> None:
     served = predicted(SPEEDS, SPEEDS, replace(LOAD, output=2), Pools(1, 1)).served
     targets = Targets(served.ttft.p99 / 2, 1.0)
     search = _Search(lambda _: served, targets, in_memory=9, seats=9, rows=9, work=0.0)
-    with pytest.raises(ValueError, match=r"workers miss a target of --slo by 100%; allow more"):
+    with pytest.raises(ValueError, match=r"workers would miss a target of --slo by 100%; allow more"):
         search.smallest(Pools(1, 1))
 
 

@@ -306,7 +306,7 @@ def test_limits_of_a_request(tokenizer: ModelTokenizer, monkeypatch: pytest.Monk
         prepared(tokenizer, chat(url, url))
     spelled = chat(url)
     spelled["messages"][0]["content"][0]["text"] = "<|image_pad|>"
-    with pytest.raises(InvalidRequest, match="1 images, but the chat template wrote 2"):
+    with pytest.raises(InvalidRequest, match="1 image, but the chat template wrote 2"):
         prepared(tokenizer, spelled)
     for body, error, text in (
         ({**chat(url), "truncate_prompt_tokens": 3}, Unsupported, "the messages have images"),
@@ -390,6 +390,6 @@ def test_the_processor_of_gemma_writes_around_an_image(kind: str, text: str, tmp
     images._kept.clear()
     body = chat(picture_url)
     body["messages"][0]["content"][0]["text"] = "<start_of_image>" if kind == "Gemma3" else "<|image_pad|>"
-    with pytest.raises(InvalidRequest, match="1 images, but the chat template wrote 2"):
+    with pytest.raises(InvalidRequest, match="1 image, but the chat template wrote 2"):
         prepared(tokenizer, body)
     images._kept.clear()

@@ -238,7 +238,7 @@ async def test_memory_goes_and_comes_back_for_all_workers_or_the_call_says_why(p
 
     status, refused = await call(release)
     assert status == 400
-    assert "2 workers have requests: call /pause?mode=abort or /pause?mode=wait first" in str(refused)
+    assert "requests are at 2 workers: call /pause?mode=abort or mode=wait first" in str(refused)
     for worker in paused.workers:
         worker.status.idle = True
     assert await asked(paused, "POST", release) == (

@@ -313,7 +313,7 @@ async def test_the_command_gives_all_workers_the_weights_also_those_with_one_nam
     async with trained(tokenizer, tmp_path, decode=2) as (cluster, workers):
         # In this thread: gRPC does not bear an event loop in another one.
         given = "/step-200", EndpointOptions(url=cluster.url), SECRET, None
-        assert (await weights._replace(*given)).startswith("3 workers compute with /step-200, version ")
+        assert (await weights._replace(*given)).startswith("The weights of 3 workers are /step-200, version ")
         [version] = {worker.weights.version for worker in workers}
         assert version
         workers[1].missing = "no such file"

@@ -18,6 +18,7 @@ import numpy as np
 
 from baton.bench.contract import percentile
 from baton.bench.load.traffic.client_process import ClientUsage
+from baton.machine.words import counted
 
 MAX_CPU = 0.9  # of one core, for the busiest client process: above it chunks wait in the client
 MAX_WAITED = 0.2  # share of the time for which a client process was ready to run and had no core
@@ -101,17 +102,17 @@ def detect(times: Sequence[float], values: Sequence[float]) -> Steadiness:
     pairs = list(zip(times, values, strict=True))
     if len(pairs) < _LEAST_REQUESTS:
         return Steadiness(
-            0.0, None, f"{len(pairs)} requests are too few to detect a warm-up: nothing excluded"
+            0.0, None, f"{counted(len(pairs), 'request')}, too few to detect a warm-up: nothing excluded"
         )
     cut = _mser([v for _, v in pairs])
     begin = pairs[cut][0] if cut else 0.0
-    said = f"warm-up of {begin:.1f} s ({cut} requests) excluded" if cut else "no warm-up seen"
+    said = f"warm-up of {begin:.1f} s ({counted(cut, 'request')}) excluded" if cut else "no warm-up seen"
     return _judged(begin, said, pairs[cut:])
 
 
 def _judged(begin: float, said: str, kept: Sequence[tuple[float, float]]) -> Steadiness:
     if len(kept) < _LEAST_REQUESTS:
-        return Steadiness(begin, None, f"{said}; {len(kept)} requests are too few to tell if steady")
+        return Steadiness(begin, None, f"{said}; {counted(len(kept), 'request')}, too few to tell if steady")
     change = _trend([v for _, v in kept])
     if change is not None:
         return Steadiness(

@@ -186,7 +186,7 @@ def _fine_print(report: Mapping[str, Any]) -> Text:
     lines = [
         f"Window: {detail['window_statement']}; {detail['steadiness']}.",
         f"Input lengths: {report['parameters']['input_exactness']}. Seed {report['parameters']['seed']}.",
-        f"Client: {client['processes']} processes, CPU {client['cpu']:.0%} of a core, sends late by "
+        f"Client processes: {client['processes']}, CPU {client['cpu']:.0%} of a core, sends late by "
         f"{client['lag_p99'] * 1e3:.2f} ms p99, event loop late by {client['stall_p99'] * 1e3:.2f} ms p99: "
         + ("kept up." if detail["valid"] else "did NOT keep up."),
         *(f"Note: {note}." for note in detail["notes"]),

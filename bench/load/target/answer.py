@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from baton.bench.sse import SSEError, SSEParser
+from baton.machine.words import counted
 
 # Finish reasons of requests that the server gave up: "abort" is vLLM's.
 _ABORTED = {"abort", "error", "cancelled"}
@@ -91,7 +92,7 @@ class Answer:
             return
         if not self.finished:
             kind = "[DONE] without a finish reason" if self._done else "the stream ended"
-            self.fail(Failure.HALF_STREAMED, f"{kind} after {len(record.arrivals)} chunks")
+            self.fail(Failure.HALF_STREAMED, f"{kind} after {counted(len(record.arrivals), 'chunk')}")
         elif not record.arrivals:
             self.fail(Failure.EMPTY, f"finished ({record.finish_reason}) without a token")
 

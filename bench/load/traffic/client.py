@@ -19,6 +19,7 @@ from baton.bench.load.target.conversation import Conversation
 from baton.bench.load.target.request import Target, exchange, new_http_session
 from baton.bench.load.target.tokenization import Composer, Tokenization
 from baton.bench.load.traffic.workload import Arrivals, Session, Workload
+from baton.machine.words import counted
 
 # Timers of uvloop have a resolution of 1 ms. So sleep until shortly before, then poll.
 _SPIN_SECONDS = 0.002
@@ -246,7 +247,7 @@ class Client:
                 finally:
                     del self._live[id(record)]
         except asyncio.CancelledError:
-            answer.fail(self._cut, f"after {len(record.arrivals)} chunks")
+            answer.fail(self._cut, f"after {counted(len(record.arrivals), 'chunk')}")
             answer.close(self._now())
             self._emit(record)
             raise

@@ -19,6 +19,7 @@ from baton.cluster.supervision.blueprint import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.machine import available_memory, usable_cpus
 from baton.machine.python_path import python_path
+from baton.machine.words import counted
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192
@@ -105,7 +106,7 @@ def gpus() -> Iterator[Finding]:
 
 def memory(root: Path) -> Iterator[Finding]:
     free = available_memory(root)
-    found = f"{free / 2**30:.1f} GiB free, {usable_cpus(root)} CPUs"
+    found = f"{free / 2**30:.1f} GiB free, {counted(usable_cpus(root), 'CPU')}"
     if free < ENGINE_BYTES:
         yield bad("memory", found, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop other processes.")
     else:

@@ -18,6 +18,7 @@ from baton.cluster.options.clients import DoctorOptions, EndpointOptions
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.cluster.tools.http import answer, checked, error_message, session
 from baton.cluster.tools.status import device_of, name_of, place_of, ready
+from baton.machine.words import counted
 from baton.rpc.pools import pool_of
 
 ADMIN = (
@@ -166,7 +167,7 @@ async def handovers(
         if isinstance(each, Finding):
             yield each
     if seconds:
-        told = f"KV came over for {len(seconds)} of {len(pairs)} pairs of workers"
+        told = f"KV came over for {len(seconds)} of {counted(len(pairs), 'pair')} of workers"
         yield good("handovers", f"{told}, {max(seconds) * 1e3:.0f} ms for the slowest")
 
 

@@ -16,6 +16,7 @@ from baton.cluster.tools.sizing.simulated import (
     serve,
 )
 from baton.cluster.tools.sizing.speeds import Speeds
+from baton.machine.words import counted
 from baton.router.policy.split import MOST_WORKERS
 from baton.simulator.agents import agents
 
@@ -253,7 +254,8 @@ class _Search:
             vain, least = (0, missed) if missed < least else (vain + 1, least)
             if vain == MOST_IN_VAIN:
                 raise ValueError(
-                    f"{sum(pools)} workers miss a target of --slo by {missed - 1:.0%}; allow more time"
+                    f"{counted(sum(pools), 'worker')} would miss a target of --slo by {missed - 1:.0%}; "
+                    "allow more time"
                 )
             prefills, decodes = pools
             larger = (
@@ -291,7 +293,7 @@ class _Search:
     def _bound(self, else_: str) -> str:
         """What keeps a worker from more requests at a time, or `else_`."""
         if self._in_memory < min(self._seats, self._rows):
-            return f"KV memory for {self._in_memory} requests a worker"
+            return f"KV memory for {counted(self._in_memory, 'request')} a worker"
         return f"--max-num-seqs {self._seats}" if self._seats < self._rows else else_
 
     def _no_room(self, served: Served) -> bool:

@@ -22,6 +22,7 @@ from baton.cluster.tools.sizing.simulated import SEED
 from baton.cluster.tools.sizing.speeds import Speeds
 from baton.engine.model_config import ModelConfig, VisionConfig
 from baton.machine.quantiles import percentile
+from baton.machine.words import counted
 
 SLOWER = 2.0
 """Times that an encoder takes as long for a multiplication as prompts do. The kernels of Qwen3-VL-8B's took
@@ -144,11 +145,13 @@ def choose(
         if inside is None:
             return Choice(found, count, f"a pool of their own pays: else {refused}")
         if (few := gpus(found.pools) + count) < (many := gpus(inside.pools)):
-            why = f"{few} GPUs with --encode {count}, {many} with workers that encode"
+            why = f"{counted(few, 'GPU')} with --encode {count}, {many} with workers that encode"
             return Choice(found, count, f"a pool of their own pays: {why}")
     if inside is None:
         raise refused
-    why = f"workers that encode need {gpus(inside.pools)} GPUs, and no fewer are enough with a pool"
+    why = (
+        f"workers that encode need {counted(gpus(inside.pools), 'GPU')}, and no fewer are enough with a pool"
+    )
     return Choice(inside, 0, f"a pool of their own does not pay: {why}")
 
 

@@ -16,6 +16,7 @@ from baton.cluster.model import ResolvedModel
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.optimize import choose
 from baton.machine.python_path import python_path
+from baton.machine.words import counted
 
 NEW_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS = 1_200, 14_300, 150
 """Of a turn of an agent, on average."""
@@ -104,8 +105,8 @@ def computed(
     fitting = {ranks: made for ranks in range(1, gpus + 1) if (made := speeds(ranks)) is not None}
     if not fitting:
         raise TooLarge(
-            f"--model {location}: {gpus} GPUs of {gpu_gib:.0f} GiB cannot hold it; use more or larger GPUs, "
-            "--quantization fp8, or a smaller model"
+            f"--model {location}: {counted(gpus, 'GPU')} of {gpu_gib:.0f} GiB cannot hold it; use more or "
+            "larger GPUs, --quantization fp8, or a smaller model"
         )
 
     # They hold the weights and the KV of one longest request. Otherwise it is the most.
