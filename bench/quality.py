@@ -27,6 +27,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from baton.bench.contract import Report, Row
 from baton.bench.harness.cluster import LocalCluster
 from baton.bench.harness.streams import Case, Stream, new_session, read, until
 from baton.cluster.model import embedded_path
+from baton.machine.lines import bounded_lines
 
 TASKS = Path(__file__).with_name("quality_tasks.jsonl")
 SIMPLE = ("--device", "cpu", "--num-blocks", "600", "--no-enable-prefix-caching")
@@ -66,7 +68,12 @@ class Question(NamedTuple):
 def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
     """The first `count` questions, in tokens. Raises `ValueError` naming the line that has another form."""
     found = []
-    for number, line in enumerate(path.read_text().splitlines()[:count], 1):
+    try:
+        with path.open("rb") as file:
+            lines = [*islice(bounded_lines(file), count)]
+    except ValueError as error:
+        raise ValueError(f"--tasks {path}: {error}") from None
+    for number, line in lines:
         try:
             asked = json.loads(line)
             query, choices, gold = asked["query"], asked["choices"], int(asked["gold"])

@@ -15,14 +15,13 @@ import aiohttp
 
 from baton.cluster.options.clients import EndpointOptions, RunBatchOptions
 from baton.cluster.tools.http import session
+from baton.machine.lines import bounded_lines
 from baton.machine.words import counted
 from baton.router.batches.lines import RequestLine, answered, pause, request_of, unanswered
 
 TRIES = 20
 """Of a request that the server has no room for (429), or no worker (503)."""
 AGAIN = (429, 503)
-MAX_LINE_BYTES = 200 << 20
-"""Of the input, as OpenAI allows for a whole file. A device such as /dev/zero has lines without an end."""
 
 
 def run(endpoint: EndpointOptions, batch: RunBatchOptions) -> int:
@@ -70,15 +69,19 @@ def _opened(path: Path, source: Path) -> IO[str]:
 def _lines(source: Path) -> Iterator[RequestLine]:
     """Raises ValueError that names the line."""
     with source.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise ValueError(f"{source}, line {number}: is longer than {MAX_LINE_BYTES} bytes")
-            if not line.strip():
-                continue
-            try:
-                yield request_of(line)
-            except ValueError as error:
-                raise ValueError(f"{source}, line {number}: {error}") from None
+        try:
+            for number, line in bounded_lines(file):
+                if line.strip():
+                    yield _request(number, line)
+        except ValueError as error:
+            raise ValueError(f"{source}, {error}") from None
+
+
+def _request(number: int, line: bytes) -> RequestLine:
+    try:
+        return request_of(line)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
 
 
 async def _answer(http: aiohttp.ClientSession, request: RequestLine) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from baton.bench.load.experiment import _workload, client_of
 from baton.bench.load.options import Options
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.target.tokenization import Composer, Segment, Tokenization
+from baton.bench.load.traffic.dataset import read_dataset
 from baton.bench.load.traffic.trace import (
     SAMPLE_TRACE,
     TraceLine,
@@ -233,6 +237,15 @@ def test_the_error_of_a_broken_trace_names_the_line(tmp_path: Path, text: str, m
         read_trace(path)
     with pytest.raises(ValueError, match=r"nowhere.*No such file"):
         read_trace(Path("nowhere"))
+
+
+@pytest.mark.parametrize("read", [read_trace, partial(read_dataset, first=None, output_len=None)])
+def test_a_line_without_an_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any]
+) -> None:
+    monkeypatch.setattr("baton.machine.lines.LONGEST_LINE", 1 << 20)
+    with pytest.raises(ValueError, match=r"/dev/zero.*line 1: is longer than 1048576 bytes"):
+        read(Path("/dev/zero"))
 
 
 def test_the_sample_is_valid() -> None:

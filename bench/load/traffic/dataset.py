@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.load.traffic.workload import Session, Turn
+from baton.machine.lines import bounded_lines
 
 CHARACTERS = 4
 """Of a token, as an estimate of the length of a recorded answer."""
@@ -45,13 +46,13 @@ def read_dataset(path: Path, *, first: int | None, output_len: int | None) -> tu
 
 def _records(path: Path) -> Iterator[Any]:
     try:
-        with path.open(encoding="utf-8") as file:
-            if file.read(1) == "[":
+        with path.open("rb") as file:
+            if file.read(1) == b"[":
                 file.seek(0)
                 yield from json.load(file)
                 return
             file.seek(0)
-            for line in file:
+            for _, line in bounded_lines(file):
                 if line.strip():
                     yield json.loads(line)
     except OSError as error:

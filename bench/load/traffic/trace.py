@@ -9,10 +9,15 @@ import numpy as np
 
 from baton.bench.load.target.tokenization import Segment
 from baton.bench.load.traffic.workload import Session, Turn
+from baton.machine.lines import bounded_lines
 
 SAMPLE_TRACE = Path(__file__).parent / "samples" / "mooncake.jsonl"
 MOONCAKE_BLOCK = 512  # tokens of one hash id (Mooncake, FAST 2025)
 
+_FORM = (
+    "Give Mooncake's format, one JSON object a line: "
+    '{"timestamp": 0, "input_length": 655, "output_length": 52, "hash_ids": [1, 2]}'
+)
 _BLOCK, _TAIL = 101, 102  # uses of a seed
 
 
@@ -32,16 +37,15 @@ def read_trace(path: Path) -> list[TraceLine]:
     number = 0
     try:
         with path.open("rb") as file:
-            for number, text in enumerate(file, 1):  # noqa: B007 - the error names the line
+            for number, text in bounded_lines(file):  # noqa: B007 - the error names the line
                 if text.strip():
                     lines.append(decoder.decode(text))
     except OSError as e:
         raise ValueError(f"trace {path}: {e.strerror}.") from e
     except msgspec.DecodeError as e:
-        raise ValueError(
-            f"trace {path}, line {number}: {e}. Give Mooncake's format, one JSON object a line: "
-            '{"timestamp": 0, "input_length": 655, "output_length": 52, "hash_ids": [1, 2]}'
-        ) from e
+        raise ValueError(f"trace {path}, line {number}: {e}. {_FORM}") from e
+    except ValueError as e:
+        raise ValueError(f"trace {path}, {e}. {_FORM}") from e
     if not lines:
         raise ValueError(f"trace {path} is empty.")
     return sorted(lines, key=lambda line: line.timestamp)
