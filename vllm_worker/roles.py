@@ -17,6 +17,7 @@ prompt. Two workers that both hold prefills for the other may both have no room:
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
@@ -202,7 +203,8 @@ class Roles:
             return False
         params = {
             **kv_transfer_params,
-            "first_token_within": request.first_token_within,
+            # As in `LiveRequest.due`.
+            "first_token_within": -math.inf if request.output_ids else request.first_token_within,
             "gap_cost": request.gap_cost,
         }
         fields["extra_args"] = {"kv_transfer_params": params}

@@ -270,6 +270,12 @@ class LiveRequest:
         return begun + sum(map(len, shared.ranges))
 
     @property
+    def due(self) -> float:
+        """When what is left of the prompt should be computed, with the tokens of the answer so far. A stream
+        that has begun waits in one of its gaps, so it is late."""
+        return -math.inf if len(self.token_ids) > len(self.request.prompt_ids) else self.asked.due
+
+    @property
     def next_range(self) -> range | None:
         """Of a shared prompt. None: steps compute a range, or all are computed."""
         return self.shared.ranges[0] if self.phase is Phase.RESERVED else None

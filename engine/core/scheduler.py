@@ -204,9 +204,9 @@ class Scheduler:
         queue. What the cache had when a prompt was queued does not count."""
         for live in self._running:
             if not live.decodes:
-                yield live.num_left, live.asked.due
+                yield live.num_left, live.due
         for live in self._waiting:
-            yield live.num_left - live.cached_when_queued, live.asked.due
+            yield live.num_left - live.cached_when_queued, live.due
 
     def parts_waiting(self) -> Iterator[tuple[int, int]]:
         """Yields (tokens, position of the first) of each prompt that no step computes yet, without what the

@@ -1,6 +1,7 @@
 """One engine prefills for others, decodes for others, and does both for itself, at the same time."""
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -192,6 +193,13 @@ def test_resuming_ends_a_request_with_its_last_token(tiny_engine: MakeEngine) ->
     again = engine.resume(live_of(engine, first.id), b"decode")
     assert again == Output(b"decode", 0, first.token, finish_reason="length")
     engine.assert_whole()
+
+
+def test_a_stream_that_goes_on_here_is_late(tiny_engine: MakeEngine) -> None:
+    """Else its prompt would come in the smallest chunks beside decodes, while its reader waits in a gap."""
+    engine = tiny_engine()
+    engine.add(replace(request_of(1, [3, 4, 5], max_tokens=2), output_ids=[6], first_token_within=31.0))
+    assert [due for _, due in engine._scheduler.prompts()] == [-math.inf]
 
 
 def test_time_before_the_engine_counts(tiny_engine: MakeEngine) -> None:

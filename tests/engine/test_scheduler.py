@@ -1,5 +1,6 @@
 """The scheduler, each rule by itself."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +165,7 @@ def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
     schedule = step(scheduler)
     assert schedule.preempted == [second]
     assert tokens(schedule) == [(1, 12, 13)]
+    assert [due for _, due in scheduler.prompts()] == [-math.inf], "the next token of its stream is late"
     scheduler.lives.drop(first)
     assert tokens(step(scheduler)) == [(2, 0, 13)], "prompt and output are prefilled together"
 

@@ -276,7 +276,7 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
     worker.roles.handle(messages.Decode(7, work(D, output_ids=[4, 4]), None))
     await worker.says(D, output([5]), output([6], "length"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
-        "first_token_within": math.inf,
+        "first_token_within": -math.inf,  # its stream has begun
         "gap_cost": 0.0,
     }
     assert worker.tokens() == [(2, 5, ""), (3, 6, "length")]
