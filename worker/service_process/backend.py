@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 STILL_CHECK = 0.002
 """Seconds between two questions whether a step is over."""
+LONG_LIFE = 60.0
+"""Seconds after which the end of an engine process has other causes than its start."""
 
 
 class Refused(Exception):
@@ -106,6 +108,7 @@ class Backend:
         """None: another engine process is started when it is needed."""
         self._goes_on = True
         """Whether the engine has computed a token since it replaced another one."""
+        self._replaced_at = time.monotonic()
         self._counted: tuple[EngineStatus | None, TransferStats | None] = None, None
         """The last reports of processes that were replaced. Their counts are those of all up to then."""
         self.weights: ReplacedWeights | None = None
@@ -138,10 +141,11 @@ class Backend:
 
     def replaceable_after(self, error: BaseException | None) -> bool:
         """Whether another engine process can go on. It would likely die, too, if the one that has died was
-        itself such a process that computed nothing."""
+        itself such a process, computed nothing and lived for a short time."""
         if self._open is None or not isinstance(error, EngineError):
             return False
-        return self._goes_on or isinstance(error, EngineRestart)
+        lived = time.monotonic() - self._replaced_at
+        return self._goes_on or lived > LONG_LIFE or isinstance(error, EngineRestart)
 
     async def restart_engine(self) -> None:
         """Another engine process takes the place of this one, between two steps. Returns when it has all
@@ -188,9 +192,11 @@ class Backend:
         """The next engine process is ready, and gets the attempts that wait."""
         assert self._open is not None, "it has taken the place of another one"
         self._tree, self.replacing = tree, False
+        self._replaced_at = time.monotonic()
+        waiting = self._open.again()  # what comes from now on is sent at once
         if self.pause == pb.PAUSE_STEPS:
             await self._answer(lambda question: messages.Pause(question, frozen=True, abort=""))
-        for attempt in self._open.again():
+        for attempt in waiting:
             await tree.engine_link.send(attempt)
         self._settled.set()
         # At once: until then routers send nothing here.
@@ -341,7 +347,7 @@ class Backend:
     def deliver(self, message: FromEngine) -> None:
         if self._open is not None:
             self._open.heard(message)
-            self._goes_on |= isinstance(message, messages.Tokens)
+            self._goes_on |= isinstance(message, messages.Tokens) and not self.replacing
         match message:
             case (
                 messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()

@@ -10,7 +10,7 @@ router, which plans it again: a prefill that waits for its decode worker, and a 
 """
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,9 +150,12 @@ class OpenAttempts:
         return told
 
     def again(self) -> Iterator[Prefill | Decode]:
-        """Yields what the next engine gets, in the order of arrival. Meanwhile attempts may end, and others
-        may come, which are not among them."""
-        for attempt_id in [*self._open]:
+        """Returns what the next engine gets, in the order of arrival. From this call on attempts may end, and
+        others may come, which are not among them."""
+        return self._again([*self._open])
+
+    def _again(self, attempt_ids: Sequence[bytes]) -> Iterator[Prefill | Decode]:
+        for attempt_id in attempt_ids:
             if (attempt := self._open.get(attempt_id)) is None:
                 continue
             work = attempt.message.work

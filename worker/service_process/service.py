@@ -268,7 +268,12 @@ class Service:
                 error = self._tree.failure.exception()
                 if not (replace_engine and self._serving and self._backend.replaceable_after(error)):
                     self._tree.failure.result()
-                await self._replace_engine(error)
+                try:
+                    await self._replace_engine(error)
+                except TreeError:
+                    if self._backend.replacing:
+                        raise
+                    self._crashed = []  # the next engine process served, and its own end is judged now
         finally:
             task.cancel()
             await asyncio.wait({task})
@@ -288,7 +293,10 @@ class Service:
         await self._tree.kill()
         await self._tree.close()
         if self._standby is None or not await self._standby_goes_on(self._standby, stages):
-            await self._goes_on_with(self._next_tree(), stages)
+            try:
+                await self._goes_on_with(self._next_tree(), stages)
+            except (OSError, ValueError) as cause:  # no descriptor is left, or no directory can be made
+                raise TreeError(f"no other engine process can be started: {cause}") from cause
         self._crashed = []
         if self._standby is not None:
             self._standby.start()
@@ -311,7 +319,7 @@ class Service:
             return False
         try:
             await self._goes_on_with(tree, stages)
-        except (StartError, TreeError) as error:
+        except (StartError, TreeError, OSError, ValueError) as error:
             if not self._backend.replacing:
                 raise
             log.error("the standby cannot take over: %s", error)

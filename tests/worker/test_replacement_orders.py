@@ -1,0 +1,253 @@
+"""Orders of events while an engine process is replaced: what comes in between, and what ends in between. The
+service process is real, and the test plays its process trees."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.engine import EngineConfig
+from baton.kv_transfer import TransferStats
+from baton.rpc import worker_pb2 as pb
+from baton.worker import messages
+from baton.worker.config import WorkerConfig
+from baton.worker.messages import Decode, EngineReady, FromEngine, ToEngine
+from baton.worker.processes import EngineError, EngineRestart, TreeError
+from baton.worker.service_process import backend, service
+from baton.worker.service_process.service import Service
+from baton.worker.service_process.tree import WorkerTree
+from tests.stand_in import implements, stand_in
+from tests.within import within
+
+from .test_counts import engine_status
+from .test_open_attempts import A, B, decode, tokens
+
+READY = stand_in(EngineReady, __struct_fields__=())
+TRANSFERS = TransferStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 9, 0, 0, {}, {}, {}, {}, {}, {})
+
+
+@implements(WorkerTree)
+class Tree:
+    """Its engine answers questions while `answers`."""
+
+    def __init__(self) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.heartbeat = SimpleNamespace(step=[])
+        self.engine_link = SimpleNamespace(send=self._send)
+        self.transfer_link = SimpleNamespace(stats=self._stats)
+        self.is_standby = False
+        self._may_start, self._started = asyncio.Event(), asyncio.Event()
+        self._sent: list[ToEngine] = []
+        self._asked = asyncio.Event()
+        self._answers = True
+        self._tasks: list[asyncio.Task[None]] = []
+        self._deliver: Callable[[FromEngine], None] = lambda _: None
+
+    async def _send(self, message: ToEngine) -> None:
+        self._sent.append(message)
+        if isinstance(message, messages.AskStatus | messages.Pause):
+            self._asked.set()
+            if self._answers:
+                self._answer(message)
+
+    def _answer(self, asked: messages.AskStatus | messages.Pause) -> None:
+        if isinstance(asked, messages.Pause):
+            self._deliver(messages.Paused(asked.question, computing=False, error=""))
+            return
+        status = engine_status(1, [], running=0)
+        status.question = asked.question
+        self._deliver(status)
+
+    async def _stats(self) -> TransferStats:
+        return TRANSFERS
+
+    async def start_engine(self, progress: Callable[[str, float], None]) -> EngineReady:
+        self._started.set()
+        await self._may_start.wait()
+        return READY
+
+    async def start_transfer(self, engine: EngineReady) -> str:
+        return "127.0.0.1:1"
+
+    def follow(self, deliver: Callable[[FromEngine], None]) -> None:
+        self._deliver = deliver
+
+    def watch(self, watcher: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.create_task(watcher))
+        return self._tasks[-1]
+
+    def end_engine(self) -> None:
+        self.failure.set_exception(EngineRestart("asked for"))
+
+    async def kill(self) -> None: ...
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+class Worker:
+    """A service process that serves."""
+
+    def __init__(self) -> None:
+        config = WorkerConfig(
+            role="decode", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16,
+            replace_engine=True,
+        )  # fmt: skip
+        self.service = Service(config, 1)
+        self.backend = self.service._backend
+        self.service._serving, self.service._engine = True, READY
+        [self.first] = TREES
+        self.first.follow(self.backend.deliver)
+        work = asyncio.Event()
+        self.serving = asyncio.create_task(
+            self.service._run_until_failure(work.wait(), replace_engine=True)  # pyrefly: ignore[bad-argument-type]
+        )
+
+    async def dies(self, number: int) -> "Tree":
+        """The engine of this tree ends. Returns the next tree, which starts."""
+        TREES[number].failure.set_exception(EngineError(f"engine {number} was killed"))
+        return await self.next_tree(number + 1)
+
+    async def next_tree(self, number: int) -> "Tree":
+        while len(TREES) <= number:
+            assert not self.serving.done(), self.serving.exception()
+            await asyncio.sleep(0)
+        await within(TREES[number]._started.wait())
+        return TREES[number]
+
+    def decodes_of(self, number: int) -> list[bytes]:
+        return [x.work.request.id for x in TREES[number]._sent if isinstance(x, Decode)]
+
+
+TREES: list[Tree] = []
+"""Of one worker, in the order of their starts."""
+
+
+@pytest.fixture
+async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
+    def next_tree(*_: Any) -> Tree:
+        TREES.append(Tree())
+        return TREES[-1]
+
+    TREES.clear()
+    monkeypatch.setattr(service, "WorkerTree", next_tree)
+    made = Worker()
+    yield made
+    made.serving.cancel()
+    await asyncio.wait([made.serving])
+    await made.service._close()
+    for tree in TREES:
+        await tree.close()
+        if tree.failure.done():
+            tree.failure.exception()
+
+
+async def test_an_attempt_that_comes_in_a_pause_is_sent_once(worker: Worker) -> None:
+    """The next engine is asked to pause before it gets the attempts that wait."""
+    await worker.backend.send(decode(A))
+    worker.backend.tell_pause(pb.PAUSE_STEPS)
+    second = await worker.dies(0)
+    second._answers = False
+    second._may_start.set()
+    await within(second._asked.wait())
+    await worker.backend.send(decode(B))
+    [asked] = [each for each in second._sent if isinstance(each, messages.Pause)]
+    second._answers = True
+    second._answer(asked)
+    await within(worker.backend._settled.wait())
+    assert sorted(worker.decodes_of(1)) == [A, B]
+
+
+@pytest.mark.parametrize("computes", [True, False])
+async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes: bool) -> None:
+    """It has not told its status yet. If it has computed a token, another one goes on."""
+    await worker.backend.send(decode(A))
+    second = await worker.dies(0)
+    second._answers = False
+    second._may_start.set()
+    await within(second._asked.wait())
+    if computes:
+        second._deliver(tokens(A, 5))
+        third = await worker.dies(1)
+        third._may_start.set()
+        await within(worker.backend._settled.wait())
+        [again] = [x for x in third._sent if isinstance(x, Decode)]
+        assert again.work.request.output_ids == [5]
+    else:
+        second.failure.set_exception(EngineError("engine 1 was killed"))
+        with pytest.raises(TreeError, match="engine 1 was killed"):
+            await within(worker.serving)
+
+
+async def test_late_tokens_of_the_dead_engine_do_not_count_for_the_next_one(worker: Worker) -> None:
+    await worker.backend.send(decode(A))
+    second = await worker.dies(0)
+    worker.first._deliver(tokens(A, 5))  # it was in the socket
+    second._may_start.set()
+    await within(worker.backend._settled.wait())
+    [again] = [x for x in second._sent if isinstance(x, Decode)]
+    assert again.work.request.output_ids == [5]
+    second.failure.set_exception(EngineError("engine 1 was killed"))
+    with pytest.raises(TreeError, match="engine 1 was killed"):
+        await within(worker.serving)
+
+
+async def test_an_idle_engine_that_lived_for_long_is_replaced_again(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computed no token because none was asked for."""
+    monkeypatch.setattr(backend, "LONG_LIFE", 0.0)
+    for number in range(3):
+        following = await worker.dies(number)
+        following._may_start.set()
+        await within(worker.backend._settled.wait())
+
+
+@pytest.mark.parametrize("error", [OSError("too many open files"), ValueError("--run-dir: no space")])
+async def test_a_next_engine_that_cannot_be_started_is_the_end_of_the_worker(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Not a traceback: routers are told of the attempts that were in the last step."""
+
+    def refused(*_: Any) -> Tree:
+        raise error
+
+    monkeypatch.setattr(service, "WorkerTree", refused)
+    worker.first.failure.set_exception(EngineError("engine 0 was killed"))
+    with pytest.raises(TreeError, match=str(error)):
+        await within(worker.serving)
+
+
+async def test_a_move_and_a_restart_meanwhile(worker: Worker) -> None:
+    """The label holds, and the restart is the replacement that is under way."""
+    second = await worker.dies(0)
+    restart = asyncio.create_task(worker.backend.restart_engine())
+    assert (await within(worker.backend.set_pool(pb.POOL_PREFILL))).pool == pb.POOL_PREFILL
+    assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_DRAINING
+    second._may_start.set()
+    await within(restart)
+    status = await worker.backend.status()
+    assert (status.pool, status.health) == (pb.POOL_PREFILL, pb.WorkerStatus.HEALTH_SERVING)
+    assert len(TREES) == 2
+
+
+async def test_a_drain_meanwhile_waits_for_the_attempts(worker: Worker) -> None:
+    await worker.backend.send(decode(A))
+    second = await worker.dies(0)
+    draining = asyncio.create_task(worker.service._drain())
+    await asyncio.sleep(0)
+    second._may_start.set()
+    await within(worker.backend._settled.wait())
+    assert worker.decodes_of(1) == [A]
+    await within(draining)
+    assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_DRAINING
+
+
+async def test_a_signal_meanwhile_ends_the_worker(worker: Worker) -> None:
+    await worker.dies(0)
+    worker.service._interrupt()
+    with pytest.raises(service.Interrupted):
+        await within(worker.serving)
