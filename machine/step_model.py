@@ -6,6 +6,9 @@
 
     shared = max(decode_seconds(rows), prompt_seconds(rows + tokens)) + what attention adds to D and P
 
+`prompt_seconds` has the pairs of one prompt. Several prompts of as many tokens have fewer: what attention
+adds is negative then, and counts within the maximum. Pairs are not all of the table, so no part is negative.
+
 A step reads the weights once. So a mixed step costs less than its parts: `shared` counts a decode as one more
 prompt token. The table follows mixtures of experts, in which a few rows more read many experts more.
 
@@ -39,6 +42,8 @@ LARGEST_ERROR = 0.5
 process."""
 MOST_ROWS = 1 << 20
 """More decodes than a worker has seats."""
+MOST_IN_PAIRS = 0.9
+"""Share of a step with one prompt that its pairs take at most. Else many short prompts would cost nothing."""
 DECAY = 0.95
 """Factor on the weight of an observed step with each later one of about its size."""
 
@@ -99,11 +104,17 @@ class StepModel:
     prompt_seconds: tuple[float, ...]
     """Of a step with so many prompt tokens at position 0. Never falls."""
     pair_seconds: float
-    """That each pair of a prompt token and a position before the chunk adds."""
+    """That each pair of a prompt token and a position before the chunk adds. At most what leaves the pairs
+    within each chunk of the table `MOST_IN_PAIRS` of its seconds."""
     overlap: float
     """0 to 1: how far a mixed step computes decodes and prompts in one pass over the weights."""
     factors: tuple[float, float] = (1.0, 1.0)
     """Those of decodes and of prompts in these seconds, as in `corrected`."""
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.tokens, self.prompt_seconds, strict=True)
+        most = min((2 * seconds / size**2 for size, seconds in pairs), default=math.inf)
+        object.__setattr__(self, "pair_seconds", min(self.pair_seconds, MOST_IN_PAIRS * most))
 
     def __hash__(self) -> int:
         return hash((self.context_seconds, self.pair_seconds, self.overlap))  # the tables have forty numbers
@@ -164,9 +175,10 @@ class StepModel:
             interpolated(self.rows, self.decode_seconds, rows),
             self._prompt_rows(tokens),
         )
-        all_rows = self._prompt_rows(rows + tokens)
+        attention = self.attention(tokens, position)
+        all_rows = self._prompt_rows(rows + tokens) + min(0.0, attention)
         decode = context * self.context_seconds + separate * decode_rows
-        prompt = self.attention(tokens, position) + separate * prompt_rows
+        prompt = separate * (prompt_rows + attention) + overlap * max(0.0, attention)
         if decode_rows > all_rows:
             return decode + overlap * decode_rows, prompt
         return decode, prompt + overlap * all_rows
@@ -226,10 +238,10 @@ class StepModel:
         return interpolated(self.tokens, self.prompt_seconds, tokens)
 
     def attention(self, tokens: int, position: float) -> float:
-        """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by less
-        than these."""
+        """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by at most
+        these."""
         # Beyond the largest size the table is linear, so it has no more pairs than that size.
-        return tokens * max(position, -min(tokens, self.tokens[-1]) / 2) * self.pair_seconds
+        return max(tokens * position, -(min(tokens, self.tokens[-1]) ** 2) / 2) * self.pair_seconds
 
 
 def interpolated(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
@@ -278,14 +290,22 @@ class _Bin:
 class _Bins:
     """Steps of one kind by size. What was measured at the start stays."""
 
-    def __init__(self, sizes: Sequence[int], measured: Mapping[int, float], slope: float | None) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        measured: Mapping[int, float],
+        slope: float | None,
+        *,
+        have_pairs: bool = False,
+    ) -> None:
         """`measured`: seconds of some of the sizes. `slope`: of one position or pair. 0: not known. None:
-        there is no work."""
+        there is no work. `have_pairs`: without work, a step of `size` tokens has size² / 2 pairs."""
         self._sizes = sizes
         self._bins = [_Bin() for _ in sizes]
         self._measured = measured
         self._slope = slope or 0.0
         self._learns_slope = slope == 0
+        self._have_pairs = have_pairs
 
     def add(self, size: int, work: float, seconds: float) -> None:
         if self.learns(size):
@@ -306,7 +326,7 @@ class _Bins:
     def table(self, others: "_Bins | None" = None) -> tuple[tuple[int, ...], tuple[float, ...], float]:
         """Sizes, seconds without what `work` adds, and what one more of `work` adds. Empty: not known.
         `others`: of the same sizes, for those without steps here."""
-        slope = _slope(self._bins) if self._learns_slope else self._slope
+        slope = _slope(self._bins, have_pairs=self._have_pairs) if self._learns_slope else self._slope
         bins = zip(self._sizes, self._bins, self._bins if others is None else others._bins, strict=True)
         seen = [own if own.weight else other for size, own, other in bins if size not in self._measured]
         found = {
@@ -329,15 +349,17 @@ def _rising(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(mean for mean, count in means for _ in range(count))
 
 
-def _slope(bins: Sequence[_Bin]) -> float:
-    """What one more of `work` adds to steps of one size."""
-    bins = [each for each in bins if each.mean_work > 0]
+def _slope(bins: Sequence[_Bin], *, have_pairs: bool) -> float:
+    """What one more of `work` adds to steps of one size. `have_pairs`: as in `_Bins`."""
+    working = [each for each in bins if each.mean_work >= 1]
     # Relative to the work of a bin, or the largest steps alone would say what small ones cost.
-    variance = sum(each.variance / each.mean_work**2 for each in bins)
-    covariance = sum(each.covariance / each.mean_work**2 for each in bins)
+    variance = sum(each.variance / each.mean_work**2 for each in working)
+    covariance = sum(each.covariance / each.mean_work**2 for each in working)
     slope = max(0.0, covariance / variance) if variance > 0 else 0.0
     # The rest of a step is not negative, however steep the line through a few steps is.
-    return min([slope, *(each.mean_seconds / each.mean_work for each in bins)])
+    loads = ((each.mean_seconds, each.mean_work + have_pairs * each.mean_size**2 / 2) for each in bins)
+    share = MOST_IN_PAIRS if have_pairs else 1.0
+    return min([slope, *(share * seconds / load for seconds, load in loads if load > 0)])
 
 
 class ObservedSteps:
@@ -355,7 +377,7 @@ class ObservedSteps:
         decodes = dict(zip(known.rows, known.decode_seconds, strict=True))
         prompts = dict(zip(known.tokens, known.prompt_seconds, strict=True))
         self._decodes = _Bins(rows, decodes, known.context_seconds)
-        self._prompts = _Bins(tokens, prompts, known.pair_seconds)
+        self._prompts = _Bins(tokens, prompts, known.pair_seconds, have_pairs=True)
         self._mixed = _Bins(tokens, prompts, None)
         self._smallest = tokens[0]
         self._learns_overlap = measured is None

@@ -8,6 +8,8 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.machine.step_model import (
     LARGEST_FACTOR,
@@ -22,6 +24,7 @@ from baton.machine.step_model import (
     row_sizes,
     token_sizes,
 )
+from baton.router.policy.pace import Pace
 from baton.simulator.steps import step_seconds
 
 ROWS, TOKENS = row_sizes(256), token_sizes(8192)
@@ -61,6 +64,62 @@ def test_a_step_costs_what_its_parts_do(size: tuple[int, float, int, float], sec
     assert MODEL.corrected(2, 3).step(*size) == pytest.approx(
         sum(factor * part for factor, part in zip((2, 3), MODEL.parts(*size), strict=True)), rel=0.2
     )
+
+
+SECONDS = st.floats(0, 10)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> StepModel:
+    """Any that a worker may report."""
+
+    def table(most: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        sizes = draw(st.lists(st.integers(1, most), min_size=1, max_size=5, unique=True).map(sorted))
+        count = len(sizes)
+        seconds = draw(st.lists(SECONDS, min_size=count, max_size=count).map(sorted))
+        return tuple(sizes), tuple(seconds)
+
+    return StepModel(*table(256), draw(SECONDS), *table(8192), draw(SECONDS), draw(st.floats(0, 1)))
+
+
+@st.composite
+def learned(draw: st.DrawFn) -> StepModel:
+    """Of steps whose seconds have nothing to do with their sizes, some with several prompts."""
+    observed = ObservedSteps(ROWS, TOKENS)
+    for _ in range(draw(st.integers(1, 12))):
+        rows, tokens = draw(st.integers(0, 256)), draw(st.integers(1, 8192))
+        position = draw(st.integers(-tokens, 200_000)) / 2
+        observed.add(rows, 1e3 * rows, tokens, position, draw(SECONDS))
+    assert observed.model is not None
+    return observed.model
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    models() | learned(), st.integers(0, 300), st.floats(0, 1e6), st.integers(0, 20_000), st.floats(-1e5, 1e5)
+)
+def test_no_part_of_a_step_costs_less_than_nothing(
+    model: StepModel, rows: int, context: float, tokens: int, position: float
+) -> None:
+    for each in (model, model.corrected(0.3, 7.0)):
+        whole, tiny = (
+            each.step(rows, context, tokens, 0.0),
+            1e-9 * (1 + each.step(rows, context, tokens, 1e5)),
+        )
+        assert min(each.parts(rows, context, tokens, position)) >= -tiny
+        assert each.step(rows, context, tokens, min(0.0, position)) <= whole + tiny, "of several prompts"
+        assert Pace(each, position=max(0.0, position)).token >= -tiny
+        assert each.prompt_speed(max(0.0, position)) > 0
+
+
+def test_a_steep_line_through_short_prompts_makes_no_long_ones_free() -> None:
+    observed = ObservedSteps(ROWS, TOKENS)
+    observed.add(0, 0.0, 8192, 0.0, 0.19)
+    for position, seconds in ((0.0, 0.010), (2_000.0, 0.020)):  # the second one waited for a CPU
+        observed.add(0, 0.0, 512, position, seconds)
+    assert observed.model is not None
+    assert observed.model.prompt(8192, -4096) > 0.01, "many short prompts in one step"
+    assert Pace(observed.model).token > 1e-6
 
 
 def test_a_long_prompt_takes_several_steps() -> None:
