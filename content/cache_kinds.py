@@ -84,14 +84,14 @@ class Window:
 
     def reads(self, next_positions: Sequence[int]) -> list[Range]:
         """What the tokens at these positions (ascending) read before them: ascending, disjoint."""
-        found: list[Range] = []
+        ranges: list[Range] = []
         for position in next_positions:
             first = self.first_read(position)
-            if found and first <= found[-1][1]:
-                first, _ = found.pop()
+            if ranges and first <= ranges[-1][1]:
+                first, _ = ranges.pop()
             if first < position:
-                found.append((first, position))
-        return found
+                ranges.append((first, position))
+        return ranges
 
 
 def overlaps(ranges: Sequence[Range], others: Sequence[Range]) -> Iterator[Range]:

@@ -90,14 +90,14 @@ class GGUFHeader:
         kind, count = self._unpack("IQ")
         if kind != STRING:
             return self._unpack(f"{count}{SCALARS[kind]}")
-        data, at, length_at, found = self.data, self.end, LENGTH.unpack_from, []
+        data, at, length_at, texts = self.data, self.end, LENGTH.unpack_from, []
         for _ in range(count):  # a hundred thousand in a vocabulary
             begin = at + LENGTH.size
             at = begin + length_at(data, at)[0]
             if self._vocabulary:
-                found.append(data[begin:at].decode())
+                texts.append(data[begin:at].decode())
         self._advance(at)
-        return found if self._vocabulary else None
+        return texts if self._vocabulary else None
 
     def _string(self) -> str:
         (length,) = LENGTH.unpack_from(self.data, self.end)

@@ -187,8 +187,8 @@ class Engine:
         cache = self._prefix_cache(config, started, hooks, pool)
         if self._kept is not None:
             hooks.progress("verifying KV", 0.0)
-        if cache is not None and (found := cache.take_over()):
-            log.info("%d blocks of KV of the engine before are whole, and are used", found)
+        if cache is not None and (blocks := cache.take_over()):
+            log.info("%d blocks of KV of the engine before are whole, and are used", blocks)
         self.window_blocks = None if pool.windows is None else pool.windows.of
         """int32, by block: the block in layers with windows, 0 if it has none. None: all layers have the same
         blocks."""
@@ -388,7 +388,7 @@ class Engine:
                 live.request.images,
                 self._embeddings,
                 grid=vision.sections is not None,
-                whole=bool(vision.whole_layers),
+                sees_whole=bool(vision.whole_layers),
             )
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)

@@ -487,10 +487,10 @@ class ModelConfig:
         state, gemma, mimo, step = self.state, self.gemma, self.mimo, self.step
         if ranks not in (sizes := self.group_sizes):
             possible = ", ".join(map(str, sizes))
-            beside = "" if state is None else f", and {state.num_heads} state heads in {state.groups} groups"
+            states = "" if state is None else f", and {state.num_heads} state heads in {state.groups} groups"
             raise ValueError(
                 f"--tensor-parallel-size {ranks}: the model has {self.num_heads} query heads and "
-                f"{self.num_kv_heads} KV heads{beside}; choose one of {possible}"
+                f"{self.num_kv_heads} KV heads{states}; choose one of {possible}"
             )
         return replace(
             self,

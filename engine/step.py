@@ -145,7 +145,7 @@ class ImageInputs(NamedTuple):
     is added behind the first layers of the model."""
     positions: Annotated[np.ndarray, Layout(np.int64, ("image rows", 3))]
     """Positions in time, from the top and from the left, for rotation."""
-    whole: Annotated[np.ndarray, Layout(np.int64, ("whole images", 3), on_device=False)]
+    seen_whole: Annotated[np.ndarray, Layout(np.int64, ("whole images", 3), on_device=False)]
     """(chunk, start, stop) of the images whose tokens see all of their image. Chunks are the requests that do
     not decode. Empty: a token sees only those before it."""
 
@@ -231,11 +231,11 @@ class Step:
 
     @property
     def whole_images(self) -> Mapping[int, Sequence[tuple[int, int]]]:
-        """`ImageInputs.whole`, by chunk."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for chunk, start, stop in self.images.whole.tolist():
-            found.setdefault(chunk, []).append((start, stop))
-        return found
+        """`ImageInputs.seen_whole`, by chunk."""
+        by_chunk: dict[int, list[tuple[int, int]]] = {}
+        for chunk, start, stop in self.images.seen_whole.tolist():
+            by_chunk.setdefault(chunk, []).append((start, stop))
+        return by_chunk
 
 
 RECORDS: Mapping[str, Any] = {

@@ -73,9 +73,9 @@ def allocate(size: int) -> int:
 
 
 def read(address: int, size: int) -> bytes:
-    found = ctypes.create_string_buffer(size)
-    call("cuMemcpyDtoH_v2", found, address, size)
-    return found.raw
+    copied = ctypes.create_string_buffer(size)
+    call("cuMemcpyDtoH_v2", copied, address, size)
+    return copied.raw
 
 
 def copy(to: int, source: int, size: int, stream: int) -> None:

@@ -100,12 +100,12 @@ class DeviceMemory(ABC):
     def resume(self, mapped: Mapping[int, Sequence[Page]]) -> dict[int, Sequence[Page]]:
         """Maps new pages where `release` has unmapped these. Raises `MemoryError` before it maps one."""
         new = iter(self.create(sum(map(len, mapped.values()))))
-        found: dict[int, Sequence[Page]] = {
+        new_pages: dict[int, Sequence[Page]] = {
             address: list(islice(new, len(pages))) for address, pages in mapped.items()
         }
-        for address, pages in found.items():
+        for address, pages in new_pages.items():
             self.map(address, pages)
-        return found
+        return new_pages
 
 
 def open_device_memory(device: int | None, page_bytes: int, *, exportable: bool = False) -> DeviceMemory:
@@ -140,10 +140,10 @@ def _protection(writable: bool) -> int:
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
-    found = _libc().mmap(address, size, protection, flags, fd, offset)
-    if found == _FAILED:
+    mapped = _libc().mmap(address, size, protection, flags, fd, offset)
+    if mapped == _FAILED:
         raise MemoryError(f"mmap of {size} bytes: {os.strerror(ctypes.get_errno())}")
-    return found
+    return mapped
 
 
 class HostMemory(DeviceMemory):
@@ -202,9 +202,9 @@ class HostMemory(DeviceMemory):
         return Exported(os.dup(page.handle), page.offset)
 
     def adopt(self, exported: Exported, count: int) -> list[Page]:
-        there = os.fstat(exported.fd).st_size - exported.offset
-        if exported.offset < 0 or exported.offset % mmap.PAGESIZE or there < count * self.page_bytes:
-            raise MemoryError(f"the file has {there} bytes from its offset on, not {count} pages")
+        available = os.fstat(exported.fd).st_size - exported.offset
+        if exported.offset < 0 or exported.offset % mmap.PAGESIZE or available < count * self.page_bytes:
+            raise MemoryError(f"the file has {available} bytes from its offset on, not {count} pages")
         fd = os.dup(exported.fd)
         self._adopted.add(fd)
         return self._pages(fd, exported.offset, count)

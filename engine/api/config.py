@@ -65,18 +65,18 @@ class SpeculativeConfig:
     def of(cls, text: str) -> "SpeculativeConfig":
         """From a JSON object."""
         try:
-            given = json.loads(text)
+            settings = json.loads(text)
         except ValueError as error:
             raise ValueError(f"--speculative-config: {text!r} is not JSON ({error})") from error
-        if not isinstance(given, dict):
+        if not isinstance(settings, dict):
             raise ValueError(f"--speculative-config: {text!r} is not a JSON object")
         known = {each.name: type(each.default) for each in fields(cls)}
-        for name, value in given.items():
+        for name, value in settings.items():
             if name not in known:
                 raise ValueError(f"--speculative-config: {name!r} is not one of {', '.join(known)}")
             if type(value) is not known[name]:
                 raise ValueError(f"--speculative-config: {name} must be of type {known[name].__name__}")
-        return cls(**given)
+        return cls(**settings)
 
     @property
     def by_device(self) -> bool:

@@ -93,12 +93,12 @@ def check_request(
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             token = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(f"{name} has token {token}, which is not in the vocabulary of {vocabulary}")
-    given = len(request.output_ids)
-    if given >= request.sampling.max_tokens:
-        raise ValueError(f"max_tokens is {request.sampling.max_tokens}, but output_ids has {given} already")
-    if len(request.prompt_ids) + given >= longest:
+    emitted = len(request.output_ids)
+    if emitted >= request.sampling.max_tokens:
+        raise ValueError(f"max_tokens is {request.sampling.max_tokens}, but output_ids has {emitted} already")
+    if len(request.prompt_ids) + emitted >= longest:
         raise ValueError(
-            f"prompt_ids and output_ids have {len(request.prompt_ids) + given} tokens; "
+            f"prompt_ids and output_ids have {len(request.prompt_ids) + emitted} tokens; "
             f"with at least one more, the limit is {longest} (max_model_len)"
         )
     if request.images:

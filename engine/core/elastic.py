@@ -306,8 +306,8 @@ class Budget:
         units = self._units
         window_pages = of_windows * self.place_pages / units.size
         block_pages = of_blocks * self.block_pages / self._blocks.size
-        whole = self.free_pages + self._blocks.present * self.block_pages + units.present * self.place_pages
-        wanted = int(whole * window_pages / (window_pages + block_pages)) // self.place_pages
+        pages = self.free_pages + self._blocks.present * self.block_pages + units.present * self.place_pages
+        wanted = int(pages * window_pages / (window_pages + block_pages)) // self.place_pages
         if abs(wanted - units.present) * GROWTH <= wanted:
             return
         some = units.units(taken[1])  # so that no request ends with many moves

@@ -110,7 +110,9 @@ class SharedPrompt:
         return [
             position
             for position in self.read_at
-            if any(own.start < position and first_read(windows, position) < own.stop for own in self.ranges)
+            if any(
+                each.start < position and first_read(windows, position) < each.stop for each in self.ranges
+            )
         ]
 
 

@@ -51,10 +51,10 @@ def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int
     """
     if decodes and mixed_steps >= MIXED_STEPS:
         return 0
-    whole = bisect_right(rows, decodes + tokens)
-    if not 0 < whole < len(rows):
+    count = bisect_right(rows, decodes + tokens)
+    if not 0 < count < len(rows):
         return tokens
-    fitting = rows[whole - 1] - decodes
+    fitting = rows[count - 1] - decodes
     return fitting if 2 * fitting > tokens else tokens
 
 

@@ -204,17 +204,17 @@ class PrefixCache:
         may be thin."""
         if (kept := self._kept) is None:
             return
-        whole = {
+        windowed = {
             name: block
             for name, block in blocks.items()
             if name not in self._thin and self._pool.has_window(block)
         }
         kept.add(
             KeptBlock(block, *self._cached[name])
-            for name, block in (whole if kept.windows is None else blocks).items()
+            for name, block in (windowed if kept.windows is None else blocks).items()
         )
         if kept.windows is not None and (windows := self._pool.windows) is not None:
-            kept.windows.add({int(windows.of[block]): name for name, block in whole.items()})
+            kept.windows.add({int(windows.of[block]): name for name, block in windowed.items()})
 
     def keep_states(self, names: PrefixNames, position: int, slot: int) -> None:
         """The next engine may have the states after this many tokens, which end a block."""
@@ -245,17 +245,17 @@ class PrefixCache:
         after: dict[bytes, list[KeptBlock]] = {}
         for kept in left.blocks:
             after.setdefault(kept.cached.before, []).append(kept)
-        found: list[KeptBlock] = []
+        kept_blocks: list[KeptBlock] = []
         prompts = [(kept, list[bytes]()) for kept in after.pop(b"", ())]
         while prompts:
             kept, before = prompts.pop()
             block, names = kept.cached, [*before, kept.cached.name]
             self._enter(block, len(names) - 1, names, kept.tenant)
-            found.append(kept)
+            kept_blocks.append(kept)
             prompts.extend((each, names) for each in after.pop(block.name, ()))
-        for kept in reversed(found):  # the end of a prompt is evicted first
+        for kept in reversed(kept_blocks):  # the end of a prompt is evicted first
             self._pool.put_cached(kept.block, kept.cached.name)
-        block_of = {kept.cached.name: kept.block for kept in found}
+        block_of = {kept.cached.name: kept.block for kept in kept_blocks}
         if (windows := self._pool.windows) is not None:
             self._thin.update(block_of.keys() - left.windows.keys())
             places = ((block, left.windows.get(name)) for name, block in block_of.items())
@@ -264,9 +264,9 @@ class PrefixCache:
             for name, slot in left.states.items():
                 if name in block_of:
                     copies.put_cached(name, slot)
-        if found:
-            self._hooks.cached([kept.cached for kept in found])
-        return len(found)
+        if kept_blocks:
+            self._hooks.cached([kept.cached for kept in kept_blocks])
+        return len(kept_blocks)
 
     def _forget_thin(self, name: bytes) -> None:
         """A block with this name has all positions. No tier keeps a thin one, except while it is read."""
@@ -393,13 +393,13 @@ class PrefixCache:
     def blocks_of(self, chunks: Sequence[bytes], first_chunk: int) -> list[bytes]:
         """The names of the blocks with the KV of consecutive chunks, as in `table`, as far as any tier has
         them."""
-        found: dict[bytes, None] = {}
+        blocks: dict[bytes, None] = {}
         for position, name in enumerate(chunks, first_chunk):
             chunk, names = self._blocks_of.get(name, (-1, []))
             if chunk != position or self.known(names) < len(names):
                 break
-            found.update(dict.fromkeys(names))
-        return list(found)
+            blocks.update(dict.fromkeys(names))
+        return list(blocks)
 
     def tier_of(self, name: bytes) -> OffloadTier | None:
         """The fastest tier below the device that has this block."""
@@ -431,12 +431,12 @@ class PrefixCache:
             assert tier is not None
             parts[tier] = [states]
         assert parts, "what the device has is not loaded"
-        wholes: list[bool] = []
+        intact_parts: list[bool] = []
 
-        def ended(whole: bool) -> None:
-            wholes.append(whole)
-            if len(wholes) == len(parts):
-                then(all(wholes))
+        def ended(intact: bool) -> None:
+            intact_parts.append(intact)
+            if len(intact_parts) == len(parts):
+                then(all(intact_parts))
 
         for tier, part in parts.items():
             tier.load(part, ended)

@@ -126,25 +126,25 @@ class PrefixExchange:
     ) -> None:
         """A pin or an import has ended, which happens once. The rest is as in `BlockPool.release`."""
         self._open.remove(lease)
-        whole = self._cache.thin_before(len(lease.table) * self._block_size)
-        first = max(0, whole - (len(lease.table) - len(blocks)))
+        first_whole = self._cache.thin_before(len(lease.table) * self._block_size)
+        first = max(0, first_whole - (len(lease.table) - len(blocks)))
         if self._windows is not None:
             self._windows.end(lease.windows, lease.table)
         self._pool.release(blocks, remnant, copied=copied, first_copied=first)
 
     def imported(self, ended: Import, num_tokens: int, *, all_positions: bool) -> None:
         """As `Import.end`."""
-        names, (last, rest) = ended.missing.names, divmod(num_tokens, self._block_size)
+        names, (last, remainder) = ended.missing.names, divmod(num_tokens, self._block_size)
         thin = 0 if all_positions else self._cache.thin_before(num_tokens)
         first = len(ended.table) - len(ended.blocks)
         self._cache.publish(names, ended.table, first, last, thin=[range(thin)])
         if (slot := ended.state_slot) is not None:
             assert self._cache.copies is not None, "it gave the slot"
-            if num_tokens and not rest:
+            if num_tokens and not remainder:
                 self._cache.publish_states(names, num_tokens, slot)
             else:
                 self._cache.copies.release(slot)
-        has_remnant = slot is None and rest and last >= thin
+        has_remnant = slot is None and remainder and last >= thin
         remnant = (ended.table[last], names.chunks[num_tokens // CHUNK_TOKENS - 1]) if has_remnant else None
         self.ended(ended, [*ended.missing.hits, *ended.blocks], remnant)
 
@@ -177,14 +177,14 @@ class PrefixExchange:
             states = chunks[-1], slot
         self._read_windows(span, blocks, read)
 
-        def ended(whole: bool) -> None:
+        def ended(intact: bool) -> None:
             self._brought -= 1
             if copies is not None and states is not None:
-                if whole:
+                if intact:
                     self._cache.restore_states(*states)
                 else:
                     copies.release(states[1])
-            if whole:
+            if intact:
                 for name, block in zip(wanted, blocks, strict=True):
                     self._cache.restore(name, block)
             if self._windows is not None:

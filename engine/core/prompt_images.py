@@ -39,11 +39,11 @@ class PromptImages:
     """
 
     def __init__(
-        self, images: Sequence[Image], encode: Encode, *, grid: bool = True, whole: bool = False
+        self, images: Sequence[Image], encode: Encode, *, grid: bool = True, sees_whole: bool = False
     ) -> None:
-        """`grid`: rotation has three positions. `whole`: tokens of an image see all of it."""
+        """`grid`: rotation has three positions. `sees_whole`: tokens of an image see all of it."""
         self.failure = ""
-        self._grid, self._whole = grid, whole
+        self._grid, self._sees_whole = grid, sees_whole
         self.asked_at = self.encoded_at = 0.0
         self._images = images
         self._encode = encode
@@ -74,7 +74,7 @@ class PromptImages:
     def chunk(self, start: int, count: int, most: int) -> int:
         """The tokens of a chunk from position `start` on, if it should have `count`, and may have `most`. 0:
         none, since an image comes first that has no room."""
-        if not self._whole or count <= 0:
+        if not self._sees_whole or count <= 0:
             return count
         i = int(
             np.searchsorted(self._stops, start + count, side="left")
@@ -104,7 +104,7 @@ class PromptImages:
     def inputs(self, positions: range) -> list["_ImagePart"]:
         """What a step computes at these positions, which are computable, by image. Rows count from the first
         of them. Embeddings that no later position needs are dropped here."""
-        found: list[_ImagePart] = []
+        parts: list[_ImagePart] = []
         first = int(np.searchsorted(self._stops, positions.start, side="right"))
         for i, image in enumerate(self._images[first:], first):
             start, stop = max(image.start, positions.start), min(image.stop, positions.stop)
@@ -115,11 +115,11 @@ class PromptImages:
             top, left = np.divmod(index, image.columns)
             places = np.stack((np.zeros_like(index), top, left), axis=1) + image.start + self._shifts[i]
             rows = np.arange(start, stop) - positions.start
-            whole = np.array([[0, image.start, image.stop]] * self._whole, np.int64).reshape(-1, 3)
-            found.append(_ImagePart(rows, embeddings, places, whole))
+            seen_whole = np.array([[0, image.start, image.stop]] * self._sees_whole, np.int64).reshape(-1, 3)
+            parts.append(_ImagePart(rows, embeddings, places, seen_whole))
             if stop == image.stop:
                 del self._embeddings[i]
-        return found
+        return parts
 
 
 def with_images(step: Step, chunks: Sequence[tuple[PromptImages | None, range]]) -> Step:
@@ -139,13 +139,15 @@ def with_images(step: Step, chunks: Sequence[tuple[PromptImages | None, range]])
             shift[begin:end] = of_request
         chunk = request - step.num_decodes
         for each in images.inputs(positions):
-            inputs.append(each._replace(rows=each.rows + begin, whole=each.whole + np.array([chunk, 0, 0])))
+            inputs.append(
+                each._replace(rows=each.rows + begin, seen_whole=each.seen_whole + np.array([chunk, 0, 0]))
+            )
     if not inputs:
         return replace(step, rotary_shift=shift)
-    rows, embeddings, positions, whole = zip(*inputs, strict=True)
+    rows, embeddings, positions, seen_whole = zip(*inputs, strict=True)
     rows, index = np.concatenate(rows), np.full(len(step.positions), -1, dtype=np.int32)
     index[rows] = np.arange(len(rows))
-    together = Pieces(embeddings), np.concatenate(positions), np.concatenate(whole)
+    together = Pieces(embeddings), np.concatenate(positions), np.concatenate(seen_whole)
     return replace(step, rotary_shift=shift, images=ImageInputs(index, *together))
 
 
@@ -155,4 +157,4 @@ class _ImagePart(NamedTuple):
     rows: np.ndarray
     embeddings: np.ndarray
     positions: np.ndarray
-    whole: np.ndarray
+    seen_whole: np.ndarray

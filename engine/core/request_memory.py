@@ -248,14 +248,14 @@ class RequestMemory:
         leaves cached blocks out if the memory of these, or of what is behind them, must become that of
         others. If this takes long, steps move memory, and it fits later."""
         windows += self.kept_windows
-        found = self.need(tokens, hits) + kept, slots, windows, hits
-        if not self.has_room(*found):
+        needs = self.need(tokens, hits) + kept, slots, windows, hits
+        if not self.has_room(*needs):
             if self._budget is None:
                 return False
-            found = self.blocks_for(tokens) + kept, slots, windows, ()
-            if not self.has_room(*found):
+            needs = self.blocks_for(tokens) + kept, slots, windows, ()
+            if not self.has_room(*needs):
                 return False
-        return self.is_at_once(*found, waits=True)
+        return self.is_at_once(*needs, waits=True)
 
     # Giving and taking back
 
@@ -397,8 +397,8 @@ class RequestMemory:
         if self._windows is not None:
             self._end_windows(live, live.window_spans)
         # The other worker has thin blocks before this one: these are whole here only.
-        whole = 0 if self._cache is None else self._cache.thin_before(live.num_verified)
-        self._pool.release(live.blocks, remnant, copied=live.handed_over, first_copied=whole)
+        first_whole = 0 if self._cache is None else self._cache.thin_before(live.num_verified)
+        self._pool.release(live.blocks, remnant, copied=live.handed_over, first_copied=first_whole)
         if remnant is not None and self._cache is not None:
             end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
             self._cache.remnant_kept(self.names(live, self._cache), end)

@@ -282,7 +282,7 @@ class StepGraphs:
         tables, images = step.decode_rows + step.num_prefills, step.images
         fits = max(tables, len(step.sampled_rows)) <= len(self._sampled)
         # Images whose tokens see their whole image need other tiles than chunks.
-        fits = fits and len(images.embeddings) <= len(self._embeddings) and not len(images.whole)
+        fits = fits and len(images.embeddings) <= len(self._embeddings) and not len(images.seen_whole)
         return size_for(step, self._sizes) if fits else None
 
     def forward(self, size: Size, step: Step, layer_done: LayerDone) -> None:

@@ -20,7 +20,7 @@ from baton.engine.execution.graphs import LateCapture
 from baton.engine.execution.memory_sizing import choose_dtype, memory_for
 from baton.engine.execution.threads import set_threads
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Weights, whole
+from baton.engine.layers.weights import Weights, as_built
 from baton.engine.loader import check_encoder, choose_format, open_checkpoint
 from baton.engine.model_config import ModelConfig, VisionConfig
 from baton.engine.models.vision import TOWER
@@ -131,7 +131,7 @@ def _encoder_with(
     dtype: torch.dtype,
     device: torch.device,
     hold_seconds: float = 0.0,
-    part_built: Callable[[str, Any], Any] = whole,
+    part_built: Callable[[str, Any], Any] = as_built,
 ) -> Encoder:
     settings, turns = vision.settings, Turns()
     graphs = tower_graphs(settings, device) if config.cuda_graphs and device.type == "cuda" else None

@@ -17,7 +17,7 @@ from baton.engine.execution.memory_sizing import CacheLimits, gib, memory_for
 from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Checkpoint, PlainFormat, whole
+from baton.engine.layers.weights import Checkpoint, PlainFormat, as_built
 from baton.engine.loader import load_model
 from baton.engine.loader.draft_heads import FoundHead
 from baton.engine.models.draft_heads import DraftHead
@@ -63,7 +63,7 @@ def load_weights(
     with memory_for("the weights", "choose a smaller --model"):
         if shelf is not None:
             shared = run(partial(SharedWeights, shelf, device, ranks, alone=not stands_by))
-        part_built = whole if shared is None else shared.part_built
+        part_built = as_built if shared is None else shared.part_built
         model, drafter, fingerprint = run(
             partial(
                 load_model,
@@ -85,7 +85,7 @@ def load_weights(
     saver = open_memory_saver(config, device)
     with memory_for("the weights", "choose a smaller --model"):
         if saver is not None:
-            saver.take(tensors((model, drafter), beside=ranks))
+            saver.take(tensors((model, drafter), without=ranks))
         if shared is not None:
             run(partial(shared.finish, (model, drafter)))
             if apart := shared.apart_bytes:

@@ -135,7 +135,7 @@ class SharedWeights:
     @torch.inference_mode()
     def _place(self, part: object) -> None:
         """Places the tensors of a part that have no place yet."""
-        new = [x for x in tensors(part, beside=self._ranks) if id(x) not in self._placed]
+        new = [x for x in tensors(part, without=self._ranks) if id(x) not in self._placed]
         self._placed |= {id(x): x for x in new}
         pieces = _pieces(new, self._device)
         if self._alone:

@@ -34,9 +34,9 @@ def pairs(kept: object, new: object, name: str = "model") -> Iterator[Pair]:
     yield from _pairs(kept, new, name, set())
 
 
-def tensors(x: object, *, beside: object = None) -> Iterator[Tensor]:
-    """All tensors of a model, each once, without those of `beside`, which it refers to."""
-    return _tensors(x, {id(beside)})
+def tensors(x: object, *, without: object = None) -> Iterator[Tensor]:
+    """All tensors of a model, each once, without those of `without`, which it refers to."""
+    return _tensors(x, {id(without)})
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -65,8 +65,8 @@ def _pairs(kept: Any, new: Any, name: str, seen: set[int]) -> Iterator[Pair]:
     if type(kept) is not type(new):
         raise ValueError(f"{name} is a {type(kept).__name__} and would be a {type(new).__name__}")
     if isinstance(kept, Tensor):
-        found, wanted = ((x.shape, x.dtype, x.device.type) for x in (new, kept))
-        if found != wanted:
+        actual, wanted = ((x.shape, x.dtype, x.device.type) for x in (new, kept))
+        if actual != wanted:
             raise ValueError(f"{name} is {_form(kept)} and would be {_form(new)}")
         yield Pair(name, kept, new)
         return

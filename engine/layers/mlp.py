@@ -80,7 +80,7 @@ class MoE:
     ) -> None:
         hidden = unsharded(config.hidden_size)
         of_experts = unsharded(experts.latent_size) if experts.latent_size else hidden
-        own, inner = weights.ranks.expert_shards(experts.num_experts, experts.intermediate_size)
+        part, inner = weights.ranks.expert_shards(experts.num_experts, experts.intermediate_size)
         names = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
         self.router = weights.linear(
             [f"{name}.{router}"], [unsharded(experts.num_experts)], hidden, bias=experts.bias
@@ -92,14 +92,14 @@ class MoE:
             """Matrices of these projections [own experts, out, in], and their biases [own experts, out]."""
             stacks = [
                 Stack(
-                    [f"{name}.{kind}_proj" for kind in kinds], [own.only_with(i, rows)] * len(kinds), columns
+                    [f"{name}.{kind}_proj" for kind in kinds], [part.only_with(i, rows)] * len(kinds), columns
                 )
                 for i, name in enumerate(names)
             ]
             parts = [part for stack in stacks for part in stack.rows]
             every = Stack([name for stack in stacks for name in stack.names], parts, columns, experts.bias)
             bias = weights.bias(every)
-            experts_bias = None if bias is None else bias.unflatten(0, (own.length, -1))
+            experts_bias = None if bias is None else bias.unflatten(0, (part.length, -1))
             return weights.format.experts(weights, stacks), experts_bias
 
         self.index = experts.layers.index(layer)
@@ -116,7 +116,7 @@ class MoE:
             gate_up,
             down,
             self._choice(experts, weights, f"{name}.{router}"),
-            own.start,
+            part.start,
             gate_up_bias,
             down_bias,
             activation,

@@ -178,7 +178,7 @@ class PlainFormat:
         return PlainLinear(embedding, exact=weights.kernels.exact)
 
 
-def whole(name: str, part: Any) -> Any:
+def as_built(name: str, part: Any) -> Any:
     """A `part_built` that leaves all parts as they are."""
     return part
 
@@ -196,7 +196,7 @@ class Weights:
         ranks: Ranks,
         *,
         exact: bool = False,
-        part_built: Callable[[str, Any], Any] = whole,
+        part_built: Callable[[str, Any], Any] = as_built,
     ) -> None:
         """`part_built`: gets each large part of the model when it is complete and no other part reads its
         values any more, and returns what takes its place: `embedding`, `layers.3`, `head`."""
@@ -245,13 +245,13 @@ class Weights:
     def below(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin with `prefix`, by the rest of their names, in the model's dtype. Only
         rank 0 keeps them. Empty: dummy weights, which have no names."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in sorted(self._names):
             if name.startswith(prefix):
                 tensor = self.take(name, self._checkpoint.shape(name) or ())
                 if self.ranks.rank == 0:
-                    found[name.removeprefix(prefix)] = tensor
-        return found
+                    tensors[name.removeprefix(prefix)] = tensor
+        return tensors
 
     def stack(
         self, names: Sequence[str], parts: Sequence[Sequence[Shard]], *, scratch: bool = False
@@ -319,10 +319,10 @@ class Weights:
             raise ValueError(
                 f"{self._checkpoint.file_of(name)}: tensor {name} is missing, the checkpoint is incomplete"
             )
-        found = self._checkpoint.shape(name)
-        if found is not None and found != shape:
+        stored = self._checkpoint.shape(name)
+        if stored is not None and stored != shape:
             raise ValueError(
-                f"{self._checkpoint.file_of(name)}: tensor {name} is {list(found)}, "
+                f"{self._checkpoint.file_of(name)}: tensor {name} is {list(stored)}, "
                 f"by the model's configuration it should be {list(shape)}"
             )
 

@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights, whole
+from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights, as_built
 from baton.engine.loader.device_file import wait_for_copy
 from baton.engine.loader.draft_heads import FoundHead, find_head
 from baton.engine.loader.families import FAMILIES, model_class
@@ -72,9 +72,9 @@ def check_model(engine: EngineConfig) -> None:
     if engine.encoder_pool:
         check_encoder(engine, checkpoint.config, has_weights=bool(getattr(model, "tower", {})))
     if (head := draft_head(engine, checkpoint, weight_format)) is not None:
-        own = DeclaredWeights(head.checkpoint, head.weight_format)
-        head.build(model, 1, own)
-        own.check_all_taken()
+        head_weights = DeclaredWeights(head.checkpoint, head.weight_format)
+        head.build(model, 1, head_weights)
+        head_weights.check_all_taken()
 
 
 def check_encoder(engine: EngineConfig, model: ModelConfig, *, has_weights: bool) -> None:
@@ -129,7 +129,7 @@ def load_model(
     *,
     head: FoundHead | None = None,
     exact: bool = False,
-    part_built: Callable[[str, Any], Any] = whole,
+    part_built: Callable[[str, Any], Any] = as_built,
 ) -> tuple[Llama, DraftHead | None, str]:
     """`exact`: as in `Kernels`; `part_built`: as in `Weights`. Returns this rank's part of the model and of
     its draft head, and the model's fingerprint: `model=…; weights=…; format=…`, and `drafts=…` with a head,
@@ -145,10 +145,10 @@ def load_model(
     fingerprint = _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
     if head is None:
         return model, None, fingerprint
-    own = Weights(head.checkpoint, dtype, device, progress, head.weight_format, ranks, exact=exact)
-    drafter = head.build(model, max_model_len, own)
-    own.finish()
-    return model, drafter, f"{fingerprint}; drafts={head.identity(own)}"
+    head_weights = Weights(head.checkpoint, dtype, device, progress, head.weight_format, ranks, exact=exact)
+    drafter = head.build(model, max_model_len, head_weights)
+    head_weights.finish()
+    return model, drafter, f"{fingerprint}; drafts={head.identity(head_weights)}"
 
 
 def _fingerprint(

@@ -51,8 +51,8 @@ class DeviceFile:
     def __init__(self, path: Path, device: torch.device) -> None:
         """Raises `ValueError` naming the file and what is wrong with it."""
         self._device = device
-        found = read_json(path)
-        memory, tensors = found.get("memory"), found.get("tensors")
+        fields = read_json(path)
+        memory, tensors = fields.get("memory"), fields.get("tensors")
         if not isinstance(memory, list) or not isinstance(tensors, dict):
             raise ValueError(f"{path}: must have a list of memory, and tensors by name")
         opened, stream = list[int](), torch.cuda.current_stream()
@@ -83,13 +83,13 @@ class DeviceFile:
         dtype, shape, address = self._places[name]
         rows = parts[0] if parts else Shard(0, 1, 1)
         of_row = math.prod(shape[1:])
-        found = torch.empty([rows.length, of_row], dtype=dtype, device=self._device)
-        if found.numel():
+        tensor = torch.empty([rows.length, of_row], dtype=dtype, device=self._device)
+        if tensor.numel():
             begin = address + rows.start * of_row * dtype.itemsize
             stream = torch.cuda.current_stream().cuda_stream
-            cuda_driver.copy(found.data_ptr(), begin, found.nbytes, stream)
-        found = found.view([rows.length, *shape[1:]] if parts else [])
-        return found[(..., *(part.indices for part in parts[1:]))]
+            cuda_driver.copy(tensor.data_ptr(), begin, tensor.nbytes, stream)
+        tensor = tensor.view([rows.length, *shape[1:]] if parts else [])
+        return tensor[(..., *(part.indices for part in parts[1:]))]
 
 
 def wait_for_copy(directory: Path, progress: Callable[[str, float], None]) -> None:

@@ -80,16 +80,16 @@ def _eagle_config(path: Path, target: ModelConfig) -> HeadConfig:
     model = model_config_from_hf(
         {**fields, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}, {}, str(path)
     )
-    own = (model.num_kv_heads, model.head_dim), settings.integer("target_hidden_size"), model.vocab_size
+    shapes = (model.num_kv_heads, model.head_dim), settings.integer("target_hidden_size"), model.vocab_size
     needed = (target.num_kv_heads, target.head_dim), target.hidden_size, target.vocab_size
     names = "KV heads and their size", "target_hidden_size", "vocab_size"
-    for name, value, other in zip(names, own, needed, strict=True):
+    for name, value, other in zip(names, shapes, needed, strict=True):
         if value != other:
             raise ValueError(f"{path}: {name} is {value}, but {other} in the model; choose a head for it")
     if model.num_layers != 1 or model.quantization is not None:
         raise ValueError(f"{path}: only heads with one layer and plain weights are supported")
-    found = {**fields, **(fields.get("eagle_config") or {})}
-    taps = found.get("eagle_aux_hidden_state_layer_ids")
+    settings_of_taps = {**fields, **(fields.get("eagle_config") or {})}
+    taps = settings_of_taps.get("eagle_aux_hidden_state_layer_ids")
     layers = target.num_layers
     if taps is None:
         taps = [2, layers // 2, layers - 3]

@@ -260,9 +260,9 @@ def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     if kind == GGMLQuantizationType.F32:
         return raw.view(np.float32).copy()
     values, size = GGML_QUANT_SIZES[kind]
-    whole = np.empty(raw.size // size * values, dtype=np.float32)
+    dequantized_values = np.empty(raw.size // size * values, dtype=np.float32)
     step = max(1, PIECE_BYTES // size)
     for at in range(0, raw.size // size, step):
         piece = raw[None, at * size : (at + step) * size]
-        whole[at * values : (at + step) * values] = dequantize(piece, kind)[0]
-    return whole
+        dequantized_values[at * values : (at + step) * values] = dequantize(piece, kind)[0]
+    return dequantized_values

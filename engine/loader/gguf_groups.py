@@ -105,11 +105,11 @@ def gguf(settings: Mapping[str, Any], source: str, device: torch.device) -> GGUF
 
 def serves_packed(settings: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a device serves this file packed by default: it has products that the device reads packed."""
-    found = [_bits(types) for types in settings["products"]]
-    return any(bits is not None and packs(bits, dtype, device) for bits in found)
+    bits_of = [_bits(types) for types in settings["products"]]
+    return any(bits is not None and packs(bits, dtype, device) for bits in bits_of)
 
 
 def _bits(types: Iterable[str]) -> int | None:
     """Bits of the codes of a product whose matrices have these types. None: it is plain."""
-    found = {BITS.get(kind) for kind in types}
-    return found.pop() if len(found) == 1 else None
+    bits_of = {BITS.get(kind) for kind in types}
+    return bits_of.pop() if len(bits_of) == 1 else None

@@ -110,10 +110,10 @@ class GptOssCheckpoint(Rearranged):
         self, stored: str, expert: Shard, rows: range, parts: Sequence[Shard]
     ) -> tuple[Tensor, Tensor]:
         """The blocks [rows, groups, 16] and scales [rows, groups] with these parts."""
-        groups, own = parts[1].in_groups(GROUP), span(rows[parts[0].indices])
+        groups, expert_rows = parts[1].in_groups(GROUP), span(rows[parts[0].indices])
         names = stored, f"{stored.removesuffix(BLOCKS)}_scales"
         blocks, scales = (
-            self._files.read(name, [expert, own, groups, *inside])[0, :: rows.step]
+            self._files.read(name, [expert, expert_rows, groups, *inside])[0, :: rows.step]
             for name, inside in zip(names, ([unsharded(GROUP // 2)], []), strict=True)
         )
         for tensor, name in zip((blocks, scales), names, strict=True):

@@ -76,10 +76,10 @@ class HFCheckpoint(Files):
     def next_token_layer(self) -> "HFCheckpoint | None":
         if not self._further:
             return None
-        found, copies = copy(self), ("embed_tokens.weight", "shared_head.head.weight")
+        of_layer, copies = copy(self), ("embed_tokens.weight", "shared_head.head.weight")
         layer = [name for name in self._file_of if name.startswith(self._further[:1])]
-        found._names = [name for name in layer if not name.endswith(copies)]
-        return found
+        of_layer._names = [name for name in layer if not name.endswith(copies)]
+        return of_layer
 
     def file_of(self, name: str) -> str:
         return str(self._file_of.get(name, self.source))

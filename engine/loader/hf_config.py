@@ -150,10 +150,11 @@ def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:
     """The settings of the text model, also if the model sees images, too."""
     family = family_of(Settings(config, source).architecture, source)
     if isinstance(text := config.get("text_config"), Mapping):
-        given = {key: value for key, value in text.items() if value is not None}
+        present = {key: value for key, value in text.items() if value is not None}
         if family.vision is not None and (tied := config.get("tie_word_embeddings")) is not None:
-            given["tie_word_embeddings"] = tied  # as in transformers: the text model alone may say otherwise
-        config = {**config, **given}
+            # As in transformers: the text model alone may say otherwise.
+            present["tie_word_embeddings"] = tied
+        config = {**config, **present}
     return Settings(family.settings(Settings(config, source)), source)
 
 

@@ -92,23 +92,23 @@ class LoadedModel:
             self._check_same(checkpoint.config, path)
             weight_format = choose_format(config, checkpoint.config, self.device)
             head = draft_head(config, checkpoint, weight_format)
-            found: list[Pair] = []
+            new_pairs: list[Pair] = []
 
             def keep(name: str, new: Any) -> Any:
                 part, _, index = name.partition(".")
                 kept = getattr(self.model, part)
                 kept = kept[int(index)] if index else kept
-                found.extend(self._on_host(kept, new, name))
+                new_pairs.extend(self._on_host(kept, new, name))
                 return kept
 
             model, drafter, fingerprint = load_model(
                 checkpoint, self.max_model_len, self.dtype, self.device, _silent, weight_format, self.ranks,
                 head=head, exact=config.batch_invariant, part_built=keep,
             )  # fmt: skip
-            found.extend(self._on_host(self.model, model, "model"))
-            found.extend(self._on_host(self.drafter, drafter, "draft head"))
-            found.extend(self._on_host(self.tower, getattr(model, "tower", {}), "encoder"))
-        return NewWeights(fingerprint, found, self.writing)
+            new_pairs.extend(self._on_host(self.model, model, "model"))
+            new_pairs.extend(self._on_host(self.drafter, drafter, "draft head"))
+            new_pairs.extend(self._on_host(self.tower, getattr(model, "tower", {}), "encoder"))
+        return NewWeights(fingerprint, new_pairs, self.writing)
 
     @contextlib.contextmanager
     def _on_a_stream_of_its_own(self) -> Iterator[None]:
@@ -126,13 +126,13 @@ class LoadedModel:
     def _on_host(self, kept: Any, new: Any, name: str) -> list[Pair]:
         if not self._on_gpu:
             return list(pairs(kept, new, name))
-        found = []
+        new_pairs = []
         for pair in pairs(kept, new, name):
             for part, values in pieces(pair.kept, pair.new):
                 copy = torch.empty_like(values, device="cpu", pin_memory=True)
-                found.append(Pair(pair.name, part, copy.copy_(values, non_blocking=True)))
+                new_pairs.append(Pair(pair.name, part, copy.copy_(values, non_blocking=True)))
         torch.cuda.current_stream().synchronize()  # the device may give the memory of the layer away now
-        return found
+        return new_pairs
 
     def _check_same(self, config: ModelConfig, path: str) -> None:
         new, loaded = ({f.name: getattr(x, f.name) for f in fields(x)} for x in (config, self.model_config))

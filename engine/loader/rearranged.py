@@ -97,9 +97,9 @@ class Rearranged(Checkpoint):
 
     def _name_in_encoder(self, stored: str) -> str | None:
         """None: it is no tensor of the encoder."""
-        found = (prefix for prefix in self.encoder if stored.startswith(prefix))
-        theirs = next(found, None)
-        return None if theirs is None else TOWER + self.encoder[theirs] + stored.removeprefix(theirs)
+        prefixes = (prefix for prefix in self.encoder if stored.startswith(prefix))
+        prefix = next(prefixes, None)
+        return None if prefix is None else TOWER + self.encoder[prefix] + stored.removeprefix(prefix)
 
     def _as_stored(self, stored: str) -> Piece:
         shape = self._files.shape(stored)
@@ -154,9 +154,9 @@ class Rearranged(Checkpoint):
             block = FP8_GROUP
         elif shape[:1] != (count,):
             raise self._unfit(stored)
-        for name, own in rows.items():
-            of_own = partial(read_rows, read, own // block, shape[0])
-            yield name, Piece(stored, (len(own), *shape[1:]), of_own)
+        for name, piece_rows in rows.items():
+            of_piece = partial(read_rows, read, piece_rows // block, shape[0])
+            yield name, Piece(stored, (len(piece_rows), *shape[1:]), of_piece)
 
     def _fused_experts(
         self, name: str, stored: str, *, transposed: bool = False
@@ -192,19 +192,19 @@ class Rearranged(Checkpoint):
         size = rows // len(names)
         for expert in range(count):
             for i, name in enumerate(names):
-                own = range(i, rows, len(names)) if in_turns else range(i * size, (i + 1) * size)
-                of_expert = partial(read, stored, Shard(expert, expert + 1, count), own)
+                piece_rows = range(i, rows, len(names)) if in_turns else range(i * size, (i + 1) * size)
+                of_expert = partial(read, stored, Shard(expert, expert + 1, count), piece_rows)
                 yield name.format(expert), Piece(stored, (size, *columns), of_expert)
 
     def _read_expert(
         self, stored: str, expert: Shard, rows: range, parts: Sequence[Shard], *, transposed: bool = False
     ) -> Tensor:
         """Parts of the tensor of one expert that has these rows of a stored one."""
-        own, columns = span(rows[parts[0].indices]), parts[1:]
+        piece_rows, columns = span(rows[parts[0].indices]), parts[1:]
         if transposed:
-            read = self._files.read(stored, [expert, *columns, own])[0].T
+            read = self._files.read(stored, [expert, *columns, piece_rows])[0].T
         else:
-            read = self._files.read(stored, [expert, own, *columns])[0]
+            read = self._files.read(stored, [expert, piece_rows, *columns])[0]
         return read[:: rows.step]
 
     def _unfit(self, stored: str) -> ValueError:
@@ -221,9 +221,9 @@ def span(rows: range) -> Shard:
 def rotated_first(head_dim: int, rotary_dim: int, *, interleaved: bool = False) -> Tensor:
     """The stored dimensions of a head in our order: halves of what is rotated, each before a half of the
     rest. `interleaved`: the halves are stored in turns."""
-    rotated, rest = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    rotated, unrotated = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
     halves = rotated.view(-1, 2).T if interleaved else rotated.chunk(2)
-    return torch.cat([half for pair in zip(halves, rest.chunk(2), strict=True) for half in pair])
+    return torch.cat([half for pair in zip(halves, unrotated.chunk(2), strict=True) for half in pair])
 
 
 def in_heads(rows: Tensor, order: Tensor) -> Tensor:
@@ -239,12 +239,12 @@ def read_rows(
     """Parts of a tensor that has these rows of a stored one, which has `size` rows and `read` reads."""
     rows = rows[parts[0].indices]
     first, last = int(rows.min()), int(rows.max())
-    found = read([Shard(first, last + 1, size), *parts[1:]])
+    block = read([Shard(first, last + 1, size), *parts[1:]])
     if rows.equal(torch.arange(first, last + 1)):
-        return found
-    if found.dtype is FP8:
-        return found.view(torch.uint8)[rows - first].view(FP8)
-    return found[rows - first]
+        return block
+    if block.dtype is FP8:
+        return block.view(torch.uint8)[rows - first].view(FP8)
+    return block[rows - first]
 
 
 def rows_in_turns(count: int, sizes: Sequence[int]) -> list[Tensor]:

@@ -207,9 +207,9 @@ class StateCache:
     def planes(self, cache: LayerState) -> Sequence[Sequence[Tensor]]:
         inputs = self.arrays[:3]
         conv = cache.conv.split([array.heads * array.head_dim for array in inputs], dim=2)
-        found = [x.unflatten(2, (-1, array.head_dim)) for x, array in zip(conv, inputs, strict=True)]
+        split = [x.unflatten(2, (-1, array.head_dim)) for x, array in zip(conv, inputs, strict=True)]
         heads = [cache.ssm.flatten(2)[:, None]] if self.state_size else []
-        return [[of_slots(x)] for x in (*found, *heads)]
+        return [[of_slots(x)] for x in (*split, *heads)]
 
     def slots(self, cache: LayerState) -> Sequence[Tensor]:
         return cache if self.state_size else cache[:1]

@@ -105,12 +105,12 @@ class Gemma4(Llama):
         gemma = gemma_of(config)
         spans = config.spans or (None,) * config.num_layers
         local = config.num_kv_heads, config.head_dim
-        found: list[CacheSpec] = []
+        caches: list[CacheSpec] = []
         for layer, (source, span) in enumerate(zip(gemma.sources, spans, strict=True)):
             heads = (gemma.num_kv_heads, gemma.head_dim) if layer in gemma.wide_layers else local
-            own = AttentionCache(*heads, kv_dtype, span)
-            found.append(own if source == layer else SharedCache(source, span))
-        return tuple(found)
+            cache = AttentionCache(*heads, kv_dtype, span)
+            caches.append(cache if source == layer else SharedCache(source, span))
+        return tuple(caches)
 
     @classmethod
     def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> Any:

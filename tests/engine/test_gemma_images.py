@@ -101,7 +101,10 @@ def test_a_chunk_has_whole_images() -> None:
     ready: Future[np.ndarray] = Future()
     ready.set_result(np.zeros((16, 4), np.uint8))
     images = PromptImages(
-        [Image(bytes(32), start, 4, 4, b"") for start in (5, 30)], lambda _: ready, grid=False, whole=True
+        [Image(bytes(32), start, 4, 4, b"") for start in (5, 30)],
+        lambda _: ready,
+        grid=False,
+        sees_whole=True,
     )
     assert images.computable(0, 60) == 60
     for (start, count, most), expected in {
@@ -119,7 +122,7 @@ def test_a_chunk_has_whole_images() -> None:
         assert images.chunk(start, count, most) == expected, (start, count, most)
     assert images.shift(np.arange(60)) is None
     [one] = images.inputs(range(30))
-    assert one.whole.tolist() == [[0, 5, 21]]
+    assert one.seen_whole.tolist() == [[0, 5, 21]]
 
 
 @pytest.mark.parametrize("kind", ["gemma3-windows-below-an-image", "gemma4"])

@@ -121,7 +121,7 @@ def test_the_next_engine_has_the_memory_of_the_one_before(
         assert access(shared[0]) == access(shared[1]) == {"r--s"}
     for each, engine in zip(shared, (first, second), strict=True):
         assert not each.apart_bytes
-        assert all(has(each, weight) for weight in tensors(engine._loaded.model, beside=Ranks()))
+        assert all(has(each, weight) for weight in tensors(engine._loaded.model, without=Ranks()))
     assert shared[0].nbytes == shared[1].nbytes
     pages = [each._bytes_at(each._address + 512, each.nbytes - 512) for each in shared]
     with shared[0].writing():

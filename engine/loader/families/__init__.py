@@ -122,10 +122,10 @@ def family_of(architecture: str, source: str) -> Family:
 
 def _what_serves(architecture: str) -> str:
     """For an error message: whether vLLM serves this architecture, as far as this environment shows it."""
-    found = find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
+    vllm = find_spec("vllm")
+    if vllm is None or not vllm.submodule_search_locations:
         return "; vLLM may serve it: --engine vllm"
-    registry = Path(found.submodule_search_locations[0], "model_executor", "models", "registry.py")
+    registry = Path(vllm.submodule_search_locations[0], "model_executor", "models", "registry.py")
     listed = registry.is_file() and f'"{architecture}"' in registry.read_text()
     return "; vLLM serves it: --engine vllm" if listed else "; nor does the installed vLLM list it"
 

@@ -132,21 +132,21 @@ def _pad_id(settings: Settings) -> int:
 def _sources(settings: Settings, types: list[str], count: int) -> tuple[int, ...]:
     """Of each layer, the layer that keeps the KV it reads: the last one of its type that keeps some."""
     shared = settings.integer("num_kv_shared_layers") if settings.get("num_kv_shared_layers") else 0
-    own = types[: count - shared]
-    if shared >= count or any(kind not in own for kind in types):
+    unshared = types[: count - shared]
+    if shared >= count or any(kind not in unshared for kind in types):
         raise ValueError(
             f"{settings.source}: num_kv_shared_layers {shared} leaves no KV for some of {count} layers"
         )
-    last = {kind: layer for layer, kind in enumerate(own)}
-    return tuple(layer if layer < len(own) else last[kind] for layer, kind in enumerate(types))
+    last = {kind: layer for layer, kind in enumerate(unshared)}
+    return tuple(layer if layer < len(unshared) else last[kind] for layer, kind in enumerate(types))
 
 
 def vision_config(settings: Settings, _: Settings, images: ImageSettings) -> VisionConfig:
-    whole: list[int] = []
+    layers_seen_whole: list[int] = []
     if settings.get("use_bidirectional_attention") == "vision":
         types = settings.get("layer_types")
-        whole = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
-    return VisionConfig(images, tower_of(settings, "gemma4"), whole_layers=tuple(whole))
+        layers_seen_whole = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+    return VisionConfig(images, tower_of(settings, "gemma4"), whole_layers=tuple(layers_seen_whole))
 
 
 def not_supported(settings: Settings) -> Iterator[str]:

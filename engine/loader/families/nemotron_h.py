@@ -54,10 +54,10 @@ class NemotronHCheckpoint(Rearranged):
         words = name.split(".", 4)
         if len(words) < 5 or words[:2] != ["model", "layers"]:
             return name
-        _, _, number, part, rest = words
+        _, _, number, part, parameter = words
         if not number.isdecimal() or int(number) >= len(self._blocks) or part not in ("norm", "mixer"):
             return name
-        return self._blocks[int(number)][part == "mixer"] + rest
+        return self._blocks[int(number)][part == "mixer"] + parameter
 
 
 def blocks(settings: Settings) -> Sequence[str]:
@@ -123,9 +123,9 @@ def experts(settings: Settings) -> ExpertsConfig | None:
     if "sparse" not in settings.values["mlp_layer_types"]:
         return None
     shared = settings.integer("moe_shared_expert_intermediate_size")
-    found = latent_experts(settings, first_dense=0)
+    experts = latent_experts(settings, first_dense=0)
     size = 0 if settings.get("moe_latent_size") is None else settings.integer("moe_latent_size")
-    return replace(found, shared_intermediate_size=shared, activation=SquaredReLU(), latent_size=size)
+    return replace(experts, shared_intermediate_size=shared, activation=SquaredReLU(), latent_size=size)
 
 
 def not_supported(settings: Settings) -> Iterator[str]:
