@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler, _ErrInfo
+from aiohttp.http import RawRequestMessage
+from aiohttp.web_protocol import RequestHandler
 
 from baton.machine.connections import Connection, Connections
 from baton.machine.system import cannot_listen, cannot_write, family
@@ -107,7 +108,7 @@ class _Connection(RequestHandler):
         """aiohttp responds to bytes that are not HTTP after the requests before them. If they are in the body
         of such a request, its handler would wait for the rest of that body, which never comes."""
         super().data_received(data)
-        if not self._messages or not isinstance(fault := self._messages[-1][0], _ErrInfo):
+        if not self._messages or isinstance(fault := self._messages[-1][0], RawRequestMessage):
             return
         if len(self._messages) > 1:
             body = self._messages[-2][1]
