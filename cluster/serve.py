@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import urllib.request
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from baton.cluster.supervision import announcement
 from baton.cluster.supervision.blueprint import POOLS, Blueprint, RoleSpec, check_ports
 from baton.cluster.supervision.display import Display
 from baton.cluster.supervision.processes import StopSignals, adopt_orphans, end_descendants, reap_orphans
+from baton.cluster.supervision.role_log import end_of
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.rundir import Janitor, RunDir
 from baton.cluster.supervision.runner import Gpus, LocalRole
@@ -36,7 +36,6 @@ from baton.machine.system import make_directory
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end
-LOG_TAIL = 20  # log lines shown when a role fails to start
 
 
 def run(blueprint: Blueprint) -> int:
@@ -243,7 +242,7 @@ class LocalCluster:
             self._display.stage(role.name, state.stage, state.fraction)
             if state.phase == "waiting":
                 log = self._logs / f"{role.role}-{role.index}.log"
-                self._failure = CannotStart(f"{role.name}: {state.error}\n{_tail(log)}")
+                self._failure = CannotStart(f"{role.name}: {state.error}\n{end_of(log)}")
         elif state.phase == "waiting":
             loop = " It keeps crashing; see its log." if state.crash_loop else ""
             self._display.line(f"{role.name}: {state.error}; restarting.{loop}")
@@ -260,12 +259,3 @@ def _answers(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _tail(log: Path) -> str:
-    try:
-        with log.open(errors="replace") as lines:
-            last = deque(lines, LOG_TAIL)
-    except FileNotFoundError:
-        return ""
-    return f"The end of {log.name}:\n" + "".join(f"  {line}" for line in last)

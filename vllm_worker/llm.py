@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -226,6 +227,11 @@ def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs
     )  # fmt: skip
     parsed = parser.parse_args([*defaults, *command_line(config.engine, config.engine_args)])
     args = AsyncEngineArgs.from_cli_args(parsed)
+    if args.dtype == "auto" and current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        log.info(
+            "--dtype auto: float32, since other workers cannot read what vLLM caches for AMX in bfloat16"
+        )
+        args.dtype = "float32"
     args.kv_transfer_config = KVTransferConfig(
         kv_connector="BatonConnector",
         kv_connector_module_path="baton.vllm_worker.connector",

@@ -9,12 +9,17 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
+from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
 LOG_BYTES = 16 << 20  # size at which a log is rotated; the one before it is kept
 CHECK_SECONDS = 2.0
+LAST_LINES = 20  # shown when a role fails to start
+MOST_ERRORS = 4  # of the lines above them
+ERROR = re.compile(r"\w*(Error|Exception): ")
 
 log = logging.getLogger(__name__)
 
@@ -71,3 +76,23 @@ def _open_private(path: Path) -> BinaryIO:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)
     return os.fdopen(fd, "ab")
+
+
+def end_of(path: Path) -> str:
+    """The end of a log. First come errors that stand before it: where one process waits for another, the end
+    says that the other failed, and the cause is above."""
+    last, errors = deque[str](maxlen=LAST_LINES), deque[str](maxlen=MOST_ERRORS)
+    try:
+        with path.open(errors="replace") as lines:
+            for line in lines:
+                if len(last) == LAST_LINES and ERROR.match(last[0]) and last[0] not in errors:
+                    errors.append(last[0])
+                last.append(line)
+    except FileNotFoundError:
+        return ""
+    parts = {"Errors above the end": errors, "The end": last}
+    return "".join(
+        f"{what} of {path.name}:\n" + "".join(f"  {line}" for line in lines)
+        for what, lines in parts.items()
+        if lines
+    )

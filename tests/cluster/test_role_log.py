@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.supervision.blueprint import RoleSpec
-from baton.cluster.supervision.role_log import keep_bounded, open_log
+from baton.cluster.supervision.role_log import end_of, keep_bounded, open_log
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
 
@@ -111,3 +111,18 @@ __import__("os")._exit(0)
             check=True,
         )
     assert done.stderr == "alive\n"
+
+
+def test_errors_above_the_end_of_a_log_are_told(tmp_path: Path) -> None:
+    """The engine core of vLLM says why it does not start, and the process that waits for it says long after
+    that it failed."""
+    log = tmp_path / "prefill-0.log"
+    cause, echo = "ValueError: use --dtype float32\n", "RuntimeError: see above\n"
+    log.write_text("starting\n" + cause + "  File\n" * 30 + cause + "  File\n" * 19 + echo)
+    assert end_of(log) == (
+        f"Errors above the end of prefill-0.log:\n  {cause}"
+        "The end of prefill-0.log:\n" + "    File\n" * 19 + f"  {echo}"
+    )
+    log.write_text("starting\n" + echo)
+    assert end_of(log) == f"The end of prefill-0.log:\n  starting\n  {echo}"
+    assert end_of(tmp_path / "missing.log") == ""

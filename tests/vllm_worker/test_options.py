@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from baton.vllm_worker.options import command_line, computes_other_kv, engine_ar
 from baton.vllm_worker.transfer_process import Settings
 from baton.vllm_worker.version import check_version
 from baton.worker.group import Group
+from tests.vllm_worker.engines import PATHS, PYTHON
 
 
 def config(**fields: Any) -> EngineConfig:
@@ -200,3 +204,27 @@ def test_an_engine_in_a_group_knows_its_rank_and_where_they_meet() -> None:
 def test_each_engine_of_a_server_has_a_port_of_its_own() -> None:
     assert [Settings(port=7002).of_rank(rank).port for rank in range(3)] == [7002, 7003, 7004]
     assert Settings().of_rank(2).port == 0, "one is chosen"
+
+
+DTYPES = """
+import sys, types, torch
+from baton.engine import EngineConfig
+from baton.vllm_worker.llm import _engine_args
+for amx, dtype in ((True, "auto"), (True, "bfloat16"), (False, "auto")):
+    torch.cpu._is_amx_tile_supported = lambda: amx
+    engine = EngineConfig(sys.argv[1], dtype=dtype, device="cpu")
+    print(_engine_args(types.SimpleNamespace(engine=engine, engine_args=()), "socket").dtype)
+"""
+
+
+@pytest.mark.long
+def test_a_cpu_has_a_default_dtype_that_other_workers_can_read(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [PYTHON, "-c", DTYPES, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split()[-3:] == ["float32", "bfloat16", "auto"]
