@@ -85,8 +85,9 @@ class SharedWeights:
             torch.cuda.synchronize(device)  # this thread has its context from now on
             torch.cuda.reset_peak_memory_stats(device)
         if not alone:
-            [kept] = shelf.pages()  # the engine that serves has its weights there
-            self._map(kept)
+            kept = shelf.pages()
+            assert kept, "the engine that serves has its weights in pages"
+            self._map(kept[0])
 
     def _open(self, page_bytes: int, size: int) -> DeviceMemory:
         self._memory = memory = memory_of(self._device, page_bytes, exportable=True)

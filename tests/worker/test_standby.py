@@ -12,6 +12,7 @@ import pytest
 
 from baton.bench.survive import stages_in
 from baton.rpc import worker_pb2 as pb
+from baton.worker.processes import StartError, TreeError
 from baton.worker.service_process.standby import MOST_ENDS, Standby
 from baton.worker.service_process.tree import WorkerTree
 from tests.cluster_helpers import (
@@ -210,7 +211,7 @@ class Tree:
         self.failure = asyncio.get_running_loop().create_future()
         self.stands_by = asyncio.Event()
         self.started, self.killed, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.closed = False
+        self.closed, self.standby_bytes = False, 0
 
     def start_standby(self) -> None:
         self.started.set()
@@ -237,6 +238,32 @@ async def test_a_cancelled_close_ends_and_leaves_no_standby(within_the_end: bool
     tree.may_end.set()
     await within(standby.close())
     assert tree.closed
+
+
+@pytest.mark.parametrize("error", [StartError("no room"), TreeError("killed")])
+async def test_a_standby_that_is_renewed_while_the_last_one_ends_is_started(error: Exception) -> None:
+    """One that could not start, or that ended for the last time: the next one is another one."""
+    trees = asyncio.Queue[Tree]()
+
+    def new_tree() -> WorkerTree:
+        trees.put_nowait(tree := Tree())
+        return cast(WorkerTree, tree)
+
+    standby = Standby(new_tree)
+    standby.start()
+    for ends in range(1, 2 if isinstance(error, StartError) else MOST_ENDS + 1):
+        tree = await within(trees.get())
+        tree.failure.set_exception(error)
+        await within(tree.killed.wait())
+        if isinstance(error, StartError) or ends == MOST_ENDS:
+            standby.renew()
+        tree.may_end.set()
+    tree = await within(trees.get())
+    tree.may_end.set()
+    tree.stands_by.set()
+    await within(standby.settled())
+    assert standby.state == "ready"
+    await within(standby.close())
 
 
 @pytest.mark.long

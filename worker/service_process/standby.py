@@ -19,7 +19,7 @@ from baton.worker.service_process.tree import WorkerTree
 log = logging.getLogger(__name__)
 
 MOST_ENDS = 3
-"""Standbys that may end by themselves until one is taken: the next one would likely end, too."""
+"""Standbys that may end by themselves until one is taken or renewed: the next one would likely end, too."""
 
 
 class Standby:
@@ -96,23 +96,26 @@ class Standby:
             try:
                 self._tree = tree = self._new_tree()
                 tree.start_standby()
-                reason = await self._end(tree)
+                await self._end(tree)
+                reason = tree.failure.exception() if tree.failure.done() else None
             except (OSError, ValueError) as error:  # no descriptor is left, or no directory can be made
                 reason = error
             if (ended := self._tree) is not None:
                 self._tree = None
                 await self._discarded(ended)
+            if self._outdated.is_set():
+                ends = 0
+                continue
             if isinstance(reason, StartError):
                 log.warning("no engine process can stand by, so one will start when it is needed: %s", reason)
                 break
-            if reason is not None:
-                ends += 1
-                log.warning("the standby has ended (%d of at most %d times): %s", ends, MOST_ENDS, reason)
+            ends += 1
+            log.warning("the standby has ended (%d of at most %d times): %s", ends, MOST_ENDS, reason)
         self.state = "ended"
         self._settled.set()
 
-    async def _end(self, tree: WorkerTree) -> BaseException | None:
-        """Waits for the end of the standby. Returns the reason. None: it is outdated."""
+    async def _end(self, tree: WorkerTree) -> None:
+        """Returns when the standby has ended, or is outdated."""
         events = [asyncio.create_task(event.wait()) for event in (self._outdated, tree.stands_by)]
         try:
             ends = {tree.failure, events[0]}
@@ -126,7 +129,6 @@ class Standby:
         finally:
             for event in events:
                 event.cancel()
-        return None if self._outdated.is_set() else tree.failure.exception()
 
     async def _discarded(self, tree: WorkerTree | None = None) -> None:
         """Returns when the processes of this tree, or of the last one, have ended. They end, too, if the
