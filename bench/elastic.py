@@ -34,6 +34,7 @@ from baton.bench.shapes import BAMBA, SHAPES, write_shape
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.core.elastic import Budget
 from baton.engine.execution import memory_sizing
+from baton.engine.execution.cache_limits import TOKENS_BESIDE_STATES
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import read_config
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
@@ -192,9 +193,9 @@ def step_room(case: Case, path: Path) -> tuple[int, int]:
     config = read_config(path)
     block_size = case.config.get("block_size", 128)
     cache = cache_spec(config, getattr(torch, case.config["dtype"]))
-    beside = -(-2 * memory_sizing.TOKENS_BESIDE_STATES // block_size)
+    blocks_each = -(-2 * TOKENS_BESIDE_STATES // block_size)
     state_bytes, block_bytes = state_bytes_per_request(cache), block_size * cache_bytes_per_token(cache)
-    blocks = max(STEP_BATCHES) * beside
+    blocks = max(STEP_BATCHES) * blocks_each
     return max(STEP_BATCHES) * state_bytes + blocks * block_bytes, blocks
 
 

@@ -47,7 +47,8 @@ from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, 
 from baton.engine.outputs import Outputs
 from baton.engine.step_loop import StepLoop
 from baton.machine.kept_pages import KeptMemory
-from baton.machine.step_model import LARGE, LearnedSteps, StepModel, row_sizes, token_sizes
+from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
+from baton.machine.step_model import LARGE, StepModel
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from baton.engine.api.stats import UNKNOWN_STEP, StepStats
 from baton.engine.core.meters import DECAY, LEAST, LONG, Batch, ChunkLimit, Meters, prompt_limit
 from baton.machine.averages import Average
-from baton.machine.step_model import LearnedSteps, row_sizes, token_sizes
+from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
 
 ALIKE = 8
 """Steps in a row that only decode, and of which the mean says what such a step takes. vLLM learns late of the

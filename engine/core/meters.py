@@ -27,7 +27,8 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
 from baton.engine.model_config import FULL_STEP
 from baton.machine.averages import Average
-from baton.machine.step_model import LARGE, LearnedSteps, StepModel, long_seconds, with_room
+from baton.machine.learned_steps import LearnedSteps
+from baton.machine.step_model import LARGE, StepModel, long_seconds, with_room
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""

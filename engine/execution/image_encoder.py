@@ -16,8 +16,9 @@ from baton.encode_worker.tower_graphs import TowerGraphs
 from baton.encode_worker.turns import Turns
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import EncoderStats
+from baton.engine.execution.cache_limits import choose_dtype
 from baton.engine.execution.graphs import LateCapture
-from baton.engine.execution.memory_sizing import choose_dtype, memory_for
+from baton.engine.execution.memory_sizing import memory_for
 from baton.engine.execution.threads import set_threads
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights, as_built

@@ -34,9 +34,10 @@ from torch import Tensor
 
 from baton.engine.api.block_sums import KeptParts, RecordMemory, Sums
 from baton.engine.api.config import EngineConfig
+from baton.engine.execution.cache_limits import CacheLimits
 from baton.engine.execution.elastic_cache import memory_of, tensor_at
 from baton.engine.execution.memory_saver import aligned
-from baton.engine.execution.memory_sizing import CacheLimits, PoolSize
+from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.memory_sums import WORD, sums_of
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import CacheSpec, Places

@@ -11,9 +11,10 @@ from torch import Tensor
 from baton.encode_worker.embeddings import EmbeddingFormat
 from baton.encode_worker.encoder import Encoder
 from baton.engine.api.config import EngineConfig
+from baton.engine.execution.cache_limits import CacheLimits, gib
 from baton.engine.execution.image_encoder import encoder_of
 from baton.engine.execution.memory_saver import MemorySaver, open_memory_saver
-from baton.engine.execution.memory_sizing import CacheLimits, gib, memory_for
+from baton.engine.execution.memory_sizing import memory_for
 from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks

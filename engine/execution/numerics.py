@@ -8,7 +8,7 @@ import torch
 
 from baton.content.cache_kinds import LATENT
 from baton.engine.api.config import EngineConfig
-from baton.engine.execution.memory_sizing import CacheLimits
+from baton.engine.execution.cache_limits import CacheLimits
 from baton.engine.layers.weights import PlainFormat
 
 COMPUTES = "execution", "kernels", "layers", "loader", "models"

@@ -22,21 +22,14 @@ from baton.content.cache_kinds import CacheArray
 from baton.encode_worker.embeddings import EmbeddingFormat
 from baton.encode_worker.encoder import Encoder
 from baton.engine.api.config import EngineConfig, MemoryTag, versioned
+from baton.engine.execution.cache_limits import CacheLimits, choose_limits, layer_caches
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan, memory_of
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.image_encoder import rehearse
 from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, can_keep, kept_cache, measured
 from baton.engine.execution.load_weights import load_weights
 from baton.engine.execution.memory_saver import MemorySaver, open_memory_saver
-from baton.engine.execution.memory_sizing import (
-    CacheLimits,
-    MemoryUse,
-    PoolSize,
-    choose_limits,
-    layer_caches,
-    memory_for,
-    size_pool,
-)
+from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.shared_weights import SharedWeights

@@ -28,7 +28,8 @@ from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.step import NOT_FINITE, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
 from baton.engine.step_adjustments import Adjustments, Penalties
-from baton.machine.step_model import StepModel, measure, row_sizes, token_sizes
+from baton.machine.learned_steps import measure, row_sizes, token_sizes
+from baton.machine.step_model import StepModel
 
 TOP_LOGPROBS = 20
 PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 96, 384, 768, 192)]

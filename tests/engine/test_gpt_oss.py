@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.engine import Engine, EngineConfig
-from baton.engine.execution.memory_sizing import CacheLimits
+from baton.engine.execution.cache_limits import CacheLimits
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.kernels.quantized.reference import four_bits
 from baton.engine.layers.ranks import Shard, unsharded

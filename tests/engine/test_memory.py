@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, Hooks, build_engine
+from baton.engine.execution.cache_limits import GIB, CacheLimits, check_weights_fit, choose_kv_dtype
 from baton.engine.execution.graphs import LayerDone
-from baton.engine.execution.memory_sizing import (
-    GIB,
-    CacheLimits,
-    MemoryUse,
-    PoolSize,
-    check_weights_fit,
-    choose_kv_dtype,
-    memory_for,
-    size_pool,
-)
+from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.execution.warmup import TIMED_RUNS, Rehearsal, measure_times, warm_up
 from baton.engine.kernels import FP8
@@ -32,7 +24,7 @@ from baton.engine.loader.hf_config import read_config
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
-from baton.machine.step_model import row_sizes, token_sizes
+from baton.machine.learned_steps import row_sizes, token_sizes
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run, save_tiny
 from tests.memory import anonymous_bytes
@@ -183,9 +175,9 @@ def test_weights_that_cannot_fit_the_machine_are_refused(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(str(tiny_path), dtype="float32", num_blocks=64)
-    monkeypatch.setattr("baton.engine.execution.memory_sizing.available_memory", lambda: 500_000)
+    monkeypatch.setattr("baton.engine.execution.cache_limits.available_memory", lambda: 500_000)
     build_engine(config)
-    monkeypatch.setattr("baton.engine.execution.memory_sizing.available_memory", lambda: 400_000)
+    monkeypatch.setattr("baton.engine.execution.cache_limits.available_memory", lambda: 400_000)
     with pytest.raises(
         ValueError, match=r"its weights take 0\.00 GiB in torch\.float32, and 0\.00 GiB of mem"
     ):

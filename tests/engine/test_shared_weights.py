@@ -18,7 +18,8 @@ import torch
 from baton.engine import Engine
 from baton.engine.api.request import Hooks
 from baton.engine.execution import load_weights, shared_weights
-from baton.engine.execution.memory_sizing import CUDA_BYTES, GIB, MemoryUse
+from baton.engine.execution.cache_limits import CUDA_BYTES, GIB
+from baton.engine.execution.memory_sizing import MemoryUse
 from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.kernels.scratch import Scratch
 from baton.engine.layers.in_place import tensors

@@ -25,7 +25,8 @@ from baton.engine.api.config import SpeculativeConfig
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_exchange import Pin
 from baton.engine.core.window_blocks import WindowBlocks
-from baton.engine.execution.memory_sizing import CacheLimits, PoolSize
+from baton.engine.execution.cache_limits import CacheLimits
+from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.start import moves_memory
 from baton.engine.execution.warmup import rehearsal_in, warm_up
 from baton.engine.loader.families import cache_spec

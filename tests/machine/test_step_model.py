@@ -11,19 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.machine.step_model import (
-    LARGEST_FACTOR,
-    MOST_ROWS,
+from baton.machine.learned_steps import (
     Correction,
     LearnedSteps,
     ObservedSteps,
     Step,
-    StepModel,
-    long_seconds,
     measure,
     row_sizes,
     token_sizes,
 )
+from baton.machine.step_model import LARGEST_FACTOR, MOST_ROWS, StepModel, long_seconds
 from baton.router.policy.pace import Pace
 from baton.simulator.steps import step_seconds
 

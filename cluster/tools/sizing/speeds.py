@@ -30,12 +30,8 @@ from baton.cluster.model import reach_hub, resolve
 from baton.cluster.options.optimize import HOST_PART
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
 from baton.content.cache_kinds import window_blocks
-from baton.engine.execution.memory_sizing import (
-    COPY_SHARE,
-    COPY_TOKENS,
-    TOKENS_BESIDE_STATES,
-    TOKENS_OF_WINDOW,
-)
+from baton.engine.execution.cache_limits import TOKENS_BESIDE_STATES, TOKENS_OF_WINDOW
+from baton.engine.execution.memory_sizing import COPY_SHARE, COPY_TOKENS
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import ModelConfig, Span
