@@ -9,16 +9,17 @@ guesses go to a row of their own. The next step overwrites the KV of the guesses
 device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, no_garbage_collection
 from baton.engine.execution.inputs import attention_metadata
+from baton.engine.execution.layer_attention import LayerAttention
 from baton.engine.execution.sampler import to_host
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.sampling.reference import with_sampled
@@ -64,12 +65,12 @@ class DraftRunner:
         sampled: Tensor,
         resolved: Tensor,
         guesses: Tensor,
-        attends: Callable[[AttentionMetadata, LayerDone], Any],
+        attention: LayerAttention,
         ranks: Ranks,
         block_size: int,
     ) -> None:
         """`layer`: its index in the cache. `sampled`, `resolved` and `guesses` are those of the runner.
-        `attends`: what its layer calls to attend."""
+        `attention`: of its layer."""
         self.taps = len(config.taps)
         self._head = head
         self._config = config.model
@@ -77,7 +78,7 @@ class DraftRunner:
         self._sampled = sampled
         self._resolved = resolved
         self._guesses = guesses
-        self._attends = attends
+        self._attention = attention
         self._ranks = ranks
         self._block_size = block_size
         self._kv_graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -192,7 +193,7 @@ class DraftRunner:
         experts, counts = self._config.experts, None
         if experts is not None:
             counts = torch.zeros((1, experts.num_experts), dtype=torch.int32, device=hidden.device)
-        attend = self._attends(attention, layer_done)
+        attend = self._attention.of_step(attention, layer_done)
         with computing(CurrentStep(attention.num_decodes, attention.slots, counts)):
             return self._head(self._layer, token_ids, hidden, positions, attend)
 

@@ -1,54 +1,21 @@
-"""What the layers of a model cache on one device, and how they attend to it."""
+"""What the layers of a model cache on one device."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import ATTENTION
 from baton.engine.execution.elastic_cache import ElasticCache
-from baton.engine.model_config import ModelConfig, Span
 from baton.engine.models.cache_spec import (
-    AttentionCache,
     CacheMemory,
     CacheSpec,
     DeviceTensors,
     Places,
     SharedCache,
 )
-
-
-class AttentionShape(NamedTuple):
-    """What the tiling of a layer with keys and values depends on. Layers of one shape share a tiling."""
-
-    span: Span | None
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    whole_images: bool
-    """Whether a token of an image sees all tokens of it."""
-
-
-def attention_shapes(
-    cache: Sequence[CacheSpec], config: ModelConfig, layers: Iterable[int]
-) -> dict[int, AttentionShape]:
-    """The shape of each of these layers of a model, as far as they have keys and values."""
-    whole_layers = () if config.vision is None else config.vision.whole_layers
-    shapes = dict[int, AttentionShape]()
-    for number in layers:
-        layer = source = cache[number]
-        if isinstance(layer, SharedCache):
-            source = cache[layer.source]
-        if isinstance(source, AttentionCache) and source.kind == ATTENTION:
-            assert isinstance(layer, AttentionCache | SharedCache), "the layer attends"
-            heads = config.heads(windowed=layer.span is not None)
-            shapes[number] = AttentionShape(
-                layer.span, heads, source.num_kv_heads, source.head_dim, number in whole_layers
-            )
-    return shapes
 
 
 class LayerCaches:

@@ -8,7 +8,7 @@ kernel by kernel.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,34 +21,13 @@ from baton.engine.execution.commands import Commands, Sample, Stop
 from baton.engine.execution.draft_runner import DraftRunner, SampledStep
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
-from baton.engine.execution.graphs import (
-    NO_TILES,
-    Attends,
-    LayerDone,
-    Size,
-    StepGraphs,
-    TileShape,
-    Widths,
-    largest_graph,
-)
+from baton.engine.execution.graphs import NO_TILES, LayerDone, Size, StepGraphs, Widths, largest_graph
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
-from baton.engine.execution.layer_caches import AttentionShape, LayerCaches, attention_shapes
+from baton.engine.execution.layer_attention import LayerAttention, attention_shapes, tile_shape
+from baton.engine.execution.layer_caches import LayerCaches
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import (
-    FP8,
-    Fp8KV,
-    HeadNorm,
-    Index,
-    IndexedLatents,
-    IndexQueries,
-    Kernels,
-    LatentHeads,
-    LatentNorm,
-    Rates,
-    StateLayer,
-)
-from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
-from baton.engine.kernels.attention.tiles import NO_IMAGES, SHORT
+from baton.engine.kernels import Kernels, Rates, StateLayer
+from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs
 from baton.engine.kernels.sampling.reference import with_sampled
 from baton.engine.kernels.upload import upload
@@ -158,9 +137,11 @@ class ModelRunner:
         self._kernels = kernels
         self._config = config
         num_layers = len(cache) if head is None else len(cache) - 1
-        self._shapes = attention_shapes(cache, config, range(num_layers))
-        self._tiled = {*self._shapes.values()}
-        """Those of the model, without its draft head."""
+        shapes = attention_shapes(cache, config, range(num_layers))
+        self.attention = LayerAttention(kernels, self.cache, config, shapes, dtype)
+        """Of the model, without its draft head."""
+        self._shapes = [*shapes.values()]
+        """With that of the draft head."""
         self._dtype = dtype
         vision = config.vision
         self.image_bytes = (
@@ -196,10 +177,10 @@ class ModelRunner:
             for layer in head[1].taps:
                 model.layers[layer].tapped = True
             shapes = attention_shapes(cache, head[1].model, [num_layers])
-            self._shapes |= shapes
-            attends = partial(self._attends, config=head[1].model, shapes={*shapes.values()})
+            self._shapes += shapes.values()
+            attention = LayerAttention(kernels, self.cache, head[1].model, shapes, dtype)
             self.drafter = DraftRunner(
-                *head, num_layers, self.sampled, self._resolved, self._guesses, attends, ranks, block_size
+                *head, num_layers, self.sampled, self._resolved, self._guesses, attention, ranks, block_size
             )
 
     def move(self, moves: Sequence[tuple[int, int, bool]]) -> None:
@@ -229,7 +210,9 @@ class ModelRunner:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
         assert self.cache.table_width is not None, "a CPU has no graphs"
         config = self._config
-        tiles, window_tiles = (self._tile_shape(windowed=windowed) for windowed in (False, True))
+        tiles, window_tiles = (
+            tile_shape(self._kernels, self._shapes, windowed=windowed) for windowed in (False, True)
+        )
         if tiles is None:
             tiles, window_tiles = window_tiles, None
         widths = Widths(
@@ -246,7 +229,7 @@ class ModelRunner:
             self.image_bytes,
         )
         self._graphs = StepGraphs(
-            (self.forward, self.logits, self.choose, self._apart),
+            (self.forward, self.logits, self.choose, partial(self.attention.apart, device=self.device)),
             self.sampled,
             widths,
             dtype=self._dtype,
@@ -259,42 +242,6 @@ class ModelRunner:
             self.drafter.capture(self._graphs)
         self.mixed_rows = self._graphs.rows_with_chunks(decodes=True)
         self.graph_rows = max(self._graphs.rows_with_chunks(decodes=False), default=math.inf)
-
-    def _tile_shape(self, *, windowed: bool) -> TileShape | None:
-        """What graphs cut chunks into, for all layers with windows or all without. None: there is no such
-        layer. The most query heads that share a KV head in one of them decide, and its fewest programs."""
-        shapes = [x for x in self._shapes.values() if (x.span is not None) is windowed]
-        if not shapes:
-            return None
-        tokens = SHORT.tokens(max(shape.num_heads // shape.num_kv_heads for shape in shapes))
-        return TileShape(tokens, self._kernels.tile_programs(max(shape.num_kv_heads for shape in shapes)))
-
-    def _apart(self, rows: int) -> tuple[Apart, Attends] | None:
-        """Memory for chunks that attend between graphs, and what makes them do so in each layer. None: chunks
-        attend in graphs."""
-        heads, shape = self._config.num_heads, self._config.latent
-        if shape is None:
-            return None
-        empty = partial(torch.zeros, dtype=self._dtype, device=self.device)
-        q, out = (empty((rows, heads, n)) for n in (shape.nope_dim + shape.rope_dim, shape.value_dim))
-        apart, index = Apart(q, out), shape.index
-        if index is not None:
-            of_keys = torch.float32 if self._dtype is torch.float32 else FP8
-            values = torch.zeros(rows, index.num_heads, index.head_dim, dtype=of_keys, device=self.device)
-            weights = torch.zeros(rows, index.num_heads, device=self.device)
-            apart = Apart(q, out, index=IndexQueries(values, weights))
-
-        def attends(attention: AttentionMetadata) -> LayerDone:
-            groups = self._tile_latent(attention, self._config)
-            tiling = [group for group in groups if group.rows.start >= attention.num_decodes]
-
-            def attend(layer: int) -> None:
-                if layer in apart.layers:  # others have states
-                    apart.layers[layer](tiling)
-
-            return attend
-
-        return apart, attends
 
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
@@ -401,7 +348,7 @@ class ModelRunner:
         """Writes the KV of all tokens of a step with these arrays. Returns the hidden state of each, [tokens,
         hidden_size]."""
         token_ids, positions, attention = self._resolve(inputs, attention)
-        attend = self._attends(attention, layer_done, self._config, self._tiled)
+        attend = self.attention.of_step(attention, layer_done)
         if (load := self.expert_load) is not None:
             load.begin_step()
         counts = None if load is None else load.counts
@@ -432,93 +379,6 @@ class ModelRunner:
         embeddings = inputs["images.embeddings"]
         features = embeddings.view(self._dtype).view(len(embeddings), -1, self._config.hidden_size)
         return ImageRows(inputs["images.index"], features, inputs["images.positions"])
-
-    def _attends(
-        self,
-        attention: AttentionMetadata,
-        layer_done: LayerDone,
-        config: ModelConfig,
-        shapes: Collection[AttentionShape],
-    ) -> Any:
-        """What the layers of a model with these shapes call to attend, as `Attend` or as `AttendLatent`."""
-        kernels, caches, sources = self._kernels, self.cache.of_layers, self.cache.sources
-        latents = config.latent
-        latent_tiling: Any = None
-        if latents is not None:
-            latent_tiling = self._tile_latent(attention, config)
-        of_layers = [attention.of_layers(windowed=windowed) for windowed in (False, True)]
-        causal = [replace(each, images=NO_IMAGES) for each in of_layers]
-        tilings = {
-            shape: kernels.tile(
-                (of_layers if shape.whole_images else causal)[shape.span is not None],
-                shape.num_heads,
-                shape.num_kv_heads,
-                self._dtype,
-                shape.span,
-                shape.head_dim,
-            )
-            for shape in shapes
-        }
-
-        def attend(
-            layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None, scale: float
-        ) -> Tensor:
-            source, shape = sources[layer], self._shapes[layer]
-            kv = caches[source]
-            if source == layer:
-                slots = of_layers[shape.span is not None].slots
-                q = kernels.rope_and_write(qkv, rotary, norm, kv, slots)
-            else:
-                q = kernels.rotate(qkv, rotary, norm)
-            layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, kv, tilings[shape], sinks, scale)
-
-        def attend_latent(
-            layer: int,
-            q: Tensor,
-            latent: Tensor,
-            shared: Tensor,
-            norm: LatentNorm,
-            rotary: Tensor,
-            heads: LatentHeads,
-            index: Index | None,
-        ) -> Tensor:
-            cache = caches[layer]
-            kv, keys = cache if isinstance(cache, IndexedLatents) else (cache, None)
-            kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
-            queries = None
-            if index is not None:
-                assert keys is not None, "the cache of the layer has its index"
-                queries = kernels.write_index(index, rotary, keys, attention.slots)
-
-            def attend_in(
-                q: Tensor, queries: IndexQueries | None, tiling: Any, out: Tensor | None = None
-            ) -> Tensor:
-                if queries is not None and keys is not None:
-                    kernels.choose_positions(queries, keys, tiling)
-                return kernels.latent_attention(q, kv, tiling, heads, out)
-
-            apart = attention.apart
-            if apart is None:
-                layer_done(layer)
-                return attend_in(q, queries, latent_tiling)
-            apart.q[: len(q)] = q
-            kept = None if queries is None else apart.keep(queries)
-            apart.layers[layer] = lambda tiling: attend_in(apart.q, kept, tiling, apart.out)
-            # The decodes come before the chunks: their padding may write to rows of these.
-            attend_in(q, queries, latent_tiling, apart.out)
-            layer_done(layer)
-            return apart.out[: len(q)]
-
-        return attend_latent if latents else attend
-
-    def _tile_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
-        assert config.latent is not None, "asked of models with latents only"
-        caches = (
-            cache.latents if isinstance(cache, IndexedLatents) else cache for cache in self.cache.of_layers
-        )
-        fp8 = any(isinstance(cache, Fp8KV) for cache in caches)
-        return self._kernels.tile_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 
     def _resolve(
         self, inputs: Mapping[str, Tensor], attention: AttentionMetadata

@@ -267,7 +267,7 @@ def test_chunks_that_attend_between_graphs(
     runner.forward(before, attention(step, before), lambda _: None)
     step, now = tensors([8, 20, 17, 3], [9, 21, 22, 43], 2)
     expected = runner.forward(now, attention(step, now), lambda _: None)
-    apart = runner._apart(len(step.token_ids))
+    apart = runner.attention.apart(len(step.token_ids), runner.device)
     assert apart is not None
     memory, attends = apart
     memory.out.fill_(torch.nan)
