@@ -22,7 +22,8 @@ from baton.machine.system import describe_exit
 from baton.worker import WorkerConfig, processes
 from baton.worker.messages import EngineReady
 from baton.worker.processes import ChildProcess, EngineError, TreeError, Watchdog
-from baton.worker.service_process import transfer_link, tree
+from baton.worker.service_process import transfer as transfers
+from baton.worker.service_process import tree
 from tests.layouts import kv_layout
 from tests.stand_in import stand_in
 from tests.within import WITHIN, within
@@ -191,15 +192,15 @@ async def test_a_tree_that_lacks_a_descriptor_leaves_none_behind(monkeypatch: py
 
 async def test_an_engine_process_that_ends_slowly_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel closes its sockets first, and may then free memory for many seconds."""
-    monkeypatch.setattr(transfer_link, "_EXIT_SOON", 0.0)
+    monkeypatch.setattr(transfers, "_EXIT_SOON", 0.0)
     config = WorkerConfig(
         role="decode", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16
     )
     worker = tree.WorkerTree(config, 1)
-    transfer = worker._transfer
+    transfer = worker.transfer
     worker._engine = child("engine", "import time; time.sleep(1000)")
     transfer.process = child("transfer", f"raise SystemExit({EXIT_ENGINE_GONE})")
-    transfer._service_end.close()
+    transfer._far_end.close()
     try:
         for each in (worker._engine, transfer.process):
             worker.watch(worker._watch_exit(each))

@@ -285,7 +285,7 @@ class Backend:
         if self.replacing:
             return self._last_status
         try:
-            engine, transfer = await asyncio.gather(self.engine_status(), self._tree.transfer_link.stats())
+            engine, transfer = await asyncio.gather(self.engine_status(), self._tree.transfer.stats())
         except TreeError:
             return self._last_status
         engine, transfer = added(self._counted[0], engine), added(self._counted[1], transfer)

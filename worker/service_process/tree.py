@@ -22,10 +22,10 @@ import msgspec
 import psutil
 
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, WorkerEnds, channel_pair
+from baton.kv_transfer import Arenas, Heartbeat, TransferConfig
 from baton.kv_transfer.config import MOST_PINS
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
-from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, WaitingTransfer, spawn
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.background import raise_priority
 from baton.machine.system import describe_exit, make_directory, url_host
@@ -51,7 +51,7 @@ from baton.worker.processes import (
     Watchdog,
 )
 from baton.worker.service_process.inherited import StoreEnds
-from baton.worker.service_process.transfer_link import TransferLink
+from baton.worker.service_process.transfer import STOP_TIMEOUT, Transfer
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", messages.StandsBy, EngineReady)
@@ -64,68 +64,6 @@ STORE_AGAIN = 1.0
 """Seconds before a store process that has ended is started again."""
 HURRY = 0.1
 """Seconds between two looks at the priority of a standby that is needed."""
-STOP_TIMEOUT = 5.0
-"""Seconds that a process has to stop before it is killed."""
-
-
-class Transfer:
-    """A transfer process: that of KV, or the one of embeddings of images, which have another layout.
-
-    Attributes:
-        ends: the arenas that it shares with the engine.
-        process: None until it is started.
-    """
-
-    def __init__(self, config: WorkerConfig, kind: str, ranks: int) -> None:
-        """`ranks`: of the engine that have arenas."""
-        self.name = f"{config.name} {kind}"
-        self.ends = WorkerEnds.create(config.kv_slots, config.kv_slot_bytes, ranks)
-        try:
-            end, self._service_end = channel_pair()
-        except BaseException:
-            self.ends.close()
-            raise
-        self.link = TransferLink(end)
-        self.process: ChildProcess | None = None
-        self._waiting: WaitingTransfer | None = None
-
-    def spawn(self, heartbeat: Heartbeat) -> ChildProcess:
-        """It waits for `start`."""
-        sending, receiving = self.ends.transfer
-        self._waiting = WaitingTransfer(
-            sending=sending, receiving=receiving, heartbeat=heartbeat, service=self._service_end
-        )
-        self.process = ChildProcess(self.name, self._waiting.process)
-        return self.process
-
-    async def start(self, start: TransferConfig, secret: bytes) -> int:
-        """Returns the port of its lanes."""
-        assert self._waiting is not None, "it is spawned"
-        self._waiting.start(start, secret)
-        return await self.link.ready()
-
-    async def watch(self, watcher: Coroutine[None, None, None]) -> None:
-        """Runs `watcher` of this process. Returns early if the process has ended: the watcher of its exit
-        says why."""
-        try:
-            await watcher
-        except TreeError:
-            if self.process is None or not self.process.has_ended:
-                raise
-
-    async def stop(self) -> None:
-        """Closes its lanes, and waits for its exit."""
-        if self.process is not None:
-            await self.link.drain(0.0)
-            self.link.close()
-            await self.process.end(STOP_TIMEOUT)
-
-    def close(self) -> None:
-        if self._waiting is not None:
-            self._waiting.close()
-        self.link.close()
-        self._service_end.close()
-        self.ends.close()
 
 
 class WorkerTree:
@@ -170,21 +108,20 @@ class WorkerTree:
         if config.trace_dir is not None:
             make_directory("--trace-dir", Path(config.trace_dir))
         with contextlib.ExitStack() as opened:
-            own = opened.enter_context
-            self._store_ends = own(contextlib.closing(StoreEnds.create())) if config.kv_store else None
-            self.engine_link = own(contextlib.closing(EngineLink(config.run_dir)))
-            self.heartbeat = own(contextlib.closing(Heartbeat.create()))
+            enter = opened.enter_context
+            self._store_ends = enter(contextlib.closing(StoreEnds.create())) if config.kv_store else None
+            self.engine_link = enter(contextlib.closing(EngineLink(config.run_dir)))
+            self.heartbeat = enter(contextlib.closing(Heartbeat.create()))
             ranks = config.ranks
-            self._rank_files = own(contextlib.closing(RankFiles.create(ranks))) if ranks > 1 else None
+            self._rank_files = enter(contextlib.closing(RankFiles.create(ranks))) if ranks > 1 else None
             of_kv = Transfer(config, "transfer", config.engine.tensor_parallel_size)
-            self._transfer = own(contextlib.closing(of_kv))
+            self.transfer = enter(contextlib.closing(of_kv))
             self._transfers = [of_kv]
             self._images: Transfer | None = None
             if config.engine.encoder_pool:
-                self._images = own(contextlib.closing(Transfer(config, "image transfer", 1)))
+                self._images = enter(contextlib.closing(Transfer(config, "image transfer", 1)))
                 self._transfers.append(self._images)
             self._shared = opened.pop_all()
-        self.transfer_link = self._transfer.link
 
     # ------------------------------------------------------------ start
 
@@ -316,7 +253,7 @@ class WorkerTree:
         }
 
     def _arenas(self, rank: int) -> Arenas:
-        return self._transfer.ends.of_rank(rank, exports=self._exported, adopts=self._adopted)
+        return self.transfer.ends.of_rank(rank, exports=self._exported, adopts=self._adopted)
 
     def _image_arenas(self, images: Transfer) -> Arenas:
         return images.ends.of_rank(0, exports=self._config.kv_connector == "auto", adopts=False)
@@ -329,7 +266,7 @@ class WorkerTree:
             images = None if engine.image_layout is None else self._image_config(start, engine)
         except ValueError as error:
             raise StartError(f"--kv-slot-bytes: {error}") from error
-        port = await self._start_transfer(self._transfer, start)
+        port = await self._start_transfer(self.transfer, start)
         if images is not None:
             assert self._images is not None, "the engine fetches images as it was told"
             await self._start_transfer(self._images, images)
@@ -341,7 +278,7 @@ class WorkerTree:
             self._spawn_transfer(transfer)
         port = await transfer.start(start, self._config.secret)
         silence = max(MIN_TRANSFER_SILENCE, self._config.deadlines.engine_dead)
-        dog = Watchdog(transfer.name, lambda: transfer.link.reports, silence)
+        dog = Watchdog(transfer.name, lambda: transfer.reports, silence)
         self.watch(transfer.watch(dog.watch()))
         return port
 
@@ -422,7 +359,7 @@ class WorkerTree:
         received = self.watch(self.engine_link.receive_all(deliver))
         received.add_done_callback(lambda _: self._engine_stopped.set())
         for transfer in self._transfers:
-            self.watch(transfer.watch(transfer.link.receive()))
+            self.watch(transfer.watch(transfer.receive()))
 
     # ------------------------------------------------------------ watch
 
@@ -452,7 +389,7 @@ class WorkerTree:
             await asyncio.sleep(CAUSE_SOON)  # if another rank could not start, its reason is reported first
         transfers = [transfer.process for transfer in self._transfers]
         causes = {(transfer, EXIT_ENGINE_GONE): self._engine for transfer in transfers}
-        causes[self._engine, EXIT_TRANSFER_GONE] = self._transfer.process
+        causes[self._engine, EXIT_TRANSFER_GONE] = self.transfer.process
         if cause := causes.get((child, code)):
             # The watcher of the other process reports its end first. The kernel frees the memory of a killed
             # engine process before that, and takes 0.2 s for 1 GiB that a GPU has pinned. A process that
