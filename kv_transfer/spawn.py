@@ -54,23 +54,10 @@ class StatsRequest(msgspec.Struct, frozen=True, tag=True):
     """Service → transfer process."""
 
 
-class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Service → transfer process: take no new transfer, let the open ones end, then close the lanes."""
-
-    timeout: float
-
-
-class Drained(msgspec.Struct, frozen=True, tag=True):
-    """Transfer process → service: answers Drain; `open` transfers were cut off."""
-
-    open: int
-
-
-FromTransfer = Ready | TransferStats | Drained
-ToTransfer = StatsRequest | Drain
+FromTransfer = Ready | TransferStats
 encode = msgspec.msgpack.Encoder().encode
 decode_from_transfer = msgspec.msgpack.Decoder(FromTransfer).decode
-decode_to_transfer = msgspec.msgpack.Decoder(ToTransfer).decode
+decode_to_transfer = msgspec.msgpack.Decoder(StatsRequest).decode
 
 
 class TransferStart(msgspec.Struct, frozen=True):

@@ -94,7 +94,6 @@ class TransferProcess:
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
         self._next_tick = 0.0
         self._next_stats = 0.0
-        self._drain_until: float | None = None
         self._stopping = False
 
     def run(self, parent_pid: int) -> int:
@@ -108,7 +107,7 @@ class TransferProcess:
         self._tell(spawn.Ready(self._listener.getsockname()[1]))
         try:
             while not self._stopping and os.getppid() == parent_pid:
-                busy = self._prefill.busy or self._decode.busy or self._drain_until
+                busy = self._prefill.busy or self._decode.busy
                 self._loop.turn(_TICK if busy else _IDLE_TICK)
                 self._tick(time.monotonic())
             self._connector.stop()
@@ -171,8 +170,6 @@ class TransferProcess:
     def _tick(self, now: float) -> None:
         if self._heartbeat.ticks != self._ticks[0]:
             self._ticks = (self._heartbeat.ticks, now)
-        if now < min(self._next_tick, self._next_stats) and self._drain_until is None:
-            return
         if now >= self._next_tick:
             self._next_tick = now + _TICK
             self._connector.tick(now)
@@ -185,12 +182,6 @@ class TransferProcess:
             self._next_stats = now + 1.0
             self._tell(self._stats())
             self._trace.flush()
-        quiet = self._prefill.quiet and not self._decode.transfers_open
-        if self._drain_until is not None and (quiet or now >= self._drain_until):
-            self._drain_until = None
-            self._tell(spawn.Drained(self._transfers_open))
-            for session in list(self._connector.sessions.by_id.values()):
-                session.end("drained", "the worker drains")
 
     def _tick_age(self, now: float) -> float:
         return now - self._ticks[1] if self._ticks[0] else 0.0
@@ -205,13 +196,8 @@ class TransferProcess:
         if not packet:
             self._stopping = True
             return
-        match spawn.decode_to_transfer(packet):
-            case spawn.StatsRequest():
-                self._tell(self._stats())
-            case spawn.Drain(timeout):
-                self._prefill.drain()
-                self._decode.draining = True
-                self._drain_until = time.monotonic() + timeout
+        spawn.decode_to_transfer(packet)  # no other question
+        self._tell(self._stats())
 
     @property
     def _transfers_open(self) -> int:

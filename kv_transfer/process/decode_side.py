@@ -30,11 +30,10 @@ class DecodeSide:
         channel: Channel,
         counters: TransferCounters,
         connect: Connect,
-        reader: MemoryReader | None = None,
+        reader: MemoryReader | None,
         trace: TraceWriter = NO_TRACE,
     ) -> None:
         """`connect` makes sessions for this side."""
-        self.draining = False
         self._channel = channel
         self._counters = counters
         self._peers = Peers(config, connect)
@@ -67,8 +66,6 @@ class DecodeSide:
                 self.exports.pulled(dict(zip(slots, intact, strict=True)))
             case local.Opened(number, reached, why):
                 self.exports.opened(number, reached, why)
-            case local.FetchIn(transfer_id) if self.draining:
-                self._channel.post(local.FailedIn(transfer_id, "draining", retry=False))
             case local.FetchIn(_, _, address, incarnation):
                 self.arrivals.apply(self.fetches.fetch(message, now))
                 self._peers.want(incarnation, address, now)

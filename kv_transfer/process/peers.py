@@ -21,7 +21,7 @@ _BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
 # This side ended the session, and all that was sent will arrive. Or the peer did, and had all ACKs: CROWDED.
 # Any other end may have lost messages. So may the peer's end without a word: it closes in the same way when
 # it drains and when it has heard nothing for too long.
-_CLEAN = {"idle", "drained", "stopped", CROWDED}
+_CLEAN = {"idle", "stopped", CROWDED}
 
 
 @dataclass(slots=True, eq=False)

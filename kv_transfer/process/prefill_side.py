@@ -74,9 +74,6 @@ class PrefillSide:
     def busy(self) -> bool:
         return not self.quiet or bool(self._sessions)
 
-    def drain(self) -> None:
-        self._apply(self.table.drain())
-
     # ------------------------------------------------------------ from the engine
 
     def engine(self, message: local.FromSender) -> None:

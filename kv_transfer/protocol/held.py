@@ -84,7 +84,6 @@ class HeldPrefills:
         self._deadlines = deadlines
         self._max_waiting = max_waiting
         self._max_pins = max_pins
-        self._draining = False
         self._newest_sent: tuple[HeldKV, float] | None = None  # the newest `all_sent`, and when
 
     # ------------------------------------------------------------ from the engine
@@ -170,7 +169,7 @@ class HeldPrefills:
         pin_id = _PIN + transfer_id
         if self._is_used(transfer_id) or pin_id in self._asked or self._tombstones.get(pin_id):
             reason = "integrity"
-        elif self._draining or self._pins >= self._max_pins:
+        elif self._pins >= self._max_pins:
             reason = "busy"
         else:
             fetch = Fetch(pin_id, 0, ())
@@ -199,7 +198,7 @@ class HeldPrefills:
             return "superseded"
         if held is not None or waiting is not None:
             return None
-        is_full = self._draining or len(self.waiting) >= self._max_waiting
+        is_full = len(self.waiting) >= self._max_waiting
         return self._tombstones.get(fetch.prefill_id) or ("busy" if is_full else None)
 
     def ack(self, transfer_id: bytes, now: float) -> list[Effect]:
@@ -233,11 +232,6 @@ class HeldPrefills:
         for held in [h for h in self.open.values() if h.session == session]:
             effects += self._end_transfer(held, "gone", now)
         return [e for e in effects if not isinstance(e, Send)]
-
-    def drain(self) -> list[Effect]:
-        """Refuses each FETCH that waits or comes from now on, unless its prefill is held."""
-        self._draining = True
-        return [e for prefill_id in list(self.waiting) for e in self._refuse_waiting(prefill_id, "busy")]
 
     # ------------------------------------------------------------ frames and time
 

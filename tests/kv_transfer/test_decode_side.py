@@ -398,7 +398,7 @@ def test_an_ack_waits_for_a_session_as_long_as_a_prefill_is_held_for_it(
     assert not world.side.busy
 
 
-@pytest.mark.parametrize("reason", ["idle", "drained", "stopped"])
+@pytest.mark.parametrize("reason", ["idle", "stopped"])
 def test_a_session_that_ended_in_order_stays_closed(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     world = Side(monkeypatch, Network())
     world.inject(NEW)

@@ -69,17 +69,14 @@ def test_the_table_of_waiting_fetches_is_bounded() -> None:
     assert held.offer(P, 1) == [StartTransfer(P, T2, B, FETCH)]
 
 
-def test_waiting_ends_by_abort_deadline_session_or_drain() -> None:
-    for event in ("abort", "deadline", "session", "drain"):
+def test_waiting_ends_by_abort_deadline_or_session() -> None:
+    for event in ("abort", "deadline", "session"):
         held = table()
         held.fetch(T1, A, FETCH, 0)
         if event == "abort":
             assert held.abort(T1, "cancelled", 1) == [aborted("cancelled"), FetchWaits(P, gone=True)]
         elif event == "session":
             assert held.session_down(A, 1) == [FetchWaits(P, gone=True)]
-        elif event == "drain":
-            assert held.drain() == [aborted("busy"), FetchWaits(P, gone=True)]
-            assert held.fetch(T2, B, FETCH, 2) == [aborted("busy", session=B, transfer=T2)]
         else:
             assert expire(held, 29.9) == []
             assert expire(held, 30) == ["fetch_wait", aborted("deadline"), FetchWaits(P, gone=True)]

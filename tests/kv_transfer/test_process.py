@@ -1,4 +1,4 @@
-"""Transfer processes and who they talk to: refusals, lanes, drain, death."""
+"""Transfer processes and who they talk to: refusals, lanes, death."""
 
 from __future__ import annotations
 

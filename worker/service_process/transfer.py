@@ -8,8 +8,6 @@ from collections.abc import Coroutine
 from baton.kv_transfer import Heartbeat, TransferConfig, WorkerEnds, channel_pair
 from baton.kv_transfer.spawn import (
     MAX_MESSAGE,
-    Drain,
-    Drained,
     FromTransfer,
     Ready,
     StatsRequest,
@@ -53,7 +51,6 @@ class Transfer:
         self.reports = 0
         self._waiting: WaitingTransfer | None = None
         self._stats_answers: deque[asyncio.Future[TransferStats]] = deque()
-        self._drained = asyncio.Event()
 
     def spawn(self, heartbeat: Heartbeat) -> ChildProcess:
         """It waits for `start`."""
@@ -73,23 +70,21 @@ class Transfer:
         return message.port
 
     async def receive(self) -> None:
-        """Handles the messages of the process. Raises TreeError when it closes its end."""
+        """Takes the reports of the process. Raises TreeError when it closes its end."""
         while True:
-            message = await self._receive()
-            if isinstance(message, TransferStats):
-                while self._stats_answers:
-                    answer = self._stats_answers.popleft()
-                    if not answer.done():
-                        answer.set_result(message)
-            elif isinstance(message, Drained):
-                self._drained.set()
+            stats = await self._receive()
+            assert isinstance(stats, TransferStats), f"unexpected message after Ready: {stats}"
+            while self._stats_answers:
+                answer = self._stats_answers.popleft()
+                if not answer.done():
+                    answer.set_result(stats)
 
     async def stats(self) -> TransferStats:
         """Asks for the statistics. Returns the next report."""
         answer: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
         self._stats_answers.append(answer)
         with contextlib.suppress(OSError):  # the process has ended: the watcher of its exit says so
-            await self._send(StatsRequest())
+            await asyncio.get_running_loop().sock_sendall(self._end, encode(StatsRequest()))
         return await answer
 
     async def watch(self, watcher: Coroutine[None, None, None]) -> None:
@@ -104,10 +99,6 @@ class Transfer:
     async def stop(self) -> None:
         """Closes its lanes, and waits for its exit."""
         if self.process is not None:
-            with contextlib.suppress(TimeoutError, OSError):
-                await self._send(Drain(0.0))
-                async with asyncio.timeout(1.0):
-                    await self._drained.wait()
             self._close_socket()
             await self.process.end(STOP_TIMEOUT)
 
@@ -125,9 +116,6 @@ class Transfer:
             if not answer.done():
                 answer.set_exception(TreeError("the transfer process has ended"))
         self._stats_answers.clear()
-
-    async def _send(self, message: StatsRequest | Drain) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._end, encode(message))
 
     async def _receive(self) -> FromTransfer:
         try:

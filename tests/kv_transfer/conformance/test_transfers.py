@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import baton.kv_transfer as kv
-from baton.kv_transfer import spawn
 from baton.kv_transfer.wait import wait
 from tests.kv_transfer.conftest import Pair, until
 from tests.kv_transfer.transfer_process import deadlines
@@ -364,31 +363,6 @@ def test_fetch_again_under_the_same_decode_id(make_pair: Any, ranks: tuple[int, 
     pair.assert_same(blocks, decode_id, 0, 40)
     pair.until(lambda: not pair.prefill.sender.has_fetch(stuck), "the end of the first transfer")
     pair.prefill.sender.close(stuck, "cancelled")
-    pair.assert_whole()
-
-
-def test_drain_lets_what_runs_end(make_pair: Any) -> None:
-    pair = make_pair()
-    prefill_id = pair.prefill.open(50)
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 50)
-    pair.until(lambda: pair.prefill.sender.has_fetch(prefill_id), "the FETCH")
-    unknown = os.urandom(16)
-    early = pair.decode.fetch(pair.prefill, unknown, 10)
-    pair.until(lambda: pair.prefill.sender.has_fetch(unknown), "the FETCH that waits")
-    pair.prefill.service.send(spawn.encode(spawn.Drain(60.0)))
-    assert pair.event(early) == kv.FetchFailed(early, "busy")
-    late = pair.decode.fetch(pair.prefill, os.urandom(16), 10)
-    assert pair.event(late) == kv.FetchFailed(late, "busy")
-    pair.prefill.sender.ready(prefill_id, None, 0, 50)
-    pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
-    assert isinstance(pair.event(decode_id), kv.Injected)
-
-    def drained() -> bool:
-        if not wait([pair.prefill.service.fileno()], 0):
-            return False  # both engines go on meanwhile: the ACK is theirs
-        return spawn.decode_from_transfer(pair.prefill.service.recv(1 << 16)) == spawn.Drained(0)
-
-    pair.until(drained, "Drained")
     pair.assert_whole()
 
 
