@@ -5,7 +5,6 @@ values = x / scale, rounded to the nearest FP8 number. A NaN or infinite number 
 only.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,8 +12,9 @@ import numpy as np
 import torch
 import xxhash
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES, CacheArray
+from baton.content.cache_kinds import FP8
 from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.dense_slices import dense_planes
 from baton.kv_transfer.device.pool import (
     LARGEST_FP8,
     LEAST_OF_HEAD,
@@ -129,13 +129,14 @@ class HostPool:
     def _gather(self, item: Staged, slot: memoryview) -> None:
         array = self._layout.arrays[item.piece.array]
         part = window(item.piece, array, self._heads[item.piece.array])
-        for pool, staged in self._runs(item, part, dense_planes(slot, part, array)):
+        dense = dense_planes(slot, array, part.dense_positions, part.dense_heads)
+        for pool, staged in self._runs(item, part, dense):
             staged[:] = pool
 
     def _scatter(self, item: Staged, slot: memoryview) -> None:
         kept, array = self._layout.arrays[item.piece.array], self._arrays[item.piece.array, item.dtype]
         part = window(item.piece, array, self._heads[item.piece.array])
-        dense = dense_planes(slot, part, array)
+        dense = dense_planes(slot, array, part.dense_positions, part.dense_heads)
         if array.dtype != kept.dtype:
             dense = converted(dense, array.dtype, kept.dtype)
         for pool, staged in self._runs(item, part, dense):
@@ -169,16 +170,6 @@ def _items(x: torch.Tensor) -> np.ndarray:
     if x.stride(0) == x.shape[1] * x.stride(1):
         x = x.flatten(0, 1).unsqueeze(0)
     return x.view(_ITEMS[x.element_size()]).numpy()
-
-
-def dense_planes(slot: memoryview, part: Window, array: CacheArray) -> list[np.ndarray]:
-    """A slice in a slot: values, and scales in FP8, each [rows, positions, heads, bytes of a head]."""
-    shape = array.rows, part.dense_positions, part.dense_heads
-    values = np.frombuffer(slot, np.uint8, math.prod(shape) * array.head_dim * ITEM_BYTES[array.dtype])
-    if array.dtype != FP8:
-        return [values.reshape(*shape, -1)]
-    scales = np.frombuffer(slot, np.uint8, math.prod(shape) * SCALE_BYTES, values.size)
-    return [values.reshape(*shape, -1), scales.reshape(*shape, -1)]
 
 
 def converted(dense: Sequence[np.ndarray], dtype: str, to: str) -> list[np.ndarray]:

@@ -13,7 +13,6 @@ older ones are removed.
 
 import logging
 import logging.config
-import math
 import os
 import signal
 import socket
@@ -28,10 +27,9 @@ import msgspec
 import numpy as np
 import setproctitle
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.dense_slices import dense_planes
 from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, StoreOpened, StoreOrder
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, READERS, StoreGone, StoreStart, Units, max_age
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, section_of
@@ -209,23 +207,14 @@ def _join_heads(units: Units, arena: Arena, unit: int, section: int) -> None:
     for at, piece in enumerate(units.objects[section], first):
         if len(cuts := units.of_ranks(piece)) == 1:
             continue
-        all_heads = _planes(units, piece, arena.slot(at))
+        array, positions = units.layout.arrays[piece.array], max(1, piece.token_count)
+        all_heads = dense_planes(arena.slot(at), array, positions, piece.head_count)
         for number, of_rank in enumerate(cuts, 1):
             start = of_rank.head_start - piece.head_start
-            rank_heads = _planes(units, of_rank, arena.slot(at + number * units.object_slots))
+            slot = arena.slot(at + number * units.object_slots)
+            rank_heads = dense_planes(slot, array, positions, of_rank.head_count)
             for plane, heads in zip(all_heads, rank_heads, strict=True):
                 plane[:, :, start : start + of_rank.head_count] = heads
-
-
-def _planes(units: Units, piece: Slice, slot: memoryview) -> list[np.ndarray]:
-    """A slice in a slot: values, and scales in FP8, each [rows, positions, heads, bytes of a head]."""
-    array = units.layout.arrays[piece.array]
-    shape, at, planes = (array.rows, max(1, piece.token_count), piece.head_count), 0, []
-    for size in (array.head_dim * ITEM_BYTES[array.dtype], *([SCALE_BYTES] if array.dtype == FP8 else [])):
-        count = math.prod(shape) * size
-        planes.append(np.frombuffer(slot, np.uint8, count, at).reshape(*shape, size))
-        at += count
-    return planes
 
 
 def main() -> None:
