@@ -146,7 +146,7 @@ def _set_acceptance(device: torch.device, kernels: type[Kernels]) -> Tensor:
     return share
 
 
-def on_cuda(report: Report, *, short: bool, method: str = "ngram") -> None:
+def on_cuda(report: Report, *, short: bool, method: str) -> None:
     from baton.engine.kernels.triton_kernels import TritonKernels
 
     share = _set_acceptance(torch.device("cuda"), TritonKernels)

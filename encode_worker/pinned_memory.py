@@ -20,7 +20,7 @@ class PinnedMemory:
     A copy to the GPU that is under way refers to none: the step that began it keeps the array until its end.
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool = True) -> None:
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
         """`pinned` False: memory of the system, where there is no GPU."""
         self._pinned = pinned
         self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)

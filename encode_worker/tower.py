@@ -152,9 +152,7 @@ class Tower:
         return copied
 
 
-def tower_fingerprint(
-    settings: ImageSettings, config: str, tensors: Mapping[str, Tensor], dummy: str = ""
-) -> str:
+def tower_fingerprint(settings: ImageSettings, config: str, tensors: Mapping[str, Tensor], dummy: str) -> str:
     """Towers with equal ones make equal embeddings of equal pixels, but for rounding. Looks at some values of
     each tensor. `dummy`: what dummy weights are drawn from, if there are no tensors."""
     digest = hashlib.sha256(f"{settings} {config} {dummy}".encode())

@@ -180,7 +180,7 @@ def _equal_pieces(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]
         start += count
 
 
-def rank_of(layout: KVLayout, head: int, ranks: int, array: int = 0) -> int:
+def rank_of(layout: KVLayout, head: int, ranks: int, array: int) -> int:
     """The first of the ranks that hold the head of an array. Slices with it come from there. Raises
     StopIteration if no rank holds it: so many ranks do not share the heads."""
     held = layout.arrays[array].heads_of

@@ -42,7 +42,7 @@ def landing_bytes(slot_bytes: int) -> int:
     return scattered_at_once(slot_bytes) * (exported_slot_bytes(slot_bytes) + SLACK)
 
 
-def device_bytes(num_slots: int, slot_bytes: int, *, adopted: bool = False) -> int:
+def device_bytes(num_slots: int, slot_bytes: int, *, adopted: bool) -> int:
     """Memory of a GPU that KV transfer takes on each rank, if peers read slots there. `adopted`: the transfer
     process has slots for both directions, and a context. Landings are not counted, since few workers convert
     KV. If there is no memory for them, the pair of workers uses TCP."""

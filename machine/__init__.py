@@ -60,9 +60,9 @@ def memory_limit(root: Path = _ROOT) -> int:
     return most
 
 
-def memory_share(part: int, most: int, root: Path = _ROOT) -> int:
+def memory_share(part: int, most: int) -> int:
     """The `part`-th part of `memory_limit`, at most `most` bytes."""
-    return min(most, memory_limit(root) // part)
+    return min(most, memory_limit() // part)
 
 
 def oom_kills(root: Path = _ROOT) -> int:

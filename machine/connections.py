@@ -22,7 +22,7 @@ _CONNECTION_BYTES = 32 << 10
 """Of an idle connection, in this process and in the kernel."""
 
 
-def affordable_connections(processes: int = 1) -> int:
+def affordable_connections(processes: int) -> int:
     """Connections that each of `processes` may keep open. They take half of its descriptors at most, and all
     of them an eighth of the memory."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

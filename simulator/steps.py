@@ -106,9 +106,10 @@ def modelled(
     model: StepModel,
     positions: int,
     doubles_at: float,
-    row_seconds: float = 0.0,
+    row_seconds: float,
     small: float = SMALL_PAIR_SECONDS / PAIR_SECONDS,
-    copies: CopyRoom | None = None,
+    *,
+    copies: CopyRoom | None,
 ) -> Machine:
     """The machine whose steps cost what a model says. `row_seconds`: that each decode adds for its states.
     `small`: how many times as long a pair takes in a chunk of fewer than `SMALL` tokens. `copies`: as in

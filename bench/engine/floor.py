@@ -44,7 +44,7 @@ class Floor:
     def prefill_ms(self, sequences: int, tokens: int) -> float:
         """The GEMMs of all tokens, and causal attention of each sequence by torch's fastest kernel."""
         inputs = self._inputs(sequences * tokens, sequences)
-        return _median_ms(lambda: self._gemms(*inputs), 5) + self._attention_ms(sequences, tokens)
+        return _median_ms(lambda: self._gemms(*inputs)) + self._attention_ms(sequences, tokens)
 
     def _attention_ms(self, sequences: int, tokens: int) -> float:
         c = self._config
@@ -61,7 +61,7 @@ class Floor:
         timed: list[float] = []
         for backend in (backends.CUDNN_ATTENTION, backends.FLASH_ATTENTION):
             with torch.nn.attention.sdpa_kernel(backend):
-                timed.append(_median_ms(attention, 5))
+                timed.append(_median_ms(attention))
         return c.num_layers * min(timed)
 
     def _inputs(self, rows: int, sampled: int) -> tuple[dict[int, Any], torch.Tensor]:
@@ -103,11 +103,11 @@ def _random(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02
 
 
-def _median_ms(work: Callable[[], object], repeats: int) -> float:
+def _median_ms(work: Callable[[], object]) -> float:
     for _ in range(2):
         work()
     times: list[float] = []
-    for _ in range(repeats):
+    for _ in range(5):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         work()

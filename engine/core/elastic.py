@@ -184,9 +184,7 @@ class Budget:
             supply += min(len(self._blocks.idle) - kept + soon, spare) * self.block_pages
         return wanted <= supply
 
-    def may_provide(
-        self, blocks: int, places: int, hits: Collection[int] = (), *, waits: bool = False
-    ) -> bool:
+    def may_provide(self, blocks: int, places: int, hits: Collection[int], *, waits: bool) -> bool:
         """Whether `provide` takes no longer than the next step may wait. There is room for so many blocks and
         places beside `hits`. `waits`: if not, the next steps make the moves."""
         pages = self._lacking_pages(blocks, places)

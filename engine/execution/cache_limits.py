@@ -129,8 +129,8 @@ def choose_limits(
     device: torch.device,
     ranks: Ranks,
     *,
-    drafts: bool = False,
-    loaded: bool = False,
+    drafts: bool,
+    loaded: bool,
 ) -> CacheLimits:
     """The limits for this model, equal on all ranks. Raises `ValueError` naming the flag that does not fit.
 

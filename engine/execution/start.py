@@ -50,9 +50,6 @@ MEASURED = 0.05
 """Share of the time of the start that it may take to measure what steps cost."""
 
 
-NOT_KEPT = Keep()
-
-
 @dataclass(frozen=True, slots=True)
 class Started:
     """A rank that is ready."""
@@ -93,7 +90,7 @@ def start_rank(
     device: torch.device,
     ranks: Ranks,
     progress: Callable[[str, float], None],
-    keep: Keep = NOT_KEPT,
+    keep: Keep,
 ) -> Started:
     """Loads this rank's part of the model and makes it ready. Raises `ValueError` for mistakes that the user
     can mend. `progress(stage, fraction)` tells how far the start is. `keep`: memory for KV that outlives the

@@ -26,7 +26,7 @@ from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header
 from baton.kv_transfer.protocol.local_messages import Arrived, ExportGone, ExportIn
 from baton.kv_transfer.protocol.messages import Export, ProtocolError, Reach, SliceAt, Taken
-from baton.kv_transfer.trace import NO_TRACE, TraceWriter
+from baton.kv_transfer.trace import TraceWriter
 
 RING = 2**63 - 1
 """Stands for a session that does not end."""
@@ -56,7 +56,7 @@ class _Pull:
 
 class PeerExports:
     def __init__(
-        self, arrivals: Arrivals, channel: Channel, reader: MemoryReader | None, trace: TraceWriter = NO_TRACE
+        self, arrivals: Arrivals, channel: Channel, reader: MemoryReader | None, trace: TraceWriter
     ) -> None:
         """`channel`: to the engine."""
         self._trace = trace

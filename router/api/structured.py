@@ -35,7 +35,7 @@ class Structure:
         return pb.StructuredOutput(**{self.kind: self.text})
 
 
-def calls_or_answer(calls: str, answer: Structure, before: str = "") -> str:
+def calls_or_answer(calls: str, answer: Structure, before: str) -> str:
     """Returns a Lark grammar for tool calls or an answer: its rule `start` is that of `calls`, or `answer`.
 
     `answer` is a JSON schema. `before`: the Lark expression of what precedes an answer.

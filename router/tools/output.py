@@ -20,7 +20,7 @@ class TextParser:
         beginning: Beginning,
         way: Way | None,
         tool_format: type[ToolParser] | None,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool],
         *,
         calls_in_reasoning: bool = True,
     ) -> None:

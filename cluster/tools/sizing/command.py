@@ -91,7 +91,7 @@ HUB_NAMES = {
 """Of the shapes that `--model` knows by short names."""
 
 
-def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None, encoders: int = 0) -> str:
+def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None, encoders: int) -> str:
     """The command that starts these pools. Options that it would have by default are left out."""
     words = ["baton", "serve", HUB_NAMES.get(sizing.model, sizing.model)]
     # A cluster has a worker of each kind, and answers of one token need no decode worker.
