@@ -52,7 +52,7 @@ from baton.kv_transfer.shared_store.client import ClientProcess
 from baton.kv_transfer.spawn import spawn as spawn_child
 from baton.kv_transfer.wait import wait
 from baton.machine.system import free_port
-from baton.worker.service_process.inherited import StoreEnds
+from baton.worker.service_process.store import StoreEnds
 
 CHATS, ANSWER, NEW = {"cpu": 9, "cuda": 6}, 40, 32
 HISTORY = {"cpu": 700, "cuda": 8000}

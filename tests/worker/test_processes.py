@@ -22,8 +22,8 @@ from baton.machine.system import describe_exit
 from baton.worker import WorkerConfig, processes
 from baton.worker.messages import EngineReady
 from baton.worker.processes import ChildProcess, EngineError, TreeError, Watchdog
+from baton.worker.service_process import store, tree
 from baton.worker.service_process import transfer as transfers
-from baton.worker.service_process import tree
 from tests.layouts import kv_layout
 from tests.stand_in import stand_in
 from tests.within import WITHIN, within
@@ -232,15 +232,15 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
         given.append(lines)
         raise TreeError
 
-    monkeypatch.setattr(tree, "spawn", started)
+    monkeypatch.setattr(store, "spawn", started)
     config = WorkerConfig(
         role="prefill", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16,
         kv_store="mooncake://127.0.0.1:1", kv_encrypt=encrypt,
     )  # fmt: skip
     worker = tree.WorkerTree(config, 1)
-    assert worker._store_ends is not None
+    assert worker._store is not None
     with pytest.raises(TreeError):
-        await worker._keep_store(worker._store_ends)
+        await worker._store.keep()
     assert msgspec.json.decode(given[0].splitlines()[0], type=StoreStart).encrypt is encrypt
     layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
     ready = stand_in(EngineReady, model_fingerprint="model", layout=layout)

@@ -24,7 +24,6 @@ import psutil
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas, Heartbeat, TransferConfig
 from baton.kv_transfer.config import MOST_PINS
-from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.background import raise_priority
@@ -50,7 +49,7 @@ from baton.worker.processes import (
     TreeError,
     Watchdog,
 )
-from baton.worker.service_process.inherited import StoreEnds
+from baton.worker.service_process.store import Store
 from baton.worker.service_process.transfer import STOP_TIMEOUT, Transfer
 
 log = logging.getLogger(__name__)
@@ -60,8 +59,6 @@ MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
 CAUSE_SOON = 5.0
 """Seconds to wait for the reason of the rank that caused the exit of another one."""
-STORE_AGAIN = 1.0
-"""Seconds before a store process that has ended is started again."""
 HURRY = 0.1
 """Seconds between two looks at the priority of a standby that is needed."""
 
@@ -104,12 +101,13 @@ class WorkerTree:
         """Watches the start of the engine process."""
         self._engine: ChildProcess | None = None
         self._ranks: list[ChildProcess] = []  # from rank 1 on
-        self._store: ChildProcess | None = None
         if config.trace_dir is not None:
             make_directory("--trace-dir", Path(config.trace_dir))
         with contextlib.ExitStack() as opened:
             enter = opened.enter_context
-            self._store_ends = enter(contextlib.closing(StoreEnds.create())) if config.kv_store else None
+            self._store: Store | None = None
+            if config.kv_store:
+                self._store = enter(contextlib.closing(Store(config, incarnation)))
             self.engine_link = enter(contextlib.closing(EngineLink(config.run_dir)))
             self.heartbeat = enter(contextlib.closing(Heartbeat.create()))
             ranks = config.ranks
@@ -167,8 +165,8 @@ class WorkerTree:
         else:
             await self._hurry()
             await self.engine_link.send(messages.TakeOver())
-        if self._store_ends is not None:
-            self.watch(self._keep_store(self._store_ends))
+        if self._store is not None:
+            self.watch(self._store.keep())
         dog = self._watchdog(START_SILENCE)
         self.watch(dog.watch())
         ready = await self._message(EngineReady, progress)
@@ -231,8 +229,8 @@ class WorkerTree:
         self._engine = ChildProcess(start.name, popen)
         for transfer in self._transfers:
             transfer.ends.close_inherited()
-        if self._store_ends is not None:
-            self._store_ends.engine.close()
+        if self._store is not None:
+            self._store.ends.engine.close()
         self.watch(self._watch_exit(self._engine))
 
     def _rank_config(self, process: str, rank: int, standby: bool) -> dict[str, Any]:
@@ -247,7 +245,7 @@ class WorkerTree:
             "logging": config.logging(self._incarnation, process),
             "engine": self._engine_config,
             "arenas": self._arenas(rank),
-            "store_fds": () if self._store_ends is None else self._store_ends.of_rank(rank),
+            "store_fds": () if self._store is None else self._store.ends.of_rank(rank),
             "kept_files": self._kept_files[rank : None if rank == 0 else rank + 1],
             "standby": standby,
         }
@@ -323,34 +321,6 @@ class WorkerTree:
             logging=config.logging(self._incarnation, "transfer"),
         )
 
-    async def _keep_store(self, ends: StoreEnds) -> None:
-        """Starts the store process, and again whenever it ends. It learns the KV layout from the engine."""
-        config = self._config
-        assert config.kv_store is not None, "it has ends"
-        start = StoreStart(
-            url=config.kv_store,
-            name=config.name,
-            title=config.title,
-            parent_pid=os.getpid(),
-            encrypt=config.kv_encrypt,
-            arena_fd=ends.memory,
-            channel_fd=ends.store.fileno(),
-            logging=config.logging(self._incarnation, "store"),
-        )
-        lines = msgspec.json.encode(start) + b"\n" + config.secret.hex().encode()
-        while not self._stopping:
-            popen = spawn(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
-            self._store = ChildProcess(f"{start.name} store", popen)
-            code = await self._store.wait()
-            if self._stopping:
-                return
-            if code == EXIT_UNUSABLE:
-                raise StartError("--kv-store: the client of the store cannot be loaded; the log says why")
-            log.warning(
-                "%s (pid %d) %s; it is started again", self._store.name, popen.pid, describe_exit(code)
-            )
-            await asyncio.sleep(STORE_AGAIN)
-
     def follow(self, deliver: Callable[[FromEngine], None]) -> None:
         """Starts the tasks that receive from the children.
 
@@ -412,7 +382,7 @@ class WorkerTree:
         The engine fails its remaining attempts, the transfer process closes its lanes, then both exit. Does
         nothing before the engine is ready. `kill` must follow.
         """
-        self._stopping = True
+        self._begin_stop()
         if not self._started or self._engine is None:
             return
         with contextlib.suppress(TimeoutError):
@@ -427,12 +397,19 @@ class WorkerTree:
         for child in (self._engine, *self._ranks):
             await child.end(STOP_TIMEOUT)
 
+    def _begin_stop(self) -> None:
+        """From now on no process that ends is a failure, or is started again."""
+        self._stopping = True
+        if self._store is not None:
+            self._store.stop()
+
     async def kill(self) -> None:
         """Kills the processes that still run, and waits for their exit."""
-        self._stopping = True
+        self._begin_stop()
         # The transfer processes first: they would log that the engine process is gone.
         transfers = [transfer.process for transfer in self._transfers]
-        ended = (*transfers, self._engine, *self._ranks, self._store)
+        store = None if self._store is None else self._store.process
+        ended = (*transfers, self._engine, *self._ranks, store)
         children = [each for each in ended if each]
         for child in children:
             child.kill()

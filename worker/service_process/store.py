@@ -1,0 +1,101 @@
+"""The store process of a worker, and what it shares with the engine."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.kv_transfer import channel_pair
+from baton.kv_transfer.arena import memory_file
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
+from baton.kv_transfer.spawn import spawn
+from baton.machine.system import describe_exit
+from baton.worker.config import WorkerConfig
+from baton.worker.processes import ChildProcess, StartError
+
+log = logging.getLogger(__name__)
+
+AGAIN = 1.0
+"""Seconds before a store process that has ended is started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnds:
+    """Memory for the units of the store, and the channel between the engine and the store process."""
+
+    memory: int
+    engine: socket.socket
+    store: socket.socket
+
+    @classmethod
+    def create(cls) -> "StoreEnds":
+        memory = memory_file()
+        try:
+            return cls(memory, *channel_pair())
+        except BaseException:
+            os.close(memory)
+            raise
+
+    def of_rank(self, rank: int) -> Sequence[int]:
+        return [self.memory] if rank else [self.memory, self.engine.fileno()]
+
+    def close(self) -> None:
+        self.engine.close()
+        self.store.close()
+        os.close(self.memory)
+
+
+class Store:
+    """Starts the store process, and again whenever it ends.
+
+    Attributes:
+        ends: what it shares with the engine.
+        process: the newest one. None: it was not started yet.
+    """
+
+    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._stopping = False
+        self.ends = StoreEnds.create()
+        self.process: ChildProcess | None = None
+
+    async def keep(self) -> None:
+        """Returns when it has ended after `stop`. It learns the KV layout from the engine. Raises StartError
+        if its client cannot be loaded."""
+        config, ends = self._config, self.ends
+        assert config.kv_store is not None, "it has a store"
+        start = StoreStart(
+            url=config.kv_store,
+            name=config.name,
+            title=config.title,
+            parent_pid=os.getpid(),
+            encrypt=config.kv_encrypt,
+            arena_fd=ends.memory,
+            channel_fd=ends.store.fileno(),
+            logging=config.logging(self._incarnation, "store"),
+        )
+        lines = msgspec.json.encode(start) + b"\n" + config.secret.hex().encode()
+        while not self._stopping:
+            popen = spawn(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
+            self.process = ChildProcess(f"{start.name} store", popen)
+            code = await self.process.wait()
+            if self._stopping:
+                return
+            if code == EXIT_UNUSABLE:
+                raise StartError("--kv-store: the client of the store cannot be loaded; the log says why")
+            log.warning(
+                "%s (pid %d) %s; it is started again", self.process.name, popen.pid, describe_exit(code)
+            )
+            await asyncio.sleep(AGAIN)
+
+    def stop(self) -> None:
+        """A process that ends is not started again."""
+        self._stopping = True
+
+    def close(self) -> None:
+        self.ends.close()
