@@ -78,12 +78,12 @@ class Encoder(Embeddings):
             if waiting is not None:
                 self.wants(name)  # also if it was asked for before: that router may have gone
                 return waiting
-        found = super().embeddings(name, pixels, rows, columns)
+        future = super().embeddings(name, pixels, rows, columns)
         with self._lock:
             waiting = self._without_pixels.pop(name, None)
         if waiting is not None:
-            found.add_done_callback(partial(_pass_on, waiting))
-        return found
+            future.add_done_callback(partial(_pass_on, waiting))
+        return future
 
     def rehearse(self, rows: int, columns: int, pixels: bytes) -> None:
         """Encodes an image that is not kept, and learns from it alone what images cost."""
@@ -165,13 +165,13 @@ class Encoder(Embeddings):
             self._tokens_waiting -= tokens
 
 
-def _pass_on(waiting: "Future[np.ndarray]", found: "Future[np.ndarray]") -> None:
-    if found.cancelled():
+def _pass_on(waiting: "Future[np.ndarray]", encoded: "Future[np.ndarray]") -> None:
+    if encoded.cancelled():
         waiting.cancel()
-    elif (error := found.exception()) is not None:
+    elif (error := encoded.exception()) is not None:
         waiting.set_exception(error)
     else:
-        waiting.set_result(found.result())
+        waiting.set_result(encoded.result())
 
 
 def _nothing() -> None:

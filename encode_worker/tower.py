@@ -49,12 +49,12 @@ class Tower:
 
         Raises `ValueError` if transformers is not installed, or does not know this tower or its tensors.
         """
-        given: dict[str, Any] = json.loads(config)
-        kind = str(given.get("model_type", "qwen3_vl")).removesuffix("_vision")
+        fields: dict[str, Any] = json.loads(config)
+        kind = str(fields.get("model_type", "qwen3_vl")).removesuffix("_vision")
         family = vision_model(kind)
         package = package_of(family)
         with torch.device("meta"):
-            model = family.build(package, given)
+            model = family.build(package, fields)
         drawn = dict(tensors) or {
             name: _drawn(name, parameter.shape, device, dtype, seed)
             for name, parameter in model.state_dict().items()

@@ -55,8 +55,8 @@ def package_of(model: VisionModel) -> Any:
 
 
 def _qwen(package: str, prefix: str) -> VisionModel:
-    def build(classes: Any, given: Mapping[str, Any]) -> Module:
-        config = getattr(classes, f"{prefix}VisionConfig")(**_settings(given))
+    def build(classes: Any, settings: Mapping[str, Any]) -> Module:
+        config = getattr(classes, f"{prefix}VisionConfig")(**_settings(settings))
         module = getattr(classes, f"{prefix}VisionModel")(config)
         # A convolution whose windows do not overlap is a product, which takes a twentieth of its time.
         module.patch_embed.forward = partial(_embedded, module.patch_embed.proj)
@@ -131,10 +131,10 @@ def _patches_by_token(pixels: Tensor, patch: int, merge: int, frames: int) -> Te
 # Gemma
 
 
-def _build_gemma3(classes: Any, given: Mapping[str, Any]) -> Module:
+def _build_gemma3(classes: Any, settings: Mapping[str, Any]) -> Module:
     from transformers import AutoModel
 
-    config, module = classes.Gemma3Config(**_settings(given)), Module()
+    config, module = classes.Gemma3Config(**_settings(settings)), Module()
     module.vision_tower = AutoModel.from_config(config.vision_config)
     module.multi_modal_projector = classes.modeling_gemma3.Gemma3MultiModalProjector(config)
     return module
@@ -147,10 +147,10 @@ def _gemma3_features(
     return [module.multi_modal_projector(output.last_hidden_state)[0]]
 
 
-def _build_gemma4(classes: Any, given: Mapping[str, Any]) -> Module:
+def _build_gemma4(classes: Any, settings: Mapping[str, Any]) -> Module:
     from transformers import AutoModel
 
-    config, module = classes.Gemma4Config(**_settings(given)), Module()
+    config, module = classes.Gemma4Config(**_settings(settings)), Module()
     module.vision_tower = AutoModel.from_config(config.vision_config)
     embedder = classes.modeling_gemma4.Gemma4MultimodalEmbedder
     module.embed_vision = embedder(config.vision_config, config.text_config)
@@ -193,8 +193,8 @@ def _nothing(*_: Any) -> OfSize:
     return {}
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key != "model_type"}
+def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != "model_type"}
 
 
 KINDS = {

@@ -27,9 +27,9 @@ async def connected(
 async def answers(calls: Mapping[str, Awaitable[T]]) -> dict[str, T | AioRpcError]:
     """What each call returns, or its error, by address. Raises what no worker has caused, when all calls have
     ended."""
-    found = await asyncio.gather(*calls.values(), return_exceptions=True)
+    outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
     replies = dict[str, T | AioRpcError]()
-    for address, reply in zip(calls, found, strict=True):
+    for address, reply in zip(calls, outcomes, strict=True):
         if isinstance(reply, BaseException) and not isinstance(reply, AioRpcError):
             raise reply
         replies[address] = reply

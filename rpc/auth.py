@@ -78,12 +78,12 @@ def certificate(secret: bytes) -> Pems:
     public = authority.public_key()
     # Authorities have names of their own, so that TLS names the cause if the other side has another one.
     known = x509.SubjectKeyIdentifier.from_public_key(public).digest.hex()
-    own = ec.generate_private_key(ec.SECP256R1())
+    key = ec.generate_private_key(ec.SECP256R1())
     issuer = _name(f"baton cluster {known[:16]}")
     trusted = _certify(issuer, public, issuer, authority, is_authority=True)
-    chain = _certify(_name(WORKER_NAME), own.public_key(), issuer, authority, is_authority=False)
+    chain = _certify(_name(WORKER_NAME), key.public_key(), issuer, authority, is_authority=False)
     return Pems(
-        own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         chain.public_bytes(Encoding.PEM),
         trusted.public_bytes(Encoding.PEM),
     )
@@ -127,8 +127,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        given = dict(handler_call_details.invocation_metadata).get(_HEADER, "")
-        if isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), self._expected):
+        sent = dict(handler_call_details.invocation_metadata).get(_HEADER, "")
+        if isinstance(sent, str) and hmac.compare_digest(sent.encode(errors="replace"), self._expected):
             return await continuation(handler_call_details)
         # A stream handler serves every kind of call, and does not wait for a first message.
         return grpc.stream_stream_rpc_method_handler(_refuse)

@@ -177,8 +177,8 @@ class FairQueue(Generic[K, T]):
             self._sharing[key].serve(tokens)
 
     def _is_waiting(self, place: Place) -> bool:
-        found = self._items.get(place[2])
-        return found is not None and found[2] == place
+        item = self._items.get(place[2])
+        return item is not None and item[2] == place
 
     def _first(self, lane: _Lane) -> Place:
         while not self._is_waiting(lane.places[0]):

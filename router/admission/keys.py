@@ -80,8 +80,8 @@ ANY_CLIENT = ApiKey("", b"")
 
 def api_keys(plain: Sequence[str], path: str | None) -> tuple[ApiKey, ...]:
     """Returns the keys of --api-key, named 1, 2, …, and those of a key file. Raises ValueError."""
-    given = tuple(ApiKey.of(str(number), key) for number, key in enumerate(plain, 1))
-    keys = given if path is None else given + read_key_file(path)
+    keys_of_flag = tuple(ApiKey.of(str(number), key) for number, key in enumerate(plain, 1))
+    keys = keys_of_flag if path is None else keys_of_flag + read_key_file(path)
     KeyRing(keys)
     return keys
 
@@ -200,13 +200,13 @@ class KeyRing:
             return ANY_CLIENT
         scheme, _, key = authorization[:MAX_HEADER].partition(" ")
         sent = hashlib.sha256(key.strip().encode(errors="replace")).digest()
-        found = None
+        matching = None
         for known in self._keys:  # compares all keys, so that the time does not reveal which matched
             if hmac.compare_digest(sent, known.sha256):
-                found = known
-        if scheme.lower() != "bearer" or found is None:
+                matching = known
+        if scheme.lower() != "bearer" or matching is None:
             raise Unauthorized("send a valid API key as `Authorization: Bearer KEY`, or as x-api-key")
-        return found
+        return matching
 
 
 MAX_RETRY_AFTER = 60

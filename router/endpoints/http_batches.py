@@ -156,9 +156,9 @@ class HttpBatches:
 
     async def _files(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
-        found = await storage.call(storage.all_of, owner, FileObject)
+        files = await storage.call(storage.all_of, owner, FileObject)
         purpose = request.query.get("purpose")
-        return _page(request, [each for each in found if purpose in (None, each.purpose)], PAGE)
+        return _page(request, [each for each in files if purpose in (None, each.purpose)], PAGE)
 
     async def _file(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
@@ -221,22 +221,22 @@ class HttpBatches:
         return await self._generation.whole(ENDPOINTS[path], body, account, headers, name)
 
 
-def _json(found: Any) -> web.Response:
-    return http.json_response(msgspec.json.encode(found))
+def _json(answer: Any) -> web.Response:
+    return http.json_response(msgspec.json.encode(answer))
 
 
-def _page(request: web.Request, found: list[Any], most: int) -> web.Response:
+def _page(request: web.Request, objects: list[Any], most: int) -> web.Response:
     """A part of a list, the newest first unless `order` is asc."""
     if request.query.get("order", "desc") != "asc":
-        found = found[::-1]
+        objects = objects[::-1]
     if (after := request.query.get("after")) is not None:
-        ids = [each.id for each in found]
+        ids = [each.id for each in objects]
         if after not in ids:
             raise errors.NotFound(f"after: there is no {after[:80]!r}", param="after")
-        found = found[ids.index(after) + 1 :]
+        objects = objects[ids.index(after) + 1 :]
     limit = http.number(request, "limit", most, 1, PAGE)
-    shown = found[:limit]
+    shown = objects[:limit]
     ends = (
         {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {"first_id": None, "last_id": None}
     )
-    return _json({"object": "list", "data": shown, **ends, "has_more": len(found) > limit})
+    return _json({"object": "list", "data": shown, **ends, "has_more": len(objects) > limit})

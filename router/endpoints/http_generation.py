@@ -63,11 +63,11 @@ def authorization(request: web.Request) -> str:
 
 def number(request: web.Request, name: str, default: int, least: int, most: int) -> int:
     """Returns a number of the query. Raises InvalidRequest."""
-    given = request.query.get(name, str(default))
-    number = int(given) if re.fullmatch(r"-?[0-9]{1,10}", given) else None
+    text = request.query.get(name, str(default))
+    number = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else None
     if number is None or not least <= number <= most:
         raise errors.InvalidRequest(
-            f"{name}: must be a number from {least} to {most}, not {given[:20]!r}", param=name
+            f"{name}: must be a number from {least} to {most}, not {text[:20]!r}", param=name
         )
     return number
 

@@ -198,13 +198,13 @@ def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
     if not event.HasField("logprobs"):
         valid = event.token_id < vocab_size
         return "" if valid else f"token {event.token_id} is beyond the vocabulary of {vocab_size}"
-    given = event.logprobs
-    if len(given.top_ids) != len(given.top_logprobs):
-        return f"a token has {len(given.top_ids)} top_ids and {len(given.top_logprobs)} top_logprobs"
+    logprobs = event.logprobs
+    if len(logprobs.top_ids) != len(logprobs.top_logprobs):
+        return f"a token has {len(logprobs.top_ids)} top_ids and {len(logprobs.top_logprobs)} top_logprobs"
     # Minus infinity is the log probability of a token that a mask excludes.
-    if not all(logprob < math.inf for logprob in (given.logprob, *given.top_logprobs)):
+    if not all(logprob < math.inf for logprob in (logprobs.logprob, *logprobs.top_logprobs)):
         return "a log probability is not a number, or is infinite"
-    largest = max((event.token_id, *given.top_ids))
+    largest = max((event.token_id, *logprobs.top_ids))
     if largest >= vocab_size:
         return f"token {largest} is beyond the vocabulary of {vocab_size}"
     return ""

@@ -77,15 +77,15 @@ class Encoders:
         if not images or not self.ready:
             return []
         waits = {worker: wait for worker, (wait, _) in self._waits(self.ready).items()}
-        found = list[float]()
+        seconds = list[float]()
         for image in images:
             if any(image.name in self._kept[worker] for worker in waits):
-                found.append(0.0)
+                seconds.append(0.0)
                 continue
             worker = min(waits, key=waits.__getitem__)
             waits[worker] += image.tokens * worker.status.encode_token_seconds
-            found.append(waits[worker])
-        return found
+            seconds.append(waits[worker])
+        return seconds
 
     def want(self, attempt: Attempt, image: PlacedImage) -> None:
         """The worker of an open attempt needs the embeddings of an image. Tells it which encoder has them,
@@ -219,11 +219,11 @@ class Encoders:
     def _waits(self, workers: Iterable[Worker]) -> dict[Worker, tuple[float, int]]:
         """Seconds until each encoder has encoded all images before the next one, and their tokens from this
         router: while no seconds are known, these decide."""
-        found = {}
+        waits = {}
         for worker in workers:
             tokens, status = self._sent[worker], worker.status
-            found[worker] = max(status.encode_queue_seconds, tokens * status.encode_token_seconds), tokens
-        return found
+            waits[worker] = max(status.encode_queue_seconds, tokens * status.encode_token_seconds), tokens
+        return waits
 
     def _waited_too_long(self, encode: ImageEncode) -> None:
         text = "its image needs an encoder, and none is ready"

@@ -195,9 +195,9 @@ class Roster:
         for workers in self._accepted.values():
             peer = random.choice(list(workers))  # several may start at once
             if lacks_weights(refused.description, peer.description):
-                found = pb.StageWeights(fingerprint=peer.description.model_fingerprint, peer=peer.address)
-                found.MergeFrom(peer.description.weights)
-                return found
+                weights = pb.StageWeights(fingerprint=peer.description.model_fingerprint, peer=peer.address)
+                weights.MergeFrom(peer.description.weights)
+                return weights
         return None
 
     def release(self, worker: Worker) -> None:
@@ -221,11 +221,11 @@ class Roster:
         with (`held`), if others decode with it. Else it is drawn, by how many workers decode with it."""
         decoding = Counter(worker.weights_version for worker in self.ready(pb.POOL_DECODE))
         computing = {worker.weights_version for worker in self.ready(pb.POOL_PREFILL)}
-        found = {name: count for name, count in decoding.items() if name in computing}
-        found = found or decoding or Counter(computing)
-        if held is not None and (held in found or not found):
+        versions = {name: count for name, count in decoding.items() if name in computing}
+        versions = versions or decoding or Counter(computing)
+        if held is not None and (held in versions or not versions):
             return held
-        return random.choices([*found], [*found.values()])[0] if found else ""
+        return random.choices([*versions], [*versions.values()])[0] if versions else ""
 
     def of_other_weights(self, version: str) -> set[str]:
         """The addresses of workers with weights of other versions."""
@@ -234,7 +234,7 @@ class Roster:
 
     def of_other_numerics(self, numerics: str) -> set[str]:
         """The addresses of workers that compute other bits than those of these numerics."""
-        others = (found for key, found in self._with_numerics.items() if key != numerics)
+        others = (addresses for key, addresses in self._with_numerics.items() if key != numerics)
         return set().union(*others)
 
     def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
@@ -383,5 +383,5 @@ class Roster:
 def _waits_for(worker: Worker, other: pb.WorkerDescription) -> bool:
     """Whether it gets the weights of the other one when its turn comes. A coordinator gives them to some
     workers after others, and its call to this one goes on. A worker that starts again has no such call."""
-    found = other.weights
-    return found.rolls and found.version == worker.staged_version and lacks_weights(worker.description, other)
+    newer = other.weights
+    return newer.rolls and newer.version == worker.staged_version and lacks_weights(worker.description, other)

@@ -91,9 +91,9 @@ class SendQueue:
     def put_pixels(self, pixels: bytes | memoryview) -> None:
         """Each part is copied into a message when the stream takes it: 48 MiB at once would block the loop.
         `pixels` must not change."""
-        whole = memoryview(pixels)
-        for begin in range(0, len(whole), PIXELS_SENT):
-            part = whole[begin : begin + PIXELS_SENT]
+        all_pixels = memoryview(pixels)
+        for begin in range(0, len(all_pixels), PIXELS_SENT):
+            part = all_pixels[begin : begin + PIXELS_SENT]
             self._put(part, len(part))
 
     def _put(self, unsent: Unsent, size: int) -> None:

@@ -272,10 +272,10 @@ class FetchedEmbeddings(Embeddings):
         address, busy = fetch.source.kv_address, self._busy.pop(fetch.source.kv_address, None)
         complete = isinstance(event, Injected) and event.stats.tokens == len(fetch.blocks) * CHUNK_TOKENS
         if complete:
-            found = self._memory.read(fetch.blocks, fetch.tokens)
-            self._keep(fetch.name, found)
+            embeddings = self._memory.read(fetch.blocks, fetch.tokens)
+            self._keep(fetch.name, embeddings)
             self._asked.pop(fetch.name, None)
-            fetch.future.set_result(found)
+            fetch.future.set_result(embeddings)
             os.eventfd_write(self._changed, 1)
         elif isinstance(event, FetchFailed) and event.reason == "busy":
             # The wait is as long as all questions so far, so it doubles.

@@ -253,8 +253,8 @@ class PrefixFetches:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
         stop = missing.first_chunk * CHUNK_TOKENS + tokens
-        rest = len(request.prompt_ids) + len(request.output_ids) - stop
-        seconds = self._engine.prompt_seconds(stop - missing.computed_from, rest, missing.computed_from)
+        behind = len(request.prompt_ids) + len(request.output_ids) - stop
+        seconds = self._engine.prompt_seconds(stop - missing.computed_from, behind, missing.computed_from)
         same, now = self._open.get((source, key)), time.monotonic()
         link = same.link if same is not None else source.link(place)
         if not link.pays(same.tokens if same is not None else tokens, seconds, now):

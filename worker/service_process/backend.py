@@ -59,8 +59,8 @@ class ReplacedWeights(NamedTuple):
     def of(self, config: EngineConfig) -> EngineConfig:
         """The configuration of an engine that begins with them."""
         tokenizer = config.tokenizer or config.model  # a checkpoint with weights may have none
-        found = replace(config, model=self.path, revision=None, load_format="auto", tokenizer=tokenizer)
-        return replace(found, weights_version=self.version)
+        replaced = replace(config, model=self.path, revision=None, load_format="auto", tokenizer=tokenizer)
+        return replace(replaced, weights_version=self.version)
 
     def ready(self, engine: EngineReady) -> EngineReady:
         """What that engine says of itself. `engine`: what one with the weights of `--model` says."""

@@ -49,49 +49,49 @@ class CheckpointFiles:
     @classmethod
     def opened(cls, source: Path, run_dir: str | None) -> Self:
         """The files of a checkpoint on this host: a directory, or one file. Raises `OSError`."""
-        found = cls(run_dir)
+        files = cls(run_dir)
         try:
             names = sorted(source.iterdir()) if source.is_dir() else [source]
             if trainer_files.found_in(names):
-                found.path = str(source)
-                return found
+                files.path = str(source)
+                return files
             for file in names:
                 if file.suffix in KINDS and not file.name.startswith(SECOND_FORMAT) and file.is_file():
-                    found._add(file.name, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+                    files._add(file.name, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
-            found.close()
+            files.close()
             raise
         if not source.is_dir():
-            found.path = str(Path(found.path, source.name))
-        return found
+            files.path = str(Path(files.path, source.name))
+        return files
 
     @classmethod
     async def received(cls, parts: AsyncIterator[pb.CheckpointPart], run_dir: str | None) -> Self:
         """Copies the files that another worker sends to memory. Raises Refused, or `OSError` if the
         system has no descriptor or no memory for them."""
-        found, room, left, fd = cls(run_dir), available_memory(), 0, -1
+        files, room, left, fd = cls(run_dir), available_memory(), 0, -1
         try:
             async for part in parts:
                 if part.name:
-                    _check(part, left, found._files)
+                    _check(part, left, files._files)
                     room, left = room - part.size, part.size
                     if room < 0:
                         raise Refused(f"the weights need {-room >> 20} MiB of memory more than the host has")
                     fd = os.memfd_create("checkpoint", os.MFD_CLOEXEC)  # not `part.name`: it may be too long
-                    found._add(part.name, fd)
+                    files._add(part.name, fd)
                 elif fd < 0 or not 0 < len(part.data) <= left:
                     raise Refused("the other worker sent bytes of no file")
                 else:
                     await _write(fd, part.data)
                     left -= len(part.data)
-            if left or not found._files:
+            if left or not files._files:
                 raise Refused("the other worker ended in the middle of a file")
         except BaseException:
-            await asyncio.to_thread(found.close)  # to give 16 GB back takes a second
+            await asyncio.to_thread(files.close)  # to give 16 GB back takes a second
             raise
-        if [name for name in found._files if name.endswith(".gguf")] == [*found._files]:
-            found.path = str(Path(found.path, next(iter(found._files))))
-        return found
+        if [name for name in files._files if name.endswith(".gguf")] == [*files._files]:
+            files.path = str(Path(files.path, next(iter(files._files))))
+        return files
 
     def _add(self, name: str, fd: int) -> None:
         self._files[name] = fd

@@ -257,10 +257,10 @@ def _unfit(stage: pb.StageWeights, staged: WeightsStaged) -> str:
     """Why these are not the weights that are asked for. Empty: they are."""
     if staged.error or not stage.fingerprint:
         return staged.error
-    found = versioned(staged.fingerprint, stage.version)
-    if found == stage.fingerprint:
+    read = versioned(staged.fingerprint, stage.version)
+    if read == stage.fingerprint:
         return ""
-    return f"{stage.path}: other weights than those of the other workers ({found}, there {stage.fingerprint})"
+    return f"{stage.path}: other weights than those of the other workers ({read}, there {stage.fingerprint})"
 
 
 async def _opened(path: Path, run_dir: str | None) -> CheckpointFiles:
