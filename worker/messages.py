@@ -259,6 +259,7 @@ class StartFailed(_Message):
     """
 
     message: str
+    alone: bool = False  # of a standby: the same process can start when no other one is there
 
 
 class Adapter(_Message, tag=False):

@@ -15,6 +15,10 @@ class StartError(Exception):
     """The worker cannot start because of a mistake that the user can correct. The message names it."""
 
 
+class StandbyError(StartError):
+    """A standby cannot start beside the engine process that serves. It can when that one has ended."""
+
+
 class TreeError(Exception):
     """A process of the worker died, hung or sent a wrong message.
 

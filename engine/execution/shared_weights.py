@@ -43,6 +43,10 @@ _COMPARED_WORDS = 8 << 20
 """At once. Torch makes a byte of memory for each."""
 
 
+class CannotShareError(ValueError):
+    """Too many weights differ from those of the engine that serves. The same engine can start alone."""
+
+
 class _Piece(NamedTuple):
     """Memory that tensors share, or that of one that is packed."""
 
@@ -121,13 +125,13 @@ class SharedWeights:
         return self._count * self._page_bytes
 
     def part_built(self, name: str, part: Any) -> Any:
-        """As in `Weights`. Raises `ValueError` if too many weights differ."""
+        """As in `Weights`. Raises `CannotShareError`."""
         self._place(part)
         return part
 
     @torch.inference_mode()
     def finish(self, model: object) -> None:
-        """The model is complete. Raises `MemoryError`, and `ValueError` as `part_built`."""
+        """The model is complete. Raises `MemoryError`, and `CannotShareError`."""
         self._place(model)
         if self._alone:
             self._make_pages()
@@ -166,7 +170,7 @@ class SharedWeights:
     def _keep_apart(self, piece: _Piece) -> None:
         self.apart_bytes += piece.size
         if self.apart_bytes > MOST_APART:
-            raise ValueError(
+            raise CannotShareError(
                 "the weights are others than those of the engine process that serves, or have another "
                 "layout, so both cannot share them"
             )

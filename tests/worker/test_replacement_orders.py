@@ -14,9 +14,11 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.messages import Decode, EngineReady, FromEngine, ToEngine
-from baton.worker.processes import EngineError, EngineRestart, TreeError
+from baton.worker.processes import EngineError, EngineRestart, StandbyError, StartError, TreeError
 from baton.worker.service_process import backend, service
+from baton.worker.service_process.backend import Refused
 from baton.worker.service_process.service import Service
+from baton.worker.service_process.standby import MOST_ENDS, Standby
 from baton.worker.service_process.tree import WorkerTree
 from tests.stand_in import implements, stand_in
 from tests.within import within
@@ -36,8 +38,9 @@ class Tree:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.heartbeat = SimpleNamespace(step=[])
         self.engine_link = SimpleNamespace(send=self._send)
-        self.transfer_link = SimpleNamespace(stats=self._stats)
-        self.is_standby = False
+        self.transfer = SimpleNamespace(stats=self._stats)
+        self.is_standby, self.standby_bytes = False, 0
+        self.stands_by = asyncio.Event()
         self._may_start, self._started = asyncio.Event(), asyncio.Event()
         self._sent: list[ToEngine] = []
         self._asked = asyncio.Event()
@@ -67,6 +70,10 @@ class Tree:
         self._started.set()
         await self._may_start.wait()
         return READY
+
+    def start_standby(self) -> None:
+        self.is_standby = True
+        self._started.set()
 
     async def start_transfer(self, engine: EngineReady) -> str:
         return "127.0.0.1:1"
@@ -138,6 +145,8 @@ async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
     yield made
     made.serving.cancel()
     await asyncio.wait([made.serving])
+    if (standby := made.backend.standby) is not None:
+        await standby.close()
     await made.service._close()
     for tree in TREES:
         await tree.close()
@@ -232,6 +241,31 @@ async def test_a_move_and_a_restart_meanwhile(worker: Worker) -> None:
     status = await worker.backend.status()
     assert (status.pool, status.health) == (pb.POOL_PREFILL, pb.WorkerStatus.HEALTH_SERVING)
     assert len(TREES) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [StartError("no such model"), TreeError("it exited"), StandbyError("another layout")]
+)
+async def test_a_restart_does_not_end_an_engine_that_none_can_follow(
+    worker: Worker, error: Exception
+) -> None:
+    """The code on the disk may be broken. One that can only start alone follows."""
+    standby = worker.service._standby = worker.backend.standby = Standby(worker.service._next_tree)
+    standby.start()
+    first = await worker.next_tree(1)
+    first.stands_by.set()
+    await within(standby.settled())
+    restart = asyncio.create_task(worker.backend.restart_engine())
+    for number in range(2, 3 if isinstance(error, StartError) else 2 + MOST_ENDS):
+        (await worker.next_tree(number)).failure.set_exception(error)
+    if isinstance(error, StandbyError):
+        (await worker.next_tree(3))._may_start.set()
+        await within(restart)
+        return
+    with pytest.raises(Refused, match=f"this one goes on: {error}"):
+        await within(restart)
+    assert not worker.first.failure.done()
+    assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_SERVING
 
 
 async def test_a_drain_meanwhile_waits_for_the_attempts(worker: Worker) -> None:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 
 from baton.engine import Engine
+from baton.engine.execution.shared_weights import CannotShareError
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.worker import messages
@@ -44,7 +45,7 @@ def run(config: EngineProcessConfig, build: Callable[[Context], Roles]) -> int:
             pumps.append(context.store)
         ready = _ready(engine)
     except ValueError as error:
-        link.send(messages.StartFailed(str(error)))
+        link.send(messages.StartFailed(str(error), isinstance(error, CannotShareError)))
         link.close()
         return EXIT_START_FAILED
     gc.collect()

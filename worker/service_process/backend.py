@@ -157,6 +157,8 @@ class Backend:
         if self.standby is not None and not self.replacing:
             self.standby.renew()  # Baton on the disk may be newer
             await self.standby.settled()
+            if why := self.standby.failure:
+                raise Refused(f"no other engine process can start, and this one goes on: {why}")
         with suppress(TreeError):  # it ends by itself meanwhile, and is replaced, too
             while True:
                 paused = await self._answer(lambda question: messages.Pause(question, True, ""))

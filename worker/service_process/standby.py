@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Literal
 
-from baton.worker.processes import StartError
+from baton.worker.processes import StandbyError, StartError
 from baton.worker.service_process.tree import WorkerTree
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ class Standby:
         """Of the standby alone, once it stands by."""
         self.state: Literal["starting", "ready", "ended"] = "starting"
         """`ended`: none is started before the next `start` or `renew`."""
+        self.failure = ""
+        """Why none is started, if the next engine process likely cannot start either."""
         self._tree: WorkerTree | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._discarding: asyncio.Task[None] | None = None
@@ -84,15 +86,14 @@ class Standby:
         self._settled.set()
 
     def _begin(self) -> None:
-        self.state, self.memory_bytes = "starting", 0
+        self.state, self.memory_bytes, self.failure = "starting", 0, ""
         self._settled.clear()
 
     async def _keep(self) -> None:
-        ends = 0
+        ends, reason = 0, None
         while ends < MOST_ENDS:
             self._outdated.clear()
             self._begin()
-            reason: BaseException | None
             try:
                 self._tree = tree = self._new_tree()
                 tree.start_standby()
@@ -112,6 +113,7 @@ class Standby:
             ends += 1
             log.warning("the standby has ended (%d of at most %d times): %s", ends, MOST_ENDS, reason)
         self.state = "ended"
+        self.failure = "" if isinstance(reason, StandbyError) else str(reason)
         self._settled.set()
 
     async def _end(self, tree: WorkerTree) -> None:

@@ -45,6 +45,7 @@ from baton.worker.processes import (
     ChildProcess,
     EngineError,
     EngineRestart,
+    StandbyError,
     StartError,
     TreeError,
     Watchdog,
@@ -197,8 +198,8 @@ class WorkerTree:
             match message := await self.engine_link.receive():
                 case messages.Progress(stage, fraction):
                     progress(stage, fraction)
-                case messages.StartFailed(reason):
-                    raise StartError(reason)
+                case messages.StartFailed(reason, alone):
+                    raise StandbyError(reason) if alone else StartError(reason)
                 case kind():
                     return message
                 case _:
