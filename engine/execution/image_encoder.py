@@ -47,7 +47,7 @@ def start_encoder(
     model = checkpoint.config
     weight_format = choose_format(config, model, device)
     dtype = choose_dtype(config, model, weight_format, device)
-    with memory_for("the weights of the encoder", "choose a smaller --model"):
+    with memory_for(device, "the weights of the encoder", "choose a smaller --model"):
         weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks).below(TOWER)
     check_encoder(config, model, has_weights=bool(weights))
     assert model.vision is not None, "it has been checked"
@@ -56,7 +56,7 @@ def start_encoder(
     made = embedding_format(config, model, weights, dtype, device)
     encoder = _encoder_with(config, model.vision, weights, dtype, device, hold_seconds)
     if device.type == "cuda":
-        with memory_for("the largest image", "choose a smaller --model"):
+        with memory_for(device, "the largest image", "choose a smaller --model"):
             rehearse(encoder, model.vision.settings, device)
     return encoder, made, model
 
@@ -136,7 +136,7 @@ def _encoder_with(
 ) -> Encoder:
     settings, turns = vision.settings, Turns()
     graphs = tower_graphs(settings, device) if config.cuda_graphs and device.type == "cuda" else None
-    with memory_for("the encoder of images", "choose a smaller --model"):
+    with memory_for(device, "the encoder of images", "choose a smaller --model"):
         tower = Tower(
             settings, vision.tower, weights, device, dtype, turns,
             seed=config.seed, graphs=graphs, part_built=part_built,

@@ -61,7 +61,7 @@ def load_weights(
     if there is not enough memory."""
     run = partial(_in_background, device) if stands_by else _at_once
     shared: SharedWeights | None = None
-    with memory_for("the weights", "choose a smaller --model"):
+    with memory_for(device, "the weights", "choose a smaller --model"):
         if shelf is not None:
             shared = run(partial(SharedWeights, shelf, device, ranks, alone=not stands_by))
         part_built = as_built if shared is None else shared.part_built
@@ -84,7 +84,7 @@ def load_weights(
         partial(encoder_of, config, checkpoint.config, model, limits.dtype, device, ranks, part_built)
     )
     saver = open_memory_saver(config, device)
-    with memory_for("the weights", "choose a smaller --model"):
+    with memory_for(device, "the weights", "choose a smaller --model"):
         if saver is not None:
             saver.take(tensors((model, drafter), without=ranks))
         if shared is not None:

@@ -26,6 +26,8 @@ COPY_TOKENS = 2048
 COPY_SHARE = 0.25
 """Largest share of memory for copies of states: of what is left beside the states of requests, and
 `TOKENS_BESIDE_STATES` tokens of KV for each request."""
+_HOST_ALLOCATOR = "DefaultCPUAllocator"
+"""In the text of a `RuntimeError` of torch without memory of the host: it has no class of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,16 +296,25 @@ def _log(
 
 
 @contextmanager
-def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Turns an out-of-memory error of CUDA into a `ValueError` with the purpose and the remedy."""
+def memory_for(device: torch.device, what: str, remedy: str) -> Iterator[None]:
+    """Turns an out-of-memory error, of `device` or of the host, into a `ValueError` with the purpose and the
+    remedy."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        free, total = torch.cuda.mem_get_info()
-        raise ValueError(
-            f"no GPU memory is left for {what}: {gib(torch.cuda.memory_allocated())} are in use here, "
-            f"{gib(free)} of {gib(total)} are free; {remedy}, or stop other processes on the GPU ({error})"
-        ) from error
+    except (RuntimeError, MemoryError) as error:
+        of_host = _HOST_ALLOCATOR in str(error)
+        if not (of_host or isinstance(error, torch.OutOfMemoryError | MemoryError)):
+            raise
+        if of_host or device.type != "cuda":
+            text = f"no memory is left for {what}; {remedy}, or stop other processes ({error})"
+        else:
+            free, total = torch.cuda.mem_get_info(device)
+            text = (
+                f"no GPU memory is left for {what}: {gib(torch.cuda.memory_allocated(device))} are in use "
+                f"here, {gib(free)} of {gib(total)} are free; {remedy}, or stop other processes on the GPU "
+                f"({error})"
+            )
+        raise ValueError(text) from error
 
 
 def _needs(config: EngineConfig, use: MemoryUse) -> str:

@@ -155,7 +155,7 @@ def start_rank(
     )
     encoding = 0
     if on_gpu and encoder is not None and model_config.vision is not None:
-        with memory_for("the largest image", "choose a smaller --model"):
+        with memory_for(device, "the largest image", "choose a smaller --model"):
             encoding = rehearse(encoder, model_config.vision.settings, device)
     sizing = _Sizing(config, runner, limits, model_config, known, progress)
     pool = sizing.pool(encoding, of_weights, keep)
@@ -165,7 +165,8 @@ def start_rank(
         kv_dtype=str(limits.kv_dtype),
         numerics=numerics_of(config, limits, weight_format, device) if config.batch_invariant else "",
     )
-    with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
+    remedy = "lower --num-blocks" + (" or --gpu-memory-utilization" if on_gpu else "")
+    with memory_for(device, "the KV pool", remedy):
         kept = kept_cache(keep, config, limits, pool, device)
         elastic = _elastic_cache(pool.elastic, device)
         saver = None if elastic else open_memory_saver(config, device)
@@ -272,7 +273,7 @@ class _Sizing:
         rehearsal = Rehearsal(config, limits.max_model_len, limits.block_size, num_slots=num_slots)
         device = runner.device
         weights = torch.cuda.memory_allocated(device)
-        with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
+        with memory_for(device, "the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
             runner.cache.open(rehearsal.num_blocks, num_slots, shared=True)
             most, decode = measure_steps(runner, rehearsal, self.progress)
         runner.cache.close()

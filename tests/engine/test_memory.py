@@ -25,6 +25,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
 from baton.machine.learned_steps import row_sizes, token_sizes
+from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run, save_tiny
 from tests.memory import anonymous_bytes
@@ -223,12 +224,22 @@ def test_the_weights_of_a_plan_are_those_of_the_model(
 
 
 def test_an_out_of_memory_error_names_purpose_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
     with (
         pytest.raises(ValueError, match=r"no GPU memory is left for the weights: .* 1\.00 GiB of 80\.00 GiB"),
-        memory_for("the weights", "choose a smaller --model"),
+        memory_for(torch.device("cuda"), "the weights", "choose a smaller --model"),
     ):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_cpu_without_memory_names_purpose_and_remedy(tiny_engine: MakeEngine, kept: bool) -> None:
+    """Whether torch or Baton has asked the system for it."""
+    files = [KeptFiles.create()] if kept else []
+    with pytest.raises(ValueError, match=r"no memory is left for the KV pool; lower --num-blocks, or stop"):
+        tiny_engine(device="cpu", num_blocks=10**13, enable_prefix_caching=True, kept_files=files)
+    for each in files:
+        each.close()
 
 
 def test_context_and_pool_must_fit_each_other(tiny_engine: MakeEngine) -> None:
