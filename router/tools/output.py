@@ -33,6 +33,11 @@ class TextParser:
             self._thinking = tool_format(tools) if calls_in_reasoning else None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all of the text is content."""
+        return self._reasoning is None and self._tools is None
+
+    @property
     def num_calls(self) -> int:
         """Tool calls so far."""
         return 0 if self._tools is None else self._tools.num_calls

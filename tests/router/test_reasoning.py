@@ -292,7 +292,6 @@ FORCED = {"tool_choice": "required", "parallel_tool_calls": False}
         ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "stop": ["Rome", "a < c"]}),
         ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "include_reasoning": False, **FORCED}),
         ("/v1/chat/completions", {"messages": CHAT, "stream_reasoning": False, "n": 2}),
-        ("/v1/completions", {"prompt": "Hello", "max_tokens": 99, "stop": ["<think>\n\n"]}),
         ("/v1/responses", {"input": "Hello", "tools": [{"type": "function", **TOOLS[0]["function"]}]}),
         ("/v1/messages", {"messages": CHAT, "max_tokens": 99, "thinking": {"type": "adaptive"}}),
     ],
@@ -307,6 +306,26 @@ async def test_no_event_of_a_stream_is_empty(thinking: Cluster, path: str, body:
     events = await thinking.events(path, **body)
     assert len(events) > 5
     assert all(map(has_more_than_usage, events)), events
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 99}),
+        ("/v1/chat/completions", {"messages": CHAT, "separate_reasoning": False}),
+    ],
+)
+async def test_where_nothing_is_hidden_each_token_has_a_chunk(
+    thinking: Cluster, path: str, body: dict[str, Any]
+):
+    """Clients that measure, as `vllm bench serve`, count chunks. The stop string holds texts back."""
+    options = {"include_usage": True}
+    events = await thinking.events(path, **body, stop=["Rome, which is never said"], stream_options=options)
+    assert len(events) - 1 == events[-1]["usage"]["completion_tokens"]
+    texts = [
+        choice.get("text", choice.get("delta", {}).get("content")) for e in events for choice in e["choices"]
+    ]
+    assert "" in texts[1:], "the first one of a chat has the role"
 
 
 async def test_a_stream_whose_tokens_are_hidden_gets_keepalives(
