@@ -11,6 +11,11 @@ MOST_PAGES = 64
 dtype of the cache more."""
 
 
+class CannotShareError(ValueError):
+    """Of an engine that would stand by: it needs other pages than the engine that serves has. It can start
+    alone."""
+
+
 class KeptPages(NamedTuple):
     """Pages of one size, in the order of their addresses."""
 
@@ -22,7 +27,7 @@ class Shelf(NamedTuple):
     """Where files of pages wait for engines."""
 
     put: Callable[[Sequence[KeptPages]], None]
-    """The engine that makes the pages calls it once. The files stay the caller's."""
+    """The engine that makes the pages calls it. Nothing is there before. The files stay the caller's."""
     pages: Callable[[], Sequence[KeptPages]]
     """Copies of what `put` was given. The caller owns the files. Empty: nothing yet."""
     clear: Callable[[], None]
@@ -33,7 +38,7 @@ class KeptMemory(NamedTuple):
     """Of one rank, for engines that follow each other."""
 
     table: int
-    """A descriptor of memory of the host that can be sealed, empty at first."""
+    """A descriptor of memory of the host that never shrinks, empty at first."""
     cache: Shelf
     """Of KV and states (`engine.execution.kept_cache`)."""
     weights: Shelf

@@ -4,11 +4,12 @@
 An engine makes the memory and exports its pages as files, on a GPU, too. A file keeps its page after the
 process that made it has ended, however that ended. The files wait in a Unix socket: one message, which each
 engine peeks at, so that the kernel gives each of them copies of the descriptors. The message stays there
-while one process holds the socket, so no engine that dies can lose it. Only one that starts alone takes it
-out, that of the weights: it makes others. KV and weights have a socket each, since a message has too few
-descriptors for both.
+while one process holds the socket, so no engine that dies can lose it. Only an engine that starts alone takes
+a message out: that of the weights, and that of KV if it needs other pages. It makes others. KV and weights
+have a socket each, since a message has too few descriptors for both.
 """
 
+import fcntl
 import os
 import socket
 from array import array
@@ -30,9 +31,9 @@ class KeptFiles(NamedTuple):
     """Those of one rank. The worker owns them; processes that it starts inherit them."""
 
     table: int
-    """An empty `memfd` that can be sealed."""
+    """A `memfd`, empty at first. It cannot shrink, so no process that has mapped it gets SIGBUS."""
     inlet: int
-    """The engine that makes the pages of KV writes their files here, once."""
+    """An engine that makes the pages of KV writes their files here."""
     outlet: int
     """From here each engine gets copies of the files."""
     weights_inlet: int
@@ -42,6 +43,7 @@ class KeptFiles(NamedTuple):
     @classmethod
     def create(cls) -> "KeptFiles":
         table = os.memfd_create("baton-kept-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(table, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         return cls(table, *_socket_pair(), *_socket_pair())
 
     @property

@@ -13,17 +13,19 @@ The first engine makes the pages. Those that follow adopt them, once the engine 
 then their tensors have the same addresses as later, over one page of each dtype, which is mapped again and
 again: so a GPU warms up and captures graphs, and touches no KV that is kept.
 
+An engine that needs pages of another size or number, as of a new version of Baton, does not stand by. It
+starts when no other engine is there, lets go of these pages, and makes its own.
+
 The process that holds the descriptors maps nothing, and needs no CUDA. The memory is given back when that
 process and the engine have ended. The files have no names, so no other process can open them.
 """
 
-import fcntl
 import json
 import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from math import prod
@@ -41,7 +43,15 @@ from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.memory_sums import WORD, sums_of
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import CacheSpec, Places
-from baton.machine.kept_pages import MOST_PAGES, KeptMemory, KeptPages, adopted, close, exported
+from baton.machine.kept_pages import (
+    MOST_PAGES,
+    CannotShareError,
+    KeptMemory,
+    KeptPages,
+    adopted,
+    close,
+    exported,
+)
 from baton.machine.step_model import StepModel
 
 log = logging.getLogger(__name__)
@@ -86,12 +96,15 @@ class Measured:
 
 
 def measured(keep: Keep) -> Measured | None:
-    """None: no engine before has left any KV."""
+    """None: no engine before has left any KV. Raises `ValueError` if this engine cannot read it."""
     if not keep.memory:
         return None
     head = os.pread(keep.memory[0].table, _HEAD, 0)
     length = int.from_bytes(head[_KEY_BYTES:_MEASURED], "little")
-    return Measured.of(head[_MEASURED:][:length]) if length else None
+    try:
+        return Measured.of(head[_MEASURED:][:length]) if length else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"what the engine before has measured is of another version: {error}") from error
 
 
 class _Region:
@@ -108,12 +121,6 @@ class _Region:
         memory.map(self.address, self._pages if kept is None else self._pages * self._count)
         if kept is not None and device.type == "cuda":  # what a step reads must be numbers
             tensor_at(self.address, (memory.page_bytes,), torch.uint8, device).zero_()
-
-    @property
-    def fits(self) -> bool:
-        """Whether the pages of the engine before are of this size and number."""
-        kept = self._kept
-        return kept is None or (kept.page_bytes, len(kept.pages)) == (self._memory.page_bytes, self._count)
 
     def take(self, size: int) -> int:
         """Returns the address of the next `size` bytes."""
@@ -138,6 +145,14 @@ class _Region:
         address = self._memory.reserve(self._count * self._memory.page_bytes)
         self._memory.map(address, adopted(self._memory, kept))
         return address
+
+
+def _sizes(cache: Sequence[CacheSpec], places: Places) -> Mapping[torch.dtype, int]:
+    """The bytes of each region."""
+    sizes = _Sizes()
+    for layer in cache:
+        layer.allocate(places, sizes)
+    return sizes.of_dtype
 
 
 class _Sizes:
@@ -175,7 +190,8 @@ class KeptCache:
     `warm_up` comes before `open`."""
 
     def __init__(self, keep: Keep, cache: Sequence[CacheSpec], places: Places, device: torch.device) -> None:
-        """For what `cache` allocates at these places. Raises `MemoryError`."""
+        """For what `cache` allocates at these places. The pages of an engine before, if there are
+        any, have the size and number that it needs. Raises `MemoryError`."""
         self._own, *self._others = keep.memory
         self._device = device
         self._places = {
@@ -185,21 +201,16 @@ class KeptCache:
         }
         """By pool, as the next two."""
         self._record_bytes = keep.record_bytes(places.block_size)
-        sizes = _Sizes()
-        for layer in cache:
-            layer.allocate(places, sizes)
+        sizes = _sizes(cache, places)
         kept = self._own.cache.pages()
         self._is_first = not kept
-        self._fits = len(kept) in (0, len(sizes.of_dtype))
-        if not self._fits:
-            close(*kept)
-            kept = []
         self._regions = {
-            dtype: _Region(device, size, kept[number] if kept else None)
-            for number, (dtype, size) in enumerate(sizes.of_dtype.items())
+            dtype: _Region(device, size, pages)
+            for (dtype, size), pages in zip(sizes.items(), kept or [None] * len(sizes), strict=True)
         }
         self._layout: list[_Tensor] = []
         self._key = blake2b(_VERSION, digest_size=_KEY_BYTES)
+        self._key.update(f"{self._record_bytes};".encode())
         self._mapped = memoryview(b"")
         self._rows: dict[str, list[tuple[int, int]]] = {pool: [] for pool in self._places}
         """On all ranks: address, bytes of a place."""
@@ -249,35 +260,17 @@ class KeptCache:
         assert blocks is not None, "a cache has blocks"
         return KeptParts(blocks, records["windows"], records["slots"])
 
-    def open(self, root: bytes, ranks: Ranks) -> bool:
-        """All tensors have memory. `root`: of the names of KV. False: the memory of a rank has the KV of
-        another layout, or, on a CPU, of another model. A GPU has no room beside it, so there it is lost."""
-        if not ranks.minimum(int(self._open(root))):
-            return False
-        for memory in self._others:
-            for (dtype, region), kept in zip(self._regions.items(), memory.cache.pages(), strict=True):
-                address = region.of_another_rank(kept)
-                self._add_rows(address, [each for each in self._layout if each.dtype == dtype])
-        return True
-
-    def _open(self, root: bytes) -> bool:
-        if not (self._fits and all(region.fits for region in self._regions.values())):
-            return False
+    def open(self, root: bytes, ranks: Ranks) -> None:
+        """All tensors have memory. `root`: of the names of KV. KV of another model or layout is forgotten."""
         records = sum(self._places.values()) * self._record_bytes
         size = -(-(_HEAD + records) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if os.fstat(self._own.table).st_size != size:
-            try:
-                os.ftruncate(self._own.table, size)
-            except PermissionError:
-                return False
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._own.table, fcntl.F_ADD_SEALS, seals)
+        if os.fstat(self._own.table).st_size < size:
+            os.ftruncate(self._own.table, size)
         self._mapped = memoryview(mmap.mmap(self._own.table, size))
-        key, kept_key = self._key_of(root), bytes(self._mapped[:_KEY_BYTES])
-        if any(kept_key) and kept_key != key:
-            if self._device.type != "cuda":
-                return False
-            log.warning("the KV that was kept is of another model: the GPU's memory is used anew")
+        key = self._key_of(root)
+        if not ranks.minimum(int(self._mapped[:_KEY_BYTES] == key)):
+            if not self._is_first:
+                log.warning("the KV that was kept is of another model or layout: its memory is used anew")
             self._mapped[_HEAD:] = bytes(size - _HEAD)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # steps have used the page in place of these
@@ -288,7 +281,11 @@ class KeptCache:
             self._own.cache.put(files)
             close(*files)
         self._mapped[:_KEY_BYTES] = key
-        return True
+        ranks.minimum(0)  # the pages of all ranks wait in their sockets
+        for memory in self._others:
+            for (dtype, region), kept in zip(self._regions.items(), memory.cache.pages(), strict=True):
+                address = region.of_another_rank(kept)
+                self._add_rows(address, [each for each in self._layout if each.dtype == dtype])
 
     def remember(self, steps_and_pool: Measured) -> None:
         """For engines that follow. The memory is open."""
@@ -317,16 +314,51 @@ def can_keep(config: EngineConfig, limits: CacheLimits) -> bool:
 
 
 def kept_cache(
-    keep: Keep, config: EngineConfig, limits: CacheLimits, pool: PoolSize, device: torch.device
+    keep: Keep,
+    config: EngineConfig,
+    limits: CacheLimits,
+    pool: PoolSize,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    stands_by: bool,
 ) -> KeptCache | None:
     """The memory of one rank. None: the KV ends with the engine, since there are no files for it, or it
-    cannot be kept. Raises `MemoryError`."""
+    cannot be kept. An engine that does not stand by lets go of pages that it cannot adopt. Raises
+    `MemoryError`, and `CannotShareError` for one that does."""
     if not keep.memory:
         return None
-    if not can_keep(config, limits):
+    keeps, places = can_keep(config, limits), _places(limits, pool)
+    if not ranks.minimum(int(_can_adopt(keep, _sizes(limits.cache if keeps else (), places), device))):
+        if stands_by:
+            raise CannotShareError(
+                "the caches of KV have another layout than those of the engine process that serves, so both "
+                "cannot share them"
+            )
+        log.warning("the KV that was kept has another layout: its memory is given back")
+        keep.memory[0].cache.clear()
+    if not keeps:
         if config.enable_prefix_caching:
             log.info("KV ends with this engine process: --elastic-memory moves its memory")
         return None
-    slots = pool.num_slots + pool.num_copies
-    places = Places(pool.num_blocks, limits.block_size, slots, pool.window_blocks)
     return KeptCache(keep, limits.cache, places, device)
+
+
+def _places(limits: CacheLimits, pool: PoolSize) -> Places:
+    slots = pool.num_slots + pool.num_copies
+    return Places(pool.num_blocks, limits.block_size, slots, pool.window_blocks)
+
+
+def _can_adopt(keep: Keep, sizes: Mapping[torch.dtype, int], device: torch.device) -> bool:
+    """Whether the pages of the engine before have the size and number that such regions need. True if there
+    are none."""
+    close(*(kept := keep.memory[0].cache.pages()))
+    needed = [_pages(size, device) for size in sizes.values()] if kept else []
+    return [(each.page_bytes, len(each.pages)) for each in kept] == needed
+
+
+def _pages(size: int, device: torch.device) -> tuple[int, int]:
+    """The bytes of a page of a region, and how many it has."""
+    memory = memory_of(device, -(-size // MOST_PAGES), exportable=True)
+    memory.close()
+    return memory.page_bytes, -(-size // memory.page_bytes)

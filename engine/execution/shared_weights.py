@@ -33,7 +33,7 @@ from baton.engine.layers.in_place import tensors
 from baton.engine.layers.linear import packed_at, packed_memory
 from baton.engine.layers.ranks import Ranks
 from baton.machine.device_memory import DeviceMemory, Page
-from baton.machine.kept_pages import MOST_PAGES, KeptPages, Shelf, adopted, close, exported
+from baton.machine.kept_pages import MOST_PAGES, CannotShareError, KeptPages, Shelf, adopted, close, exported
 
 MOST_APART = 256 << 20
 """Bytes of weights that may differ from those of the pages, and so have memory beside them."""
@@ -41,10 +41,6 @@ _COUNT_BYTES = aligned(8)
 """Before the weights: how often a change has begun or ended. It is odd during a change."""
 _COMPARED_WORDS = 8 << 20
 """At once. Torch makes a byte of memory for each."""
-
-
-class CannotShareError(ValueError):
-    """Too many weights differ from those of the engine that serves. The same engine can start alone."""
 
 
 class _Piece(NamedTuple):

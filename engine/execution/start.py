@@ -26,7 +26,14 @@ from baton.engine.execution.cache_limits import CacheLimits, choose_limits, laye
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan, memory_of
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.image_encoder import rehearse
-from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, can_keep, kept_cache, measured
+from baton.engine.execution.kept_cache import (
+    Keep,
+    KeptCache,
+    Measured,
+    can_keep,
+    kept_cache,
+    measured,
+)
 from baton.engine.execution.load_weights import load_weights
 from baton.engine.execution.memory_saver import MemorySaver, open_memory_saver
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
@@ -165,14 +172,18 @@ def start_rank(
         kv_dtype=str(limits.kv_dtype),
         numerics=numerics_of(config, limits, weight_format, device) if config.batch_invariant else "",
     )
-    remedy = "lower --num-blocks" + (" or --gpu-memory-utilization" if on_gpu else "")
-    with memory_for(device, "the KV pool", remedy):
-        kept = kept_cache(keep, config, limits, pool, device)
+    share = " or --gpu-memory-utilization" if on_gpu else ""
+    with memory_for(device, "the KV pool", f"lower --num-blocks{share}"):
+        kept = kept_cache(keep, config, limits, pool, device, ranks, stands_by=stands_by)
         elastic = _elastic_cache(pool.elastic, device)
         saver = None if elastic else open_memory_saver(config, device)
-        slots = pool.num_slots + pool.num_copies
-        open_cache = partial(runner.cache.open, pool.num_blocks, slots, window_blocks=pool.window_blocks)
-        open_cache(elastic=elastic, memory=kept or saver)
+        runner.cache.open(
+            pool.num_blocks,
+            pool.num_slots + pool.num_copies,
+            window_blocks=pool.window_blocks,
+            elastic=elastic,
+            memory=kept or saver,
+        )
         steps = None
         if on_gpu:
             steps = sizing.rehearsed(pool, kept, began)
@@ -181,7 +192,9 @@ def start_rank(
             progress("mapping KV", 0.0)
         _take_over(of_weights, ranks)
         if kept is not None:
-            kept = _opened(kept, runner, root_of(fingerprint), pool, steps, open_cache)
+            kept.open(root_of(fingerprint), ranks)
+            if on_gpu:
+                kept.remember(Measured(pool, steps))
         if runner.expert_load is not None:
             runner.expert_load.clear()
     return Started(
@@ -290,27 +303,6 @@ class _Sizing:
         return MemoryUse(
             total, free, weights, most, graphs, config.other_bytes, encoding, stands_by=stands_by
         )
-
-
-def _opened(
-    kept: KeptCache,
-    runner: ModelRunner,
-    root: bytes,
-    pool: PoolSize,
-    steps: StepModel | None,
-    open_cache: Callable[[], None],
-) -> KeptCache | None:
-    """None: the KV there is of another model or layout, and the runner has other memory."""
-    on_gpu = runner.device.type == "cuda"
-    if kept.open(root, runner.ranks):
-        if on_gpu:
-            kept.remember(Measured(pool, steps))
-        return kept
-    if on_gpu:
-        raise ValueError("the GPU has KV of another layout, and no room beside it")
-    log.warning("the KV that was kept is of another model or layout: it is not used")
-    open_cache()
-    return None
 
 
 def moves_memory(config: EngineConfig, limits: CacheLimits) -> bool:

@@ -1,6 +1,5 @@
 """KV that outlives its engine: the next engine on the memory uses what is whole, and computes the rest."""
 
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import AttentionCache, Places
 from baton.machine.device_memory import open_device_memory
-from baton.machine.kept_pages import KeptPages, close
+from baton.machine.kept_pages import CannotShareError, KeptPages, close
 from baton.machine.step_model import StepModel
 from baton.worker.engine_process.offload import offload_pumps
 from baton.worker.kept_files import KeptFiles
@@ -184,26 +183,46 @@ def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngin
     assert answer(second)[0] == tokens
 
 
-def test_another_layout_gets_memory_of_its_own(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
-    first = tiny_engine(kept_files=[memory], **CPU)
-    tokens, _ = answer(first)
-    for other in (
-        {"num_blocks": 48},
-        {"num_blocks": 96},
-        {"block_size": 8},
-        {"dtype": "bfloat16"},
-        {"seed": 1, "load_format": "dummy"},
+def test_an_engine_of_another_layout_forgets_what_was_kept(
+    tiny_engine: MakeEngine, memory: KeptFiles
+) -> None:
+    """Alone. Those that follow it use what it keeps."""
+    for settings in (
+        CPU,
+        CPU | {"num_blocks": 48},
+        CPU | {"num_blocks": 96},
+        CPU | {"block_size": 8},
+        CPU | {"dtype": "bfloat16"},
+        CPU | {"seed": 1, "load_format": "dummy"},
+        CPU,
     ):
-        engine = tiny_engine(kept_files=[memory], **{**CPU, **other})
-        assert answer(engine)[1] == 0, other
-    assert answer(tiny_engine(kept_files=[memory], **CPU)) == (tokens, 36), "what was kept is as it was"
+        tokens, cached = answer(tiny_engine(kept_files=[memory], **settings))
+        assert not cached, settings
+        block_size = settings["block_size"]
+        assert answer(tiny_engine(kept_files=[memory], **settings)) == (tokens, 40 - block_size), settings
 
 
-def test_a_size_that_is_sealed(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+def test_a_standby_of_another_layout_ends_before_its_turn(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+    first = tiny_engine(kept_files=[memory], **SETTINGS)
+    right = answer(first)
+    kept = content(first, memory)
+
+    def turn() -> None:
+        raise AssertionError("it cannot use the memory")
+
+    other = SETTINGS | {"block_size": 8}
+    with pytest.raises(CannotShareError, match="another layout"):
+        tiny_engine(kept_files=[memory], wait_for_turn=turn, **other)
+    assert content(first, memory) == kept
+    del first
+    assert answer(tiny_engine(kept_files=[memory], **other)) == right
+    assert answer(tiny_engine(kept_files=[memory], wait_for_turn=lambda: None, **other)) == (right[0], 32)
+
+
+def test_a_table_never_shrinks(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
     tiny_engine(kept_files=[memory], **SETTINGS)
-    for size in (0, os.fstat(memory.table).st_size + 4096):
-        with pytest.raises(PermissionError):
-            os.ftruncate(memory.table, size)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.table, os.fstat(memory.table).st_size - 1)
 
 
 def parts(table: memoryview, sums: Sums) -> KeptParts:
@@ -574,18 +593,29 @@ def test_files_wait_for_each_engine_and_keep_memory_without_the_process_that_mad
     files.close()
 
 
-def test_what_an_engine_measured_is_there_for_the_next_one(
-    tiny_engine: MakeEngine, memory: KeptFiles
-) -> None:
+def test_what_an_engine_measured_is_there_for_the_next_one(memory: KeptFiles) -> None:
+    keep, layer, places = (
+        Keep([memory.memory], record_bytes),
+        AttentionCache(2, 8, torch.float32),
+        Places(64, 4),
+    )
     assert measured(Keep()) is None
-    assert measured(Keep([memory.memory])) is None
-    tiny_engine(kept_files=[memory], **CPU)
-    kept = KeptCache(Keep([memory.memory], record_bytes), [], Places(64, 4), torch.device("cpu"))
+    assert measured(keep) is None
+    kept = KeptCache(keep, [layer], places, torch.device("cpu"))
+    layer.allocate(places, kept)
+    kept.open(b"root", Ranks())
+    assert measured(keep) is None
     steps = StepModel((1, 8), (0.1, 0.3), 1e-9, (1, 512), (0.1, 0.2), 1e-12, 0.9)
     for found in (Measured(PoolSize(64, 256, 2, 3, 4), steps), Measured(PoolSize(64, 256))):
-        kept._mapped = memoryview(mmap.mmap(memory.table, 0))
         kept.remember(found)
-        assert measured(Keep([memory.memory])) == found
+        assert measured(keep) == found
+
+
+@pytest.mark.parametrize("text", [b"no JSON", b"{}", b'{"pool": {"other": 1}, "steps": null}'])
+def test_what_another_version_measured_has_a_reason(memory: KeptFiles, text: bytes) -> None:
+    os.pwrite(memory.table, bytes(32) + len(text).to_bytes(4, "little") + text, 0)
+    with pytest.raises(ValueError, match="of another version"):
+        measured(Keep([memory.memory]))
 
 
 def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptFiles) -> None:
@@ -599,7 +629,7 @@ def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptFiles
         return kept, [cast(torch.Tensor, layer.allocate(places, kept)) for layer in layers]
 
     first, of_first = made()
-    assert first.open(b"root", Ranks())
+    first.open(b"root", Ranks())
     for number, tensor in enumerate(of_first):
         tensor.fill_(number + 1)
     second, of_second = made()
@@ -607,7 +637,7 @@ def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptFiles
         tensor.zero_()
     assert [x.unique().tolist() for x in of_first] == [[1], [2], [3]]
     sums = first.parts.blocks.sums([5, 6]).wait()
-    assert second.open(b"root", Ranks())
+    second.open(b"root", Ranks())
     assert [x.unique().tolist() for x in of_second] == [[1], [2], [3]]
     of_second[2][1, 6, 3, 1, 7] += 1
     assert of_second[2].unique().tolist() == [3, 4], "it is there, also for another stream"
@@ -615,5 +645,8 @@ def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptFiles
         True,
         False,
     ]
-    third, _ = made()
-    assert third.open(b"of another model", Ranks()) == (DEVICE == "cuda"), "a GPU has no room beside it"
+    second.parts.blocks.table[:4] = b"kept"
+    for root, table in ((b"root", b"kept"), (b"of another model", bytes(4))):
+        third, _ = made()
+        third.open(root, Ranks())
+        assert third.parts.blocks.table[:4] == table

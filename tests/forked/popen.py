@@ -36,6 +36,7 @@ KINDS = {
     "tests.ledger_engine": "roles",
     "tests.worker.eager_engine": "roles",
     "tests.worker.other_layout_engine": "roles",
+    "tests.worker.other_pages_engine": "roles",
     "tests.worker.patient_engine": "roles",
     "tests.worker_process": "roles",
     "tests.vllm_worker.vllm_server": "roles",

@@ -61,6 +61,7 @@ _PRELOADED: dict[str, tuple[str, ...]] = {
         "tests.ledger_engine",
         "tests.worker.eager_engine",
         "tests.worker.other_layout_engine",
+        "tests.worker.other_pages_engine",
         "tests.worker.patient_engine",
         "tests.worker_process",
         "typer._adapters",  # the parameters of a command, which it imports late

@@ -204,6 +204,33 @@ async def test_a_standby_that_cannot_share_weights_is_no_end_of_streams(tmp_path
         await assert_whole(worker)
 
 
+async def test_a_new_layout_of_kv_is_no_end_of_streams(tmp_path: Path) -> None:
+    """No standby of the new version is made beside the old one. Those after that share KV again."""
+    with start_worker(
+        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE,
+        engine_module="tests.worker.other_pages_engine",
+        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
+    ) as started:  # fmt: skip
+        worker = started.wait_ready()
+        asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
+        async with attached(worker) as stream:
+            right = ids(await read(stream, await stream.submit_decode(asked)))
+            while (await within(status(stream))).standby != "ended":
+                pass
+            assert "the caches of KV have another layout" in worker.log.read_text()
+            old, decode_id = worker.child("engine"), await stream.reserve(asked)
+            await until_tokens(stream, [decode_id], 20)
+            await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
+            assert ids(await within(read(stream, decode_id))) == right
+            await within(next_standby(worker, stream, old))
+            decode_id = await stream.reserve(asked)
+            await until_tokens(stream, [decode_id], 50)
+            kill(worker)
+            await goes_on(stream, decode_id, right)
+        assert len(stages_in(worker.log.read_text())["waking the standby"]) == 1
+        await assert_whole(worker)
+
+
 class Tree:
     """One whose processes end when the test says so."""
 

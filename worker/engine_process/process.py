@@ -4,9 +4,9 @@ import gc
 from collections.abc import Callable
 
 from baton.engine import Engine
-from baton.engine.execution.shared_weights import CannotShareError
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
+from baton.machine.kept_pages import CannotShareError
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.context import Context, vocabulary_of
