@@ -5,6 +5,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.machine.kept_pages import CannotShareError
+
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
@@ -16,7 +18,7 @@ class RankFiles:
     commands: int
     """Memory of `engine.execution.commands`."""
     failure: int
-    """Memory for the reason why a rank could not start."""
+    """Memory for the reason why a rank could not start, behind a byte that says whether it can alone."""
     readings: int
     """An eventfd: a rank has read weights."""
     wakes: Sequence[int]
@@ -55,14 +57,16 @@ class RankFiles:
         """Before the first command: rank 0 alone knows when the memory of KV may be written."""
         os.eventfd_read(self.wakes[rank - 1])
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: ValueError) -> None:
         """Notes why a rank could not start."""
-        os.pwrite(self.failure, reason.encode(), 0)
+        alone = isinstance(error, CannotShareError)
+        os.pwrite(self.failure, bytes([alone]) + str(error).encode(), 0)
 
     @property
-    def reason(self) -> str:
-        """Why a rank could not start."""
-        return os.pread(self.failure, os.fstat(self.failure).st_size, 0).decode()
+    def start_failure(self) -> tuple[str, bool]:
+        """Why a rank could not start, and whether it can when no other engine is there."""
+        noted = os.pread(self.failure, os.fstat(self.failure).st_size, 0)
+        return noted[1:].decode(), any(noted[:1])
 
     def close(self) -> None:
         for fd in self.fds:

@@ -18,10 +18,20 @@ import pytest
 from baton.engine import EngineConfig
 from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
+from baton.machine.kept_pages import CannotShareError
 from baton.machine.system import describe_exit
 from baton.worker import WorkerConfig, processes
+from baton.worker.engine_process import rank_process
+from baton.worker.engine_process.start import RankProcessConfig
 from baton.worker.messages import EngineReady
-from baton.worker.processes import ChildProcess, EngineError, TreeError, Watchdog
+from baton.worker.processes import (
+    ChildProcess,
+    EngineError,
+    StandbyError,
+    StartError,
+    TreeError,
+    Watchdog,
+)
 from baton.worker.service_process import store, tree
 from baton.worker.service_process import transfer as transfers
 from tests.layouts import kv_layout
@@ -215,6 +225,31 @@ async def test_an_engine_process_that_ends_slowly_is_the_cause(monkeypatch: pyte
     finally:
         await worker.kill()
         await worker.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("no GPU 1"), StartError), (CannotShareError("others"), StandbyError)]
+)
+async def test_a_rank_tells_whether_it_can_start_alone(
+    error: ValueError, told: type[StartError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("baton.engine.execution.rank.start_rank", fail)
+    monkeypatch.setattr("baton.engine.execution.rank.join", lambda *_: (None, None))
+    config = WorkerConfig(
+        role="decode", engine=EngineConfig("model", tensor_parallel_size=2), engine_module="engine",
+        secret=b"x" * 16,
+    )  # fmt: skip
+    worker = tree.WorkerTree(config, 1)
+    code = rank_process.run(RankProcessConfig(**worker._rank_config("rank 1", 1, standby=True)))
+    worker._ranks = [child("rank 1", f"raise SystemExit({code})")]
+    worker.watch(worker._watch_exit(worker._ranks[0]))
+    with pytest.raises(StartError, match=str(error)) as failure:
+        await within(worker.failure)
+    assert failure.type is told
+    await worker.close()
 
 
 def child(name: str, code: str) -> ChildProcess:

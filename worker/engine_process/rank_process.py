@@ -31,7 +31,7 @@ def run(config: RankProcessConfig) -> int:
         kept = [files.memory for files in config.kept_files]
         follower = Follower(config.engine, config.rank, config.files, kept, wait_for_turn=wait)
     except ValueError as error:
-        config.files.fail(str(error))
+        config.files.fail(error)
         return EXIT_START_FAILED
     layer_done, kv = _nothing, paged_kv(follower)
     if (arenas := config.arenas) is not None:

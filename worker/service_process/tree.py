@@ -199,7 +199,7 @@ class WorkerTree:
                 case messages.Progress(stage, fraction):
                     progress(stage, fraction)
                 case messages.StartFailed(reason, alone):
-                    raise StandbyError(reason) if alone else StartError(reason)
+                    raise _start_error(reason, alone)
                 case kind():
                     return message
                 case _:
@@ -354,7 +354,7 @@ class WorkerTree:
             return
         if code == EXIT_START_FAILED and not self._started:
             if child in self._ranks and self._rank_files is not None:
-                raise StartError(self._rank_files.reason)
+                raise _start_error(*self._rank_files.start_failure)
             return  # the receiver of messages will raise StartError for its StartFailed
         if self._ranks and not self._started and not self.stands_by.is_set():
             await asyncio.sleep(CAUSE_SOON)  # if another rank could not start, its reason is reported first
@@ -425,3 +425,8 @@ class WorkerTree:
         if self.failure.done():
             self.failure.exception()  # else asyncio logs it as never retrieved
         self._shared.close()
+
+
+def _start_error(reason: str, alone: bool) -> StartError:
+    """`alone`: as in `StartFailed`."""
+    return StandbyError(reason) if alone else StartError(reason)
