@@ -74,14 +74,10 @@ def build_engine(
     engine needs the memory, and returns when the other one has ended. Weights are loaded at a low priority
     before."""
 
-    def progress(stage: str, fraction: float) -> None:
-        hooks.tick()
-        hooks.progress(stage, fraction)
-
     device, ranks = join(config, 0, files)
 
     keep = Keep(kept, record_bytes, wait_for_turn)
-    started = start_rank(config, device, ranks, progress, keep)
+    started = start_rank(config, device, ranks, hooks.stage, keep)
     if files is not None:
         started.runner.followers = commands(config, started, files)
     return Engine(config, started, hooks)
@@ -187,7 +183,7 @@ class Engine:
         self._kept = started.kept
         cache = self._prefix_cache(config, started, hooks, pool)
         if self._kept is not None:
-            hooks.progress("verifying KV", 0.0)
+            hooks.stage("verifying KV", 0.0)
         if cache is not None and (blocks := cache.take_over()):
             log.info("%d blocks of KV of the engine before are whole, and are used", blocks)
         self.window_blocks = None if pool.windows is None else pool.windows.of

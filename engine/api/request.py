@@ -268,5 +268,10 @@ class Hooks:
     remnant_kept: Callable[[bytes, bytes, int], None] = _nothing
     """(salt, name, position of a chunk): the pool has this chunk in a block that is not full."""
 
+    def stage(self, name: str, fraction: float) -> None:
+        """Tells how far the start is, which is a sign of life."""
+        self.tick()
+        self.progress(name, fraction)
+
 
 NO_HOOKS = Hooks()

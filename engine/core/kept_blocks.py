@@ -12,7 +12,7 @@ from there. Whatever has no record is private or free, and is never used again.
 
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, NAME_BYTES
@@ -84,14 +84,14 @@ class KeptBlocks:
         for table in self._tables:
             table.clear()
 
-    def left(self) -> Left:
-        """What an engine before this one has left."""
+    def left(self, tick: Callable[[], None]) -> Left:
+        """What an engine before this one has left. `tick`: as in `KeptTable.left`."""
         blocks: dict[bytes, KeptBlock] = {}
-        for place, body in self.blocks.left():
+        for place, body in self.blocks.left(tick):
             kept = _unpacked(place, body)
             blocks.setdefault(kept.cached.name, kept)
         windows, states = (
-            {} if table is None else {name: place for place, name in table.left()}
+            {} if table is None else {name: place for place, name in table.left(tick)}
             for table in (self.windows, self.states)
         )
         return Left([*blocks.values()], windows, states)

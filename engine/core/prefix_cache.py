@@ -241,7 +241,7 @@ class PrefixCache:
         before all else."""
         if self._kept is None:
             return 0
-        left = self._kept.left()
+        left = self._kept.left(self._hooks.tick)
         after: dict[bytes, list[KeptBlock]] = {}
         for kept in left.blocks:
             after.setdefault(kept.cached.before, []).append(kept)

@@ -14,7 +14,7 @@ from baton.engine.api.block_sums import KeptParts, Outcome, RecordMemory, Sums
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import Hooks
 from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks, record_bytes
-from baton.engine.core.kept_table import KeptTable
+from baton.engine.core.kept_table import SUMMED_AT_ONCE, KeptTable
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, measured
@@ -46,6 +46,10 @@ def memory() -> Iterator[KeptFiles]:
     files = KeptFiles.create()
     yield files
     files.close()
+
+
+def nothing() -> None:
+    pass
 
 
 def answer(
@@ -242,7 +246,7 @@ def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     writer = kept()
     writer.add([KeptBlock(0, one, b"tenant")])
     writer.add([KeptBlock(2, two, b""), KeptBlock(1, two._replace(name=b"3" * 16, salt=b"s" * 400), b"")])
-    found = kept().left().blocks
+    found = kept().left(nothing).blocks
     assert [(each.block, each.cached, each.tenant) for each in found] == [
         (0, one._replace(token_ids=found[0].cached.token_ids), b"tenant"),
         (2, two._replace(token_ids=found[1].cached.token_ids), b""),
@@ -250,9 +254,9 @@ def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     assert [[*each.cached.token_ids] for each in found] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     for length in (0, 3, 1 << 40):
         table[:8] = length.to_bytes(8, "little")
-        assert [each.block for each in kept().left().blocks] == [2]
+        assert [each.block for each in kept().left(nothing).blocks] == [2]
     table[2 * size + 16] ^= 255
-    assert kept().left().blocks == []
+    assert kept().left(nothing).blocks == []
 
 
 def streams_that_go_on(
@@ -572,10 +576,23 @@ def test_a_sum_that_comes_late_is_of_what_the_place_has_then() -> None:
     come[0] = True
     assert [place in writer for place in range(3)] == [False, True, True]
     writer.settle()
-    assert [*made().left()] == [(1, b"three"), (2, b"one")]
+    assert [*made().left(nothing)] == [(1, b"three"), (2, b"one")]
     writer.add({0: b"two"})
     writer.clear()
-    assert [*made().left()] == []
+    assert [*made().left(nothing)] == []
+
+
+def test_a_table_gives_signs_of_life_while_it_is_verified() -> None:
+    places = range(2 * SUMMED_AT_ONCE + 1)
+    memory = RecordMemory(
+        memoryview(bytearray(64 * len(places))),
+        lambda batch: Outcome(lambda: True, lambda: [7 * place for place in batch]),
+    )
+    KeptTable(memory, 64).add({place: b"%d" % place for place in places})
+    ticks: list[None] = []
+    left = KeptTable(memory, 64).left(lambda: ticks.append(None))
+    assert [*left] == [(place, b"%d" % place) for place in places]
+    assert len(ticks) == 3
 
 
 def test_files_wait_for_each_engine_and_keep_memory_without_the_process_that_made_it() -> None:

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import msgspec
@@ -20,10 +20,10 @@ from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.machine.kept_pages import CannotShareError
 from baton.machine.system import describe_exit
-from baton.worker import WorkerConfig, processes
+from baton.worker import WorkerConfig, messages, processes
 from baton.worker.engine_process import rank_process
 from baton.worker.engine_process.start import RankProcessConfig
-from baton.worker.messages import EngineReady
+from baton.worker.messages import EngineReady, FromEngine, ToEngine
 from baton.worker.processes import (
     ChildProcess,
     EngineError,
@@ -222,6 +222,47 @@ async def test_an_engine_process_that_ends_slowly_is_the_cause(monkeypatch: pyte
         worker._engine.kill()
         with pytest.raises(EngineError, match=r"engine \(pid \d+\) was killed by SIGKILL"):
             await within(worker.failure)
+    finally:
+        await worker.kill()
+        await worker.close()
+
+
+@pytest.mark.parametrize("loads_in_its_turn", [False, True])
+async def test_a_takeover_is_watched_as_a_step_is(
+    loads_in_its_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a standby which has yet to load the model is watched as a start."""
+    config = WorkerConfig(
+        role="decode", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16
+    )
+    worker = tree.WorkerTree(config, 1)
+    sent: asyncio.Queue[FromEngine] = asyncio.Queue()
+    stages = [messages.Progress("loading weights", 1.0), messages.StandsBy()]
+    for message in reversed(stages) if loads_in_its_turn else stages:
+        sent.put_nowait(message)
+    limits: list[float] = []
+
+    def spawned(*, standby: bool) -> None:
+        worker._engine = child("engine", "import time; time.sleep(1000)")
+
+    async def taken(message: ToEngine) -> None:
+        assert isinstance(message, messages.TakeOver)
+        sent.put_nowait(stand_in(EngineReady))
+
+    def watchdog(name: str, ticks: Callable[[], int], limit: float, error: type[TreeError]) -> Watchdog:
+        limits.append(limit)
+        return Watchdog(name, ticks, limit, error)
+
+    monkeypatch.setattr(tree, "Watchdog", watchdog)
+    monkeypatch.setattr(worker, "_spawn_engine", spawned)
+    monkeypatch.setattr(worker, "_spawn_transfer", lambda _: None)
+    monkeypatch.setattr(worker.engine_link, "receive", sent.get)
+    monkeypatch.setattr(worker.engine_link, "send", taken)
+    try:
+        worker.start_standby()
+        await within(worker.start_engine(lambda stage, fraction: None))
+        start = processes.START_SILENCE
+        assert limits == [start, start if loads_in_its_turn else config.deadlines.engine_dead]
     finally:
         await worker.kill()
         await worker.close()

@@ -79,6 +79,7 @@ class Context:
         at_low_priority(partial(vocabulary_of, tokenizer_source(engine, str(checkpoint_path(engine)))))
         self.link.send(messages.StandsBy())
         self.link.wait_for(messages.TakeOver)
+        self.heartbeat.tick()
         if (files := self.config.files) is not None:
             files.take_turn()
 
@@ -108,7 +109,7 @@ class Context:
             kept=[files.memory for files in config.kept_files],
             wait_for_turn=stand_by(config, self._wait_for_turn) if config.standby else None,
         )
-        hooks.progress("preparing transfers", 0.0)
+        hooks.stage("preparing transfers", 0.0)
         if (made := engine.embedding_format) is not None:
             assert config.image_arenas is not None, "the service makes them for such an engine"
             transport = Transport.inherited(config.image_arenas, self.trace)

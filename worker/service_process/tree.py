@@ -98,6 +98,8 @@ class WorkerTree:
         self._started = False
         self.stands_by = asyncio.Event()
         """Set when the engine process of a standby has all but the memory of KV."""
+        self._loaded = False
+        """Whether it has loaded the model. If not, it loads, compiles and measures when it is its turn."""
         self._dog: asyncio.Task[None] | None = None
         """Watches the start of the engine process."""
         self._engine: ChildProcess | None = None
@@ -132,7 +134,9 @@ class WorkerTree:
         self.watch(self._prepare())
 
     async def _prepare(self) -> None:
-        await self._message(messages.StandsBy, lambda stage, fraction: None)
+        stages: list[str] = []
+        await self._message(messages.StandsBy, lambda stage, fraction: stages.append(stage))
+        self._loaded = bool(stages)
         self.engine_link.remove_directory()
         assert self._dog is not None, "it watches the start"
         self._dog.cancel()  # the process sleeps
@@ -161,14 +165,17 @@ class WorkerTree:
         `progress` gets each start-up stage and the fraction of it that is done. Raises StartError if the
         user's configuration is the cause.
         """
+        silence = START_SILENCE
         if self._engine is None:
             self._spawn_engine(standby=False)
         else:
             await self._hurry()
+            if self._loaded:  # it only maps and verifies KV, and prepares transfers
+                silence = self._config.deadlines.engine_dead
             await self.engine_link.send(messages.TakeOver())
         if self._store is not None:
             self.watch(self._store.keep())
-        dog = self._watchdog(START_SILENCE)
+        dog = self._watchdog(silence)
         self.watch(dog.watch())
         ready = await self._message(EngineReady, progress)
         self.engine_link.remove_directory()
