@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -80,7 +81,14 @@ class WorkerProcess:
 
     def child(self, kind: str) -> psutil.Process:
         """Its "engine" or its "transfer" process."""
-        return next(p for p in self.tree()[1:] if p.cmdline()[0].endswith(f" {kind}"))
+        return next(self.children(kind))
+
+    def children(self, kind: str) -> Iterator[psutil.Process]:
+        """Those of them that run, while one takes the place of another, too."""
+        for process in self.tree()[1:]:
+            with contextlib.suppress(psutil.Error):  # it has ended since
+                if " ".join(process.cmdline()).strip().endswith(f" {kind}"):  # none, if it has just ended
+                    yield process
 
     def tree(self) -> list[psutil.Process]:
         service = psutil.Process(self.popen.pid)

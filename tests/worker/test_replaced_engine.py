@@ -1,7 +1,6 @@
 """An engine process that dies is replaced: attempts go on, and published KV is not computed again."""
 
 import asyncio
-import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,10 +107,9 @@ def kill(worker: WorkerProcess, how: signal.Signals = signal.SIGKILL) -> psutil.
 async def next_engine(worker: WorkerProcess, before: psutil.Process) -> psutil.Process:
     """Waits until another engine process starts."""
     while True:
-        for each in worker.tree()[1:]:
-            with contextlib.suppress(psutil.Error):  # it has ended since
-                if each != before and each.cmdline()[:1] and each.cmdline()[0].endswith(" engine"):
-                    return each
+        for each in worker.children("engine"):
+            if each != before:
+                return each
         await asyncio.sleep(0.001)
 
 
