@@ -280,12 +280,14 @@ class WorkerTree:
 
     async def _start_transfer(self, transfer: Transfer, start: TransferConfig) -> int:
         """Returns the port of its lanes."""
+        silence = start_silence = max(MIN_TRANSFER_SILENCE, self._config.deadlines.engine_dead)
         if transfer.process is None:
             self._spawn_transfer(transfer)
-        port = await transfer.start(start, self._config.secret)
-        silence = max(MIN_TRANSFER_SILENCE, self._config.deadlines.engine_dead)
-        dog = Watchdog(transfer.name, lambda: transfer.reports, silence)
+            start_silence = START_SILENCE
+        dog = Watchdog(transfer.name, lambda: transfer.reports, start_silence)
         self.watch(transfer.watch(dog.watch()))
+        port = await transfer.start(start, self._config.secret)
+        dog.restart(silence)
         return port
 
     def _spawn_transfer(self, transfer: Transfer) -> None:
