@@ -206,16 +206,19 @@ def _leave(cluster: VLLMCluster, prompt: list[int], after: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "code", "said"),
     [
-        ("--enable-lora", "--vllm-args: --enable-lora is an option of Baton, too; give it there"),
-        ("--pipeline-parallel-size 2", "supports tensor parallelism alone: start vLLM with one stage"),
+        ("--enable-lora", 2, "--vllm-args: --enable-lora is an option of Baton, too; give it there"),
+        ("--pipeline-parallel-size 2", 1, "supports tensor parallelism alone: start vLLM with one stage"),
     ],
 )
-def test_what_a_vllm_worker_lacks_is_refused(model: Path, tmp_path: Path, more: str, said: str) -> None:
+def test_what_a_vllm_worker_lacks_is_refused(
+    model: Path, tmp_path: Path, more: str, code: int, said: str
+) -> None:
+    """What is wrong with the options alone is refused before anything starts."""
     cluster = VLLMCluster(model, tmp_path, "--vllm-args", f"--enforce-eager {more}")
     try:
-        assert cluster.process.wait(200) == 1
+        assert cluster.process.wait(200) == code
         assert said in cluster.output()
     finally:
         cluster.kill()
