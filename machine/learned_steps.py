@@ -381,9 +381,8 @@ class LearnedSteps:
     def record(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
         """Learns from a step, as in `StepModel.step`."""
         size, observed, correction = (rows, context, tokens, position), self._observed, self._correction
-        if correction is not None and observed.knows(
-            rows, tokens
-        ):  # else the table may be wrong, not the level
+        # A step of a size that was not there yet may show that the table is wrong, and not the level.
+        if correction is not None and observed.knows(rows, tokens):
             correction.record(*size, seconds)
             self._corrected = None
         if not observed.learns(rows, tokens):

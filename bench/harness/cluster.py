@@ -28,6 +28,7 @@ from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
+from baton.cluster.supervision.role_log import end_of
 from baton.cluster.supervision.runner import write_atomically
 from baton.machine.system import free_port
 from baton.rpc.channel import connect
@@ -102,8 +103,8 @@ class Worker:
         """Raises RuntimeError if the first process ends before it is ready."""
         self._cluster.wait_for(lambda: self.lives or self.exits, START_S, f"{self.name} to start")
         if not self.lives:
-            end = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
-            raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready:\n{end}")
+            end = end_of(self.log)
+            raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready.\n{end}")
 
     def metric(self, name: str, label: str = "") -> float:
         """Of the current process, as `harness.workers.metric`."""

@@ -19,10 +19,10 @@ from typing import IO, TextIO
 
 import psutil
 
+from baton.cluster.supervision.role_log import end_of
 from baton.machine.python_path import python_path
 
 POLL_S, STOP_S = 0.25, 60.0
-LOG_LINES = 25
 KINDS = ("service", "engine", "transfer")
 _PIDFD_GETFD = 438  # the same number on every architecture
 
@@ -87,10 +87,7 @@ class Server:
             time.sleep(POLL_S)
 
     def _end_of_log(self) -> str:
-        if self.log is None:
-            return " Its output is above."
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n" + "\n".join(line[:300] for line in lines)
+        return " Its output is above." if self.log is None else f"\n{end_of(self.log)}"
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)

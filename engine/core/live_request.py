@@ -273,8 +273,8 @@ class LiveRequest:
 
     @property
     def due(self) -> float:
-        """When what is left of the prompt should be computed, with the tokens of the answer so far. A stream
-        that has begun waits in one of its gaps, so it is late."""
+        """When the KV of its prompt should be computed, and of its answer so far. A stream that has begun
+        waits in one of its gaps, so it is late."""
         return -math.inf if len(self.token_ids) > len(self.request.prompt_ids) else self.asked.due
 
     @property

@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -34,14 +34,22 @@ from .test_weights import described, first_token, replaced, saved
 STANDBY = "engine standby"
 
 
+@contextlib.contextmanager
+def started(directory: Path, engine: dict[str, Any] = ENGINE, **more: Any) -> Iterator[WorkerProcess]:
+    """A decode worker that is ready, beside which an engine process stands by. `more`: as of
+    `start_worker`."""
+    with start_worker(
+        "decode", tiny_model(directory / "model"), directory, engine=engine,
+        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"}, **more,
+    ) as worker:  # fmt: skip
+        yield worker.wait_ready()
+
+
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     directory = tmp_path_factory.mktemp("standby")
-    with start_worker(
-        "decode", tiny_model(directory / "model"), directory, engine=ENGINE,
-        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    ) as started:  # fmt: skip
-        yield started.wait_ready()
+    with started(directory) as worker:
+        yield worker
 
 
 async def next_standby(worker: WorkerProcess, stream: WorkerStream, before: psutil.Process) -> psutil.Process:
@@ -150,11 +158,7 @@ async def test_a_standby_has_the_newest_weights(worker: WorkerProcess, tmp_path:
 
 
 async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_path: Path) -> None:
-    with start_worker(
-        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE,
-        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    ) as started:  # fmt: skip
-        worker = started.wait_ready()
+    with started(tmp_path) as worker:
         async with attached(worker) as stream:
             standby = worker.child("engine")
             for _ in range(MOST_ENDS):
@@ -173,12 +177,7 @@ async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_pat
 
 async def test_a_standby_that_cannot_share_weights_is_no_end_of_streams(tmp_path: Path) -> None:
     """It is tried once, and again when the code may be newer. Engines start without it, and streams go on."""
-    with start_worker(
-        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE,
-        engine_module="tests.worker.other_layout_engine",
-        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    ) as started:  # fmt: skip
-        worker = started.wait_ready()
+    with started(tmp_path, engine_module="tests.worker.other_layout_engine") as worker:
 
         async def without_standby(tries: int) -> None:
             while (await status(stream)).standby != "ended":
@@ -206,12 +205,7 @@ async def test_a_standby_that_cannot_share_weights_is_no_end_of_streams(tmp_path
 
 async def test_a_new_layout_of_kv_is_no_end_of_streams(tmp_path: Path) -> None:
     """No standby of the new version is made beside the old one. Those after that share KV again."""
-    with start_worker(
-        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE,
-        engine_module="tests.worker.other_pages_engine",
-        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    ) as started:  # fmt: skip
-        worker = started.wait_ready()
+    with started(tmp_path, engine_module="tests.worker.other_pages_engine") as worker:
         asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
         async with attached(worker) as stream:
             right = ids(await read(stream, await stream.submit_decode(asked)))
@@ -233,11 +227,7 @@ async def test_a_new_layout_of_kv_is_no_end_of_streams(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["engine", "transfer"])
 async def test_a_standby_that_hangs_in_its_takeover_is_no_end_of_streams(kind: str, tmp_path: Path) -> None:
-    with start_worker(
-        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE, deadlines={"engine_dead": 4.0},
-        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    ) as started:  # fmt: skip
-        worker = started.wait_ready()
+    with started(tmp_path, deadlines={"engine_dead": 4.0}) as worker:
         asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
         async with attached(worker) as stream:
             right = ids(await read(stream, await stream.submit_decode(asked)))
@@ -318,11 +308,7 @@ async def test_a_standby_that_is_renewed_while_the_last_one_ends_is_started(erro
 @pytest.mark.long
 async def test_a_group_of_ranks_stands_by(tmp_path: Path) -> None:
     """Whichever of the old ones dies. If one that stands by dies, all are started again."""
-    with start_worker(
-        "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE | {"tensor_parallel_size": 2},
-        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
-    ) as started:  # fmt: skip
-        worker = started.wait_ready()
+    with started(tmp_path, ENGINE | {"tensor_parallel_size": 2}) as worker:
         asked = request(PROMPT, sampling(max_tokens=60, ignore_eos=True))
         async with attached(worker) as stream:
             right = ids(await read(stream, await stream.submit_decode(asked)))
