@@ -3,7 +3,7 @@ itself. `engine.step_loop` computes them."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -507,15 +507,19 @@ class Engine:
         """As in `Meters`."""
         return self._meters.prompt_seconds(tokens, uncached, self._scheduler.batch(position))
 
+    def parts_waiting(self) -> Iterator[tuple[bytes, int, int]]:
+        """Yields (request, tokens, position of the first) of each part of a prompt that is not computed."""
+        yield from self._scheduler.parts_waiting()
+        for schedule, _ in self.loop.under_way:
+            for live, positions in schedule.prompts.items():
+                yield live.id, len(positions), positions.start
+
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self.lives, self._scheduler, self._meters
         meters.rest(self.loop.idle_seconds)
         limit, cache = meters.chunk_limit, lives.cache
-        waiting: list[tuple[int, float]] = list(scheduler.parts_waiting())
+        waiting = [(tokens, position) for _, tokens, position in self.parts_waiting()]
         batch = scheduler.batch(meters.prefill_position)
-        for schedule, _ in self.loop.under_way:
-            tokens, position = schedule.size.tokens, schedule.size.position
-            waiting.append((tokens, position - tokens / 2))
         return EngineStats(
             requests_running=len(lives.running),
             requests_decoding=batch.rows,

@@ -223,9 +223,13 @@ class Simulation:
         if not self._left or worker not in self._routers[0].rows:
             return
         waiting, speed = worker.tokens_waiting(), worker.tokens_per_s.value
-        status = pb.WorkerStatus(tokens_waiting=waiting, prefill_tokens_per_s=speed)
         for router in self._routers:
-            router.loads.reported(router.rows[worker], status, self._clock.now)
+            row = router.rows[worker]
+            others = max(0, waiting - router.loads.router_tokens(row))
+            status = pb.WorkerStatus(
+                tokens_waiting=waiting, tokens_of_others=others, prefill_tokens_per_s=speed
+            )
+            router.loads.reported(row, status, self._clock.now)
         interval = report_interval(len(self._workers), len(self._routers))
         self._clock.after(interval, lambda: self._report(worker))
 

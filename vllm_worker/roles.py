@@ -19,6 +19,7 @@ prompt. Two workers that both hold prefills for the other may both have no room:
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any
@@ -112,7 +113,13 @@ class Roles:
 
     def status(self, question: int) -> messages.EngineStatus:
         stats = self.load.stats(self._blocks, [*self._attempts])
-        return messages.EngineStatus(question, stats, self._attempts.counts, not self._attempts, [])
+        waiting = Counter[int]()
+        for attempt in self._attempts:
+            if attempt.stream is not None and attempt.computes_prompt:
+                waiting[attempt.stream] += attempt.uncached
+        return messages.EngineStatus(
+            question, stats, self._attempts.counts, not self._attempts, [], waiting_of_streams=dict(waiting)
+        )
 
     # ------------------------------------------------------------ of routers
 

@@ -402,6 +402,7 @@ class EngineStatus(_Message):
     only_decodes: bool = False  # no step is under way, and it is idle but for attempts that decode
     adapters_on_device: list[bytes] = []  # fingerprints
     adapter_move_seconds: float = 0.0  # in which lately one got there; 0: not known
+    waiting_of_streams: dict[int, int] = {}  # prompt tokens not yet computed, by the stream of their router
 
 
 class WeightsStaged(_Message):

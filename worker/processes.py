@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import time
 from collections.abc import Callable
+from typing import Any
 
 from baton.machine.system import process_end
 
@@ -32,6 +33,12 @@ class EngineError(TreeError):
 
 class EngineRestart(EngineError):
     """The engine process runs well, and another one shall take its place."""
+
+
+def dismiss(answer: asyncio.Future[Any]) -> None:
+    """Nothing waits for this answer any more. An error that it may have is no error of the program."""
+    if not answer.cancel() and not answer.cancelled():
+        answer.exception()
 
 
 class ChildProcess:

@@ -95,7 +95,7 @@ class Scheduler:
         """Most prompt tokens of a step with the `decodes` of this schedule."""
         if not decodes and not self.some_may_join:
             return self.max_num_batched_tokens
-        position = next((position for _, position in self.parts_waiting()), 0)
+        position = next((position for _, _, position in self.parts_waiting()), 0)
         gap_cost = sum(live.asked.gap_cost for live in schedule.chunks)
         tokens = chunk_limit(Batch(decodes, schedule.decode_context, position, gap_cost))
         return prompt_limit(tokens, decodes, self._mixed_steps, self._mixed_rows)
@@ -208,18 +208,18 @@ class Scheduler:
         for live in self._waiting:
             yield live.num_left - live.cached_when_queued, live.due
 
-    def parts_waiting(self) -> Iterator[tuple[int, int]]:
-        """Yields (tokens, position of the first) of each prompt that no step computes yet, without what the
-        prefix cache has now."""
+    def parts_waiting(self) -> Iterator[tuple[bytes, int, int]]:
+        """Yields (request, tokens, position of the first) of each prompt that no step computes yet, without
+        what the prefix cache has now."""
         for live in self._running:
             if not live.decodes:
-                yield live.num_left, live.num_computed
+                yield live.id, live.num_left, live.num_computed
         for live in self.lives.reserved:
             if live.shared.ranges:
-                yield live.num_left, live.num_computed
+                yield live.id, live.num_left, live.num_computed
         for live in chain(self._waiting, self.lives.compiling, self.lives.loading):
             cached = self._memory.known(live) * self._pool.block_size
-            yield live.num_left - cached, live.num_computed + cached
+            yield live.id, live.num_left - cached, live.num_computed + cached
 
     def batch(self, position: float) -> Batch:
         """All requests that decode here, beside a prompt at `position`. A prompt whose last tokens are

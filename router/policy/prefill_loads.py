@@ -305,7 +305,7 @@ class PrefillLoads:
         }
         self._set_store(row, status.store_tokens_per_s > 0)
         self._set_adapters(row, status)
-        worker.others = max(0, tokens_waiting - worker.router_tokens)
+        worker.others = min(status.tokens_of_others, tokens_waiting)
         if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]
             self._measure(row, status.prefill_tokens_per_s)

@@ -108,7 +108,7 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
 
 
 def tokens_waiting(scheduler: Scheduler) -> int:
-    return sum(count for count, _ in scheduler.parts_waiting())
+    return sum(count for _, count, _ in scheduler.parts_waiting())
 
 
 def tokens(schedule: Schedule) -> list[tuple[int, int, int]]:

@@ -64,6 +64,7 @@ class Worker:
         config = EngineConfig(str(model), **(settings | options))
         self.incarnation = incarnation
         self._sent: list[messages.FromEngine] = []
+        self.answers: list[messages.FromEngine] = []  # and what the caches report
         self.arena, self.landing = (Arena.create(SLOTS, SLOT_BYTES) for _ in range(2))
         self._landed = itertools.cycle(range(SLOTS))
         (sending, outgoing), (receiving, incoming) = channel_pair(), channel_pair()
@@ -81,7 +82,7 @@ class Worker:
                 kept_files=(),
                 standby=False,
             ),
-            stand_in(ServiceLink, send=lambda message: None),
+            stand_in(ServiceLink, send=self.answers.append),
             Heartbeat.create(),
             Transport(ArenaEnd(sending, self.arena), ArenaEnd(receiving, self.landing), trace),
             trace,
@@ -100,12 +101,19 @@ class Worker:
     # Of the service process
 
     def prefill(
-        self, prefill_id: bytes, tokens: int, *, max_tokens: int = 8, handover: bool = True, **how: Any
+        self,
+        prefill_id: bytes,
+        tokens: int,
+        *,
+        stream: int = STREAM,
+        max_tokens: int = 8,
+        handover: bool = True,
+        **how: Any,
     ) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         request = EngineRequest(prefill_id, list(range(3, 3 + tokens)), sampling=sampling)
         work = Work(request, 60.0, Origin(prefill_id, "r", "", 0.0))
-        self.roles.handle(messages.Prefill(STREAM, work, handover, **how))
+        self.roles.handle(messages.Prefill(stream, work, handover, **how))
 
     def has(self, prefill_id: bytes) -> bool:
         return self.context.attempts.find(prefill_id) is not None

@@ -40,6 +40,24 @@ def test_a_handover_from_its_queue_to_its_ack(worker: Worker) -> None:
     assert not worker.failures
 
 
+def test_prompts_wait_for_the_routers_that_sent_them(worker: Worker) -> None:
+    worker.prefill(P, 20, handover=False)
+    worker.prefill(Q, 10, stream=STREAM + 1, handover=False)
+
+    def waiting() -> dict[int, int]:
+        worker.roles.handle(messages.AskStatus(0))
+        status = worker.answers[-1]
+        assert isinstance(status, messages.EngineStatus)
+        assert sum(status.waiting_of_streams.values()) == status.stats.tokens_waiting
+        return status.waiting_of_streams
+
+    assert waiting() == {STREAM: 20, STREAM + 1: 10}
+    worker.step()
+    assert waiting() == {STREAM: 4, STREAM + 1: 10}
+    worker.compute()
+    assert waiting() == {}
+
+
 def test_the_first_token_alone_is_no_matter_of_the_sender(worker: Worker) -> None:
     worker.prefill(P, 20, max_tokens=1, handover=False)
     worker.compute()

@@ -46,6 +46,16 @@ def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
     assert look(loads, 13).wait[row] == 0, "the 50 tokens were of this prompt"
 
 
+def test_what_a_worker_has_lost_of_a_prefix_is_no_work_of_other_routers():
+    """The router expected it in the cache of the worker, so it counted less for its own prompt."""
+    loads, row = one()
+    loads.sent(row, PrefillWork(100), 0)
+    loads.reported(row, status(16_000, SPEED), 1)
+    assert loads.tokens_of_others() == 0
+    loads.reported(row, status(16_000, SPEED, tokens_of_others=2**63), 1)
+    assert loads.tokens_of_others() == 16_000, "not more than there are"
+
+
 def test_the_first_prompt_takes_as_long_as_its_plan_says():
     """A long prompt is slower than the mean speed of its worker. Its queue is not shorter for it."""
     loads, row = one()
@@ -61,7 +71,7 @@ def test_the_first_prompt_takes_as_long_as_its_plan_says():
 
 def test_images_that_wait_for_the_encoder_take_their_time():
     loads, row = one()
-    loads.reported(row, status(2000, SPEED, encode_queue_seconds=3.0), 10)
+    loads.reported(row, status(2000, SPEED, tokens_of_others=2000, encode_queue_seconds=3.0), 10)
     assert look(loads, 10).wait[row] == pytest.approx(5)
     assert look(loads, 14).wait[row] == pytest.approx(1)
     assert loads.tokens_of_others() == 2000
@@ -101,12 +111,12 @@ def test_first_tokens_show_what_is_left():
     loads, row = one()
     first, second = PrefillWork(1000), PrefillWork(500)
     loads.sent(row, first, 0)
-    loads.reported(row, status(5000, 100), 1)
+    loads.reported(row, status(5000, 100, tokens_of_others=4000), 1)
     loads.sent(row, second, 1)
     assert loads.tokens_waiting(row, 2) == 5300, "100 tokens of the first were computed before the report"
     loads.ended(row, first, computed=True, now=2)
     assert loads.tokens_waiting(row, 2) == 4000 + 500, "of other routers, and of this one"
-    loads.reported(row, status(400, 100), 3)
+    loads.reported(row, status(400, 100, tokens_of_others=0), 3)
     loads.ended(row, second, computed=True, now=3.1)
     assert loads.tokens_waiting(row, 3.1) == 0
 
@@ -378,7 +388,7 @@ def test_a_report_shows_the_prompt_that_another_router_sent() -> None:
     loads.reported(row, status(0, 1000), 0)
     own = PrefillWork(1000)
     loads.sent(row, own, 0)
-    loads.reported(row, status(1000 + 2000, 1000), 0.5)
+    loads.reported(row, status(1000 + 2000, 1000, tokens_of_others=2000), 0.5)
     assert look(loads, 0.5).wait[row] == pytest.approx(2.5)
     loads.ended(row, own, computed=True, now=1)
     assert look(loads, 1).wait[row] == pytest.approx(2)

@@ -149,8 +149,9 @@ async def test_what_vllm_has_cached_does_not_wait(worker: Worker) -> None:
     worker.roles.handle(messages.Decode(7, work(P, 130), None))
     assert worker.roles.status(0).stats.tokens_waiting == 130, "its beginning is gone"
     worker.cached.add(b"first", names[:1])
-    worker.roles.handle(messages.Decode(7, work(D, 130), None))
+    worker.roles.handle(messages.Decode(8, work(D, 130), None))
     assert worker.roles.status(0).stats.tokens_waiting == 130 + 2
+    assert worker.roles.status(0).waiting_of_streams == {7: 130, 8: 2}
     for attempt_id in (P, D):
         await worker.says(attempt_id, output([5], "length"))
     assert worker.idle

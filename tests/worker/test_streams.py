@@ -1,6 +1,7 @@
 """The output queue of a router, and the conversion of tokens and failures."""
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -13,6 +14,7 @@ from baton.content import Tier
 from baton.engine import Logprobs, Output, PromptLogprobs
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
+from baton.worker.processes import TreeError
 from baton.worker.service_process import backend as backend_module
 from baton.worker.service_process import cache_feed, streams
 from baton.worker.service_process.backend import Backend
@@ -197,6 +199,32 @@ async def test_routers_learn_at_once_that_a_worker_drains() -> None:
     assert told.status == pb.WorkerStatus(blocks_free=7, health=pb.WorkerStatus.HEALTH_DRAINING)
 
 
+def test_a_router_learns_what_others_have_waiting() -> None:
+    routers = Routers()
+    first, second = routers.open(1.0), routers.open(1.0)
+    routers.waiting = {first.number: 70}
+    routers.tell(pb.WorkerStatus(tokens_waiting=70))
+    told = [router.next_message() for router in (first, second)]
+    assert [message and message.status.tokens_of_others for message in told] == [0, 70]
+
+
+async def test_an_engine_that_ends_during_a_question_leaves_no_unread_error() -> None:
+    """The call that asks may end at the same time."""
+    unread: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+    answers: dict[int, asyncio.Future[messages.EngineStatus]] = {}
+
+    async def send(message: messages.ToEngine) -> None:
+        answers[0].set_exception(TreeError("the engine process was killed"))
+        raise asyncio.CancelledError
+
+    backend = stand_in(Backend, send=send, _questions=itertools.count(), _answers=answers, replacing=False)
+    with pytest.raises(asyncio.CancelledError):
+        await Backend._answer(backend, messages.AskStatus)
+    gc.collect()
+    assert not unread
+
+
 async def test_a_question_to_the_engine_is_forgotten_with_the_call_that_asks() -> None:
     """The engine may be gone, and answer no more."""
     asked: list[messages.ToEngine] = []
@@ -230,7 +258,7 @@ async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_
 
     monkeypatch.setattr(backend_module.asyncio, "sleep", sleep)
     monkeypatch.setattr(backend_module.time, "monotonic", lambda: now)
-    routers = stand_in(Routers, report_seconds=1.0, broadcast=lambda message: reports.append(now))
+    routers = stand_in(Routers, report_seconds=1.0, tell=lambda status: reports.append(now))
     worker = stand_in(Backend, _routers=routers, status=status)
     with pytest.raises(asyncio.CancelledError):
         await Backend.report(worker)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import ClassVar, Protocol
@@ -78,6 +79,15 @@ class Roles:
         images = () if self._images is None else (self._images,)
         return all(part.idle for part in (self._sender, self._receiver, *images, *self._roles))
 
+    def _waiting_of_streams(self) -> dict[int, int]:
+        """As in `EngineStatus`."""
+        waiting = Counter[int]()
+        for request, tokens, _ in self.engine.parts_waiting():
+            attempt = self._attempts.find(request)
+            if attempt is not None and attempt.stream is not None:
+                waiting[attempt.stream] += tokens
+        return dict(waiting)
+
     @property
     def _store_idle(self) -> bool:
         return (store := self._context.store) is None or store.idle
@@ -96,6 +106,7 @@ class Roles:
                     self._context.links.recent(time.monotonic()),
                     None if store is None else store.stats,
                     self.only_decodes and self._store_idle,
+                    waiting_of_streams=self._waiting_of_streams(),
                 )
                 self._context.link.send(status)
             case messages.Cancel(stream, attempt_id):

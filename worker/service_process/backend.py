@@ -22,7 +22,7 @@ from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.kv_events import all_blocks_cleared
 from baton.worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
-from baton.worker.processes import EngineError, EngineRestart, TreeError
+from baton.worker.processes import EngineError, EngineRestart, TreeError, dismiss
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
 from baton.worker.service_process.counts import added
@@ -183,7 +183,7 @@ class Backend:
             if not answer.done():
                 answer.set_exception(TreeError(error))
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
-        self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+        self._routers.tell(self._last_status)
         if self._cache is not None:
             for changes in self._cache.cleared():
                 self._routers.broadcast_cache_events(changes)
@@ -202,7 +202,7 @@ class Backend:
             await tree.engine_link.send(attempt)
         self._settled.set()
         # At once: until then routers send nothing here.
-        self._routers.broadcast(pb.WorkerMessage(status=await self.status()))
+        self._routers.tell(await self.status())
 
     # ------------------------------------------------------------ questions
 
@@ -211,7 +211,7 @@ class Backend:
         self.draining = True
         # Routers get the last status at once, because a new one must wait for the engine's step.
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
-        self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+        self._routers.tell(self._last_status)
 
     async def serve_again(self) -> None:
         """Takes new attempts, as before `drain`."""
@@ -221,13 +221,13 @@ class Backend:
     def tell_pause(self, pause: "pb.Pause") -> None:
         """Tells all routers, at once."""
         self.pause = self._last_status.pause = pause
-        self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+        self._routers.tell(self._last_status)
 
     def tell_staged(self, version: str) -> None:
         """Tells all routers, at once."""
         if version != self.staged_version:
             self.staged_version = self._last_status.staged_version = version
-            self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+            self._routers.tell(self._last_status)
 
     async def freeze(self, *, frozen: bool, abort: str) -> messages.Paused:
         """The engine launches no step, or goes on. With `abort` it ends all attempts for that reason."""
@@ -280,6 +280,7 @@ class Backend:
             return await answer
         finally:
             del self._answers[question]
+            dismiss(answer)
 
     async def status(self) -> pb.WorkerStatus:
         """Asks the engine and transfer processes for their status. While the engine process is replaced, it
@@ -306,6 +307,7 @@ class Backend:
             handovers_hidden=self._handovers_hidden,
         )
         self._last_status.MergeFrom(reported(engine, transfer))
+        self._routers.waiting = engine.waiting_of_streams
         return self._last_status
 
     async def set_pool(self, pool: "pb.Pool") -> pb.WorkerStatus:
@@ -316,7 +318,7 @@ class Backend:
             self._metrics.role = POOL_NAMES[pool]
             # Routers get the label at once, because a new status must wait for the engine's step.
             self._last_status.pool = pool
-            self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+            self._routers.tell(self._last_status)
         return await self.status()
 
     def phases(self, request: str) -> list[pb.Phase]:
@@ -341,7 +343,7 @@ class Backend:
             await asyncio.sleep(seconds)
             status, now = await self.status(), time.monotonic()
             if status != sent or now + seconds / 2 >= due:
-                self._routers.broadcast(pb.WorkerMessage(status=status))
+                self._routers.tell(status)
                 sent, due = status, now + LONGEST_REPORT
 
     # ------------------------------------------------------------ from the engine

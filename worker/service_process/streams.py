@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import grpc.aio
 
@@ -106,9 +106,14 @@ class RouterStream:
 
 
 class Routers:
-    """The streams of all attached routers."""
+    """The streams of all attached routers.
+
+    Attributes:
+        waiting: as `EngineStatus.waiting_of_streams`, of the last status.
+    """
 
     def __init__(self) -> None:
+        self.waiting: Mapping[int, int] = {}
         self._streams: dict[int, RouterStream] = {}
         self._opened = 0
         self._opening = asyncio.Event()
@@ -142,6 +147,13 @@ class Routers:
 
     def broadcast(self, message: pb.WorkerMessage) -> None:
         for stream in self._streams.values():
+            stream.put(message)
+
+    def tell(self, status: pb.WorkerStatus) -> None:
+        """Each router gets the status of the worker, and how much of it other routers have sent."""
+        for number, stream in self._streams.items():
+            message = pb.WorkerMessage(status=status)
+            message.status.tokens_of_others = max(0, status.tokens_waiting - self.waiting.get(number, 0))
             stream.put(message)
 
     def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:

@@ -17,7 +17,7 @@ from baton.kv_transfer.spawn import (
     encode,
 )
 from baton.worker.config import WorkerConfig
-from baton.worker.processes import ChildProcess, TreeError
+from baton.worker.processes import ChildProcess, TreeError, dismiss
 
 STOP_TIMEOUT = 5.0
 """Seconds that a process has to stop before it is killed."""
@@ -83,9 +83,12 @@ class Transfer:
         """Asks for the statistics. Returns the next report."""
         answer: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
         self._stats_answers.append(answer)
-        with contextlib.suppress(OSError):  # the process has ended: the watcher of its exit says so
-            await asyncio.get_running_loop().sock_sendall(self._end, encode(StatsRequest()))
-        return await answer
+        try:
+            with contextlib.suppress(OSError):  # the process has ended: the watcher of its exit says so
+                await asyncio.get_running_loop().sock_sendall(self._end, encode(StatsRequest()))
+            return await answer
+        finally:
+            dismiss(answer)
 
     async def watch(self, watcher: Coroutine[None, None, None]) -> None:
         """Runs `watcher` of this process. Returns early if the process has ended: the watcher of its exit
