@@ -60,9 +60,10 @@ class PagedKV:
         return self.block_sizes[number] if self.block_sizes else self.block_size
 
     def holds(self, block_ids: Sequence[int], num_tokens: int) -> bool:
-        """Whether these have so many tokens, where blocks are largest."""
-        largest = max(self.block_sizes, default=self.block_size)
-        return num_tokens <= len(block_ids) // self.num_tables * largest
+        """Whether these have so many tokens, where blocks are largest. A slot of states has any number."""
+        arrays = enumerate(self.layout.arrays)
+        sizes = [self.block_size_of(number) for number, array in arrays if array.per_token]
+        return not sizes or num_tokens <= len(block_ids) // self.num_tables * max(sizes)
 
     def part(self, piece: Slice, entries: int) -> Range:
         """Where the blocks of a slice lie, or its slot, in `entries` block ids with a slot behind them."""

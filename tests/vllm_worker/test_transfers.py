@@ -504,6 +504,11 @@ class FakeSpec:
     block_size = 2 * BLOCK
 
 
+def states(*names: str) -> Any:
+    shapes = ((STATE_BYTES // 4,),)
+    return group("MambaSpec", *names, block_size=64, shapes=shapes, dtypes=(torch.float32,))
+
+
 class Groups(Server):
     """Layers with windows, of an unknown kind, and with states. Blocks are filled at random."""
 
@@ -513,13 +518,6 @@ class Groups(Server):
         def fill(*shape: int) -> torch.Tensor:
             return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
-        states = group(
-            "MambaSpec",
-            "layers.2.mixer",
-            block_size=64,
-            shapes=((STATE_BYTES // 4,),),
-            dtypes=(torch.float32,),
-        )
         windows = attention(
             "layers.0.attn",
             block=BLOCK,
@@ -537,7 +535,20 @@ class Groups(Server):
             "layers.1.new": self.blocks,
             "layers.2.mixer": self.pages.as_strided((BLOCKS, 1, 1, STATE_BYTES), (PAGE_BYTES, 1, 1, 1)),
         }
-        found = caches_of(caches, [windows, unknown, states], BLOCKS, Heads(HEADS))
+        groups = [windows, unknown, states("layers.2.mixer")]
+        found = caches_of(caches, groups, BLOCKS, Heads(HEADS))
+        self.kv = found.kv
+        self.start(found, name)
+
+
+class States(Server):
+    """All layers have states alone, as those of Mamba-1."""
+
+    def __init__(self, name: str) -> None:
+        self.pages = torch.rand(BLOCKS, LAYERS, STATE_BYTES // 4)
+        names = [f"layers.{i}.mixer" for i in range(LAYERS)]
+        caches = {name: self.pages[:, i] for i, name in enumerate(names)}
+        found = caches_of(caches, [states(*names)], BLOCKS, Heads(HEADS))
         self.kv = found.kv
         self.start(found, name)
 
@@ -570,6 +581,22 @@ def test_groups_of_all_kinds_travel(start: int) -> None:
     ]
     assert changed == [{22, 23}, set(here[1][fetched]), {27}]
     assert torch.equal(decode.pages[27, STATE_BYTES:], before[2][27, STATE_BYTES:])
+    for server in (prefill, decode):
+        server.close()
+
+
+@pytest.mark.parametrize(("tokens", "slot"), [(1, 8), (64, 8), (85, 5)])
+def test_states_alone_travel(tokens: int, slot: int) -> None:
+    """A request has one slot, however long its prompt is."""
+    prefill, decode = States("prefill"), States("decode")
+    prefill_id, before, there = b"p" * 16, decode.pages.clone(), [[8, 5]]
+    fetch = Fetch("b", decode_id_of("b"), 1, source(prefill, prefill_id), [[3, 3]], 0, tokens)
+    decode.step(StepMetadata(fetches=[fetch]))
+    chunk = Chunk(prefill_id, there, 0, tokens, tokens)
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[chunk], committed={prefill_id: 42}), {"a"})
+    until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
+    before[3] = prefill.pages[slot]
+    assert torch.equal(decode.pages, before)
     for server in (prefill, decode):
         server.close()
 
