@@ -24,7 +24,7 @@ import torch
 from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind, Unit, Window
 from baton.kv_transfer import KVLayout, PagedKV
 from baton.vllm_worker.attachment import Pool
-from baton.vllm_worker.metadata import Begun, BlockTable
+from baton.vllm_worker.metadata import Begun, Blocks, BlockTable
 
 if TYPE_CHECKING:
     from baton.kv_transfer.transport import Rows
@@ -140,6 +140,19 @@ def clear_rest(caches: Caches, begun: Begun) -> None:
             for i in range(tokens // size, table.entries(tokens)):
                 for plane in rows:
                     plane[blocks[i], tokens % size if i == tokens // size else 0 :] = 0
+
+
+def clear_states(caches: Caches, blocks: Blocks) -> None:
+    """Writes zeros as the states of a request that begins with one token. Other requests have left theirs."""
+    kv = caches.kv
+    for number, (array, layers) in enumerate(zip(kv.layout.arrays, kv.layout.layers, strict=True)):
+        if array.kind != STATE:
+            continue
+        for layer, rows in zip(layers, kv.planes[number][0], strict=True):
+            group = kv.tables[number][layer]
+            [slot] = caches.tables[group].of(blocks[group], 1)
+            for plane in rows:
+                plane[slot] = 0
 
 
 def pool_of(groups: Sequence[Any], num_blocks: int) -> Pool:

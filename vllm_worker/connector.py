@@ -37,7 +37,15 @@ from baton.kv_transfer import TraceWriter, Transport
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.machine.system import die_with_parent
 from baton.vllm_worker.attachment import Attach, WorkerLink
-from baton.vllm_worker.caches import Caches, Heads, caches_of, clear_rest, keeps_states, pool_of
+from baton.vllm_worker.caches import (
+    Caches,
+    Heads,
+    caches_of,
+    clear_rest,
+    clear_states,
+    keeps_states,
+    pool_of,
+)
 from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
 from baton.vllm_worker.mixed_steps import MixedSteps
@@ -299,6 +307,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         num_blocks = self._kv_cache_config.num_blocks
         found = caches_of(kv_caches, self._groups, num_blocks, heads)
         kv, self._layers, self._caches = found.kv, found.layers, found
+        if self._has_states:
+            from baton.vllm_worker.first_chunks import compute_as_decodes
+
+            compute_as_decodes()
         model, vocabulary = fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
             path = settings.attach
@@ -347,9 +359,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._metadata, self._layers_written = connector_metadata, 0
+        assert self._caches is not None
         for begun in connector_metadata.begun:
-            assert self._caches is not None
             clear_rest(self._caches, begun)
+        for blocks in connector_metadata.stateless:
+            clear_states(self._caches, blocks)
         if self._transfers is not None:
             self._transfers.begin(connector_metadata)
 

@@ -147,6 +147,8 @@ class StepMetadata:
     fetches: list[Fetch] = field(default_factory=list)
     begun: list[Begun] = field(default_factory=list)
     """If blocks that vLLM does not fill must be cleared."""
+    stateless: list[Blocks] = field(default_factory=list)
+    """Blocks of requests that begin with a chunk of one token: it reads their states."""
     committed: dict[bytes, int | None] = field(default_factory=dict)
     """First tokens of prompts that have finished. None: the worker sends it."""
     preempted: list[bytes] = field(default_factory=list)
@@ -309,6 +311,8 @@ class ConnectorScheduler:
         replace the blocks of the request, since it is new or starts again after a preemption."""
         if (fetched := self._fetched.pop(request_id, 0)) and computed == fetched:
             self._metadata.begun.append(Begun(new_blocks, fetched))
+        if (computed, count) == (0, 1):
+            self._metadata.stateless.append(new_blocks)
         prompt = self._requests.get(request_id)
         if not isinstance(prompt, _Prompt) or (prompt.preempted and prompt.fixed_id):
             return

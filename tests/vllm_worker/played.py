@@ -4,6 +4,7 @@ source, since the environment of the tests cannot import vLLM."""
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +26,20 @@ def annotated(module: str, name: str) -> set[str]:
     return {field.id for field in fields if isinstance(field, ast.Name)}
 
 
+def function(module: str, name: str, **names: Any) -> Callable[..., Any]:
+    """A function of a module. `names`: what it, and its annotations, read there."""
+    [found] = (node for node in _body(module) if isinstance(node, ast.FunctionDef) and node.name == name)
+    exec(compile(ast.Module([found], []), module, "exec"), names)  # noqa: S102  its own code is tested
+    return names[name]
+
+
 def _classes(module: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in _body(module) if isinstance(node, ast.ClassDef)}
+
+
+def _body(module: str) -> list[ast.stmt]:
     installed = (PYTHON.parents[1] / "lib").glob(f"python*/site-packages/{module}")
-    source = next(installed, ROOT / module)
-    return {node.name: node for node in _parsed(source).body if isinstance(node, ast.ClassDef)}
+    return _parsed(next(installed, ROOT / module)).body
 
 
 @cache

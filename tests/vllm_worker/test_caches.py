@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.content.cache_kinds import LATENT, STATE, CacheArray, Window
-from baton.vllm_worker.caches import Caches, Heads, caches_of, clear_rest, layer_place
+from baton.vllm_worker.caches import Caches, Heads, caches_of, clear_rest, clear_states, layer_place
 from baton.vllm_worker.metadata import Begun, BlockTable, block_ids
 from tests.layouts import kv_layout
 from tests.vllm_worker.groups import attention, group
@@ -94,6 +94,22 @@ def test_states_are_the_bytes_of_a_page_without_its_padding() -> None:
         assert kv.heads == [(1, 2)], "each rank has its own"
         [[[rows]]] = kv.planes
         assert torch.equal(rows[0][3].reshape(-1).view(torch.uint8), memory[3 * page : 3 * page + 64])
+
+
+def test_the_states_of_a_request_without_any_are_cleared() -> None:
+    """In the block with those after its first token. Other blocks, padding and KV stay."""
+    mixers = "model.layers.2.mixer", "model.layers.3.mixer"
+    caches = {name: torch.full((BLOCKS, 1, 1, 32), 7, dtype=torch.int8) for name in mixers}
+    caches[NAMES[0]] = torch.ones(BLOCKS, HEADS, BLOCK, 2 * DIM)
+    shapes, dtypes = ((2, 4), (3,)), (torch.bfloat16, torch.float32)
+    states = [group("MambaSpec", name, block_size=64, shapes=shapes, dtypes=dtypes) for name in mixers]
+    found = caches_of(caches, [states[0], full(NAMES[0]), states[1]], BLOCKS, Heads(HEADS))
+    clear_states(found, [[3, 1], [2], [4]])
+    assert caches[NAMES[0]].all()
+    for name, slot in zip(mixers, [3, 4], strict=True):
+        expected = torch.full((BLOCKS, 1, 1, 32), 7, dtype=torch.int8)
+        expected[slot, ..., :28] = 0
+        assert torch.equal(caches[name], expected)
 
 
 def test_groups_have_tables_of_their_own() -> None:

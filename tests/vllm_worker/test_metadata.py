@@ -76,6 +76,17 @@ def test_what_lies_behind_fetched_kv_is_cleared_in_the_first_step(scheduler: Con
     assert clearing.take().begun == [], "once"
 
 
+def test_requests_that_begin_with_one_token_are_named(scheduler: ConnectorScheduler) -> None:
+    """Also after a preemption: another request has left states in its slot."""
+    scheduler.scheduled("one", [[3], [4]], 0, 1, anew=True)
+    scheduler.scheduled("two", [[5], [6]], 0, 2, anew=True)
+    scheduler.scheduled("cached", [[7], [8]], 64, 1, anew=True)
+    scheduler.scheduled("resumed", [[9], [1]], 0, 1, anew=True)
+    assert scheduler.take().stateless == [[[3], [4]], [[9], [1]]]
+    scheduler.scheduled("one", [[], []], 1, 1, anew=False)
+    assert scheduler.take().stateless == []
+
+
 def test_a_preempted_prompt_starts_again_under_another_name(scheduler: ConnectorScheduler) -> None:
     scheduler.expect("a", PREFILLS, 100)
     scheduler.scheduled("a", [[4]], 0, 16, anew=True)
