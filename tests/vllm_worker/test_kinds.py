@@ -45,6 +45,8 @@ LIMITS = (
 )  # fmt: skip
 ON_GPU = ("--device", "cuda", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.05")
 EAGER = "--enforce-eager"
+GRAPHS = """--compilation-config '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'"""
+"""Of steps that only decode. vLLM takes one for any step with one token of each request."""
 CPU_LATENTS = """ --attention-backend CPU_MLA --compilation-config '{"custom_ops": ["-rotary_embedding"]}'"""
 
 
@@ -70,6 +72,11 @@ def mamba1(path: Path) -> None:
     sizes = {name: SIZES[name] for name in names}
     config = transformers.MambaConfig(**sizes, num_hidden_layers=3, initializer_range=0.1)
     transformers.MambaForCausalLM(config).save_pretrained(path)
+
+
+def mamba2(path: Path) -> None:
+    sizes = {"mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
+    tiny("GraniteMoeHybrid", **sizes, num_local_experts=0)(path)
 
 
 def kda(path: Path) -> None:
@@ -99,6 +106,9 @@ def gdn(path: Path) -> None:
     tiny("Qwen3_5", **heads, rope_parameters=rope)(path)
 
 
+GDN, TRITON = ("--language-model-only",), "--gdn-prefill-backend triton"
+
+
 @dataclass(frozen=True)
 class Kind:
     save: Callable[[Path], object]
@@ -108,6 +118,7 @@ class Kind:
     lengths: tuple[int, ...] = LENGTHS
     on_cpu: str | None = None
     """More of --vllm-args there. None: vLLM for CPUs cannot compute it."""
+    graphs: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
@@ -118,19 +129,19 @@ KINDS: Mapping[str, Kind] = {
     ),
     "sparse": Kind(sparse, lengths=(3, 300, 700, 1500)),
     "mamba1": Kind(mamba1),
-    "mamba2": Kind(
-        tiny("GraniteMoeHybrid", mamba_d_head=64, mamba_d_state=64, mamba_n_groups=1, num_local_experts=0),
-        on_cpu="",
-    ),
-    "gdn": Kind(gdn, ("--language-model-only",), "--gdn-prefill-backend triton"),
+    "mamba2": Kind(mamba2, on_cpu=""),
+    "gdn": Kind(gdn, GDN, TRITON),
     "kda": Kind(kda),
+    "mamba2_graphs": Kind(mamba2, graphs=True),
+    "gdn_graphs": Kind(gdn, GDN, TRITON, graphs=True),
 }
 
 
 @contextlib.contextmanager
 def started(model: Path, directory: Path, kind: Kind, *, sees: bool = False) -> Iterator[VLLMCluster]:
     """A cluster that is ready. If it fails, the first line says the cause by its logs."""
-    more = f"{EAGER} --kv-cache-memory-bytes {1 << 28} {kind.vllm}" if ON_CUDA else f"{EAGER} {kind.on_cpu}"
+    steps = GRAPHS if kind.graphs else EAGER
+    more = f"{steps} --kv-cache-memory-bytes {1 << 28} {kind.vllm}" if ON_CUDA else f"{steps} {kind.on_cpu}"
     flags = (*LIMITS, *kind.flags, *(ON_GPU if ON_CUDA else ()), "--vllm-args", more)
     cluster, failed = VLLMCluster(model, directory, *flags, fresh=ON_CUDA, sees=sees), ""
     try:
@@ -143,9 +154,19 @@ def started(model: Path, directory: Path, kind: Kind, *, sees: bool = False) -> 
         cluster.kill()
     if failed:
         logs = "\n".join(log.read_text() for log in sorted(cluster.logs.glob("*.log"), reverse=True))
-        # Errors of optional modules come before the cause, and what only points at it comes after.
-        errors = re.findall(r"(?m)^\w+(?:Error|Exception): (?!.*See root cause above).*", logs)
-        pytest.fail("\n".join([*errors[-1:], failed, logs]), pytrace=False)
+        first = "; ".join([*causes(logs)[-1:], failed.partition("\n")[0]])
+        raise pytest.fail.Exception("\n".join([first, failed, logs]), pytrace=False) from None
+
+
+def causes(logs: str) -> list[str]:
+    """Errors that no other error has caused. vLLM also logs which optional modules it does not find."""
+    found, end = [], 0
+    for error in re.finditer(r"(?m)^(\w+(?:Error|Exception)): (?!.*See root cause above).*", logs):
+        before, end = logs[end : error.start()], error.end()
+        optional = error[1] in ("ImportError", "ModuleNotFoundError")
+        if not optional and "direct cause of the following exception" not in before:
+            found.append(error[0])
+    return found
 
 
 @dataclass(frozen=True)
@@ -190,14 +211,14 @@ def compare(alone: list[Answer], handed: list[Answer]) -> None:
 
 def hand_over(cluster: VLLMCluster, ask: Callable[[Front, int], Answer], count: int) -> None:
     """The decode worker alone answers `count` questions, and then with the KV of the prefill worker: one by
-    one, and at once."""
+    one in another order, since each finds what the last one has left in its blocks, and at once."""
 
     def computed() -> tuple[int, int]:
         status = cluster.workers()["decode"]["status"]
         return status["prompt_tokens"], status["images_encoded"]
 
     with routed(cluster, cluster.workers()["decode"]["address"]) as front:
-        alone = [ask(front, i) for i in range(count)]
+        alone = [ask(front, i) for i in reversed(range(count))][::-1]
         front.assert_whole()
     before = computed()
     assert before[0] > 0, "it has computed the prompts"
