@@ -4,9 +4,10 @@ import logging
 import mmap
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,33 +32,42 @@ AHEAD_BYTES = 1 << 30
 """Pinned before it is needed. KV comes more slowly than memory is pinned, 6 GiB/s."""
 
 
+class _PlaneLines(NamedTuple):
+    """Lines of one plane, whose layers are alike."""
+
+    pages: Pages
+    most: tuple[int, int]
+    """Positions and heads of a cell."""
+    windowed: bool
+    lines: np.ndarray
+    """[layers, fields]."""
+
+
 class CellLines:
     """Lines of the table of `copy_kernels.launch`, for whole cells and all layers that have them."""
 
     def __init__(self, cells: CacheCells) -> None:
         self._planes = cells.planes  # keeps the pools alive
-        # Of each plane; and positions and heads of a cell.
-        self._pages: list[tuple[Pages, tuple[int, int]]] = []
-        lines: list[list[list[int]]] = []
+        self._of_planes: list[_PlaneLines] = []
         at = 0
-        for plane in self._planes:
+        for plane, windowed in zip(self._planes, cells.windowed, strict=True):
             first = next(iter(plane.values()))
             positions, heads = first.shape[2:4]
             cell, pages = Window(0, positions, 0, heads, 0, 0, positions, heads), Pages.of(first)
-            self._pages.append((pages, (positions, heads)))
-            lines.append([])
+            lines: list[list[int]] = []
             for pool in plane.values():
-                lines[-1].append(pages.line(pool.data_ptr(), 0, at, cell, first_word=at // 4))
+                lines.append(pages.line(pool.data_ptr(), 0, at, cell, first_word=at // 4))
                 at += pool[:, 0].nbytes
+            of_plane = _PlaneLines(pages, (positions, heads), windowed, np.array(lines, dtype=np.int64))
+            self._of_planes.append(of_plane)
         self.cell_bytes = at
-        self._windowed = np.array(cells.windowed)
-        self.lines = np.array(lines, dtype=np.int64)[:, None]  # [planes, 1, layers, fields]
-        self._block_sizes = np.array([pages.block_size for pages, _ in self._pages])[:, None, None]
+        self.most_layers = max(len(plane.lines) for plane in self._of_planes)
+        """Of a plane. They differ: few layers of a model may have no window, or an index."""
 
     def words(self, cells: int) -> int:
         """Size of `fill`'s table for so many cells: their numbers, their checksums, their numbers in arrays
-        with windows, and the lines."""
-        return 3 * cells + cells * self.lines.size
+        with windows, and the lines by plane."""
+        return 3 * cells + cells * sum(plane.lines.size for plane in self._of_planes)
 
     def fill(
         self,
@@ -75,19 +85,26 @@ class CellLines:
         words[count : 2 * count] = 0
         words[2 * count : 3 * count] = window_cells
         number = np.arange(count)[:, None]
-        table = words[3 * count :].reshape(len(self._pages), count, -1, copy_kernels.FIELDS)
-        table[:] = self.lines
-        table[..., 1] = address
-        table[self._windowed, ..., 1] = address + 16 * count
-        table[..., 2] += dense + stride * number
-        table[..., 3] = self._block_sizes * number
-        table[..., 8] = address + 8 * (count + number)
+        for plane, where in self._tables(count):
+            table = words[where].reshape(count, -1, copy_kernels.FIELDS)
+            table[:] = plane.lines
+            table[..., 1] = address + 16 * count * plane.windowed
+            table[..., 2] += dense + stride * number
+            table[..., 3] = plane.pages.block_size * number
+            table[..., 8] = address + 8 * (count + number)
 
     def launch(self, words: torch.Tensor, count: int, *, into_pool: bool) -> None:
         """Copies the cells of a table that is on the device, and adds up their checksums there."""
-        tables = words[3 * count :].view(len(self._pages), -1, copy_kernels.FIELDS)
-        for (pages, most), table in zip(self._pages, tables, strict=True):
-            copy_kernels.launch(table, pages, most, into_pool=into_pool, sums=True)
+        for plane, where in self._tables(count):
+            table = words[where].view(-1, copy_kernels.FIELDS)
+            copy_kernels.launch(table, plane.pages, plane.most, into_pool=into_pool, sums=True)
+
+    def _tables(self, count: int) -> Iterator[tuple[_PlaneLines, slice]]:
+        """Each plane, and where the table of so many cells has its lines."""
+        end = 3 * count
+        for plane in self._of_planes:
+            start, end = end, end + count * plane.lines.size
+            yield plane, slice(start, end)
 
     def close(self) -> None:
         self._planes.clear()
@@ -129,7 +146,7 @@ class CudaStore(HostStore):
         self._lines = CellLines(cells)
         size = self._lines.cell_bytes
         self._stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.batch = max(1, min(STAGING_BYTES // self._stride, MOST_LINES // self._lines.lines.shape[2]))
+        self.batch = max(1, min(STAGING_BYTES // self._stride, MOST_LINES // self._lines.most_layers))
         self._map = _huge_pages(num_places * self._stride)
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.num_places, self.ready = num_places, 0

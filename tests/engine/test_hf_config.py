@@ -306,6 +306,17 @@ def test_published_configurations_of_llama4_leave_out_what_follows(tiny_of: Tiny
     assert model.nope.layers == (3,)
 
 
+@pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])
+def test_attention_by_an_index_has_two_names_or_none(kind: str, tiny_of: TinyOf) -> None:
+    """Transformers has renamed it, and older checkpoints do not name it."""
+    config = config_of(tiny_of(kind))
+    names: list[list[str] | None] = [["indexed_attention"] * 3, ["deepseek_sparse_attention"] * 3, None]
+    models = [model_config_from_hf({**config, "layer_types": types}, {}, "a") for types in names]
+    assert models[0] == models[1] == models[2]
+    with pytest.raises(ValueError, match="layer_types must name the type of each of the 3"):
+        model_config_from_hf({**config, "layer_types": []}, {}, "a")
+
+
 def test_published_configurations_of_gemma3_leave_out_what_transformers_knows(tmp_path: Path) -> None:
     """As that of Gemma 3 4B. Routers, which have no engine, read the same context."""
     text = {

@@ -250,10 +250,14 @@ def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.M
 def test_layers_with_windows_have_cells_of_their_own(
     kind: str, kernel_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As in Gemma 3, more layers have a window than have none."""
     kept = CacheArray(ATTENTION, "kv", 2, 2, 8, "bfloat16")
     windowed = replace(kept, window=Window(20))
-    layout = KVLayout.of([[kept], [windowed]])
-    planes = [[[torch.randn(2, n, BLOCK, 2, 8).bfloat16()]] for n in (BLOCKS, 4)]
+    layout = KVLayout.of([[windowed], [kept], [windowed]])
+    planes = [
+        [[torch.randn(2, n, BLOCK, 2, 8).bfloat16() for _ in range(layers)]]
+        for layers, n in ((2, 4), (1, BLOCKS))
+    ]
     cells = CacheCells(PagedKV(planes, BLOCK, layout, "cpu"))
     if kind == "device":
         if kernel_device != "cpu":
@@ -262,14 +266,14 @@ def test_layers_with_windows_have_cells_of_their_own(
         store: CellStore = CudaStore(cells, 3)
     else:
         store = CpuStore(cells, 3) if kind == "host" else DiskStore(cells, 3, str(tmp_path))
-    (full,), (window,) = (of_array[0] for of_array in planes)
-    before = full[:, 7].clone(), window[:, 2].clone(), full[:, 9].clone()
+    windows, (full,) = (of_array[0] for of_array in planes)
+    before = full[:, 7].clone(), [window[:, 2].clone() for window in windows], full[:, 9].clone()
     store.copy([(7, 1), (9, 2)], is_load=False, window_cells=[2, 0])
     assert ended(store, 2) == [True] * 2
     store.copy([(3, 1), (4, 2)], is_load=True, window_cells=[3, 0])
     assert ended(store, 2) == [True] * 2
     assert torch.equal(full[:, 3], before[0])
-    assert torch.equal(window[:, 3], before[1])
+    assert all(torch.equal(window[:, 3], x) for window, x in zip(windows, before[1], strict=True))
     assert torch.equal(full[:, 4], before[2])
     store.close()
 

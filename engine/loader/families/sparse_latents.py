@@ -11,10 +11,14 @@ from baton.engine.loader.settings import Settings
 from baton.engine.models.deepseek import DeepSeek
 
 
+INDEXED = {"indexed_attention"}, {"deepseek_sparse_attention"}
+"""The attention that all layers have, as transformers calls it, and as its older versions do."""
+
+
 def without_types(settings: Settings) -> Mapping[str, Any]:
-    """Newer checkpoints name the attention that all layers have."""
+    """Newer checkpoints name the attention of each layer."""
     types = settings.get("layer_types")
-    all_indexed = isinstance(types, list) and {*map(str, types)} == {"indexed_attention"}
+    all_indexed = isinstance(types, list) and {*map(str, types)} in INDEXED
     return {**settings.values, "layer_types": None} if all_indexed else settings.values
 
 
