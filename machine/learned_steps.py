@@ -236,16 +236,22 @@ def measure(
 
     `rows`, `tokens`: sizes to measure, ascending; the most important are the first and the last. `context`:
     positions of a decode in steps with a long context. `position`: of long prompts.
-    `budget`: seconds of all these steps. A step that is expected to exceed it is left out, except for the
-    first, which runs once more before: a device that had no work is slow at first."""
-    observed, spent = ObservedSteps(rows, tokens), step(rows[0], rows[0], 0, 0.0)
+    `budget`: seconds of all steps but the smallest decode, the smallest prompt and the largest one. Others
+    that are expected to exceed it are left out. Without a large prompt each token would count as a step:
+    prompts would seem to wait a hundred times as long as they do."""
+    step(rows[0], rows[0], 0, 0.0)  # a device that had no work is slow at first
+    observed, spent = ObservedSteps(rows, tokens), 0.0
+    always = (rows[0], rows[0], 0, 0.0), (0, 0.0, tokens[0], 0.0), (0, 0.0, tokens[-1], 0.0)
+    for size in dict.fromkeys(always):
+        observed.add(*size, step(*size))
     for size in _grid(rows, tokens, context, position):
-        if (model := observed.model) is not None and spent + model.step(*size) > budget:
+        model = observed.model
+        if size in always or model is None or spent + model.step(*size) > budget:
             continue
         seconds = step(*size)
         spent += seconds
         observed.add(*size, seconds)
-    assert observed.model is not None, "the first step was measured"
+    assert observed.model is not None, "three steps were measured"
     return observed.model
 
 
@@ -271,8 +277,9 @@ def _sizes(first: int, most: int) -> tuple[int, ...]:
 def _grid(
     rows: Sequence[int], tokens: Sequence[int], context: int, position: int
 ) -> Iterator[tuple[int, float, int, float]]:
-    """The steps to measure, the most important first: a budget may end before the others. In a mixed step the
-    prompt is one of the requests, and its tokens and the decodes are at most as many as those of a prompt."""
+    """The other steps to measure, the most important first: a budget may end before the others. In a mixed
+    step the prompt is one of the requests, and its tokens and the decodes are at most as many as those of a
+    prompt."""
     middle, chunk = rows[len(rows) // 2], tokens[len(tokens) // 2]
 
     def with_slopes(size: int, count: int) -> Iterator[tuple[int, float, int, float]]:
@@ -286,11 +293,8 @@ def _grid(
             yield decodes, decodes, more, 0.0
 
     steps = [
-        (rows[0], rows[0], 0, 0.0),
-        (0, 0.0, tokens[0], 0.0),
         *with_slopes(middle, chunk),
         (rows[-1], rows[-1], 0, 0.0),
-        (0, 0.0, tokens[-1], 0.0),
         *((size, size, 0, 0.0) for size in rows),
         *((0, 0.0, size, 0.0) for size in tokens),
         *with_slopes(rows[-1], tokens[-1]),

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEASURED = 0.05
-"""Share of the time of the start that it may take to measure what steps cost."""
+"""Share of the time of the start that it may take to measure what steps cost, beside three of them."""
 
 
 @dataclass(frozen=True, slots=True)

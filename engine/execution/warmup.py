@@ -289,8 +289,8 @@ def warm_up(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, 
 def measure_times(
     runner: ModelRunner, config: EngineConfig, pool: PoolSize, vocab_size: int, budget: float
 ) -> StepModel:
-    """Measures what steps cost, in about `budget` seconds at most. If that is short, it runs the smallest
-    decode alone. All ranks run the same steps: those that rank 0 has time for."""
+    """Measures what steps cost, in about `budget` seconds at most, beside the three that `measure` always
+    runs. All ranks run the same steps: those that rank 0 has time for."""
     ranks = runner.ranks
     (budget,) = ranks.agreed([budget])
     rehearsal = rehearsal_in(pool, config, runner.block_size)

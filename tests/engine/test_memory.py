@@ -322,7 +322,7 @@ def test_timed_steps_stay_within_all_limits(
     limits = EngineConfig("m", max_num_seqs=seats, max_num_batched_tokens=budget)
     model = measure_times(runner, limits, PoolSize(12, context), 99, math.inf)
     assert model.rows == row_sizes(seats)
-    assert model.tokens == token_sizes(min(budget, context // 2))
+    assert model.tokens == (sizes := token_sizes(min(budget, context // 2)))
     assert all(seconds > 0 for seconds in (*model.decode_seconds, *model.prompt_seconds))
     for step in steps:
         assert len(step.block_tables) <= seats
@@ -334,8 +334,8 @@ def test_timed_steps_stay_within_all_limits(
     assert (seats, 0, seats) in map(computed, steps)
     steps.clear()
     model = measure_times(runner, limits, PoolSize(12, context), 99, 0.0)
-    assert len(steps) <= 2 * TIMED_RUNS, "only the first size, and that twice"
-    assert model.rows == (1,)
+    assert len(steps) <= 4 * TIMED_RUNS, "the first size twice, the smallest prompt and the largest one"
+    assert model.tokens == tuple(sorted({sizes[0], sizes[-1]}))
 
 
 def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
@@ -344,7 +344,10 @@ def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
     assert measured == (DEVICE == "cuda"), "a GPU measures steps before the first request, and a CPU does not"
     engine.add(request_of(1, range(1, 9), max_tokens=4))
     engine.add(request_of(2, range(1, 31), max_tokens=4))
-    assert engine.stats().queue_seconds == 0
+    stats = engine.stats()
+    assert (stats.queue_seconds > 0) == measured
+    if stats.step_table is not None:
+        assert stats.queue_seconds < 5 * stats.step_table.prompt_seconds[-1], "38 tokens are three steps"
     engine.loop.step()
     stats = engine.stats()
     assert stats.step_table is not None

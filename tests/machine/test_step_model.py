@@ -174,21 +174,21 @@ def test_as_many_decodes_fit_as_the_time_allows() -> None:
 
 
 def test_a_measurement_keeps_its_budget() -> None:
-    spent = [0.0]
+    spent: list[float] = []
 
     def step(*size: float) -> float:
-        seconds = dense(int(size[0]), size[1], int(size[2]), size[3])
-        spent.append(spent[-1] + seconds)
-        return seconds
+        spent.append(dense(int(size[0]), size[1], int(size[2]), size[3]))
+        return spent[-1]
 
     model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.2)
-    assert spent[-2] <= 0.2
+    assert sum(spent[4:]) <= 0.2
     assert model.rows == ROWS
     assert model.context_seconds > 0 < model.pair_seconds
-    spent[:] = [0.0]
+    spent.clear()
     model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.0)
-    assert len(spent) == 3, "the first step, twice"
-    assert model.prompt(10) == pytest.approx(10 * model.decode(1, 0)), "nothing says that more are cheaper"
+    assert len(spent) == 4, "the first step twice, and two prompts"
+    for tokens in (1, 500, 4_000, 30_000):
+        assert model.prefill(tokens) == pytest.approx(dense(0, 0, tokens, 0), rel=0.4), tokens
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2], ids=["the first", "a decode", "a prompt"])

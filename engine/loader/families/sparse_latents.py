@@ -10,7 +10,6 @@ from baton.engine.loader.latent_config import indexed_latent_config, latent_expe
 from baton.engine.loader.settings import Settings
 from baton.engine.models.deepseek import DeepSeek
 
-
 INDEXED = {"indexed_attention"}, {"deepseek_sparse_attention"}
 """The attention that all layers have, as transformers calls it, and as its older versions do."""
 
