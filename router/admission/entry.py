@@ -38,7 +38,7 @@ class Entry:
         self.began_at = time.monotonic()
         self._admission = admission
         self.account = account
-        self._bytes = self._estimate = 0
+        self._bytes = self._estimate = self._uncached = 0
         self._turns: list[Turn] = []
 
     def among_keys(self, priority: int) -> int:
@@ -65,10 +65,10 @@ class Entry:
     def expect(self, tokens: int) -> None:
         """Counts an estimate of its prompt tokens, in place of the one before. Raises Overloaded and
         RateLimited."""
-        self._admission.release(self.account, self._estimate)
-        self._estimate = 0
+        self._drop_estimate()
         self._admission.reserve(self.account, tokens, self.max_wait)
-        self._estimate = tokens
+        self._estimate, self._uncached = tokens, self._admission.uncached_of(tokens)
+        self._admission.uncached_tokens += self._uncached
 
     def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
         """Replaces the body and the estimate, once, by the prompt tokens of each generation.
@@ -88,5 +88,9 @@ class Entry:
 
     def _drop_body(self) -> None:
         self.receive(-self._bytes)
+        self._drop_estimate()
+
+    def _drop_estimate(self) -> None:
         self._admission.release(self.account, self._estimate)
-        self._estimate = 0
+        self._admission.uncached_tokens -= self._uncached
+        self._estimate = self._uncached = 0

@@ -2,9 +2,11 @@
 
     wait = max(prompt tokens ahead / tokens a second, generations that wait for room / seats freed a second)
 
+- *Tokens* are those that no worker has in its caches: of later turns of a long session few, however long
+  their prompts are.
 - *Tokens a second*: while the queue is empty, what workers can compute. While generations wait in it, the
-  tokens of prompts that got their first token. These include prefix caches, the share of other routers, and
-  whatever else holds the queue up. Each counts by its part of the recent time.
+  tokens of prompts that got their first token. These include the share of other routers, and whatever else
+  holds the queue up. Each counts by its part of the recent time.
 - *Tokens ahead*: those of this router, and those of other routers at the workers. A router with a queue
   keeps a window of prompts there, so those of others come as often as its queue has windows.
 - *Seats freed a second*: generations at workers / the mean time for which one was there.
@@ -26,7 +28,7 @@ class Ahead(NamedTuple):
     """What was there before a new request."""
 
     tokens: int
-    """Prompt tokens of this router without a first token."""
+    """Of prompts of this router without a first token, those that are in no cache."""
     for_room: int
     """Generations in the queue that wait for decode workers."""
     running: int
@@ -41,6 +43,9 @@ class ExpectedWait:
         self._queued = False
         self._queued_share = 0.0  # of the recent time
         self._tokens_per_s = 0.0  # that got their first token in that share, as a mean over the recent time
+        self._uncached = Average(math.exp(-1 / FORGET_SECONDS))  # tokens, of all tokens of prompts
+        self._uncached.add(1)  # until a prompt says otherwise
+        self._answered_at = now
         self._seat = Average(math.exp(-1 / FORGET_SECONDS))  # seconds of a generation at workers
         self._freed_at = now
 
@@ -50,11 +55,18 @@ class ExpectedWait:
             self._pass(now)
             self._queued = waits
 
-    def answered(self, tokens: int, now: float) -> None:
-        """A prompt got its first token."""
+    def answered(self, uncached: int, tokens: int, now: float) -> None:
+        """A prompt of so many tokens got its first token, `uncached` of them from no cache."""
+        self._uncached.add(uncached, tokens, steps=now - self._answered_at)
+        self._answered_at = now
         if self._queued:
             self._pass(now)
-            self._tokens_per_s += tokens / FORGET_SECONDS
+            self._tokens_per_s += uncached / FORGET_SECONDS
+
+    @property
+    def uncached_share(self) -> float:
+        """Of the tokens of recent prompts, the part that was in no cache."""
+        return self._uncached.value
 
     def freed(self, seconds: float, now: float) -> None:
         """A generation has left its worker after so many seconds."""

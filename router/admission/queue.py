@@ -63,6 +63,8 @@ class Turn:
         self.account = account
         self.tokens = tokens
         self.computed = tokens  # of the prompt; the rest is cached
+        self.expected = admission.uncached_of(tokens)  # to be computed until its first token
+        admission.uncached_tokens += self.expected
         self.in_window = 0  # what its prompt takes of the window, if workers have it
         self._admission = admission
         self._priority = priority
@@ -123,6 +125,10 @@ class Turn:
         before the first wait they say which prompts are short."""
         if not self.is_new:
             self._admission.queue.charge(self.account, tokens - self.computed)
+        if not self._answered:
+            expected = max(1, tokens)  # the last one is computed in any case
+            self._admission.uncached_tokens += expected - self.expected
+            self.expected = expected
         self.computed = tokens
 
     def generated(self) -> None:
@@ -186,6 +192,8 @@ class Admission:
         body_bytes: bytes of bodies that are read or prepared.
         waiting_tokens: prompt tokens of generations without a first token, in the router and at workers. Only
             a single request that is larger than the bound exceeds it.
+        uncached_tokens: the part of `waiting_tokens` that workers do not have in their caches. Until that is
+            known of a prompt, it is the usual part.
         queue: generations that wait for their turn.
         running: generations that workers have.
         parked: generations that wait outside the queue.
@@ -208,7 +216,7 @@ class Admission:
     clock: Clock = time.monotonic
 
     def __post_init__(self) -> None:
-        self.body_bytes = self.waiting_tokens = self.running = 0
+        self.body_bytes = self.waiting_tokens = self.uncached_tokens = self.running = 0
         self.queue: FairQueue[Account, Turn] = FairQueue()
         self.parked = Parked(RetryBudget())
         self._sent_tokens = 0
@@ -230,8 +238,12 @@ class Admission:
     @property
     def expected_wait(self) -> float:
         """Seconds that a new request is expected to wait for its first token, less its own prefill."""
-        ahead = Ahead(self.waiting_tokens, self.waiting_for_decode, self.running)
+        ahead = Ahead(self.uncached_tokens, self.waiting_for_decode, self.running)
         return self._wait.seconds(ahead, self.window(), self.clock())
+
+    def uncached_of(self, tokens: int) -> int:
+        """What workers will likely compute of a prompt of which nothing else is known."""
+        return math.ceil(tokens * self._wait.uncached_share)
 
     def reserve(self, account: Account, tokens: int, max_wait: float = math.inf) -> None:
         """Counts prompt tokens as waiting, of a request that may wait so many seconds. Raises Overloaded and
@@ -329,11 +341,12 @@ class Admission:
     def answered(self, turn: Turn, *, drained: bool) -> None:
         """Its prompt no longer waits: its first token came (`drained`), or it ended. Called by the turn."""
         self._count(turn.account, -turn.tokens)
+        self.uncached_tokens -= turn.expected
         if not turn.is_new:
             self._sent_tokens -= turn.tokens
             turn.account.in_window -= turn.in_window
         if drained:
-            self._wait.answered(turn.tokens, self.clock())
+            self._wait.answered(turn.expected, turn.tokens, self.clock())
 
     def freed(self, since: float) -> None:
         """A generation has left its worker, which had it from the time `since`. Called by its turn."""

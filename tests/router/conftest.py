@@ -233,7 +233,7 @@ class Cluster:
                 not services.active
                 and not len(services.admission.queue)
                 and not services.admission.parked.without_worker
-                and services.admission.waiting_tokens == 0
+                and services.admission.waiting_tokens == services.admission.uncached_tokens == 0
                 and all(not c.attempts for c in services.pool.connections)
                 and all(load.router_requests == 0 for load in services.pool.decodes)
             )

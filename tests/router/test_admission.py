@@ -137,6 +137,7 @@ class Router:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
         assert self.admission.waiting_tokens == self.admission._sent_tokens == 0
+        assert self.admission.uncached_tokens == 0
         assert len(self.admission.queue) == 0
 
     def ask(

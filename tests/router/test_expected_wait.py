@@ -73,7 +73,8 @@ def router() -> Iterator[Router]:
     made = Router()
     yield made
     made._stack.close()
-    assert made.admission.waiting_tokens == made.admission.running == made.admission._keys_waiting == 0
+    assert made.admission.waiting_tokens == made.admission.uncached_tokens == made.admission.running == 0
+    assert made.admission._keys_waiting == 0
 
 
 def test_agents_that_start_together_are_not_refused(router: Router):
@@ -83,6 +84,21 @@ def test_agents_that_start_together_are_not_refused(router: Router):
         router.ask(10_000)
     router.computes(160_000, 7.0)
     assert not router.accepted
+
+
+def test_later_turns_of_long_sessions_are_not_refused(router: Router):
+    """64 prompts of 200,000 tokens, of which 1,000 are new, are half a second of work."""
+    router.ask(200_000).computes(1000)
+    assert router.admission.expected_wait == pytest.approx(1000 / 160_000)
+    for _ in range(63):
+        router.ask(200_000).computes(1000)
+    assert router.admission.expected_wait == pytest.approx(64_000 / 160_000)
+    for turn in router.accepted:
+        turn.generated()
+    turn = router.ask(200_000)
+    assert router.admission.uncached_tokens == pytest.approx(1000, rel=0.01), "the usual part"
+    turn.computes(0)
+    assert router.admission.uncached_tokens == 1, "its last token is computed in any case"
 
 
 def test_a_request_is_refused_when_it_would_wait_longer_than_it_may(router: Router):
@@ -189,5 +205,5 @@ def test_nothing_that_is_measured_makes_the_wait_nonsense():
     assert wait.seconds(nothing, PrefillWindow(math.inf), 1e6) == 0
     assert wait.seconds(nothing, FOUR_GPUS, 1e6) in (0, math.inf)
     assert wait.seconds(Ahead(5, 3, 0), FOUR_GPUS, 1e6) == math.inf
-    wait.answered(5, 1e6)
+    wait.answered(5, 5, 1e6)
     assert 0 < wait.seconds(Ahead(5, 3, 1), FOUR_GPUS, 1e6 - 5) < math.inf, "also if a clock goes back"

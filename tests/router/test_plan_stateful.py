@@ -421,6 +421,7 @@ class Life:
         assert not any(worker.attempts for worker in self.works)
         assert (pool._promised_slots, pool._promised_positions) == (0, 0)
         assert (self.account.running, self.account.positions, self.admission.waiting_tokens) == (0, 0, 0)
+        assert self.admission.uncached_tokens == 0
         assert not len(self.admission.queue)
         for worker, works in self.works.items():
             assert not worker.attached or pool.loads._worker(worker.row).router_tokens == 0
