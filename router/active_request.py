@@ -297,13 +297,13 @@ class ActiveRequest:
             return None
         [generation], count = self._generations, self.choices[0].num_tokens
         first, later = generation.first_token_seconds, generation.later_seconds
-        found = {
+        milliseconds = {
             "time_to_first_token_ms": 1e3 * first,
             "generation_time_ms": 1e3 * later,
             "queue_time_ms": 1e3 * generation.queue_seconds,
             "tokens_per_second": count / max(1e-9, first + later),
         }
-        return found if count < 2 else found | {"mean_itl_ms": 1e3 * later / (count - 1)}
+        return milliseconds if count < 2 else milliseconds | {"mean_itl_ms": 1e3 * later / (count - 1)}
 
     def keep(self, size: int) -> None:
         """Counts bytes of the answer that wait for its end, like those of bodies. If there are too many of

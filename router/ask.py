@@ -56,17 +56,17 @@ async def _ask(address: str, config: RouterConfig, reasons: dict[str, str]) -> p
 async def first_description(config: RouterConfig) -> pb.WorkerDescription:
     """Asks all workers that discovery finds, until one answers. Returns its description."""
     log.info("asking the workers which model they serve")
-    found: asyncio.Future[pb.WorkerDescription] = asyncio.get_running_loop().create_future()
+    description: asyncio.Future[pb.WorkerDescription] = asyncio.get_running_loop().create_future()
     asking: dict[str, asyncio.Task[pb.WorkerDescription]] = {}
     reasons: dict[str, str] = {}
 
     def settle(task: asyncio.Task[Any]) -> None:
-        if task.cancelled() or found.done():
+        if task.cancelled() or description.done():
             return
         if error := task.exception():
-            found.set_exception(error)
+            description.set_exception(error)
         else:
-            found.set_result(task.result())
+            description.set_result(task.result())
 
     async def follow() -> None:
         async for addresses in config.discovered().watch():
@@ -82,7 +82,7 @@ async def first_description(config: RouterConfig) -> pb.WorkerDescription:
     following.add_done_callback(settle)
     try:
         async with _explaining(config, reasons):
-            return await found
+            return await description
     finally:
         for task in (following, *asking.values()):
             task.cancel()
@@ -95,8 +95,8 @@ async def _explaining(config: RouterConfig, reasons: Mapping[str, str]) -> Async
 
     @web.middleware
     async def answer(request: web.Request, handler: object) -> web.Response:
-        told = " ".join(islice(reasons.values(), SHOWN)) or "None is known yet."
-        error = NoWorker(f"the router asks its workers which model they serve. {told}")
+        causes = " ".join(islice(reasons.values(), SHOWN)) or "None is known yet."
+        error = NoWorker(f"the router asks its workers which model they serve. {causes}")
         return web.json_response(error.body, status=error.status, headers={"Retry-After": "1"})
 
     ports = [
@@ -122,7 +122,7 @@ def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:
     before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
         with answer:
-            found = answer.recv()
+            description = answer.recv()
     except EOFError:
         child.join()
         if child.exitcode == -signal.SIGTERM:
@@ -132,9 +132,9 @@ def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:
         child.kill()
         child.join()
         signal.signal(signal.SIGTERM, before)
-    if isinstance(found, ValueError):
-        raise found
-    return found
+    if isinstance(description, ValueError):
+        raise description
+    return description
 
 
 def _answer(parent_pid: int, config: RouterConfig, reply: Connection) -> None:

@@ -226,14 +226,14 @@ class _Process:
         size = min(os.fstat(self.shared.fileno()).st_size, MOST_SHARED_BYTES)
         if not size:
             return memoryview(b"")
-        found = np.empty(size, np.uint8).data  # bytearray would write zeros: 25 ms
+        answer = np.empty(size, np.uint8).data  # bytearray would write zeros: 25 ms
         for begin in reversed(range(0, size, _PIECE_BYTES)):
-            piece = found[begin : begin + _PIECE_BYTES]
+            piece = answer[begin : begin + _PIECE_BYTES]
             if os.preadv(self.shared.fileno(), [piece], begin) != len(piece):
                 raise OSError(errno.EIO, "the file that a child shares became shorter")
             os.ftruncate(self.shared.fileno(), begin)
             await asyncio.sleep(0)
-        return found
+        return answer
 
     def close(self) -> None:
         """Closes both sockets and the file."""

@@ -89,8 +89,8 @@ class History:
         self._list(request_id, cause, message, ATTEMPT_REMEDIES.get(cause, _SEE_LOG), worker)
 
     def _list(self, request_id: str, code: str, message: str, remedy: str, worker: str) -> None:
-        found = {"at": unix(time.monotonic()), "request_id": request_id, "code": code}
-        self._failures.append(found | {"message": message, "remedy": remedy, "worker": worker})
+        record = {"at": unix(time.monotonic()), "request_id": request_id, "code": code}
+        self._failures.append(record | {"message": message, "remedy": remedy, "worker": worker})
 
     def _count(self, *, request: int = 0, error: int = 0) -> None:
         second = int(time.monotonic())
@@ -105,7 +105,7 @@ class History:
         """Fields of the router's status."""
         now = time.monotonic()
         recent = [each for each in self._seconds if each[0] > now - WINDOW_SECONDS]
-        shown = list(self._requests.values())[-SHOWN:]
+        requests = list(self._requests.values())[-SHOWN:]
         return {
             "uptime_seconds": round(now - self.started_at, 1),
             "last_minute": {
@@ -113,7 +113,7 @@ class History:
                 "errors": sum(each[2] for each in recent),
             },
             "failures": list(self._failures),
-            "recent_requests": [_summary(each) for each in shown],
+            "recent_requests": [_summary(each) for each in requests],
         }
 
     def find(self, request_id: str) -> Ended | None:
@@ -133,13 +133,13 @@ def merged(routers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _newest(routers: list[dict[str, Any]], field: str, time_field: str, most: int) -> list[dict[str, Any]]:
-    found = [record for each in routers for record in each[field]]
-    return sorted(found, key=lambda record: record[time_field])[-most:]
+    records = [record for each in routers for record in each[field]]
+    return sorted(records, key=lambda record: record[time_field])[-most:]
 
 
 def _summary(request: Ended) -> dict[str, Any]:
-    shown = {name: getattr(request, name) for name in Ended._fields[:10] if name != "began_at"}
-    return {**shown, "began": unix(request.began_at), "route": list(request.route)}
+    fields = {name: getattr(request, name) for name in Ended._fields[:10] if name != "began_at"}
+    return {**fields, "began": unix(request.began_at), "route": list(request.route)}
 
 
 def timeline(request: Ended, phases: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:

@@ -63,11 +63,11 @@ class Histogram(Collector):
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        found = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
         bounds = map(floatToGoString, (*self._buckets, math.inf))
         up_to = [*zip(bounds, accumulate(self._counts), strict=True)]
-        found.add_metric(list(self._labels.values()), up_to, self._sum)
-        yield found
+        family.add_metric(list(self._labels.values()), up_to, self._sum)
+        yield family
 
 
 class TokenCounter(Collector):
@@ -78,22 +78,22 @@ class TokenCounter(Collector):
         self.count = 0
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        found = CounterMetricFamily(self._name, self._text, labels=list(self._labels))
-        found.add_metric(list(self._labels.values()), self.count)
-        yield found
+        family = CounterMetricFamily(self._name, self._text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), self.count)
+        yield family
 
 
 class _Workers(Collector):
     """Workers by pool, counted for each scrape. A pool of encoders is there once the router has had one: the
     alert for a pool without workers must not fire where none is wanted."""
 
-    def __init__(self, known: WorkerPool, labels: dict[str, str]) -> None:
-        self._known, self._labels = known, labels
+    def __init__(self, workers: WorkerPool, labels: dict[str, str]) -> None:
+        self._workers, self._labels = workers, labels
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        known, now = self._known, time.monotonic()
-        states = Counts((each.pool, each.state) for each in known.listed.values())
-        open_breakers = Counts(each.pool for each in known.listed.values() if each.breaker.open_for(now) > 0)
+        pools, now = self._workers, time.monotonic()
+        states = Counts((each.pool, each.state) for each in pools.listed.values())
+        open_breakers = Counts(each.pool for each in pools.listed.values() if each.breaker.open_for(now) > 0)
         labels = [*self._labels, "pool"]
         workers = GaugeMetricFamily(
             "baton:workers", "Workers on this router's list.", labels=[*labels, "state"]
@@ -101,8 +101,8 @@ class _Workers(Collector):
         left_out = GaugeMetricFamily(
             "baton:workers_left_out", "Workers whose circuit breaker is open.", labels=labels
         )
-        encoders = {pb.POOL_ENCODE: "encode"} if known.encoders.had_encoder else {}
-        for pool, name in (known.pools | encoders).items():
+        encoders = {pb.POOL_ENCODE: "encode"} if pools.encoders.had_encoder else {}
+        for pool, name in (pools.pools | encoders).items():
             values = [*self._labels.values(), name]
             left_out.add_metric(values, open_breakers[pool])
             for state in WorkerState:
@@ -179,7 +179,7 @@ class Metrics:
         started = self._gauge("baton:router_start_time_seconds", "Unix time at which the router started.")
         started.set(time.time())  # noqa: TID251 - a timestamp
 
-    def follow(self, known: WorkerPool, admission: Admission) -> None:
+    def follow(self, pool: WorkerPool, admission: Admission) -> None:
         """Adds the gauges of waiting requests and of workers, which each scrape reads anew."""
         self._gauge("baton:body_bytes", "Bytes of requests that are read or prepared.").set_function(
             lambda: admission.body_bytes
@@ -209,8 +209,8 @@ class Metrics:
         self._gauge(
             "baton:paused",
             "1: new requests wait, since the cluster is paused. 2: no step is computed, either.",
-        ).set_function(lambda: known.pause)
-        self.registry.register(_Workers(known, self._labels))
+        ).set_function(lambda: pool.pause)
+        self.registry.register(_Workers(pool, self._labels))
 
     def certificate_ends(self, at: float) -> None:
         """`at`: the Unix time until which the certificate for clients is valid."""

@@ -224,8 +224,8 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Sampl
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # With several processes, the supervisor gets the signals and sends commands to each.
-        given = (lambda: None) if config.supervised else partial(signals.put_nowait, number)
-        loop.add_signal_handler(number, given)
+        on_signal = (lambda: None) if config.supervised else partial(signals.put_nowait, number)
+        loop.add_signal_handler(number, on_signal)
     reloading = asyncio.Event()
     if config.api_key_file is not None:
         loop.add_signal_handler(signal.SIGHUP, (lambda: None) if config.supervised else reloading.set)
@@ -236,19 +236,19 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Sampl
         report(config.ready_fd, {"ready": ready}, last=True)
         router.frontend.start()
         stopped = asyncio.create_task(signals.get())
-        others = {router.following}
+        tasks = {router.following}
         if config.api_key_file is not None and not config.supervised:
 
             async def use(keys: tuple[ApiKey, ...]) -> None:
                 router.frontend.use_keys(keys)
 
             following = follow_keys(config.read_api_keys, config.api_key_file, use, reloading)
-            others.add(asyncio.create_task(following))
+            tasks.add(asyncio.create_task(following))
         if config.control_fd is not None:
             answer = partial(_answer, router=router, signals=signals)
-            others.add(asyncio.create_task(serve_commands(config.control_fd, answer)))
-        await asyncio.wait({stopped, *others}, return_when=asyncio.FIRST_COMPLETED)
-        for other in others:
+            tasks.add(asyncio.create_task(serve_commands(config.control_fd, answer)))
+        await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for other in tasks:
             if other.done():
                 other.result()
         if not stopped.done():
@@ -259,7 +259,7 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Sampl
     return 0
 
 
-async def _answer(command: str, given: bytes, router: RunningRouter, signals: asyncio.Queue[int]) -> bytes:
+async def _answer(command: str, argument: bytes, router: RunningRouter, signals: asyncio.Queue[int]) -> bytes:
     """Follows a command of the supervisor, and returns the reply."""
     match command:
         case "metrics":
@@ -267,8 +267,8 @@ async def _answer(command: str, given: bytes, router: RunningRouter, signals: as
         case "status":
             return json.dumps(await router_status(router.services, router.frontend.draining)).encode()
         case "request":
-            found = await request_timeline(router.services, given.decode())
-            return b"" if found is None else json.dumps(found).encode()
+            timeline = await request_timeline(router.services, argument.decode())
+            return b"" if timeline is None else json.dumps(timeline).encode()
         case "ping":
             return json.dumps(router_state(router.services, router.frontend.draining)).encode()
         case "drain":
@@ -276,7 +276,7 @@ async def _answer(command: str, given: bytes, router: RunningRouter, signals: as
         case "stop":
             signals.put_nowait(signal.SIGINT)
         case "keys":
-            router.frontend.use_keys(await asyncio.to_thread(from_json, given))
+            router.frontend.use_keys(await asyncio.to_thread(from_json, argument))
         case _:
             raise AssertionError(command)
     return b""

@@ -71,9 +71,9 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
     }
 
 
-def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]:
+def merged_status(statuses: dict[int, Any], config: RouterConfig) -> dict[str, Any]:
     """Merges the status of all processes. `router` has sums, the workers are those of the first process."""
-    routers = [status["router"] for status in found.values()]
+    routers = [status["router"] for status in statuses.values()]
     counts = {name: sum(router[name] for router in routers) for name in _COUNTS}
     by_label = {name: dict(sum((Counter(r[name]) for r in routers), Counter())) for name in _BY_LABEL}
     by_label["overflow"] = dict.fromkeys(REASONS, 0) | by_label["overflow"]
@@ -99,10 +99,10 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
         "processes": [
             {"number": number}
             | {name: value for name, value in status["router"].items() if name not in _LISTS}
-            for number, status in found.items()
+            for number, status in statuses.items()
         ],
-        "workers": next(iter(found.values()))["workers"] if found else [],
-        "cluster": next(iter(found.values()))["cluster"] if found else None,
+        "workers": next(iter(statuses.values()))["workers"] if statuses else [],
+        "cluster": next(iter(statuses.values()))["cluster"] if statuses else None,
     }
 
 
@@ -126,13 +126,13 @@ async def request_timeline(services: Services, request_id: str) -> dict[str, Any
     ended = services.metrics.history.find(request_id)
     if ended is None:
         return None
-    asked = [*services.pool.encoders.ready]  # each may have had an image of it
-    asked += [worker for worker in services.pool.connections if worker.address in ended.addresses]
-    answers = await asyncio.gather(*(worker.phases(request_id) for worker in asked))
+    workers = [*services.pool.encoders.ready]  # each may have had an image of it
+    workers += [worker for worker in services.pool.connections if worker.address in ended.addresses]
+    answers = await asyncio.gather(*(worker.phases(request_id) for worker in workers))
     phases = {
-        str(worker): [plain(each) for each in found]
-        for worker, found in zip(asked, answers, strict=True)
-        if found or not worker.encodes
+        str(worker): [plain(each) for each in answer]
+        for worker, answer in zip(workers, answers, strict=True)
+        if answer or not worker.encodes
     }
     return history.timeline(ended, phases)
 

@@ -48,14 +48,14 @@ class Entry:
     def receive(self, size: int) -> None:
         """Counts bytes of its body; a negative size corrects the count. Raises Overloaded and RateLimited."""
         admission, account = self._admission, self.account
-        left = admission.max_body_bytes - admission.body_bytes - size
-        if size > 0 and admission.shared and account.body_bytes + size > KEY_SHARE * left:
+        free_bytes = admission.max_body_bytes - admission.body_bytes - size
+        if size > 0 and admission.shared and account.body_bytes + size > KEY_SHARE * free_bytes:
             raise RateLimited(
                 f"key {account.key.name!r} has {account.body_bytes} bytes of requests under way; the rest of "
                 f"{admission.max_body_bytes} is kept for other keys",
                 retry_after=1,
             )
-        if left < 0:
+        if free_bytes < 0:
             text = f"{admission.body_bytes} bytes of requests are under way"
             raise Overloaded(f"{text}, and {admission.max_body_bytes} may be", retry_after=1)
         self._bytes += size

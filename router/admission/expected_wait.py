@@ -88,7 +88,7 @@ class ExpectedWait:
         return wait
 
     def _pass(self, now: float) -> None:
-        kept = math.exp(-max(0.0, now - self._at) / FORGET_SECONDS)
-        self._queued_share = kept * self._queued_share + (1 - kept) * self._queued
-        self._tokens_per_s *= kept
+        weight = math.exp(-max(0.0, now - self._at) / FORGET_SECONDS)
+        self._queued_share = weight * self._queued_share + (1 - weight) * self._queued
+        self._tokens_per_s *= weight
         self._at = now

@@ -65,11 +65,11 @@ class _Sharing:
     def serve(self, tokens: float) -> None:
         """All items together get so many tokens."""
         while self.dues:
-            left = self.dues[0] - self.passed
-            if tokens < left * len(self.dues):
+            lowest = self.dues[0] - self.passed
+            if tokens < lowest * len(self.dues):
                 self.passed += tokens / len(self.dues)
                 return
-            tokens -= left * len(self.dues)
+            tokens -= lowest * len(self.dues)
             self.passed = heappop(self.dues)
 
 
@@ -113,8 +113,8 @@ class FairQueue(Generic[K, T]):
         If the first of one kind may not go, the other kind may.
         """
         if (key, False) not in self._lanes and (key, True) not in self._lanes:
-            others = (self.served[other] for other, _ in self._lanes)
-            self.served[key] = max(self.served.get(key, 0.0), min(others, default=self._level))
+            waiting_levels = (self.served[other] for other, _ in self._lanes)
+            self.served[key] = max(self.served.get(key, 0.0), min(waiting_levels, default=self._level))
         self._count_popped()
         if ticket is None:
             self._tickets += 1

@@ -88,22 +88,22 @@ def api_keys(plain: Sequence[str], path: str | None) -> tuple[ApiKey, ...]:
 
 def read_key_file(path: str) -> tuple[ApiKey, ...]:
     """Raises ValueError that names the file, the key and the field."""
-    where = f"--api-key-file {path}"
+    source = f"--api-key-file {path}"
     try:
         with Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     if len(raw) > MAX_FILE_BYTES:
-        raise ValueError(f"{where} is longer than {MAX_FILE_BYTES} bytes")
+        raise ValueError(f"{source} is longer than {MAX_FILE_BYTES} bytes")
     try:
         tables = tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
         # The parser's message may quote a line that holds a key.
-        raise ValueError(f'{where} is not valid TOML; it takes tables like [name] with key = "…"') from None
+        raise ValueError(f'{source} is not valid TOML; it takes tables like [name] with key = "…"') from None
     if not tables:
-        raise ValueError(f'{where} holds no keys; it takes tables like [name] with key = "…"')
-    return tuple(_key(f"{where}: [{name}]", name, table) for name, table in tables.items())
+        raise ValueError(f'{source} holds no keys; it takes tables like [name] with key = "…"')
+    return tuple(_key(f"{source}: [{name}]", name, table) for name, table in tables.items())
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True, rename=lambda field: field.replace("_", "-")):
@@ -117,22 +117,22 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True, rename=lambda field: fi
     salt: str | None = None
 
 
-def _key(where: str, name: str, table: Any) -> ApiKey:
+def _key(source: str, name: str, table: Any) -> ApiKey:
     try:
-        read = msgspec.convert(table, _Table)
+        row = msgspec.convert(table, _Table)
     except msgspec.ValidationError as error:
         fields = ", ".join(_Table.__struct_encode_fields__)
-        raise ValueError(f"{where}: {error}; a table has the fields {fields}") from error
-    if (read.key is None) == (read.sha256 is None):
-        raise ValueError(f"{where} needs either key or sha256")
-    if read.key is not None:
-        sha256 = ApiKey.of(where, read.key).sha256
-    elif re.fullmatch("[0-9a-fA-F]{64}", read.sha256 or ""):
-        sha256 = bytes.fromhex(read.sha256 or "")
+        raise ValueError(f"{source}: {error}; a table has the fields {fields}") from error
+    if (row.key is None) == (row.sha256 is None):
+        raise ValueError(f"{source} needs either key or sha256")
+    if row.key is not None:
+        sha256 = ApiKey.of(source, row.key).sha256
+    elif re.fullmatch("[0-9a-fA-F]{64}", row.sha256 or ""):
+        sha256 = bytes.fromhex(row.sha256 or "")
     else:
-        raise ValueError(f"{where} sha256 must be 64 hexadecimal digits: printf %s KEY | sha256sum")
-    salt = b"" if read.salt is None else hashlib.blake2b(read.salt.encode(), digest_size=16).digest()
-    return ApiKey(name, sha256, read.max_requests, read.tokens_per_minute, read.min_priority, salt)
+        raise ValueError(f"{source} sha256 must be 64 hexadecimal digits: printf %s KEY | sha256sum")
+    salt = b"" if row.salt is None else hashlib.blake2b(row.salt.encode(), digest_size=16).digest()
+    return ApiKey(name, sha256, row.max_requests, row.tokens_per_minute, row.min_priority, salt)
 
 
 def to_json(keys: Sequence[ApiKey]) -> bytes:
@@ -145,7 +145,7 @@ def from_json(text: bytes) -> tuple[ApiKey, ...]:
 
 
 async def follow_keys(
-    read: Callable[[], tuple[ApiKey, ...]],
+    read_keys: Callable[[], tuple[ApiKey, ...]],
     path: str,
     use: Callable[[tuple[ApiKey, ...]], Awaitable[None]],
     signalled: asyncio.Event,
@@ -155,14 +155,14 @@ async def follow_keys(
     Both may raise ValueError for a mistake, which changes nothing and stands in the log. The first look reads
     the keys in any case: they may have changed since the router began to start.
     """
-    seen: tuple[int, ...] | None = None
+    read_version: tuple[int, ...] | None = None
     while True:
         version = await asyncio.to_thread(_version, path)
-        if version != seen or signalled.is_set():
-            seen = version
+        if version != read_version or signalled.is_set():
+            read_version = version
             signalled.clear()
             try:
-                keys = await asyncio.to_thread(read)
+                keys = await asyncio.to_thread(read_keys)
                 await use(keys)
             except ValueError as error:
                 log.error("the API keys stay as they are: %s", error)
@@ -190,9 +190,9 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = tuple(keys)
-        for what, values in (("name", [k.name for k in keys]), ("key", [k.sha256 for k in keys])):
+        for field, values in (("name", [k.name for k in keys]), ("key", [k.sha256 for k in keys])):
             if len(set(values)) < len(values):
-                raise ValueError(f"--api-key, --api-key-file: two keys have the same {what}")
+                raise ValueError(f"--api-key, --api-key-file: two keys have the same {field}")
 
     def authorize(self, authorization: str) -> ApiKey:
         """Returns the key in the value of an Authorization header. Raises Unauthorized."""
@@ -201,9 +201,9 @@ class KeyRing:
         scheme, _, key = authorization[:MAX_HEADER].partition(" ")
         sent = hashlib.sha256(key.strip().encode(errors="replace")).digest()
         matching = None
-        for known in self._keys:  # compares all keys, so that the time does not reveal which matched
-            if hmac.compare_digest(sent, known.sha256):
-                matching = known
+        for api_key in self._keys:  # compares all keys, so that the time does not reveal which matched
+            if hmac.compare_digest(sent, api_key.sha256):
+                matching = api_key
         if scheme.lower() != "bearer" or matching is None:
             raise Unauthorized("send a valid API key as `Authorization: Bearer KEY`, or as x-api-key")
         return matching
@@ -252,14 +252,14 @@ class Account:
         """Counts a request, which must `leave`. Raises RateLimited."""
         name, most, use = self.key.name, self.key.max_requests, self._use
         use.add_requests(1)
-        others = use.requests - 1
-        if most is not None and others >= most:
+        running = use.requests - 1
+        if most is not None and running >= most:
             use.add_requests(-1)
-            text = f"key {name!r} has {others} requests running, and may have {most}"
+            text = f"key {name!r} has {running} requests running, and may have {most}"
             raise RateLimited(text, retry_after=1)
-        if self._per_minute is not None and (left := self.tokens_left) <= 0:
+        if self._per_minute is not None and (tokens := self.tokens_left) <= 0:
             use.add_requests(-1)
-            wait = -left / self._per_minute * _MINUTE
+            wait = -tokens / self._per_minute * _MINUTE
             seconds = max(1, min(MAX_RETRY_AFTER, round(wait + 0.5)))
             text = f"key {name!r} has used its {self._per_minute} tokens per minute"
             raise RateLimited(text, retry_after=seconds)

@@ -218,8 +218,8 @@ class Waits:
         all."""
         self.parked.without_worker[self] = None
         if self._worker_timer is None and max_wait < math.inf:
-            loop, left = asyncio.get_running_loop(), max(0.0, max_wait - self.waited)
-            self._worker_timer = loop.call_later(left, self._paused, max_wait)
+            loop, seconds = asyncio.get_running_loop(), max(0.0, max_wait - self.waited)
+            self._worker_timer = loop.call_later(seconds, self._paused, max_wait)
 
     def worker_ready(self) -> None:
         self.advance()

@@ -279,14 +279,14 @@ class Admission:
 
     def _check_memory(self, account: Account, tokens: int) -> None:
         most = self.max_waiting_tokens
-        left = most - self.waiting_tokens
-        if self.shared and account.waiting_tokens and account.waiting_tokens + tokens > KEY_SHARE * left:
+        room = most - self.waiting_tokens
+        if self.shared and account.waiting_tokens and account.waiting_tokens + tokens > KEY_SHARE * room:
             raise RateLimited(
                 f"key {account.key.name!r} has {account.waiting_tokens} prompt tokens waiting; the rest of "
                 f"{most}, which fit into the memory, is kept for other keys",
                 retry_after=_retry_after(self.expected_wait),
             )
-        if self.waiting_tokens and tokens > left:
+        if self.waiting_tokens and tokens > room:
             raise Overloaded(
                 f"{self.waiting_tokens} prompt tokens are waiting, and {most} fit into the memory",
                 retry_after=_retry_after(self.expected_wait),

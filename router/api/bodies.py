@@ -97,8 +97,8 @@ class GenerationBody(OpenAIBody):
     @property
     def structure(self) -> Structure | None:
         """The constraint on the output, if the client set one."""
-        given = self.structured_outputs or self.response_format
-        return given.structure if given is not None else None
+        constraint = self.structured_outputs or self.response_format
+        return constraint.structure if constraint is not None else None
 
     @property
     def must_call(self) -> bool:
@@ -155,8 +155,8 @@ class CompletionOptions(GenerationBody):
 
     @property
     def prompt_logprobs_wanted(self) -> int | None:
-        given = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        return max((count for count in given if count is not None), default=None)
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in counts if count is not None), default=None)
 
 
 class CompletionBody(CompletionOptions):
@@ -203,8 +203,8 @@ class RenderedBody(Body):
     @property
     def ends_with_generation_prompt(self) -> bool:
         """True if the rendered prompt ends with the head of the assistant's message."""
-        given = self.add_generation_prompt
-        return not self.continue_final_message if given is None else given
+        adds_head = self.add_generation_prompt
+        return not self.continue_final_message if adds_head is None else adds_head
 
 
 class ChatOptions(RenderedBody, GenerationBody):
@@ -458,10 +458,10 @@ def parse_message(raw: bytes) -> ChatBody | CompletionBody:
     if "logit_bias" in fields:
         fields["logit_bias"] = {str(token_id): bias for token_id, bias in fields["logit_bias"].items()}
     if "structured_outputs" in fields:
-        given = {field.name: value for field, value in fields["structured_outputs"].ListFields()}
-        if "choice" in given:
-            given["choice"] = list(given["choice"].texts)
-        fields["structured_outputs"] = given
+        constraint = {field.name: value for field, value in fields["structured_outputs"].ListFields()}
+        if "choice" in constraint:
+            constraint["choice"] = list(constraint["choice"].texts)
+        fields["structured_outputs"] = constraint
     if "chat" in fields:
         messages = fields.pop("chat").messages
         fields["messages"] = [{each.name: value for each, value in m.ListFields()} for m in messages]

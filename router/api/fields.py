@@ -198,9 +198,9 @@ def text(value: Any, kinds: Mapping[str, str] = TEXTS) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in kinds:
             raise unsupported(f"parts of type {kind!r} are not supported")
-        if not isinstance(found := part.get(kinds[kind]), str):
+        if not isinstance(string := part.get(kinds[kind]), str):
             raise invalid("a text part must have a text")
-        texts.append(found)
+        texts.append(string)
     return "\n".join(texts)
 
 
@@ -214,10 +214,10 @@ def content(value: Any) -> str | list[ShownText | ShownImage]:
     """Normalizes the content of a message that may have images. Without any it becomes a string (`text`)."""
     if not isinstance(value, list) or not any(_is_image(part) for part in value):
         return text(value)
-    shown: list[ShownText | ShownImage] = []
+    parts: list[ShownText | ShownImage] = []
     for part in value:
         if isinstance(part, ShownText | ShownImage):
-            shown.append(part)
+            parts.append(part)
         elif _is_image(part):
             url, detail = part.get("image_url"), part.get("detail")
             if isinstance(url, dict):
@@ -226,12 +226,12 @@ def content(value: Any) -> str | list[ShownText | ShownImage]:
                 raise invalid("a part with an image must have an image_url, with a url")
             if detail not in (None, *get_args(Detail)):
                 raise invalid(f"detail must be one of {', '.join(get_args(Detail))}")
-            shown.append(ShownImage(url=url, low=detail == "low"))
+            parts.append(ShownImage(url=url, low=detail == "low"))
         else:
-            shown.append(ShownText(text=text([part])))
-    if sum(isinstance(part, ShownImage) for part in shown) > MAX_IMAGES:
+            parts.append(ShownText(text=text([part])))
+    if sum(isinstance(part, ShownImage) for part in parts) > MAX_IMAGES:
         raise invalid(f"must have at most {MAX_IMAGES} images")
-    return shown
+    return parts
 
 
 def _is_image(part: Any) -> bool:

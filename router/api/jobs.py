@@ -174,7 +174,7 @@ def make_jobs(
         # Where all of a prompt is computed, cached chunks help no worker.
         spans = [each.span for each in of_prompt]
         chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, salt, spans)
-        shown = tuple(of_prompt)
+        prompt_images = tuple(of_prompt)
         key = _session_key(session, prompt_ids, chunks, salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         common = pb.SamplingParams(**sampling, max_tokens=max(1, max_tokens))
@@ -192,7 +192,7 @@ def make_jobs(
                     cache_salt,
                     tenant,
                     adapter,
-                    images=shown,
+                    images=prompt_images,
                     structure_field="" if structure is None else structure.field,
                 )
             )
@@ -213,11 +213,11 @@ def _max_tokens(
     """Returns the limit for output tokens: an upper bound, as in vLLM, which the context may lower. Clients
     send the largest limit that some model has."""
     room = output_room(prompt_tokens, body.prompt_field, context)
-    wanted = body.max_tokens_wanted
+    max_tokens = body.max_tokens_wanted
     limit = defaults.max_tokens or room
-    if wanted is None:
-        wanted = min(limit, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else limit
-    return min(wanted, room, limit) if defaults.limits_output else min(wanted, room)
+    if max_tokens is None:
+        max_tokens = min(limit, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else limit
+    return min(max_tokens, room, limit) if defaults.limits_output else min(max_tokens, room)
 
 
 def _sampling(

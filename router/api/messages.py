@@ -133,8 +133,8 @@ class Message(Part):
                 message["thinking"] = self.reasoning
         if not self.tool_calls:
             message.pop("tool_calls", None)
-        for call, shown in zip(self.tool_calls or (), message.get("tool_calls", ()), strict=True):
-            shown["function"]["arguments"] = parsed_arguments(call.function.arguments)
+        for call, entry in zip(self.tool_calls or (), message.get("tool_calls", ()), strict=True):
+            entry["function"]["arguments"] = parsed_arguments(call.function.arguments)
         return message
 
 
@@ -237,8 +237,8 @@ def choice_of(
             raise invalid(needs) from None
         raise unknown("must be none, auto, required, allowed_tools, or a function by its name")
 
-    shown = Literal["none", "auto", "required"] | named | allowed | None
-    return PlainValidator(check, json_schema_input_type=shown)
+    values = Literal["none", "auto", "required"] | named | allowed | None
+    return PlainValidator(check, json_schema_input_type=values)
 
 
 Choice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None

@@ -92,10 +92,10 @@ class ResponseFormat(Part):
     @model_validator(mode="before")
     @classmethod
     def _take_schema(cls, data: Any) -> Any:
-        given = data.get("schema") if isinstance(data, dict) and data.get("json_schema") is None else None
-        if given is None or data.get("type") not in ("json_object", "json_schema"):
+        schema = data.get("schema") if isinstance(data, dict) and data.get("json_schema") is None else None
+        if schema is None or data.get("type") not in ("json_object", "json_schema"):
             return data
-        return {**data, "type": "json_schema", "json_schema": {"schema": given}}
+        return {**data, "type": "json_schema", "json_schema": {"schema": schema}}
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
@@ -140,8 +140,8 @@ class StructuredOutputs(Part):
 
     @model_validator(mode="after")
     def _check_members(self) -> Self:
-        given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
-        if sum(value is not None for value in given) != 1:
+        members = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
+        if sum(value is not None for value in members) != 1:
             raise invalid("must have one of json, regex, choice, grammar and json_object")
         if (length := sum(map(len, self.choice or ()))) > MAX_LENGTH:
             raise invalid(
@@ -173,10 +173,10 @@ _OLD_NAMES = {
 
 def with_structured_outputs(cls: type, data: Any) -> Any:
     """Is a validator of a body: puts `structured_outputs` in place of one of these fields."""
-    given = {name for name in _OLD_NAMES if isinstance(data, dict) and data.get(name) is not None}
-    if not given:
+    names = {name for name in _OLD_NAMES if isinstance(data, dict) and data.get(name) is not None}
+    if not names:
         return data
-    if len(given) > 1 or data.get("structured_outputs") is not None:
-        raise invalid("only one of its fields and structured_outputs may be set", min(given))
-    name = given.pop()
+    if len(names) > 1 or data.get("structured_outputs") is not None:
+        raise invalid("only one of its fields and structured_outputs may be set", min(names))
+    name = names.pop()
     return {**data, name: None, "structured_outputs": {_OLD_NAMES[name]: data[name]}}

@@ -175,8 +175,8 @@ def parse(kind: type[B], raw: bytes | bytearray) -> B:
 
 def _place(error: ValidationError) -> Any:
     """Returns where a body is wrong, and how."""
-    found = error.errors(include_url=False)[0]
-    return found["loc"], found["type"]
+    first = error.errors(include_url=False)[0]
+    return first["loc"], first["type"]
 
 
 def _integer(number: str) -> int | float:
@@ -262,8 +262,8 @@ _NAMES = {
 def field_in(kind: str, param: str) -> str:
     """Returns the name that a field of a chat completion has in a body of this kind."""
     for pattern, name in _NAMES.get(kind, {}).items():
-        if (found := re.fullmatch(pattern, param)) is not None:
-            return found.expand(name) if found.re.groups else name
+        if (match := re.fullmatch(pattern, param)) is not None:
+            return match.expand(name) if match.re.groups else name
     return param
 
 

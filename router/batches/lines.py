@@ -23,24 +23,24 @@ class RequestLine(msgspec.Struct):
 def request_of(line: bytes) -> RequestLine:
     """Parses a line. Raises ValueError that says what a line must have."""
     try:
-        found = msgspec.json.decode(line, type=RequestLine)
+        request = msgspec.json.decode(line, type=RequestLine)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"give custom_id, method, url (/v1/…) and body ({error})") from None
-    if not found.url.startswith("/"):
-        raise ValueError(f"give custom_id, method, url (/v1/…) and body: the url is {found.url[:80]!r}")
-    if found.method != "POST":
-        raise ValueError(f"method: must be POST, not {found.method[:20]!r}")
-    if found.custom_id is not None and len(found.custom_id) > MAX_CUSTOM_ID:
-        raise ValueError(f"custom_id: has {len(found.custom_id)} characters; at most {MAX_CUSTOM_ID}")
-    if not bytes(found.body).startswith(b"{"):
+    if not request.url.startswith("/"):
+        raise ValueError(f"give custom_id, method, url (/v1/…) and body: the url is {request.url[:80]!r}")
+    if request.method != "POST":
+        raise ValueError(f"method: must be POST, not {request.method[:20]!r}")
+    if request.custom_id is not None and len(request.custom_id) > MAX_CUSTOM_ID:
+        raise ValueError(f"custom_id: has {len(request.custom_id)} characters; at most {MAX_CUSTOM_ID}")
+    if not bytes(request.body).startswith(b"{"):
         raise ValueError("body: must be an object")
-    return found
+    return request
 
 
 def pause(retry_after: object) -> float:
     """Seconds until a request is sent again for which the server had no room."""
-    given = str(retry_after)
-    return min(float(given) if given.isdecimal() else 1.0, LONGEST_PAUSE)
+    text = str(retry_after)
+    return min(float(text) if text.isdecimal() else 1.0, LONGEST_PAUSE)
 
 
 def answered(custom_id: str | None, name: str, status: int, body: Any) -> dict[str, Any]:

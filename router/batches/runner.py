@@ -51,7 +51,7 @@ class InvalidFile(Exception):
 
 def check(path: Path, endpoint: str, max_bytes: int) -> list[tuple[int, str]]:
     """Reads a whole file. Returns the place and the `custom_id` of each request. Raises InvalidFile."""
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     errors: list[dict[str, Any]] = []
 
     def wrong(number: int, text: str) -> None:
@@ -63,17 +63,17 @@ def check(path: Path, endpoint: str, max_bytes: int) -> list[tuple[int, str]]:
         try:
             if len(line) > max_bytes:
                 raise ValueError(f"a line has at most {max_bytes} bytes")
-            found[_custom_id(line, endpoint, found)] = place
+            places[_custom_id(line, endpoint, places)] = place
         except ValueError as error:
             wrong(number, str(error))
-        if len(found) > MAX_LINES:
+        if len(places) > MAX_LINES:
             wrong(number, f"a batch has at most {MAX_LINES} requests")
             break
-    if not found and not errors:
+    if not places and not errors:
         wrong(1, "the file has no request")
     if errors:
         raise InvalidFile(errors)
-    return [(place, custom_id) for custom_id, place in found.items()]
+    return [(place, custom_id) for custom_id, place in places.items()]
 
 
 def _custom_id(line: bytes, endpoint: str, earlier: Container[str]) -> str:
@@ -175,10 +175,10 @@ class Batches:
         if batch.status == "validating":
             batch.now("in_progress")
         await self._keep(owner, batch)
-        left = iter([each for each in requests if each[1] not in done | failed])
+        unanswered = iter([each for each in requests if each[1] not in done | failed])
 
         async def work() -> None:
-            for place, custom_id in left:  # all tasks take from it
+            for place, custom_id in unanswered:  # all tasks take from it
                 request = await call(_read, path, place)
                 good, result = await self._result(owner, custom_id, request)
                 kind = "jsonl.out" if good else "jsonl.err"
@@ -221,8 +221,8 @@ class Batches:
                 return True, answered(custom_id, name, 200, msgspec.Raw(response))
 
     async def _fail(self, owner: str, batch: BatchObject, code: str, text: str) -> None:
-        shown = {"code": code, "line": None, "message": text, "param": None}
-        batch.errors = {"object": "list", "data": [shown]}
+        error = {"code": code, "line": None, "message": text, "param": None}
+        batch.errors = {"object": "list", "data": [error]}
         await self._finish(owner, batch, "failed")
 
     async def _finish(self, owner: str, batch: BatchObject, status: str) -> None:

@@ -152,15 +152,15 @@ class Storage:
         except OSError as error:
             raise ValueError(f"--batch-dir {self._directory}: {error.strerror}") from error
         for folder in filter(Path.is_dir, self._directory.iterdir()):
-            known: dict[str, Described] = {}
+            descriptions: dict[str, Described] = {}
             for path in folder.glob("*.json"):
                 if _ID.fullmatch(path.stem):
                     kind = FileObject if path.stem.startswith("file") else BatchObject
                     try:
-                        known[path.stem] = msgspec.json.decode(path.read_bytes(), type=kind)
+                        descriptions[path.stem] = msgspec.json.decode(path.read_bytes(), type=kind)
                     except (msgspec.DecodeError, OSError) as error:
                         log.error("%s cannot be read, and is left out: %s", path, error)
-            self._known[folder.name] = dict(sorted(known.items(), key=lambda each: each[1].created_at))
+            self._known[folder.name] = dict(sorted(descriptions.items(), key=lambda each: each[1].created_at))
             described = {path.stem for path in folder.glob("*.json")}
             for leftover in folder.iterdir():  # of uploads that were cut
                 if leftover.name.partition(".")[0] not in described:
@@ -172,25 +172,27 @@ class Storage:
 
     def all_of(self, owner: str, kind: type[T]) -> list[T]:
         """All of one kind, the oldest first. Forgets what has expired."""
-        now, known = timestamp(), self._known.get(owner, {})
-        for each in list(known.values()):
+        now, descriptions = timestamp(), self._known.get(owner, {})
+        for each in list(descriptions.values()):
             ends = each.expires_at if isinstance(each, FileObject) else each.created_at + MAX_SECONDS
             if ends < now and (isinstance(each, FileObject) or each.ended):
                 self._forget(owner, each.id)
-        return [each for each in known.values() if isinstance(each, kind)]
+        return [each for each in descriptions.values() if isinstance(each, kind)]
 
     def get(self, owner: str, id: str, kind: type[T]) -> T:
         """Raises NotFound, also for what another owner has."""
-        found = self._known.get(owner, {}).get(id)
-        if not isinstance(found, kind) or (isinstance(found, FileObject) and found.expires_at < timestamp()):
+        described = self._known.get(owner, {}).get(id)
+        if not isinstance(described, kind) or (
+            isinstance(described, FileObject) and described.expires_at < timestamp()
+        ):
             raise NotFound(f"there is no {'file' if kind is FileObject else 'batch'} {id[:80]!r}")
-        return found
+        return described
 
     def put(self, owner: str, described: Described) -> None:
         """Keeps a description. Raises RateLimited for one too many."""
-        known = self._known.setdefault(owner, {})
+        descriptions = self._known.setdefault(owner, {})
         kind = type(described)
-        if described.id not in known and len(self.all_of(owner, kind)) >= MAX_FILES:
+        if described.id not in descriptions and len(self.all_of(owner, kind)) >= MAX_FILES:
             raise RateLimited(
                 f"this API key has {MAX_FILES} of these; delete some, or wait until they expire"
             )
@@ -269,7 +271,7 @@ class Storage:
         path = self._path(owner, batch, kind)
         if not path.exists():
             return set()
-        found: set[str | None] = set()
+        custom_ids: set[str | None] = set()
         with path.open("rb+") as file:
             end = 0
             for line in file:
@@ -277,9 +279,9 @@ class Storage:
                     self._bytes[owner] -= len(line)
                     break
                 end += len(line)
-                found.add(msgspec.json.decode(line)["custom_id"])
+                custom_ids.add(msgspec.json.decode(line)["custom_id"])
             file.truncate(end)
-        return found
+        return custom_ids
 
     def _path(self, owner: str, id: str, kind: str) -> Path:
         assert _ID.fullmatch(id)

@@ -94,8 +94,8 @@ class Frontend:
     @property
     def accounts(self) -> list[Account]:
         """Those of the keys; without keys that of any client."""
-        known = list(self._accounts.values())
-        return known[1:] or known
+        accounts = list(self._accounts.values())
+        return accounts[1:] or accounts
 
     def authorize(self, authorization: str) -> Account:
         """Returns the account for the value of the authorization header. Raises Unauthorized."""
@@ -188,7 +188,7 @@ class Frontend:
                 if structure is not None:
                     structure = replace(structure, field=field_in(kind, structure.field))
                 jobs: list[Job] = []
-                for made in make_jobs(
+                for choice_jobs in make_jobs(
                     body,
                     prepared.prompts,
                     context=self._served.context,
@@ -205,7 +205,7 @@ class Frontend:
                     images=prepared.images,
                     defaults=self._services.defaults,
                 ):
-                    jobs += made
+                    jobs += choice_jobs
                     await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
         if (sent := headers.get("x-handover")) is not None:
             pair = self._pair(sent)
@@ -231,8 +231,8 @@ class Frontend:
         )
         try:
             return await prepare()
-        except NeedsFiles as needed:
-            files = await self._media.fetch(needed.urls, entry.receive)
+        except NeedsFiles as missing:
+            files = await self._media.fetch(missing.urls, entry.receive)
         return await prepare(files)
 
     def _pair(self, sent: str) -> tuple[str, str]:

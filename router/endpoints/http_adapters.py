@@ -39,8 +39,8 @@ class HttpAdapters:
         if name in newest and all(name in _adapters(worker) for worker in workers):
             text = f"the adapter {name!r} has already been loaded; unload it first"
             raise errors.InvalidRequest(text, param="lora_name")
-        wanted = newest | {name: pb.Adapter(name=name, path=body.lora_path)}
-        await self._change(workers, wanted, "lora_path")
+        adapters = newest | {name: pb.Adapter(name=name, path=body.lora_path)}
+        await self._change(workers, adapters, "lora_path")
         await self._shown(name, served=True)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -49,8 +49,8 @@ class HttpAdapters:
         name, workers = body.lora_name, await self._calls.ready_workers(PURPOSE)
         if not any(name in _adapters(worker) for worker in workers):
             raise errors.NotFound(f"the adapter {name!r} cannot be found", param="lora_name")
-        wanted = {other: each for other, each in _newest(workers).items() if other != name}
-        await self._change(workers, wanted, "lora_name")
+        adapters = {other: each for other, each in _newest(workers).items() if other != name}
+        await self._change(workers, adapters, "lora_name")
         await self._shown(name, served=False)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 

@@ -91,9 +91,9 @@ class AdminCalls:
 
         A call that workers refuse is the client's fault, unless it has `changed` other workers. `param`: the
         field of the body that is at fault then."""
-        told = "; ".join(f"{names[address]}: {self._why(fault)}" for address, fault in faults.items())
+        causes = "; ".join(f"{names[address]}: {self._why(fault)}" for address, fault in faults.items())
         refused = all(fault is not None and fault.code() is _REFUSED for fault in faults.values())
-        text = f"{told}. {outcome}"
+        text = f"{causes}. {outcome}"
         return errors.Failed(text) if changed or not refused else errors.InvalidRequest(text, param=param)
 
     def _why(self, fault: grpc.aio.AioRpcError | None) -> str:

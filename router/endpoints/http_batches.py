@@ -104,20 +104,20 @@ class HttpBatches:
             try:
                 name, size = await self._receive(request, storage, owner, id, fields)
                 if fields.get("purpose") != "batch":
-                    told = f"purpose: must be batch, not {fields.get('purpose', 'none')[:40]!r}"
-                    raise errors.InvalidRequest(told, param="purpose")
-                made = file_object(id, size, name, "batch")
-                await storage.call(storage.put, owner, made)
+                    text = f"purpose: must be batch, not {fields.get('purpose', 'none')[:40]!r}"
+                    raise errors.InvalidRequest(text, param="purpose")
+                described = file_object(id, size, name, "batch")
+                await storage.call(storage.put, owner, described)
             except BaseException:
                 await asyncio.shield(storage.call(storage.drop, owner, id))
                 raise
-        return _json(made)
+        return _json(described)
 
     async def _receive(
         self, request: web.Request, storage: Storage, owner: str, id: str, fields: dict[str, str]
     ) -> tuple[str, int]:
         """Writes the part `file`, and fills in the other ones. Returns the name and the size of the file."""
-        name, size, seen = "", 0, False
+        name, size, has_file = "", 0, False
         reader = await self._in_time(request.multipart())
         while (part := await self._in_time(reader.next())) is not None:
             if not isinstance(part, BodyPartReader):
@@ -129,9 +129,9 @@ class HttpBatches:
                 fields[str(part.name)] = value.decode(errors="replace")
                 await self._in_time(part.release())
                 continue
-            if seen:
+            if has_file:
                 raise errors.InvalidRequest("the form has two files", param="file")
-            name, seen = (part.filename or "file")[:MAX_NAME], True
+            name, has_file = (part.filename or "file")[:MAX_NAME], True
             while piece := await self._in_time(part.read_chunk(PIECE_BYTES)):
                 size += len(piece)
                 if size > MAX_FILE_BYTES:
@@ -235,8 +235,6 @@ def _page(request: web.Request, objects: list[Any], most: int) -> web.Response:
             raise errors.NotFound(f"after: there is no {after[:80]!r}", param="after")
         objects = objects[ids.index(after) + 1 :]
     limit = http.number(request, "limit", most, 1, PAGE)
-    shown = objects[:limit]
-    ends = (
-        {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {"first_id": None, "last_id": None}
-    )
-    return _json({"object": "list", "data": shown, **ends, "has_more": len(objects) > limit})
+    page = objects[:limit]
+    ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
+    return _json({"object": "list", "data": page, **ends, "has_more": len(objects) > limit})

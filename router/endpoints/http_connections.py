@@ -127,10 +127,10 @@ class _Connection(RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         self.slot.busy()
         # aiohttp itself refuses an unknown expectation outside of all middlewares.
-        known = request.headers.get("Expect", "100-continue").lower() == "100-continue"
+        supported = request.headers.get("Expect", "100-continue").lower() == "100-continue"
         try:
             sent = await super()._handle_request(
-                request, start_time, request_handler if known else self._refuse_expectation
+                request, start_time, request_handler if supported else self._refuse_expectation
             )
         finally:
             self.slot.idle()
@@ -267,23 +267,23 @@ def listen(flag: str, host: str, port: int, *, share: bool = False) -> socket.so
     Raises ValueError naming the flag.
     """
     try:
-        made = socket.create_server((host, port), family=family(host), backlog=BACKLOG, reuse_port=share)
+        listener = socket.create_server((host, port), family=family(host), backlog=BACKLOG, reuse_port=share)
     except OSError as error:
         raise ValueError(cannot_listen(flag, host, port, error)) from error
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
-    return made
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
+    return listener
 
 
 def _listen_unix(flag: str, path: str) -> socket.socket:
     """Returns a listening Unix socket. Raises ValueError naming the flag."""
-    made = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX)
     try:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(path).st_mode):  # of a router that was killed
                 os.remove(path)
-        made.bind(path)
-        made.listen(BACKLOG)
+        listener.bind(path)
+        listener.listen(BACKLOG)
     except OSError as error:
-        made.close()
+        listener.close()
         raise ValueError(cannot_write(flag, Path(path), error)) from error
-    return made
+    return listener

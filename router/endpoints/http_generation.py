@@ -128,8 +128,8 @@ class HttpGeneration:
             if active.body.stream:
                 return await self._stream(request, active, builder)
             await collect(active, builder)
-            whole = encode(builder.whole())
-        return await send_json(request, self._config, whole)
+            response = encode(builder.whole())
+        return await send_json(request, self._config, response)
 
     async def _stream(
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder

@@ -96,17 +96,17 @@ class OpenAIResponses:
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
-        kept = self._running.get((key, id)) or self._stored.get(key, id)
+        stored = self._running.get((key, id)) or self._stored.get(key, id)
         if request.query.get("stream", "false").lower() not in ("false", "0"):
-            if kept.events is None:
+            if stored.events is None:
                 text = f"stream: {id} was not made with both background and stream"
                 raise InvalidRequest(text, param="stream")
             after = http.number(request, "starting_after", -1, -1, 2**31)
-            return await self._follow(request, kept.events, after + 1)
-        if isinstance(kept, _Running):
-            status = "in_progress" if kept.builder.begun else "queued"
-            return http.json_response(encode(kept.builder.response(status)))
-        return await http.send_json(request, self._config, kept.response)
+            return await self._follow(request, stored.events, after + 1)
+        if isinstance(stored, _Running):
+            status = "in_progress" if stored.builder.begun else "queued"
+            return http.json_response(encode(stored.builder.response(status)))
+        return await http.send_json(request, self._config, stored.response)
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
@@ -163,8 +163,8 @@ class OpenAIResponses:
 
     async def _turn(self, raw: bytearray, entry: Entry) -> _Turn:
         """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
-        found = await self._frontend.convert("peek", raw, entry)
-        peek = msgspec.msgpack.decode(found, type=Peek)
+        packed = await self._frontend.convert("peek", raw, entry)
+        peek = msgspec.msgpack.decode(packed, type=Peek)
         key, previous = entry.account.key.name, peek.previous_response_id
         earlier: tuple[bytes, ...] = ()
         if previous is not None:

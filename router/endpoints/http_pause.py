@@ -71,24 +71,24 @@ class HttpPause:
         async with self._workers("The other workers have it: try again.") as workers:
             statuses = await workers.take_again(tags)
         lacks = sorted({tag for status in statuses for tag in status.released})
-        told = {"success": True, "released": lacks}
-        return web.json_response(told | {"lost_weights": any(status.lost_weights for status in statuses)})
+        outcome = {"success": True, "released": lacks}
+        return web.json_response(outcome | {"lost_weights": any(status.lost_weights for status in statuses)})
 
     async def _tags(self, request: web.Request) -> list[str]:
         raw = await self._calls.body(request)
         tags = parse(MemoryBody, raw).tags if raw.strip() else None
         return list(dict.fromkeys(tags or get_args(MemoryTag)))
 
-    def _seconds(self, given: str | None) -> float:
+    def _seconds(self, value: str | None) -> float:
         """Requests that run now have ended by then: after `request_timeout` a pause serves none of them."""
-        if given is None:
+        if value is None:
             return min(self._calls.config.request_timeout, LONGEST)
         try:
-            seconds = float(given)
+            seconds = float(value)
         except ValueError:
             seconds = math.nan
         if not 0 < seconds <= LONGEST:
-            text = f"seconds: must be a number above 0, at most {LONGEST:g}, not {given[:20]!r}"
+            text = f"seconds: must be a number above 0, at most {LONGEST:g}, not {value[:20]!r}"
             raise errors.InvalidRequest(text, param="seconds")
         return seconds
 
@@ -98,9 +98,9 @@ class HttpPause:
 
         One that is not connected may have dropped the router's stream to take new weights, or start only.
         Then it gets no request while the others are paused."""
-        known = (await self._calls.status())["workers"]
-        names = {worker["address"]: name_of(worker) for worker in known}
-        lacking = {w["address"] for w in known if w["state"] not in ("ready", "draining")}
+        listed = (await self._calls.status())["workers"]
+        names = {worker["address"]: name_of(worker) for worker in listed}
+        lacking = {w["address"] for w in listed if w["state"] not in ("ready", "draining")}
         if not names:
             raise errors.NoWorker("no worker is known; see `baton status`")
         config = self._calls.config
@@ -112,19 +112,19 @@ class HttpPause:
             raise self._calls.failed(error.faults, names, outcome, changed=error.changed) from error
 
 
-def _mode(given: str) -> Mode:
+def _mode(value: str) -> Mode:
     modes: tuple[Any, ...] = get_args(Mode)
     for mode in modes:
-        if given == mode:
+        if value == mode:
             return mode
-    text = f"mode: must be {', '.join(modes)}, not {given[:20]!r}"
+    text = f"mode: must be {', '.join(modes)}, not {value[:20]!r}"
     raise errors.InvalidRequest(text, param="mode")
 
 
-def _clears(given: str) -> bool:
+def _clears(value: str) -> bool:
     """Whether requests drop their KV if weights change in the pause."""
-    if given.lower() not in ("true", "false", "1", "0"):
+    if value.lower() not in ("true", "false", "1", "0"):
         raise errors.InvalidRequest(
-            f"clear_cache: must be true or false, not {given[:20]!r}", param="clear_cache"
+            f"clear_cache: must be true or false, not {value[:20]!r}", param="clear_cache"
         )
-    return given.lower() in ("true", "1")
+    return value.lower() in ("true", "1")

@@ -41,12 +41,12 @@ class Cors:
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """Returns the response to the question that a browser asks first. None: it is no such question."""
-        asked = request.headers.get("Access-Control-Request-Method")
-        if request.method != "OPTIONS" or asked is None or not self._allows(request):
+        method = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or method is None or not self._allows(request):
             return None
         headers = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600"}
-        if wanted := request.headers.get("Access-Control-Request-Headers"):
-            headers["Access-Control-Allow-Headers"] = wanted
+        if names := request.headers.get("Access-Control-Request-Headers"):
+            headers["Access-Control-Allow-Headers"] = names
         return web.Response(status=204, headers=headers)
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -283,11 +283,11 @@ class HttpEndpoints:
 
     async def _timeline(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
-        if (found := await request_timeline(self._services, name)) is None:
+        if (timeline := await request_timeline(self._services, name)) is None:
             raise errors.NotFound(
                 f"no request {name[:128]!r} is among the last {REQUESTS} that have ended here"
             )
-        return web.json_response(found)
+        return web.json_response(timeline)
 
     async def _targets(self, request: web.Request) -> web.Response:
         return web.json_response(scrape_targets(await self._found_status()))

@@ -105,8 +105,8 @@ class HttpWeightTransfer:
                 raise
             update.replacement = replacement
             self._expires_later(update)
-        told = {"message": "Weights updated", "bytes": nbytes, "read_seconds": seconds}
-        return web.json_response(told)
+        fields = {"message": "Weights updated", "bytes": nbytes, "read_seconds": seconds}
+        return web.json_response(fields)
 
     async def _finish(self, request: web.Request) -> web.Response:
         raw = await self._calls.body(request)
@@ -122,8 +122,8 @@ class HttpWeightTransfer:
                 raise failed(self._calls, error, update.names, "update_info") from error
             finally:
                 await self._end()
-        told = {"message": "Weight update finished", "weight_version": version, "pause_seconds": pause}
-        return web.json_response(told)
+        fields = {"message": "Weight update finished", "weight_version": version, "pause_seconds": pause}
+        return web.json_response(fields)
 
     def _started(self) -> _Update:
         if self._update is None:

@@ -43,8 +43,8 @@ class HttpWeights:
         except NotReplaced as error:
             raise failed(self._calls, error, names, "model_path") from error
         text = f"the weights of {counted(len(names), 'worker')} are {weights.path}; {done.outage}"
-        found = {"success": True, "message": text, "weight_version": weights.version}
-        return web.json_response({**found, "num_paused_requests": 0})
+        fields = {"success": True, "message": text, "weight_version": weights.version}
+        return web.json_response({**fields, "num_paused_requests": 0})
 
 
 def new_version(label: str | None) -> str:

@@ -108,10 +108,10 @@ class StoredResponses:
         if shelf is not None:
             shelf.shrink(self._max_bytes, self._clock())
         if shelf is None or id not in shelf.responses:
-            kept = f"the last {MAX_RESPONSES} of a key, at most {self._max_bytes >> 20} MiB of them"
+            limits = f"the last {MAX_RESPONSES} of a key, at most {self._max_bytes >> 20} MiB of them"
             text = (
                 f"Response with id {id[:80]!r} not found: a router process keeps the responses that it made, "
-                f"{kept}, for {MAX_SECONDS / 3600:g} h, unless store was false"
+                f"{limits}, for {MAX_SECONDS / 3600:g} h, unless store was false"
             )
             raise NotFound(text, param=param)
         return shelf.responses[id][0]

@@ -116,8 +116,8 @@ class AttemptPair:
             if output_index > emitted:
                 return Verdict.BROKEN
             if output_index < emitted:
-                known = self.output_ids[output_index] == token_id
-                return Verdict.DROP if known else Verdict.BROKEN
+                matches = self.output_ids[output_index] == token_id
+                return Verdict.DROP if matches else Verdict.BROKEN
         elif (
             prefill is None
             or attempt is not prefill
@@ -148,9 +148,9 @@ class AttemptPair:
         avoid = self.failures.avoid
         if self.numerics:
             avoid = avoid | self.pool.of_other_numerics(self.numerics)
-        version, held = None, self.prefill or self.decode
+        version, attempt = None, self.prefill or self.decode
         if self.pool.rolls:
-            version = self.pool.version_for(None if held is None else held.worker.weights_version)
+            version = self.pool.version_for(None if attempt is None else attempt.worker.weights_version)
             avoid = avoid | self.pool.of_other_weights(version)
         job, emitted = self.job, len(self.output_ids)
         return PrefillRequest(
@@ -334,11 +334,11 @@ class AttemptPair:
 
     def _submit(self, attempt: Attempt, message: pb.RouterMessage, *, computes_prompt: bool = True) -> None:
         """`computes_prompt`: the worker needs images."""
-        asked = message.prefill.request if message.HasField("prefill") else message.decode.request
+        request = message.prefill.request if message.HasField("prefill") else message.decode.request
         worker, cached = attempt.worker, attempt.plan.cached
         encodes = computes_prompt and not worker.description.image_fingerprint
         for image in self.job.images:
-            placed = asked.images.add(
+            placed = request.images.add(
                 name=image.name, start=image.start, rows=image.rows, columns=image.columns
             )
             if encodes and worker.lacks_pixels(image, cached):

@@ -326,8 +326,8 @@ class Generation:
         elif cause == "lost":
             pair.failures.lost(worker.address)
         if counts or cause == "lost":
-            total, about = pair.failures.total, of_request(self.name)
-            log.info("%r: attempt %d failed (%s): %s", self, total, cause, message, extra=about)
+            total, fields = pair.failures.total, of_request(self.name)
+            log.info("%r: attempt %d failed (%s): %s", self, total, cause, message, extra=fields)
             self.metrics.history.attempt_failed(self.name, cause, str(worker), message)
         if pair.failures.exhausted:
             times = f"{pair.failures.total} times without a new token"

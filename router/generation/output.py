@@ -114,9 +114,9 @@ class TokenQueue:
 
     def _expire(self, timeout: float) -> None:
         loop = asyncio.get_running_loop()
-        left = self._consumed_at + timeout - loop.time()
-        if left > 0:
-            self._timer = loop.call_later(left, self._expire, timeout)
+        seconds = self._consumed_at + timeout - loop.time()
+        if seconds > 0:
+            self._timer = loop.call_later(seconds, self._expire, timeout)
         else:
             self._wake()
 

@@ -134,13 +134,13 @@ def read_prepared(
     kind = ChatOptions if is_chat else CompletionOptions
     prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
     chosen = kind.model_validate_json(options)
-    rest = memoryview(pixels)
+    unread = memoryview(pixels)
     placed = list[list[PlacedImage]]()
     for of_prompt in images:
         placed.append([])
         for image in of_prompt:
             if isinstance(size := image[-1], int):
-                image[-1], rest = rest[:size], rest[size:]
+                image[-1], unread = unread[:size], unread[size:]
             placed[-1].append(PlacedImage(*image))
     return Prepared(chosen, prompts, echoes, starts, beginning, repeated, placed, bad_words)
 
@@ -163,14 +163,14 @@ def main(title: str, memory_bytes: str, control: str) -> None:
 
 def answer_to(tokenizer: ModelTokenizer, request: bytes) -> list[Any] | dict[str, Any] | bytes:
     """Raises InvalidRequest and ModelNotFound."""
-    head, _, rest = request.partition(b"\n")
+    head, _, payload = request.partition(b"\n")
     kind, model_names, context, max_images, salt, length, sizes = json.loads(head)
-    served, history, files = Served(tuple(model_names), context, max_images), rest[:length], {}
+    served, history, files = Served(tuple(model_names), context, max_images), payload[:length], {}
     for url, size in sizes.items():
-        files[url] = rest[length : length + size]
+        files[url] = payload[length : length + size]
         length += size
     try:
-        return _sent(prepare(kind, rest[length:], tokenizer, served, history, bytes.fromhex(salt), files))
+        return _sent(prepare(kind, payload[length:], tokenizer, served, history, bytes.fromhex(salt), files))
     except NeedsFiles as needed:
         return {"urls": needed.urls}
 
@@ -212,8 +212,8 @@ def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
         [array("I", each).tobytes() for each in listed] for listed in (prepared.prompts, prepared.bad_words)
     )
     is_chat = isinstance(chosen, ChatOptions)
-    rest = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
-    return [is_chat, options, *ids, *rest, prepared.images]
+    columns = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
+    return [is_chat, options, *ids, *columns, prepared.images]
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ class Demand:
         for offered in calls.tools:
             parameters: dict[str, Any] = {"type": "object"}
             if offered.enforced:
-                given = Structure("json_schema", schemas[offered.field], offered.field)
-                parameters = json.loads(checked(given).text)
+                structure = Structure("json_schema", schemas[offered.field], offered.field)
+                parameters = json.loads(checked(structure).text)
             if offered.callable:
                 tools.append(offered.tool.with_parameters(parameters))
         try:

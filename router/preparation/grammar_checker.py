@@ -32,10 +32,10 @@ class GrammarChecker:
 
         Raises InvalidRequest and Unsupported naming the field, and ApiError when the child cannot start.
         """
-        given = demand.answer
-        if given is not None and not 0 < len(given.text) <= MAX_LENGTH:
-            text = f"{given.field}: must have 1 to {MAX_LENGTH} characters, not {len(given.text)}"
-            raise InvalidRequest(text, param=given.field)
+        answer = demand.answer
+        if answer is not None and not 0 < len(answer.text) <= MAX_LENGTH:
+            text = f"{answer.field}: must have 1 to {MAX_LENGTH} characters, not {len(answer.text)}"
+            raise InvalidRequest(text, param=answer.field)
         name = hashlib.blake2b(demand.text).digest()
         if name not in self._valid:
             too_much = InvalidRequest(f"{demand.param}: too much to compile", param=demand.param)

@@ -29,20 +29,20 @@ def serve() -> None:
 
 def answer_to(request: bytes) -> Structure | None:
     """Raises InvalidRequest and Unsupported."""
-    asked = demand.read(request)
-    alphabet = _alphabet(asked.vocab_size)
+    question = demand.read(request)
+    alphabet = _alphabet(question.vocab_size)
     checked: list[Structure] = []
 
-    def check(given: Structure) -> Structure:
-        checked.append(_checked(alphabet, given))
+    def check(part: Structure) -> Structure:
+        checked.append(_checked(alphabet, part))
         return checked[-1]
 
     try:
-        structure = asked.composed(check)
+        structure = question.composed(check)
         if structure is not None and structure not in checked:
             _compile(alphabet, structure)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise InvalidRequest(f"{asked.param}: {str(error) or TOO_MUCH}", param=asked.param) from error
+        raise InvalidRequest(f"{question.param}: {str(error) or TOO_MUCH}", param=question.param) from error
     return structure
 
 
@@ -51,32 +51,32 @@ def _alphabet(vocab_size: int) -> LLTokenizer:
     return Alphabet(vocab_size).tokenizer()
 
 
-def _checked(alphabet: LLTokenizer, given: Structure) -> Structure:
+def _checked(alphabet: LLTokenizer, part: Structure) -> Structure:
     """Returns a part that a client wrote as workers read it. Raises InvalidRequest."""
-    what = ""
+    prefix = ""
     try:
-        match given.kind:
+        match part.kind:
             case "json_schema":
-                what = f"invalid {given.field.rpartition('.')[2]!r} schema: "
-                text = as_latest_draft(given.text)
+                prefix = f"invalid {part.field.rpartition('.')[2]!r} schema: "
+                text = as_latest_draft(part.text)
             case "regex":
-                text = of_ascii(given.text)
+                text = of_ascii(part.text)
             case _:
-                text = any_to_lark(given.text)  # from GBNF, the format of llama.cpp and xgrammar
+                text = any_to_lark(part.text)  # from GBNF, the format of llama.cpp and xgrammar
     except Exception as error:  # the translator from GBNF raises bare ones
-        raise InvalidRequest(f"{given.field}: {what}{str(error) or TOO_MUCH}", param=given.field) from error
+        raise InvalidRequest(f"{part.field}: {prefix}{str(error) or TOO_MUCH}", param=part.field) from error
     if len(text) > MAX_LENGTH:  # some texts became longer
-        raise InvalidRequest(f"{given.field}: {TOO_MUCH}", param=given.field)
-    made = Structure(given.kind, text, given.field)
-    _compile(alphabet, made, what)
-    return made
+        raise InvalidRequest(f"{part.field}: {TOO_MUCH}", param=part.field)
+    latest = Structure(part.kind, text, part.field)
+    _compile(alphabet, latest, prefix)
+    return latest
 
 
-def _compile(alphabet: LLTokenizer, structure: Structure, what: str = "") -> None:
+def _compile(alphabet: LLTokenizer, structure: Structure, prefix: str = "") -> None:
     """Raises InvalidRequest."""
     structure.text.encode()  # a half of a character is no text
     if error := error_of(alphabet, structure.kind, structure.text):
-        raise InvalidRequest(f"{structure.field}: {what}{error}", param=structure.field)
+        raise InvalidRequest(f"{structure.field}: {prefix}{error}", param=structure.field)
 
 
 def as_latest_draft(text: str) -> str:
@@ -87,7 +87,7 @@ def as_latest_draft(text: str) -> str:
     """
     schema = json.loads(text)
     changed = False
-    known: dict[str, bool] = {}
+    supported: dict[str, bool] = {}
     for part in subschemas(schema):
         changed |= part.pop("$schema", None) is not None
         for name, value in part.items():
@@ -97,10 +97,10 @@ def as_latest_draft(text: str) -> str:
             if name in _OF_DRAFT_3 or (name == "required" and isinstance(value, bool)):
                 raise ValueError(f"{name} is of draft 3 of JSON Schema, which is not supported")
         if isinstance(name := part.get("format"), str):
-            if name not in known:
+            if name not in supported:
                 probe = json.dumps({"type": "string", "format": name})
-                known[name] = not error_of(_alphabet(0), "json_schema", probe)
-            if not known[name]:
+                supported[name] = not error_of(_alphabet(0), "json_schema", probe)
+            if not supported[name]:
                 del part["format"]
                 changed = True
     return json.dumps(schema) if changed else text

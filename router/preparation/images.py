@@ -74,16 +74,16 @@ def decode_images(
     """`files`: those that were fetched, by URL. Raises InvalidRequest, which names the image by its number in
     the request."""
     names: list[bytes] = []
-    found: dict[bytes, Decoded] = {}
+    decoded_images: dict[bytes, Decoded] = {}
     missing: dict[bytes, _Source] = {}
     total = 0
     for i, image in enumerate(images):
         file = files[image.url] if image.url in files else _file(image.url, i)
         of_image = settings.of_low_detail if image.low else settings
         names.append(name := of_image.name(file))
-        if (kept := _kept.get(name)) is not None:
-            found[name] = kept
-            total += kept.rows * kept.columns * settings.side**2
+        if (cached := _kept.get(name)) is not None:
+            decoded_images[name] = cached
+            total += cached.rows * cached.columns * settings.side**2
         else:
             missing[name] = _source(name, file, of_image, i)
             total += missing[name].resized
@@ -91,13 +91,13 @@ def decode_images(
             text = f"messages: the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
             raise InvalidRequest(text, param="messages")
     for part in _parts(missing.values()):
-        found |= {decoded.name: decoded for decoded in _decoded(part)}
+        decoded_images |= {decoded.name: decoded for decoded in _decoded(part)}
     for name in names:
-        _kept[name] = found[name]
+        _kept[name] = decoded_images[name]
         _kept.move_to_end(name)
     while sum(len(each.pixels) for each in _kept.values()) > KEPT_BYTES:
         _kept.popitem(last=False)
-    return [found[name] for name in names]
+    return [decoded_images[name] for name in names]
 
 
 @cache
@@ -247,8 +247,8 @@ def _opaque(image: Any, pil: Any) -> Any:
     return pil.Image.alpha_composite(background, image).convert("RGB")
 
 
-def _wrong(i: int, what: str) -> InvalidRequest:
-    return InvalidRequest(f"messages: image {i} {what}", param="messages")
+def _wrong(i: int, fault: str) -> InvalidRequest:
+    return InvalidRequest(f"messages: image {i} {fault}", param="messages")
 
 
 @cache

@@ -41,8 +41,8 @@ def input_items(history: Raw, query: Query) -> bytes:
     order = range(len(items)) if query.order == "asc" else range(len(items) - 1, -1, -1)
     start = 0
     if query.after:
-        found = (place for place, index in enumerate(order, 1) if _id(items[index], index) == query.after)
-        start = next(found, 0)
+        places = (place for place, index in enumerate(order, 1) if _id(items[index], index) == query.after)
+        start = next(places, 0)
     page = [_shown(items[index], index) for index in order[start : start + query.limit]]
     ids = [item["id"] for item in page]
     listed = {
@@ -57,10 +57,10 @@ def _id(item: msgspec.Raw, index: int) -> str:
 
 
 def _shown(item: msgspec.Raw, index: int) -> dict[str, Any]:
-    shown: dict[str, Any] = dict(_members(item))
-    shown |= {name: _decode(shown[name]) for name in ("type", "role") if name in shown}
-    shown["id"] = _id(item, index)
-    if shown.setdefault("type", "message") == "message" and bytes(shown["content"]).startswith(b'"'):
-        kind = "output_text" if shown["role"] == "assistant" else "input_text"
-        shown["content"] = [{"type": kind, "text": shown["content"]}]
-    return shown
+    fields: dict[str, Any] = dict(_members(item))
+    fields |= {name: _decode(fields[name]) for name in ("type", "role") if name in fields}
+    fields["id"] = _id(item, index)
+    if fields.setdefault("type", "message") == "message" and bytes(fields["content"]).startswith(b'"'):
+        kind = "output_text" if fields["role"] == "assistant" else "input_text"
+        fields["content"] = [{"type": kind, "text": fields["content"]}]
+    return fields

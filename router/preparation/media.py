@@ -67,8 +67,8 @@ class MediaFetcher:
                 for url in urls:
                     group.create_task(one(url))
         except TimeoutError:
-            late = next((url for url in urls if url not in files), urls[0])
-            raise _wrong(late, f"did not come within {self._seconds:g} s") from None
+            late_url = next((url for url in urls if url not in files), urls[0])
+            raise _wrong(late_url, f"did not come within {self._seconds:g} s") from None
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return files

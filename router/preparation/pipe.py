@@ -46,15 +46,15 @@ def fork_children(
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the router
         signal.signal(number, signal.SIG_IGN)
-    asked, own_pid = socket.socket(fileno=control), os.getpid()
+    commands, own_pid = socket.socket(fileno=control), os.getpid()
     alive: dict[int, tuple[int, socket.socket]] = {}  # pid → pidfd, and the socket for its exit code
     with selectors.DefaultSelector() as selector:
-        selector.register(asked, selectors.EVENT_READ)
+        selector.register(commands, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 pid, source = key.data or 0, key.fileobj
-                if source is asked:
-                    kind, fds, *_ = socket.recv_fds(asked, 64, 3)
+                if source is commands:
+                    kind, fds, *_ = socket.recv_fds(commands, 64, 3)
                     if not kind:
                         return
                     requests, ends = (socket.socket(fileno=fd) for fd in fds[:2])
@@ -66,8 +66,8 @@ def fork_children(
                             continue
                         if not pid:
                             serve = kinds.get(kind.decode(), lambda: None)
-                            own = f"{title} {kind.decode()}"
-                            _become(own_pid, requests, shared.fileno(), own, serve, memory_bytes)
+                            child_title = f"{title} {kind.decode()}"
+                            _become(own_pid, requests, shared.fileno(), child_title, serve, memory_bytes)
                     alive[pid] = pidfd, _ = os.pidfd_open(pid), ends
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                     selector.register(ends, selectors.EVENT_READ, pid)

@@ -128,15 +128,15 @@ def kind_of(raw: Raw) -> Literal["chat", "completion"]:
 def peek(raw: Raw) -> Peek:
     """Raises InvalidRequest for bytes that are not JSON."""
     try:
-        found = _responses(raw)
+        fields = _responses(raw)
     except msgspec.ValidationError:
         return Peek()  # the body is not valid; `prepare` raises the error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # `prepare` might accept it, as it does NaN, and the fields here would have no effect.
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    input, stored = bytes(found.input), found.store is not False
+    input, stored = bytes(fields.input), fields.store is not False
     start = raw.find(input)  # the same bytes may also stand before the input
-    return Peek(found.previous_response_id, bool(found.background), stored, start, start + len(input))
+    return Peek(fields.previous_response_id, bool(fields.background), stored, start, start + len(input))
 
 
 class NeedsChild(Exception):
@@ -240,8 +240,8 @@ class _Preparation:
         if images and body.truncate_prompt_tokens is not None:
             text = "truncate_prompt_tokens is not supported: the messages have images"
             raise Unsupported(text, param="truncate_prompt_tokens")
-        shown = self.tokenizer.with_places(text) if images else text
-        prompt = self._encoded(shown, body, encode)
+        with_places = self.tokenizer.with_places(text) if images else text
+        prompt = self._encoded(with_places, body, encode)
         prompt, placed = self._placed(prompt, images)
         if placed:
             output_room(len(prompt), field, self.context)
@@ -371,17 +371,17 @@ class _Preparation:
         if body.continue_final_message and messages[-1].tool_calls:
             text = "continue_final_message: the last message has tool_calls, and no text can follow them"
             raise InvalidRequest(text, param="continue_final_message")
-        shown, tool_format = [message.for_template() for message in messages], self.tokenizer.tool_format
+        entries, tool_format = [message.for_template() for message in messages], self.tokenizer.tool_format
         try:
             template = self.tokenizer.chat_template
             if tool_format is not None and not template.shows_calls:  # as older ones of LFM 2
-                for message in shown:
+                for message in entries:
                     called = [call["function"] for call in message.get("tool_calls", ())]
                     if called:
                         calls = [(call["name"], call["arguments"]) for call in called]
                         message["content"] = tool_format.written.text(calls) + message["content"]
             return template.render(
-                shown,
+                entries,
                 [tool.for_template() for tool in tools],
                 body.template_settings,
                 add_generation_prompt=body.ends_with_generation_prompt,

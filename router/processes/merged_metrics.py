@@ -50,8 +50,8 @@ class MergedMetrics:
         """
         self._last |= {process: _parse(process, page.decode()) for process, page in pages.items()}
         sums: Sums = {}
-        for found in (self._ended, *self._last.values()):
-            for family, samples in found.items():
+        for process_sums in (self._ended, *self._last.values()):
+            for family, samples in process_sums.items():
                 into = sums.setdefault(family, {})
                 if family[0] in _ALIKE:
                     into |= {
@@ -67,13 +67,13 @@ def _worst(labels: Labels) -> Callable[[float, float], float]:
 
 
 def _parse(process: str, page: str) -> Sums:
-    found: Sums = {}
+    sums: Sums = {}
     for family in text_string_to_metric_families(page):
-        samples = found.setdefault((family.name, family.type, family.documentation), {})
+        samples = sums.setdefault((family.name, family.type, family.documentation), {})
         for sample in family.samples:
             labels = sample.labels | ({"process": process} if family.name.startswith(_OWN) else {})
             samples[sample.name, tuple(sorted(labels.items()))] = sample.value
-    return found
+    return sums
 
 
 def _add(into: dict[tuple[str, Labels], float], samples: Mapping[tuple[str, Labels], float]) -> None:

@@ -35,8 +35,8 @@ class RouterProcess:
         self.ready: dict[str, Any] | None = None
         self.keys = config.api_keys
         self.error = ""
-        self.known: dict[str, bytes] = {}
-        self._asked: dict[str, asyncio.Task[None]] = {}
+        self.replies: dict[str, bytes] = {}
+        self._questions: dict[str, asyncio.Task[None]] = {}
         supervisor_end, child_end = socket.socketpair()
         reader, writer = os.pipe()
         with contextlib.ExitStack() as undo, child_end, open(writer, "wb"):
@@ -85,15 +85,15 @@ class RouterProcess:
             raise ConnectionResetError("the process hangs") from error
 
     def asked(self, command: str) -> asyncio.Task[None]:
-        """Sends a command, unless it waits for its reply already. The task ends with the reply in `known`."""
-        task = self._asked.get(command)
+        """Sends a command, unless it waits for its reply already. The task ends with it in `replies`."""
+        task = self._questions.get(command)
         if task is None or task.done():
-            task = self._asked[command] = asyncio.create_task(self._ask(command))
+            task = self._questions[command] = asyncio.create_task(self._ask(command))
         return task
 
     async def _ask(self, command: str) -> None:
         with contextlib.suppress(ConnectionError):
-            self.known[command] = await self.send(command)
+            self.replies[command] = await self.send(command)
 
     async def send_or_kill(self, command: str) -> None:
         """Sends `keys`, `drain` or `stop`. A process that does not listen yet is killed."""
@@ -133,9 +133,9 @@ def _become(parent_pid: int, config: RouterConfig, run: Callable[[RouterConfig],
         die_with_parent(parent_pid)
         asyncio._set_running_loop(None)
         gc.freeze()  # an object of the supervisor must not close a descriptor by its number
-        given = (config.ready_fd, config.control_fd, config.keys_fd, config.forks_fd)
-        kept = sorted(fd for fd in (2, *given, os.sysconf("SC_OPEN_MAX")) if fd is not None)
-        for low, high in itertools.pairwise(kept):
+        open_fds = (config.ready_fd, config.control_fd, config.keys_fd, config.forks_fd)
+        bounds = sorted(fd for fd in (2, *open_fds, os.sysconf("SC_OPEN_MAX")) if fd is not None)
+        for low, high in itertools.pairwise(bounds):
             os.closerange(low + 1, high)
         code = run(config)
     except ValueError as error:  # a mistake of the user

@@ -30,8 +30,8 @@ async def serve_commands(control_fd: int, answer: Callable[[str, bytes], Awaitab
     )
     try:
         while line := await reader.readline():
-            command, _, given = line.strip().partition(b" ")
-            payload = await answer(command.decode(), given)
+            command, _, argument = line.strip().partition(b" ")
+            payload = await answer(command.decode(), argument)
             writer.write(len(payload).to_bytes(_LENGTH_BYTES) + payload)
             await writer.drain()
     finally:
@@ -91,19 +91,19 @@ def reserve(flag: str, host: str, port: int) -> socket.socket:
     It does not listen, so it gets no connections. Raises ValueError naming the flag when another program has
     the port, even with SO_REUSEPORT.
     """
-    made = socket.socket(family(host), socket.SOCK_STREAM)
+    reserved = socket.socket(family(host), socket.SOCK_STREAM)
     try:
         with socket.socket(family(host), socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allows TIME_WAIT
             probe.bind((host, port))
             address = probe.getsockname()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
-            made.bind(address)
+            reserved.bind(address)
         except OSError:  # connections in TIME_WAIT, of a router that did not share the port
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(address)
     except OSError as error:
-        made.close()
+        reserved.close()
         raise ValueError(cannot_listen(flag, host, port, error)) from error
-    return made
+    return reserved

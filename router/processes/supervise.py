@@ -135,10 +135,10 @@ class Supervisor:
                 while not all_ended.done():
                     command = "drain" if signum == signal.SIGTERM else "stop"
                     await asyncio.gather(*(p.send_or_kill(command) for p in list(self._processes.values())))
-                    again = asyncio.create_task(self._signals.get())
-                    await asyncio.wait({all_ended, again}, return_when=asyncio.FIRST_COMPLETED)
-                    signum = again.result() if again.done() else signum
-                    again.cancel()
+                    next_signal = asyncio.create_task(self._signals.get())
+                    await asyncio.wait({all_ended, next_signal}, return_when=asyncio.FIRST_COMPLETED)
+                    signum = next_signal.result() if next_signal.done() else signum
+                    next_signal.cancel()
 
     async def _keep(self, number: int) -> None:
         """Keeps process `number` running. Raises _CannotServe when its first start fails."""
@@ -218,10 +218,10 @@ class Supervisor:
         """Tells the parent once that all processes listen."""
         if not self._reported and (ready := self._all_ready()):
             self._reported = True
-            where = {**ready, "admin_url": self._admin_url, "pid": os.getpid()}
+            addresses = {**ready, "admin_url": self._admin_url, "pid": os.getpid()}
             listen = "%d processes listen on %s; admin: %s"
-            log.info(listen, self._config.processes, where["url"], self._admin_url)
-            report(self._config.ready_fd, {"ready": where}, last=True)
+            log.info(listen, self._config.processes, addresses["url"], self._admin_url)
+            report(self._config.ready_fd, {"ready": addresses}, last=True)
 
     def _all_ready(self) -> dict[str, Any] | None:
         ready = [process.ready for process in self._processes.values() if process.ready is not None]
@@ -261,11 +261,11 @@ class Supervisor:
 
     async def _known(self, command: str) -> dict[int, bytes]:
         """Returns the reply of each process, or its last one if it takes longer than `ANSWER_SECONDS`."""
-        asked = {process: process.asked(command) for process in self._processes.values()}
-        if asked:
-            await asyncio.wait(asked.values(), timeout=ANSWER_SECONDS)
+        tasks = {process: process.asked(command) for process in self._processes.values()}
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=ANSWER_SECONDS)
         running = sorted(self._processes.items())  # others have ended meanwhile
-        return {number: p.known[command] for number, p in running if p in asked and command in p.known}
+        return {number: p.replies[command] for number, p in running if p in tasks and command in p.replies}
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
         pages = await self._known("metrics")
@@ -284,24 +284,24 @@ class Supervisor:
         valid = request_name(name) == name  # a line of the socket
         processes = list(self._processes.values()) if valid else []
         answers = await asyncio.gather(*(_ask(process, f"request {name}") for process in processes))
-        found = [answer for answer in answers if answer]
-        if not found:
+        timelines = [answer for answer in answers if answer]
+        if not timelines:
             error = NotFound(f"no request {name[:128]!r} is among the last that have ended here")
             return web.json_response(error.body, status=error.status)
-        return web.Response(body=found[0], content_type="application/json")
+        return web.Response(body=timelines[0], content_type="application/json")
 
     async def _status(self) -> dict[str, Any]:
-        found = {number: json.loads(text) for number, text in (await self._known("status")).items()}
-        return merged_status(found, self._config)
+        statuses = {number: json.loads(text) for number, text in (await self._known("status")).items()}
+        return merged_status(statuses, self._config)
 
     async def _get_health(self, request: web.Request) -> web.Response:
-        found = [json.loads(text) for text in (await self._known("ping")).values()]
-        state = "draining" if any(router["state"] == "draining" for router in found) else "serving"
-        return web.json_response(health(state, pause_of(found)), status=200 if found else 503)
+        statuses = [json.loads(text) for text in (await self._known("ping")).values()]
+        state = "draining" if any(router["state"] == "draining" for router in statuses) else "serving"
+        return web.json_response(health(state, pause_of(statuses)), status=200 if statuses else 503)
 
     async def _get_condition(self, condition: Condition, request: web.Request) -> web.Response:
-        found = [json.loads(text) for text in (await self._known("ping")).values()]
-        return web.Response(status=200 if all_are(condition, found) else 503)
+        statuses = [json.loads(text) for text in (await self._known("ping")).values()]
+        return web.Response(status=200 if all_are(condition, statuses) else 503)
 
 
 async def _ask(process: RouterProcess, command: str) -> bytes:

@@ -183,8 +183,8 @@ def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, A
     """Returns the messages with all system messages as one, the first: some templates take no other, and
     clients send several, such as instructions and a developer's message."""
     of_system = [message["content"] for message in messages if message["role"] == "system"]
-    others = [message for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(filter(None, of_system))}, *others]
+    conversation = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, of_system))}, *conversation]
 
 
 def _cut_at_end(text: str) -> str:
@@ -192,10 +192,10 @@ def _cut_at_end(text: str) -> str:
 
     If the template strips messages, the content loses its trailing spaces here too.
     """
-    content, end, rest = text.rpartition(_END.rstrip())
+    content, end, tail = text.rpartition(_END.rstrip())
     if not end:
         raise ChatTemplateError("the model's chat template leaves out the last message: it cannot continue")
-    return content if rest.startswith("\v") else content.rstrip()
+    return content if tail.startswith("\v") else content.rstrip()
 
 
 def _now(form: str) -> str:
@@ -226,7 +226,9 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._kept: OrderedDict[tuple[Hashable, str], array[int]] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[tuple[Hashable, str], array[int]] = (
+            OrderedDict()
+        )  # least recently used first
         added = tokenizer.get_added_tokens_decoder()
         # The tokenizer finds these before it changes the text. Where several match, it takes the longest.
         raw = {token_id: token for token_id, token in added.items() if not token.normalized}
@@ -245,15 +247,15 @@ class ChatEncoder:
             return self._encode(text)
         starts = [match.start() for match in self._raw.finditer(text) if match.group() in self._names]
         ids = array("I", self._encode(text[: starts[0]]) if starts else self._encode(text))
-        known = 0  # parts whose tokens are in `ids`
+        encoded_parts = 0  # parts whose tokens are in `ids`
         for part, (start, stop) in enumerate(pairwise([*starts, len(text)])):
-            tokens = self._kept.get((scope, text[start:stop]))
+            tokens = self._cached.get((scope, text[start:stop]))
             if tokens is not None:
-                self._kept.move_to_end((scope, text[start:stop]))
-                ids.extend(self._new(text, starts[known:part], start, scope))
+                self._cached.move_to_end((scope, text[start:stop]))
+                ids.extend(self._new(text, starts[encoded_parts:part], start, scope))
                 ids.extend(tokens)
-                known = part + 1
-        ids.extend(self._new(text, starts[known:], len(text), scope))
+                encoded_parts = part + 1
+        ids.extend(self._new(text, starts[encoded_parts:], len(text), scope))
         return ids.tolist()
 
     def _encode(self, text: str) -> list[int]:
@@ -272,11 +274,11 @@ class ChatEncoder:
         return ids
 
     def _keep(self, key: tuple[Hashable, str], tokens: "array[int]") -> None:
-        if key not in self._kept:
-            self._kept[key] = tokens
+        if key not in self._cached:
+            self._cached[key] = tokens
             self._bytes += _size(key[1], tokens)
         while self._bytes > self._most_bytes:
-            (_, text), tokens = self._kept.popitem(last=False)
+            (_, text), tokens = self._cached.popitem(last=False)
             self._bytes -= _size(text, tokens)
 
 

@@ -19,8 +19,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Returns the characters that the token completes."""
-        if not self._inside and (known := self._texts.get(token_id)) is not None:
-            return known
+        if not self._inside and (characters := self._texts.get(token_id)) is not None:
+            return characters
         if self._skip_special and token_id in self._tokenizer.specials:
             return ""
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
@@ -66,19 +66,19 @@ class StopStrings:
     def follow(self, state: _Prefix, byte: int) -> _Prefix:
         """Returns the next state, and records it in `state.next` and in those of the fallbacks on the way."""
         passed: list[tuple[_Prefix, _Prefix | None]] = []
-        while (found := state.next.get(byte)) is None:
+        while (successor := state.next.get(byte)) is None:
             passed.append((state, self._longer(state, byte)))
             if state.fallback is None:
-                found = state
+                successor = state
                 break
             state = state.fallback
         for state, longer in reversed(passed):
             if longer is not None:
-                longer.fallback = found
-                longer.stop = longer.stop or found.stop
-                found = longer
-            state.next[byte] = found
-        return found
+                longer.fallback = successor
+                longer.stop = longer.stop or successor.stop
+                successor = longer
+            state.next[byte] = successor
+        return successor
 
     def _longer(self, state: _Prefix, byte: int) -> _Prefix | None:
         at = state.length
@@ -105,7 +105,7 @@ class StopFinder:
         self._stops = stops
         self._include = include
         self._state = stops.start
-        self._held = b""
+        self._pending = b""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Returns the text that is certain now, and the stop string if it was found.
@@ -118,18 +118,18 @@ class StopFinder:
         new = text.encode()
         if state is stops.start and stops.firsts.isdisjoint(new):
             return text, None
-        data, checked = self._held + new, len(self._held)
+        data, checked = self._pending + new, len(self._pending)
         for end, byte in enumerate(new, checked + 1):
             state = state.next.get(byte) or stops.follow(state, byte)
             if state.stop and may_stop:
-                self._state, self._held = stops.start, b""
-                kept = end if self._include else end - len(state.stop)
-                return data[:kept].decode(), stops.texts[state.stop]
+                self._state, self._pending = stops.start, b""
+                length = end if self._include else end - len(state.stop)
+                return data[:length].decode(), stops.texts[state.stop]
         certain = len(data) - state.length
-        self._state, self._held = state, data[certain:]
+        self._state, self._pending = state, data[certain:]
         return data[:certain].decode(), None
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of the sequence."""
-        held, self._held, self._state = self._held, b"", self._stops.start
-        return held.decode()
+        pending, self._pending, self._state = self._pending, b"", self._stops.start
+        return pending.decode()

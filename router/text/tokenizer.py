@@ -57,8 +57,8 @@ class ModelTokenizer:
         self.takes_tools = template is not None and template.takes_tools
         self.tool_format = tool_format
         source = None if template is None else template.state["source"]
-        found = tool_format or format_of(source or "")
-        self.unread_format = found if isinstance(found, str) else None
+        format_or_name = tool_format or format_of(source or "")
+        self.unread_format = format_or_name if isinstance(format_or_name, str) else None
         self.reasoning_parser = reasoning_parser
         self.reasoning: Way | None = REASONING[reasoning_parser] if reasoning_parser is not None else None
         self._template = template
@@ -71,11 +71,11 @@ class ModelTokenizer:
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
         added = tokenizer.get_added_tokens_decoder()
-        shown = set(tool_format.specials if tool_format is not None else ())
+        output_marks = set(tool_format.specials if tool_format is not None else ())
         if self.reasoning is not None:
-            shown |= {self.reasoning.start, self.reasoning.end}
-            shown |= set(SPECIALS) if self.reasoning.in_messages else set()
-        self.specials = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
+            output_marks |= {self.reasoning.start, self.reasoning.end}
+            output_marks |= set(SPECIALS) if self.reasoning.in_messages else set()
+        self.specials = frozenset(i for i, t in added.items() if t.special and t.content not in output_marks)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
 
     @property
@@ -111,14 +111,14 @@ class ModelTokenizer:
     @classmethod
     def restored(cls, state: bytes) -> Self:
         """Returns a copy of the tokenizer with this `state`."""
-        given = json.loads(state)
-        template, name, images = given["template"], given["tool_format"], given["images"]
+        fields = json.loads(state)
+        template, name, images = fields["template"], fields["tool_format"], fields["images"]
         return cls(
-            Tokenizer.from_str(given["tokenizer"]),
+            Tokenizer.from_str(fields["tokenizer"]),
             None if template is None else ChatTemplate(**template),
-            given["max_model_len"],
+            fields["max_model_len"],
             None if name is None else FORMATS[name],
-            given["reasoning_parser"],
+            fields["reasoning_parser"],
             None if images is None else msgspec.convert(images, ImageSettings),
         )
 
@@ -161,8 +161,8 @@ class ModelTokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Invalid UTF-8 becomes U+FFFD."""
-        kept = [t for t in token_ids if not (skip_special_tokens and t in self.specials)]
-        return b"".join(self._spelled(kept)).decode("utf-8", "replace")
+        visible = [t for t in token_ids if not (skip_special_tokens and t in self.specials)]
+        return b"".join(self._spelled(visible)).decode("utf-8", "replace")
 
     def _spelled(self, token_ids: list[int]) -> Iterator[bytes]:
         """Yields the bytes of the tokens of a whole text."""
@@ -173,11 +173,11 @@ class ModelTokenizer:
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """The tokens that `encode` adds before and after those of a text."""
-        bare, whole = (
+        bare, with_specials = (
             self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
         )
-        start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-        return whole[:start], whole[start + len(bare) :]
+        start = next((i for i in range(len(with_specials)) if with_specials[i : i + len(bare)] == bare), 0)
+        return with_specials[:start], with_specials[start + len(bare) :]
 
     def starts(
         self, token_ids: list[int], text: str, *, add_special_tokens: bool, from_end: bool = False
@@ -194,9 +194,9 @@ class ModelTokenizer:
         for spelled in ([*map(self.token_bytes, text_ids)], [*self._spelled(text_ids)]):
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             places = list(accumulate((len(utf8.decode(each)) for each in spelled), initial=0))
-            found = b"".join(spelled).decode("utf-8", "replace")
-            if text.endswith(found) if from_end else text.startswith(found):
-                base = len(text) - len(found) if from_end else 0
+            decoded = b"".join(spelled).decode("utf-8", "replace")
+            if text.endswith(decoded) if from_end else text.startswith(decoded):
+                base = len(text) - len(decoded) if from_end else 0
                 break  # else the tokenizer changes the text, and places are about right
         count = len(token_ids) - end
         return [
@@ -251,8 +251,8 @@ def load_tokenizer(
             raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
     tokens = {"bos_token": files.bos_token, "eos_token": files.eos_token}
     template = None if source is None else ChatTemplate(source, tool_use, **tokens)
-    found = FORMATS[tool_call_parser] if tool_call_parser else format_of(tool_use or source or "")
-    tool_format = None if isinstance(found, str) else found
+    format_or_name = FORMATS[tool_call_parser] if tool_call_parser else format_of(tool_use or source or "")
+    tool_format = None if isinstance(format_or_name, str) else format_or_name
     reasoning = reasoning_parser or reasoning_of(source or "")
     if reasoning == "none":
         reasoning = None
@@ -295,7 +295,7 @@ def _spell_sentencepiece(token: str) -> bytes:
 def _byte_alphabet() -> dict[str, bytes]:
     """Maps GPT-2's alphabet to bytes: printable bytes are themselves, the others are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
     spelled = {chr(byte): bytes([byte]) for byte in printable}
-    spelled |= {chr(0x100 + i): bytes([byte]) for i, byte in enumerate(others)}
+    spelled |= {chr(0x100 + i): bytes([byte]) for i, byte in enumerate(unprintable)}
     return spelled

@@ -31,7 +31,7 @@ class BareParser(ToolParser):
         super().__init__(tools)
         self._listed = False  # a list of calls has begun
         self._follows = False  # a call has ended, and nothing but space and separators has come
-        self._said = False  # there is content
+        self._has_content = False  # there is content
         self._object: JsonText | None = None  # that is no call: what is in it is no call either
         self._fence = Marker("```")
         self._language = False  # the name of a language may follow a fence
@@ -40,9 +40,11 @@ class BareParser(ToolParser):
         self._begin = Marker("`", self.before, *starts)
 
     def _plain_end(self, text: str, at: int) -> int:
-        # Behind other text than space. What else is held back has set one of these.
-        held = self._listed or self._follows or self._language or self._fenced or self._fence.held
-        return at if held or self._object is not None or not self._said else self._begin.begin(text, at)
+        # Behind other text than space. What else is pending has set one of these.
+        waits = self._listed or self._follows or self._language or self._fenced or self._fence.pending
+        return (
+            at if waits or self._object is not None or not self._has_content else self._begin.begin(text, at)
+        )
 
     def _take_outside(self, character: str) -> Iterator[Part]:
         if self._object is not None:
@@ -50,14 +52,14 @@ class BareParser(ToolParser):
             self._object = None if self._object.done else self._object
             yield from self._content(character)
             return
-        if self._strict and self._said:
+        if self._strict and self._has_content:
             yield from self._content(character)
-        elif self._fence.held or character == "`":
+        elif self._fence.pending or character == "`":
             yield from self._take_fence(character)
         elif self._language and character.isalpha():
             self._space.append(character)
         elif character in self.starts and (self._listed or not self.in_lists):
-            names = {tool.function.name for tool in self._tools} if self._said else None
+            names = {tool.function.name for tool in self._tools} if self._has_content else None
             self._call = self.reader(tools=self._tools, names=names)
             yield from self._take(character)
         elif self._listed and self._follows and character == self.end:
@@ -77,16 +79,16 @@ class BareParser(ToolParser):
 
     def _take_fence(self, character: str) -> Iterator[Part]:
         """Blocks of Markdown around calls are not content."""
-        text, found = self._fence.take(character)
+        text, fence = self._fence.take(character)
         if text:
             yield from self._give_up("")
             yield from self._content(text[:-1] if character != "`" else text)
             if character != "`":
                 yield from self._take_outside(character)
-        elif found and self._fenced:
+        elif fence and self._fenced:
             self._space.clear()
             self._fenced = False
-        elif found:
+        elif fence:
             self._space.append("```")
             self._language = True
 
@@ -102,11 +104,11 @@ class BareParser(ToolParser):
                 self._object.take(each)
         text = "".join(self._space) + raw
         self._space.clear()
-        self._said, self._listed, self._follows = True, False, False
+        self._has_content, self._listed, self._follows = True, False, False
         self._language = self._fenced = False
         return self._content(text)
 
     def _end(self) -> Iterator[Part]:
-        held = "".join(self._space) + self._fence.held
-        if held.strip(SPACE + self.between) or not self.num_calls:
-            yield Part("content", held)
+        text = "".join(self._space) + self._fence.pending
+        if text.strip(SPACE + self.between) or not self.num_calls:
+            yield Part("content", text)

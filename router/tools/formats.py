@@ -135,8 +135,8 @@ class MiniMaxM2Parser(MarkedParser):
     name = "minimax_m2"
     opening = "<invoke name="
     mark = "<minimax:tool_call>"
-    around = mark, "</minimax:tool_call>"
-    pairs, written = _invocations(*around)
+    section_marks = mark, "</minimax:tool_call>"
+    pairs, written = _invocations(*section_marks)
 
 
 class DeepSeekV32Parser(MarkedParser):
@@ -145,9 +145,9 @@ class DeepSeekV32Parser(MarkedParser):
     name = "deepseek_v32"
     opening = "<｜DSML｜invoke name="
     mark = "<｜DSML｜function_calls>"
-    around = mark, "</｜DSML｜function_calls>"
+    section_marks = mark, "</｜DSML｜function_calls>"
     specials = ("｜DSML｜",)
-    pairs, written = _invocations(*around, "｜DSML｜")
+    pairs, written = _invocations(*section_marks, "｜DSML｜")
 
 
 class DeepSeekV4Parser(DeepSeekV32Parser):
@@ -155,8 +155,8 @@ class DeepSeekV4Parser(DeepSeekV32Parser):
 
     name = "deepseek_v4"
     mark = "<｜DSML｜tool_calls>"
-    around = mark, "</｜DSML｜tool_calls>", "<｜DSML｜toolcalls>", "<｜DSML｜tool>"
-    pairs, written = _invocations(*around[:2], "｜DSML｜")
+    section_marks = mark, "</｜DSML｜tool_calls>", "<｜DSML｜toolcalls>", "<｜DSML｜tool>"
+    pairs, written = _invocations(*section_marks[:2], "｜DSML｜")
 
 
 class DeepSeekV31Parser(MarkedParser):
@@ -165,14 +165,17 @@ class DeepSeekV31Parser(MarkedParser):
     name = "deepseek_v31"
     opening, closing = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     mark = "<｜tool▁calls▁begin｜>"
-    around = mark, "<｜tool▁calls▁end｜>"
-    specials = (opening, closing, *around, "<｜tool▁sep｜>")
+    section_marks = mark, "<｜tool▁calls▁end｜>"
+    specials = (opening, closing, *section_marks, "<｜tool▁sep｜>")
     # Models write the head of V3, too, and leave out its parts.
     head = re.compile(
         rf"\s*+(function\s*<｜tool▁sep｜>\s*)?{NAME}\s*+(<｜tool▁sep｜>)?+\s*+(```(json)?\s*+)?+"
     )
     written = Written(
-        f"{opening}{{name}}<｜tool▁sep｜>{{arguments}}{closing}", "", begin=around[0], end=around[1]
+        f"{opening}{{name}}<｜tool▁sep｜>{{arguments}}{closing}",
+        "",
+        begin=section_marks[0],
+        end=section_marks[1],
     )
 
 
@@ -183,8 +186,8 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     written = Written(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         "\n",
-        begin=DeepSeekV31Parser.around[0],
-        end=DeepSeekV31Parser.around[1],
+        begin=DeepSeekV31Parser.section_marks[0],
+        end=DeepSeekV31Parser.section_marks[1],
     )
 
 
@@ -194,17 +197,17 @@ class KimiParser(MarkedParser):
     name = "kimi_k2"
     opening, closing = "<|tool_call_begin|>", "<|tool_call_end|>"
     mark = "<|tool_calls_section_begin|>"
-    around = (
+    section_marks = (
         mark, "<|tool_calls_section_end|>", "<|tool_call_section_begin|>", "<|tool_call_section_end|>",
     )  # fmt: skip
-    specials = (opening, closing, *around, "<|tool_call_argument_begin|>")
+    specials = (opening, closing, *section_marks, "<|tool_call_argument_begin|>")
     written = Written(
         f"{opening}functions.{{name}}:{{number}}<|tool_call_argument_begin|>{{arguments}}{closing}", "",
-        begin=around[0], end=around[1],
+        begin=section_marks[0], end=section_marks[1],
     )  # fmt: skip
 
     def _reader(self, opening: str) -> Reader:
-        return KimiReader(opening, self._tools, (self.closing, self.opening, *self.around))
+        return KimiReader(opening, self._tools, (self.closing, self.opening, *self.section_marks))
 
 
 class HarmonyParser(MarkedParser):
@@ -224,8 +227,8 @@ class HarmonyParser(MarkedParser):
         calls = super().grammar(tools, many=many, spell=spell)
         if not text:
             return calls
-        rest = calls.replace("start:", "calls:", 1)
-        return f"start: calls | answer\n{rest}\nanswer: {harmony.final(spell)} /(?s:.*)/"
+        calls_grammar = calls.replace("start:", "calls:", 1)
+        return f"start: calls | answer\n{calls_grammar}\nanswer: {harmony.final(spell)} /(?s:.*)/"
 
 
 class LlamaParser(BareParser):
@@ -360,4 +363,6 @@ templates. The first match counts."""
 def format_of(template: str) -> type[ToolParser] | str | None:
     """Returns the format that this chat template uses, or the models with it if no parser reads it. None: it
     knows no tools."""
-    return next((found for found, marks in _MARKS if all(mark in template for mark in marks)), None)
+    return next(
+        (tool_format for tool_format, marks in _MARKS if all(mark in template for mark in marks)), None
+    )

@@ -23,22 +23,22 @@ class GemmaReader(NamedCallReader):
         self._in_text = False  # between two of these
 
     def take_plain(self, text: str, at: int) -> str:
-        return "" if self._quote.held else super().take_plain(text, at).partition("<")[0]
+        return "" if self._quote.pending else super().take_plain(text, at).partition("<")[0]
 
     def _take_arguments(self, arguments: Arguments, character: str) -> str:
-        text, found = self._quote.take(character)
-        taken = "".join(self._take_each(arguments, text))
-        if found and not self.over:
+        text, quote = self._quote.take(character)
+        pieces = "".join(self._take_each(arguments, text))
+        if quote and not self.over:
             self._in_text = not self._in_text
-            taken += super()._take_arguments(arguments, '"')
-        return taken
+            pieces += super()._take_arguments(arguments, '"')
+        return pieces
 
     def _take_each(self, arguments: Arguments, text: str) -> list[str]:
-        taken: list[str] = []
+        pieces: list[str] = []
         for at, each in enumerate(text):
             if self.over:
-                self.rest += text[at:]
+                self.unread += text[at:]
                 break
             for escaped in _ESCAPED.get(each, each) if self._in_text else each:
-                taken.append(super()._take_arguments(arguments, escaped))
-        return taken
+                pieces.append(super()._take_arguments(arguments, escaped))
+        return pieces

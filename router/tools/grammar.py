@@ -66,9 +66,9 @@ class Written:
         def filled(text: str, **places: str) -> str:
             return re.sub(_PLACES, lambda place: places[place[0].strip("{}")], text)
 
-        def arguments(given: Mapping[str, Any]) -> str:
+        def arguments(arguments_of_calls_by_key: Mapping[str, Any]) -> str:
             if self.pair is None:
-                return json.dumps(given, ensure_ascii=False)
+                return json.dumps(arguments_of_calls_by_key, ensure_ascii=False)
 
             def spelled(value: Any) -> str:
                 bare = bool(self.value_end) and isinstance(value, str)
@@ -77,12 +77,12 @@ class Written:
                     return text
                 return f"{self.value_begin}{text}{self.value_end}"
 
-            values = ((key, spelled(value)) for key, value in given.items())
+            values = ((key, spelled(value)) for key, value in arguments_of_calls_by_key.items())
             return self.between_pairs.join(filled(self.pair, key=key, value=value) for key, value in values)
 
         each = (
-            filled(self.call, name=name, arguments=arguments(given), number=str(number))
-            for number, (name, given) in enumerate(calls)
+            filled(self.call, name=name, arguments=arguments(arguments_of_call), number=str(number))
+            for number, (name, arguments_of_call) in enumerate(calls)
         )
         return f"{self.begin}{(self.separator or '').join(each)}{self.end}"
 
@@ -103,8 +103,8 @@ def grammar_of(
 
     def lark(text: str, places: Mapping[str, str] = {}) -> str:
         pieces = re.split(f"({'|'.join([_PLACES, *map(re.escape, specials)])})", text)
-        known = {**{special: spell(special) for special in specials}, **places}
-        return " ".join(known.get(piece) or quoted(piece) for piece in pieces if piece)
+        spellings = {**{special: spell(special) for special in specials}, **places}
+        return " ".join(spellings.get(piece) or quoted(piece) for piece in pieces if piece)
 
     more = f"({lark(written.separator)} call)*" if many and written.separator is not None else ""
     rules = [f"start: {lark(written.begin)} call {more} {lark(written.end)}"]
@@ -141,12 +141,12 @@ def or_text(written: Written, mark: str, token: str | None, grammar: Callable[[W
     else:
         follows = None if written.separator is None else written.separator + mark
         begin, call = written.begin, written.call
-        rest = (
+        without_mark = (
             replace(written, begin=begin.removeprefix(mark))
             if begin
             else replace(written, call=call.removeprefix(mark), separator=follows)
         )
-        calls = grammar(rest)
+        calls = grammar(without_mark)
         if token is not None:
             rules = [f"start: TEXT? ({token} calls)?", "TEXT: /(?s:.+)/"]
         else:
@@ -161,17 +161,17 @@ def _pairs(
 ) -> Iterator[str]:
     """Yields the rules of arguments that are written one by one, in the order of the schema."""
     assert written.pair is not None
-    root, known = json.loads(tool.schema_text), dict[int, Types]()
+    root, memo = json.loads(tool.schema_text), dict[int, Types]()
     if (unknown := unknown_reference(root)) is not None:
         raise _unsupported(tool, unknown)
     schema = resolved(root, root)
     if not isinstance(schema, dict):
         raise _unsupported(tool, "this $ref")
-    whole = schema.keys() & _OF_WHOLE
+    keywords = schema.keys() & _OF_WHOLE
     if schema is not root:  # no keyword beside a reference may be lost
-        whole |= root.keys() - {"$ref", "type", *_DEFINITIONS, *SPACED, *_ANNOTATIONS}
-    if whole:
-        raise _unsupported(tool, f"{min(whole)} at the top")
+        keywords |= root.keys() - {"$ref", "type", *_DEFINITIONS, *SPACED, *_ANNOTATIONS}
+    if keywords:
+        raise _unsupported(tool, f"{min(keywords)} at the top")
     fields = dict(schema.get("properties") or {})
     fields |= {name: True for name in schema.get("required") or () if name not in fields}
     if not fields and schema.get("additionalProperties") is not False:
@@ -179,7 +179,7 @@ def _pairs(
         more = lark(written.between_pairs, {})
         yield f"{rule}: ({rule}_pair ({more} {rule}_pair)*)?"
         yield f"{rule}_pair: {pair}"
-        yield from _value(written, tool, f"{rule}_value", True, root, known, lark)
+        yield from _value(written, tool, f"{rule}_value", True, root, memo, lark)
         return
     required = frozenset(schema.get("required") or ())
     # Each argument has two rules: before the first one that is written, and after it.
@@ -192,7 +192,7 @@ def _pairs(
         next_first, next_later = f"{rule}_{k + 1}", f"{rule}_{k + 1}b"
         yield f"{first}: {pair} {next_later}" + ("" if key in required else f" | {next_first}")
         yield f"{later}: {between} {pair} {next_later}" + ("" if key in required else f" | {next_later}")
-        yield from _value(written, tool, f"{rule}_{k}v", of_value, root, known, lark)
+        yield from _value(written, tool, f"{rule}_{k}v", of_value, root, memo, lark)
     last = len(fields)
     yield f'{rule}_{last}: ""' if fields else f'{rule}: ""'
     yield f'{rule}_{last}b: ""'
@@ -204,18 +204,18 @@ def _value(
     rule: str,
     schema: Any,
     root: Mapping[str, Any],
-    known: dict[int, Types],
+    memo: dict[int, Types],
     lark: Callable[[str, Mapping[str, str]], str],
 ) -> Iterator[str]:
-    """Yields the rules of one value. `known`: as of `types_of`."""
+    """Yields the rules of one value. `memo`: as of `types_of`."""
     begin = lark(written.value_begin, {})
     end = lark(written.value_end, {}) if begin else quoted(written.value_end)
-    if not written.value_end or "string" not in types_of(schema, root, known):
+    if not written.value_end or "string" not in types_of(schema, root, memo):
         shared = {name: root[name] for name in _DEFINITIONS if name in root}
         shared = shared if any("$ref" in part for part in subschemas(schema)) else {}
-        whole = json.dumps({**SPACED, **(schema if isinstance(schema, dict) else {}), **shared})
+        as_text = json.dumps({**SPACED, **(schema if isinstance(schema, dict) else {}), **shared})
         yield f"{rule}: {rule}j {'' if begin else end}"
-        yield f"{rule}j: %json {whole}"
+        yield f"{rule}j: %json {as_text}"
         return
     texts: list[str] | None = None  # None: any text
     limits = []
@@ -223,9 +223,9 @@ def _value(
         for values in allowed_values(each):
             spelled = [text if isinstance(text, str) else json.dumps(text) for text in values]
             texts = [text for text in spelled if texts is None or text in texts]
-        least, most = (_count(tool, each, name) for name in ("minLength", "maxLength"))
-        if least is not None or most is not None:
-            limits.append(f"(?s:.{{{least or 0},{'' if most is None else most}}})")
+        min_length, max_length = (_count(tool, each, name) for name in ("minLength", "maxLength"))
+        if min_length is not None or max_length is not None:
+            limits.append(f"(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})")
         if isinstance(pattern := each.get("pattern"), str):
             limits.append(anywhere(of_ascii(pattern)))
     if texts == []:
@@ -255,6 +255,6 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _unsupported(tool: Tool, what: str) -> Unsupported:
-    text = f"tools: {tool.function.name} cannot be enforced: this model's format of calls has no {what}"
+def _unsupported(tool: Tool, lack: str) -> Unsupported:
+    text = f"tools: {tool.function.name} cannot be enforced: this model's format of calls has no {lack}"
     return Unsupported(f"{text}; leave tool_choice at auto", param="tools")

@@ -34,7 +34,7 @@ class HarmonyReasoning:
 
     def push(self, text: str) -> tuple[str, str]:
         """Takes the next text. Returns the reasoning and the rest that are certain now."""
-        reasoning, rest = "", ""
+        reasoning, content = "", ""
         after: str | None = text
         while after is not None:
             before, after = self._marker.split(after)
@@ -43,17 +43,17 @@ class HarmonyReasoning:
             elif self._kind == "reasoning":
                 reasoning += before
             else:
-                rest += before
+                content += before
             if self._head is not None and len(self._head) > MAX_HEAD:
-                rest, self._head, self._kind = rest + self._head, None, "content"
+                content, self._head, self._kind = content + self._head, None, "content"
             if after is not None:
-                rest += self._take(self._marker.found)
-        return reasoning, rest
+                content += self._take(self._marker.mark)
+        return reasoning, content
 
     def finish(self) -> tuple[str, str]:
         """Returns the reasoning and the rest that were held back, at the end of the output."""
-        held = (self._head or "") + self._marker.held
-        return (held, "") if self._head is None and self._kind == "reasoning" else ("", held)
+        text = (self._head or "") + self._marker.pending
+        return (text, "") if self._head is None and self._kind == "reasoning" else ("", text)
 
     def _take(self, mark: str) -> str:
         """Takes a mark. Returns the text that it makes certain."""
@@ -76,8 +76,8 @@ def after_analysis(grammar: str, spell: Callable[[str], str]) -> str:
     """Returns the Lark grammar of messages that may begin with an analysis. `spell`: as in `ToolParser`."""
     head = f'{spell("<|channel|>")} "analysis" {spell(_BODY)}'
     end = f'{spell("<|end|>")} {spell("<|start|>")} "assistant"'
-    rest = grammar.replace("start:", "messages:", 1)
-    return f"start: analysis? messages\n{rest}\nanalysis: {head} /(?s:.*)/ {end}"
+    messages = grammar.replace("start:", "messages:", 1)
+    return f"start: analysis? messages\n{messages}\nanalysis: {head} /(?s:.*)/ {end}"
 
 
 def final(spell: Callable[[str], str]) -> str:

@@ -28,12 +28,12 @@ class JsonText:
 
     Attributes:
         done: the value is complete.
-        rest: the character that ended it, if it is not a part of it.
+        unread: the character that ended it, if it is not a part of it.
     """
 
     def __init__(self) -> None:
         self.done = False
-        self.rest = ""
+        self.unread = ""
         self._closers: list[str] = []  # of the open brackets
         self._due: Literal["key", "colon", "value", "comma"] = "value"  # in the innermost of them
         self._quote = ""  # of the string that is read
@@ -54,14 +54,14 @@ class JsonText:
             return ""
         word = self._end_word()
         if word and not self._closers:
-            self.done, self.rest = True, character
+            self.done, self.unread = True, character
             return word
         return word + self._take_outside(character)
 
     def take_plain(self, text: str, at: int) -> str:
         """Takes the characters of a string from `at` on that need no escape. Returns them."""
-        found = _PLAIN.match(text, at) if self._quote and not self._escape else None
-        return "" if found is None else found[0]
+        match = _PLAIN.match(text, at) if self._quote and not self._escape else None
+        return "" if match is None else match[0]
 
     def finish(self) -> str:
         """Returns what is held back, and what the value lacks: ends of strings and of brackets."""
@@ -73,7 +73,7 @@ class JsonText:
         self.done = True
         return text
 
-    def held(self) -> str:
+    def pending(self) -> str:
         """Returns what is held back, as the model has written it."""
         return "".join(self._comma) + "".join(self._word) + self._escape
 
@@ -129,14 +129,14 @@ class JsonText:
     def _end_word(self) -> str:
         word = "".join(self._word)
         self._word.clear()
-        kept = word.rstrip(SPACE)
-        if not kept:
+        stripped = word.rstrip(SPACE)
+        if not stripped:
             return ""
-        space = word[len(kept) :]
-        if self._is_key or not _JSON_WORD.fullmatch(kept):
-            constant = None if self._is_key else _WORDS.get(kept)
-            kept = constant or '"' + "".join(map(_in_json, kept)) + '"'
-        return kept + space
+        space = word[len(stripped) :]
+        if self._is_key or not _JSON_WORD.fullmatch(stripped):
+            constant = None if self._is_key else _WORDS.get(stripped)
+            stripped = constant or '"' + "".join(map(_in_json, stripped)) + '"'
+        return stripped + space
 
     def _close(self, bracket: str) -> str:
         """Closes all brackets up to the last one of this kind. If there is none, it is left out."""
@@ -185,18 +185,18 @@ def _in_json(character: str) -> str:
 
 def mended(text: str) -> str | None:
     """Returns an object, a list or a string as JSON. None: the text is not a whole one."""
-    reader, found = JsonText(), ""
+    reader, json_text = JsonText(), ""
     for character in text.strip(SPACE):
         if reader.done:
             return None
-        found += reader.take(character)
-    if reader.rest or not reader.done:
+        json_text += reader.take(character)
+    if reader.unread or not reader.done:
         return None
     try:
-        json.loads(found)
+        json.loads(json_text)
     except (ValueError, RecursionError):
         return None
-    return found
+    return json_text
 
 
 class Arguments:
@@ -207,7 +207,7 @@ class Arguments:
     Attributes:
         done: they are complete.
         broken: they are no object.
-        rest: as of `JsonText`.
+        unread: as of `JsonText`.
     """
 
     def __init__(self) -> None:
@@ -215,11 +215,11 @@ class Arguments:
         self._value = JsonText()
         self._kind = ""  # the first character of the value
         self._text: Arguments | None = None  # what is in the string, if the value is one
-        self._said = ""  # a value that is neither a string nor an object
+        self._other_value = ""  # a value that is neither a string nor an object
 
     @property
-    def rest(self) -> str:
-        return self._value.rest
+    def unread(self) -> str:
+        return self._value.unread
 
     @property
     def in_string(self) -> bool:
@@ -236,8 +236,8 @@ class Arguments:
         """Returns the end of the object, as if the value ended here."""
         return "" if self.done or self.broken else self._take(self._value.finish(), "")
 
-    def held(self) -> str:
-        return "" if self._text is not None else self._value.held()
+    def pending(self) -> str:
+        return "" if self._text is not None else self._value.pending()
 
     def _take(self, text: str, character: str) -> str:
         if not self._kind:
@@ -251,16 +251,16 @@ class Arguments:
             return text
         if self._text is not None:
             return self._take_text(self._text, text)
-        self._said += text
+        self._other_value += text
         if not self.done:
             return ""
-        self.broken = re.sub(r"\s", "", self._said) not in ("", "null", "[]")
+        self.broken = re.sub(r"\s", "", self._other_value) not in ("", "null", "[]")
         return "" if self.broken else "{}"
 
     def _take_text(self, inner: "Arguments", text: str) -> str:
         """Takes a part of a JSON string, with its quotes."""
-        if not self._said:
-            self._said, text = '"', text[1:]
+        if not self._other_value:
+            self._other_value, text = '"', text[1:]
         if self.done:
             text = text[:-1]
         decoded = json.loads(f'"{text}"') if "\\" in text else text

@@ -24,15 +24,15 @@ class KimiReader(NamedCallReader):
         super().__init__(_HEAD, opening, tools, ends)
         self._number: int | None = None  # of the call, as its id says
 
-    def _name(self, found: re.Match[str]) -> None:
-        given = found["id"].strip()
-        if known := _ID.fullmatch(given):
-            self.name, self.call_id = known["name"], given
+    def _name(self, head: re.Match[str]) -> None:
+        call_id = head["id"].strip()
+        if id_match := _ID.fullmatch(call_id):
+            self.name, self.call_id = id_match["name"], call_id
             return
-        if number := re.search(r"\d+$", given):
+        if number := re.search(r"\d+$", call_id):
             self._number = int(number[0])
-        short = _PREFIX.sub("", given)
-        names = given, short, _SUFFIX.sub("", given), _SUFFIX.sub("", short)
+        short = _PREFIX.sub("", call_id)
+        names = call_id, short, _SUFFIX.sub("", call_id), _SUFFIX.sub("", short)
         self._identify(next((name for name in names if self._offered(name)), None))
 
     def _identify(self, name: str | None) -> None:
@@ -55,17 +55,17 @@ class KimiReader(NamedCallReader):
     def _only_fit(self, arguments: str) -> str | None:
         """Returns the only tool that takes these arguments."""
         try:
-            given = json.loads(arguments)
+            values = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-        fits = [tool.function.name for tool in self._tools if _takes(tool, given)]
+        fits = [tool.function.name for tool in self._tools if _takes(tool, values)]
         return fits[0] if len(fits) == 1 else None
 
 
-def _takes(tool: Tool, given: dict[str, object]) -> bool:
+def _takes(tool: Tool, arguments: dict[str, object]) -> bool:
     schema = resolved(tool.function.parameters, tool.function.parameters)
     schema = schema if isinstance(schema, dict) else {}
     properties, required = schema.get("properties"), schema.get("required")
-    needed = required if isinstance(required, list) else []
-    known = properties if isinstance(properties, dict) else given
-    return all(key in given for key in needed) and all(key in known for key in given)
+    required_keys = required if isinstance(required, list) else []
+    allowed = properties if isinstance(properties, dict) else arguments
+    return all(key in arguments for key in required_keys) and all(key in allowed for key in arguments)

@@ -20,7 +20,7 @@ class MarkedParser(ToolParser):
     """What begins a call whose opening mark the model has left out."""
     closing: ClassVar[str] = ""
     """Empty: the reader of a call finds its end."""
-    around: ClassVar[tuple[str, ...]] = ()
+    section_marks: ClassVar[tuple[str, ...]] = ()
     """Marks around all calls. They are never content."""
     before_closing: ClassVar[str] = "}`"
     """Characters that may stand between a call and its closing mark, with space."""
@@ -32,9 +32,9 @@ class MarkedParser(ToolParser):
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         super().__init__(tools)
         bare = () if self._strict else self.bare
-        marks = self.opening, *bare, *self.around, *filter(None, (self.closing,))
-        others = (each for each in self.specials if not any(each in mark for mark in marks))
-        self._open = Marker(*marks, *others)
+        marks = self.opening, *bare, *self.section_marks, *filter(None, (self.closing,))
+        specials = (each for each in self.specials if not any(each in mark for mark in marks))
+        self._open = Marker(*marks, *specials)
         end = self.pairs.end if self.pairs is not None else ""
         self._ends = tuple(filter(None, (end, self.closing))) or ("\0",)
         self._close = Marker(*self._ends)
@@ -43,7 +43,7 @@ class MarkedParser(ToolParser):
     def _reader(self, opening: str) -> Reader:
         if self.pairs is not None:
             return PairsReader(self.pairs, opening, self._tools)
-        ends = (each for each in (self.closing, self.opening, *self.around) if each)
+        ends = (each for each in (self.closing, self.opening, *self.section_marks) if each)
         return NamedCallReader(self.head, opening, self._tools, tuple(ends))
 
     def _plain_end(self, text: str, at: int) -> int:
@@ -61,8 +61,8 @@ class MarkedParser(ToolParser):
         if opening and not head.strip():
             return CallReader(opening + head, self._tools)
         assert self.pairs is not None
-        found = self.pairs.head.fullmatch(head)
-        if found is None or not any(tool.function.name == found["name"] for tool in self._tools):
+        match = self.pairs.head.fullmatch(head)
+        if match is None or not any(tool.function.name == match["name"] for tool in self._tools):
             return call
         reader = NamedCallReader(self.pairs.head, opening, self._tools, self.pairs.ends)
         for each in head:
@@ -73,25 +73,25 @@ class MarkedParser(ToolParser):
         if self._closing:
             text, closed = self._close.take(character)
             if closed:
-                self._closing = self._close.found != self._ends[-1]
+                self._closing = self._close.mark != self._ends[-1]
                 return
             self._closing = not text.strip(SPACE + self.before_closing)
             if self._closing:
                 return
-            character, self._close.held = text + self._close.held, ""
+            character, self._close.pending = text + self._close.pending, ""
         text, after = self._open.split(character)
         yield from self._content(text)
         if after is None:
             return
-        found = self._open.found
-        if found == self.opening:
-            self._call = self._reader(found)
-        elif found in self.bare:
+        mark = self._open.mark
+        if mark == self.opening:
+            self._call = self._reader(mark)
+        elif mark in self.bare:
             self._call = self._reader("")
-            for each in found:
+            for each in mark:
                 self._call.take(each)
-        elif found == self.closing and found not in self.specials and not self.num_calls:
-            self._space.append(found)
+        elif mark == self.closing and mark not in self.specials and not self.num_calls:
+            self._space.append(mark)
 
     def _end_call(self, call: Reader) -> None:
         self._space.clear()
@@ -101,5 +101,5 @@ class MarkedParser(ToolParser):
         return self._content(raw)
 
     def _end(self) -> Iterator[Part]:
-        yield from self._content(self._open.held)
+        yield from self._content(self._open.pending)
         yield from super()._end()

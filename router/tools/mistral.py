@@ -57,9 +57,9 @@ class MistralParser(MarkedParser):
             self._space.clear()
             self._listed = False
         else:  # text, or the mark again, which begins as a list does
-            held, self._listed = "".join(self._space), False
+            pending, self._listed = "".join(self._space), False
             self._space.clear()
-            for each in held + character:
+            for each in pending + character:
                 yield from self._take(each)
 
     def _end_call(self, call: Reader) -> None:

@@ -46,8 +46,8 @@ class TextParser:
         """Takes the next text. Returns the parts that are certain now."""
         if self._reasoning is None:
             return self._answer(text)
-        reasoning, rest = self._reasoning.push(text)
-        return self._divided(self._reasoning, reasoning, rest)
+        reasoning, content = self._reasoning.push(text)
+        return self._divided(self._reasoning, reasoning, content)
 
     def finish(self, *, ended: bool) -> list[Part]:
         """Returns the parts that were held back, at the end of the text. `ended`: as of `ToolParser`."""
@@ -60,21 +60,23 @@ class TextParser:
             parts += self._tools.finish(ended=ended)
         return parts
 
-    def _divided(self, parser: ReasoningParser | HarmonyReasoning, reasoning: str, rest: str) -> list[Part]:
+    def _divided(
+        self, parser: ReasoningParser | HarmonyReasoning, reasoning: str, content: str
+    ) -> list[Part]:
         thinking = self._thinking
         if reasoning and (thinking is None or thinking is not self._tools):
             self.reasoning_tokens += 1
         if thinking is None:
             parts = [Part("reasoning", reasoning)] if reasoning else []
-            return parts + self._answer(rest)
+            return parts + self._answer(content)
         parts = list(self._of_reasoning(thinking.push(reasoning)))
         if isinstance(parser, ReasoningParser) and parser.over:
             self._thinking = None
             if thinking is not self._tools:
                 parts += self._of_reasoning(thinking.finish())
             elif thinking.in_call:
-                rest = parser.end + rest
-        return parts + (self._answer(rest) if rest else [])
+                content = parser.end + content
+        return parts + (self._answer(content) if content else [])
 
     def _of_reasoning(self, parts: list[Part]) -> Iterator[Part]:
         """Yields what was found in the reasoning. Behind the first call all is content."""

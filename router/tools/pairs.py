@@ -56,7 +56,7 @@ class PairsReader(Reader):
         super().__init__(opening, tools)
         self._form = form
         self._step = self._take_head
-        self._held = ""  # text that is neither returned nor a part of a value
+        self._pending = ""  # text that is neither returned nor a part of a value
         self._spaces: list[str] = []  # before it, behind an end inside of a value
         self._value: list[str] = []
         self._types: Types = frozenset()
@@ -73,62 +73,62 @@ class PairsReader(Reader):
 
     def take_plain(self, text: str, at: int) -> str:
         reads = self._step == self._take_value and self._types == {"string"}
-        found = _PLAIN.match(text, at) if reads and not self._fresh and not self._tags.held else None
-        return "" if found is None else found[0]
+        match = _PLAIN.match(text, at) if reads and not self._fresh and not self._tags.pending else None
+        return "" if match is None else match[0]
 
     def finish(self, *, ended: bool) -> str:
         if self._step == self._take_head:
-            return self._named(self._held, self._form.ends[-1]) if ended else ""
+            return self._named(self._pending, self._form.ends[-1]) if ended else ""
         if self._step == self._take_between:
-            self.rest = self._held
-        if ended or self.rest:
+            self.unread = self._pending
+        if ended or self.unread:
             return self._last_value() + "}"
         if self._step == self._take_key:
-            return self._separator() + json.dumps(self._held, ensure_ascii=False)[:-1]
+            return self._separator() + json.dumps(self._pending, ensure_ascii=False)[:-1]
         if self._step != self._take_value:
             return ""
         if self._types == {"string"}:
-            return _escaped(self._tags.held)
-        return as_json("".join(self._value) + self._tags.held, self._types)
+            return _escaped(self._tags.pending)
+        return as_json("".join(self._value) + self._tags.pending, self._types)
 
     def _last_value(self) -> str:
         """Returns the end of a value that has none, at the end of the text."""
         if self._step == self._take_value:
-            text = self._tags.held
+            text = self._tags.pending
             return self._end_value("" if text == "\n" or text.strip("\n").startswith("</") else text)
         if self._step == self._take_after_end:
             return self._end_value("")
         if self._step == self._take_next_key:
-            return self._end_value(self._tags.found + self._held)
+            return self._end_value(self._tags.mark + self._pending)
         return ""
 
     def _take_head(self, character: str) -> str:
-        self._held += character
+        self._pending += character
         for tag in (self._form.before_key, *self._form.ends):
-            if self._held.endswith(tag):
-                text = self._named(self._held.removesuffix(tag), tag)
+            if self._pending.endswith(tag):
+                text = self._named(self._pending.removesuffix(tag), tag)
                 return text if self.begun else self._break(character)
         begin = self._form.begins[0]
-        if self._held.endswith(begin):
-            text = self._named(self._held.removesuffix(begin), self._form.ends[-1])
+        if self._pending.endswith(begin):
+            text = self._named(self._pending.removesuffix(begin), self._form.ends[-1])
             self._break(begin)
             return text
-        return self._break(character) if len(self._held) > MAX_HEAD else ""
+        return self._break(character) if len(self._pending) > MAX_HEAD else ""
 
     def _named(self, head: str, tag: str) -> str:
         """Takes what precedes the arguments, and the tag behind it."""
-        found = self._form.head.fullmatch(head)
-        if found is None:
+        match = self._form.head.fullmatch(head)
+        if match is None:
             return ""
         # Without a tag of its own, a name may be any word. Without a mark, all may be text about calls.
-        text = "" if self._raw[0] else found.groupdict().get("text") or ""
-        if (tag == self._form.ends[-1] or text.strip(SPACE)) and not self._offered(found["name"]):
+        text = "" if self._raw[0] else match.groupdict().get("text") or ""
+        if (tag == self._form.ends[-1] or text.strip(SPACE)) and not self._offered(match["name"]):
             return ""
-        self.name, self.begun = found["name"], True
+        self.name, self.begun = match["name"], True
         return "{" + self._after_tag(tag)
 
     def _after_tag(self, tag: str) -> str:
-        self._held = ""
+        self._pending = ""
         if tag == self._form.before_key:
             self._step = self._take_key
             return ""
@@ -138,17 +138,17 @@ class PairsReader(Reader):
         return "}"
 
     def _take_key(self, character: str) -> str:
-        self._held += character
-        if character == ">" and (found := self._form.after_key.fullmatch(self._held)):
-            return self._begin_value(found)
-        if len(self._held) > MAX_HEAD:
-            self._break(self._form.before_key + self._held)
+        self._pending += character
+        if character == ">" and (match := self._form.after_key.fullmatch(self._pending)):
+            return self._begin_value(match)
+        if len(self._pending) > MAX_HEAD:
+            self._break(self._form.before_key + self._pending)
             return "}"
         return ""
 
-    def _begin_value(self, found: re.Match[str]) -> str:
-        key, self._held = found["key"].strip(SPACE), ""
-        string = found.groupdict().get("string")
+    def _begin_value(self, match: re.Match[str]) -> str:
+        key, self._pending = match["key"].strip(SPACE), ""
+        string = match.groupdict().get("string")
         self._types = self._types_of(key, string)
         self._is_json = string == "false" and self._types != {"string"}
         self._value.clear()
@@ -176,15 +176,15 @@ class PairsReader(Reader):
         return types & {"string"} or types if string == "true" else types
 
     def _take_value(self, character: str) -> str:
-        text, found = self._tags.take(character)
+        text, end_tag = self._tags.take(character)
         text = self._of_value(text)
-        if not found:
+        if not end_tag:
             return text
-        tag = self._tags.found.strip("\n")
+        tag = self._tags.mark.strip("\n")
         if tag == self._form.value_end:
-            self._step, self._held = self._take_between, ""
+            self._step, self._pending = self._take_between, ""
             return text + self._end_value("")
-        self._held, self._spaces = "", []
+        self._pending, self._spaces = "", []
         self._step = self._take_next_key if tag == self._form.before_key else self._take_after_end
         return text
 
@@ -218,46 +218,46 @@ class PairsReader(Reader):
 
     def _take_after_end(self, character: str) -> str:
         """Behind a tag that ends the call, inside of a value."""
-        if character in SPACE and not self._held:
+        if character in SPACE and not self._pending:
             self._spaces.append(character)
             return ""
-        self._held += character
+        self._pending += character
         form, follow = self._form, self._form.begins
-        if form.closing and self._tags.found.strip("\n") == form.end:
+        if form.closing and self._tags.mark.strip("\n") == form.end:
             follow = form.closing, *follow
-        if self._held in follow:
+        if self._pending in follow:
             text = self._end_value("") + "}"
-            self._break(self._held)
+            self._break(self._pending)
             return text
-        return "" if any(tag.startswith(self._held) for tag in follow) else self._go_on()
+        return "" if any(tag.startswith(self._pending) for tag in follow) else self._go_on()
 
     def _take_next_key(self, character: str) -> str:
         """Behind the tag before a key, inside of a value."""
-        self._held += character
-        properties, text = self._properties(), self._held.lstrip("\"'")
-        known = properties if isinstance(properties, dict) else ()
-        keys = [key for key in known if key not in self._keys]
-        found = self._form.after_key.fullmatch(self._held) if character == ">" else None
-        if found is not None and found["key"].strip(SPACE) in keys:
-            return self._end_value("") + self._begin_value(found)
+        self._pending += character
+        properties, text = self._properties(), self._pending.lstrip("\"'")
+        offered = properties if isinstance(properties, dict) else ()
+        keys = [key for key in offered if key not in self._keys]
+        match = self._form.after_key.fullmatch(self._pending) if character == ">" else None
+        if match is not None and match["key"].strip(SPACE) in keys:
+            return self._end_value("") + self._begin_value(match)
         may_be = any(key.startswith(text) or text.startswith(key) for key in keys)
-        return "" if found is None and may_be and len(text) <= MAX_HEAD else self._go_on()
+        return "" if match is None and may_be and len(text) <= MAX_HEAD else self._go_on()
 
     def _go_on(self) -> str:
         """Takes a tag and the text behind it as a part of the value."""
-        behind = "".join(self._spaces) + self._held
+        behind = "".join(self._spaces) + self._pending
         self._step = self._take_value
-        return self._of_value(self._tags.found) + "".join(map(self.take, behind))
+        return self._of_value(self._tags.mark) + "".join(map(self.take, behind))
 
     def _take_between(self, character: str) -> str:
-        self._held = (self._held + character).lstrip(SPACE)
+        self._pending = (self._pending + character).lstrip(SPACE)
         form = self._form
         for tag in (form.before_key, *form.ends):
-            if self._held.endswith(tag):
+            if self._pending.endswith(tag):
                 return self._after_tag(tag)
-        begin = next((begin for begin in form.begins if self._held.endswith(begin)), "")
-        if begin or len(self._held) > MAX_HEAD:
-            self._break(begin or self._held)
+        begin = next((begin for begin in form.begins if self._pending.endswith(begin)), "")
+        if begin or len(self._pending) > MAX_HEAD:
+            self._break(begin or self._pending)
             return "}"
         return ""
 

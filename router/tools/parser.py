@@ -116,7 +116,7 @@ class ToolParser:
         if call is not None:
             before = call.begun
             yield from self._of_call(call, before, call.finish(ended=ended))
-            yield from self._content(call.rest) if call.begun else self._give_up(call.raw)
+            yield from self._content(call.unread) if call.begun else self._give_up(call.raw)
         if call is None or not call.begun:
             yield from self._end()
 
@@ -133,12 +133,12 @@ class ToolParser:
     def _content(self, text: str) -> Iterator[Part]:
         """Yields text as content, without special tokens. Holds back the space at its end."""
         text = self._specials.sub("", text)
-        kept = text.rstrip(SPACE)
-        if kept:
-            yield Part("content", "".join(self._space) + kept)
+        stripped = text.rstrip(SPACE)
+        if stripped:
+            yield Part("content", "".join(self._space) + stripped)
             self._space.clear()
-        if len(kept) < len(text):
-            self._space.append(text[len(kept) :])
+        if len(stripped) < len(text):
+            self._space.append(text[len(stripped) :])
 
     def _take(self, character: str) -> Iterator[Part]:
         call = self._call
@@ -154,8 +154,8 @@ class ToolParser:
             self._end_call(call)
         else:
             yield from self._give_up(call.raw)
-        for again in call.rest:
-            yield from self._take(again)
+        for unread in call.unread:
+            yield from self._take(unread)
 
     def _take_outside(self, character: str) -> Iterator[Part]:
         """Takes a character outside of calls. It may begin a call (`_call`)."""

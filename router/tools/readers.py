@@ -50,16 +50,16 @@ class Reader:
         self._raw = [opening]
         self._tools = tools
         self.begun = self.done = self.broken = False
-        self.rest = ""
+        self.unread = ""
         self.name: str | None = None
         self.call_id: str | None = None
         self._step: Callable[[str], str]  # takes the next character
 
     @property
     def raw(self) -> str:
-        """The mark and all characters so far, if the call has not begun, without `rest`."""
+        """The mark and all characters so far, if the call has not begun, without `unread`."""
         raw = "".join(self._raw)
-        return raw[: len(raw) - len(self.rest)]
+        return raw[: len(raw) - len(self.unread)]
 
     @property
     def over(self) -> bool:
@@ -83,8 +83,8 @@ class Reader:
         """
         return ""
 
-    def _break(self, rest: str) -> str:
-        self.broken, self.rest = True, rest
+    def _break(self, unread: str) -> str:
+        self.broken, self.unread = True, unread
         return ""
 
     def _offered(self, name: str | None) -> bool:
@@ -106,7 +106,7 @@ class ObjectReader(Reader):
     def finish(self, *, ended: bool) -> str:
         if ended:
             return self._close()
-        return self._arguments.held() if self.begun and self._arguments is not None else ""
+        return self._arguments.pending() if self.begun and self._arguments is not None else ""
 
     def _close(self) -> str:
         """Ends the call, whatever is missing."""
@@ -137,7 +137,7 @@ class CallReader(ObjectReader):
         self._depth = 0  # open braces of the call
         self._key = ""  # of the member whose value follows or is read
         self._value = JsonText()  # a key, or a value that is not the arguments
-        self._said: list[str] = []  # of this key or of the name
+        self._string: list[str] = []  # of this key or of the name
 
     def _close(self) -> str:
         if self._arguments is None and not self._marked and not self._offered(self.name):
@@ -161,7 +161,7 @@ class CallReader(ObjectReader):
 
     def _take_member(self, character: str) -> str:
         if character in QUOTES:
-            self._value, self._said, self._step = JsonText(), [], self._take_key
+            self._value, self._string, self._step = JsonText(), [], self._take_key
             return self._step(character)
         if character == "}":
             self._depth -= 1
@@ -175,9 +175,9 @@ class CallReader(ObjectReader):
         return "" if character in SPACE + "," else self._wrong(character)
 
     def _take_key(self, character: str) -> str:
-        self._said.append(self._value.take(character))
+        self._string.append(self._value.take(character))
         if self._value.done:
-            self._key, self._step = json.loads("".join(self._said)), self._take_colon
+            self._key, self._step = json.loads("".join(self._string)), self._take_colon
         return ""
 
     def _take_colon(self, character: str) -> str:
@@ -201,7 +201,7 @@ class CallReader(ObjectReader):
             self._depth, self._step = self._depth + 1, self._take_member
             return ""
         else:
-            self._value, self._said, self._step = JsonText(), [], self._take_value
+            self._value, self._string, self._step = JsonText(), [], self._take_value
         return self._step(character)
 
     def _take_arguments(self, character: str) -> str:
@@ -214,8 +214,8 @@ class CallReader(ObjectReader):
             return self._wrong(character)
         if arguments.done:
             self._step = self._take_member
-            if arguments.rest:
-                text += self._step(arguments.rest)
+            if arguments.unread:
+                text += self._step(arguments.unread)
         return text
 
     def _take_value(self, character: str) -> str:
@@ -224,17 +224,17 @@ class CallReader(ObjectReader):
         text = self._value.take(character)
         is_name = self._key in ("name", "function") and self.name is None
         if is_name:
-            self._said.append(text)
+            self._string.append(text)
         if not self._value.done:
             return ""
         self._step = self._take_member
         if is_name:
-            said = "".join(self._said)
-            if said.startswith('"') and self._allowed(name := json.loads(said).strip()):
+            string = "".join(self._string)
+            if string.startswith('"') and self._allowed(name := json.loads(string).strip()):
                 self.name = name
             elif self._key == "name":
                 return self._wrong(character)
-        return self._new("") + (self._step(self._value.rest) if self._value.rest else "")
+        return self._new("") + (self._step(self._value.unread) if self._value.unread else "")
 
     def _allowed(self, name: str) -> bool:
         return bool(re.fullmatch(FUNCTION_NAME, name)) and (self._names is None or name in self._names)
@@ -255,10 +255,10 @@ class NamedCallReader(ObjectReader):
         self._step = self._take_head
 
     def _take_head(self, character: str) -> str:
-        if character in ("{", '"') and (found := self._head.fullmatch(self._before)):
+        if character in ("{", '"') and (match := self._head.fullmatch(self._before)):
             self._arguments = Arguments()
             self._step = partial(self._take_arguments, self._arguments)
-            self._name(found)
+            self._name(match)
             return self._step(character)
         self._before += character
         if end := next((end for end in self._ends if self._before.endswith(end)), ""):
@@ -272,11 +272,11 @@ class NamedCallReader(ObjectReader):
     def _close(self) -> str:
         if self._arguments is None:
             return self._without_arguments(self._before)
-        text = "".join(map(self._arguments.take, self._mark.held.removeprefix("<")))
+        text = "".join(map(self._arguments.take, self._mark.pending.removeprefix("<")))
         return self._new(text + self._arguments.finish())
 
-    def _name(self, found: re.Match[str]) -> None:
-        self.name, self.call_id = found["name"], found.groupdict().get("id")
+    def _name(self, head: re.Match[str]) -> None:
+        self.name, self.call_id = head["name"], head.groupdict().get("id")
 
     def _take_arguments(self, arguments: Arguments, character: str) -> str:
         characters, ended = (character, False) if arguments.in_string else self._mark.take(character)
@@ -292,15 +292,15 @@ class NamedCallReader(ObjectReader):
                     self._break(characters[i + 1 :])
                 return text
         if ended:
-            self._break(self._mark.found)
+            self._break(self._mark.mark)
             text += self._new(arguments.finish())
         return text
 
     def _without_arguments(self, head: str) -> str:
         """A name alone is a call if there is such a tool."""
-        found = re.fullmatch(self._head.pattern + _NO_ARGUMENTS, head)
-        if found is not None:
-            self._name(found)
+        match = re.fullmatch(self._head.pattern + _NO_ARGUMENTS, head)
+        if match is not None:
+            self._name(match)
         if not self._offered(self.name):
             return ""
         self.begun = True
@@ -374,8 +374,8 @@ def _python_call(text: str) -> tuple[str, str] | None:
         if len(named) < len(call.keywords):
             return None
         name = text[: text.index("(")]
-        given = {name: ast.literal_eval(_JsonValues().visit(value)) for name, value in named}
-        return (name, json.dumps(given, allow_nan=False)) if re.fullmatch(FUNCTION_NAME, name) else None
+        arguments = {name: ast.literal_eval(_JsonValues().visit(value)) for name, value in named}
+        return (name, json.dumps(arguments, allow_nan=False)) if re.fullmatch(FUNCTION_NAME, name) else None
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 

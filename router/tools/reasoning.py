@@ -111,9 +111,9 @@ class ReasoningParser:
         text = self._without_label(text)
         reasoning, content = self._end.split(text)
         if self._newlines and (reasoning or content is not None):
-            whole = self._newline + reasoning
-            reasoning = whole.removesuffix("\n")
-            self._newline = "" if content is not None else whole[len(reasoning) :]
+            spaced = self._newline + reasoning
+            reasoning = spaced.removesuffix("\n")
+            self._newline = "" if content is not None else spaced[len(reasoning) :]
         if content is None:
             return reasoning, ""
         self._state = "answer"
@@ -122,9 +122,9 @@ class ReasoningParser:
     def finish(self) -> tuple[str, str]:
         """Returns the reasoning and the content that were held back, at the end of the output."""
         if self._state == "begin":
-            held = "".join(self._space) + self._mark
-            return (held, "") if self._beginning == "reasoning" else ("", held)
-        return self._newline + self._end.held, ""
+            text = "".join(self._space) + self._mark
+            return (text, "") if self._beginning == "reasoning" else ("", text)
+        return self._newline + self._end.pending, ""
 
     def _without_newline(self, answer: str) -> str:
         """The first text of the answer behind the reasoning, without its first newline."""

@@ -15,10 +15,10 @@ _CLASSES = {
 
 def pieces(regex: str) -> list[str]:
     """Returns the escapes and characters of a regular expression. Raises ValueError."""
-    found = _PIECE.findall(regex)
-    if sum(map(len, found)) != len(regex):
+    escapes = _PIECE.findall(regex)
+    if sum(map(len, escapes)) != len(regex):
         raise ValueError("the regular expression ends within an escape")
-    return found
+    return escapes
 
 
 def of_ascii(regex: str) -> str:
@@ -47,12 +47,12 @@ def anywhere(pattern: str) -> str:
     )
 
 
-def _branches(found: list[str]) -> Iterator[list[str]]:
+def _branches(escapes: list[str]) -> Iterator[list[str]]:
     """Yields the alternatives of a whole regular expression, as Rust's syntax divides it."""
     branch: list[str] = []
     groups = classes = 0
     opened = -2  # where a class may still hold a bracket as its first character
-    for i, piece in enumerate(found):
+    for i, piece in enumerate(escapes):
         if classes:
             if piece == "^" and opened == i - 1:
                 opened = i

@@ -73,23 +73,23 @@ def conjuncts(schema: Schema, root: Schema, depth: int = _DEPTH) -> Iterator[Map
     if not isinstance(schema, Mapping) or not depth:
         return
     yield schema
-    others = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
-    others = [*others, _target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else others
-    for other in others:
+    schemas = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+    schemas = [*schemas, _target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else schemas
+    for other in schemas:
         yield from conjuncts(other, root, depth - 1)
 
 
-def types_of(schema: Schema, root: Schema, known: dict[int, Types], depth: int = _DEPTH) -> Types:
+def types_of(schema: Schema, root: Schema, memo: dict[int, Types], depth: int = _DEPTH) -> Types:
     """Returns the JSON types that values of a schema may have.
 
-    `known`: the result for each schema of `root` that was looked at, by id. So none is looked at twice."""
+    `memo`: the result for each schema of `root` that was looked at, by id. So none is looked at twice."""
     if not isinstance(schema, Mapping) or not depth:
         return JSON_TYPES
-    if id(schema) in known:
-        return known[id(schema)]
-    types = known[id(schema)] = JSON_TYPES
+    if id(schema) in memo:
+        return memo[id(schema)]
+    types = memo[id(schema)] = JSON_TYPES
     if isinstance(schema.get("$ref"), str):
-        types &= types_of(_target(schema["$ref"], root), root, known, depth - 1)
+        types &= types_of(_target(schema["$ref"], root), root, memo, depth - 1)
     named = schema.get("type")
     if isinstance(named, str | list):
         types &= frozenset([named] if isinstance(named, str) else filter(None, map(str, named)))
@@ -97,11 +97,11 @@ def types_of(schema: Schema, root: Schema, known: dict[int, Types], depth: int =
         types &= frozenset(map(_type_of, values))
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            types &= frozenset().union(*(types_of(each, root, known, depth - 1) for each in schema[name]))
+            types &= frozenset().union(*(types_of(each, root, memo, depth - 1) for each in schema[name]))
     if isinstance(schema.get("allOf"), list):
         for each in schema["allOf"]:
-            types &= types_of(each, root, known, depth - 1)
-    known[id(schema)] = types
+            types &= types_of(each, root, memo, depth - 1)
+    memo[id(schema)] = types
     return types
 
 
@@ -114,9 +114,9 @@ def allowed_values(schema: Mapping[str, Any]) -> list[list[Any]]:
 def as_json(text: str, types: Types) -> str:
     """Returns the JSON of a value that the model wrote as a bare string, as JSON, or as in Python."""
     if types != {"string"}:
-        for read in (_read_json, _read_python):
+        for reader in (_read_json, _read_python):
             try:
-                written, value = read(text.strip())
+                written, value = reader(text.strip())
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 continue
             kind = _type_of(value)

@@ -37,14 +37,14 @@ class KnownAdapters:
 
     def check(self, described: pb.WorkerDescription) -> None:
         """Raises RefusedWorker if a worker that attaches has other adapters than the accepted ones."""
-        told = set_of(described)
-        if told == self.newest:
+        reported = set_of(described)
+        if reported == self.newest:
             return
-        _check(told)
-        adapters, newest = _named(told.adapters), self._named_newest
-        if adapters == newest or told.revision > self.newest.revision:
+        _check(reported)
+        adapters, newest = _named(reported.adapters), self._named_newest
+        if adapters == newest or reported.revision > self.newest.revision:
             return
-        if told.revision < self.newest.revision:
+        if reported.revision < self.newest.revision:
             if described.max_adapters < len(newest):
                 room = f"it has room for {described.max_adapters} adapters, and the others have {len(newest)}"
                 raise RefusedWorker(room, _SAME)
@@ -92,10 +92,10 @@ def _named(adapters: Iterable[pb.Adapter]) -> frozenset[tuple[str, bytes]]:
     return frozenset((each.name, each.fingerprint) for each in adapters)
 
 
-def _check(told: pb.AdapterSet) -> None:
-    if len(told.adapters) > MOST:
-        raise RefusedWorker(f"it reports {len(told.adapters)} adapters, more than {MOST}")
-    for each in told.adapters:
+def _check(reported: pb.AdapterSet) -> None:
+    if len(reported.adapters) > MOST:
+        raise RefusedWorker(f"it reports {len(reported.adapters)} adapters, more than {MOST}")
+    for each in reported.adapters:
         if not _NAME.fullmatch(each.name) or len(each.fingerprint) != FINGERPRINT_BYTES:
             raise RefusedWorker(
                 f"it reports an adapter without a valid name or fingerprint: {each.name[:20]!r}"

@@ -48,11 +48,11 @@ class RouterModel:
 
 
 def check_fit(
-    described: pb.WorkerDescription, model: RouterModel, others: Mapping[str, pb.WorkerDescription]
+    described: pb.WorkerDescription, model: RouterModel, accepted_workers: Mapping[str, pb.WorkerDescription]
 ) -> None:
     """Raises RefusedWorker if the worker has another model or tokenizer.
 
-    `others` are accepted workers by name, one for each other value of `must_agree`. An empty vocabulary
+    `accepted_workers`: by name, one for each other value of `must_agree`. An empty vocabulary
     fingerprint is not compared: a model of random weights may have no tokenizer.
     """
     if described.first_pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
@@ -77,16 +77,16 @@ def check_fit(
             f"({model.name}) {model.vocab_size}",
             SAME_MODEL,
         )
-    for other, accepted in others.items():
+    for other, accepted in accepted_workers.items():
         if differing := list(_differing(described, accepted)):
-            found = ", ".join(f"{name} ({value}, there {there})" for name, value, there, _ in differing)
+            parts = ", ".join(f"{name} ({value}, there {agreed})" for name, value, agreed, _ in differing)
             flags = " and ".join(dict.fromkeys(flag for *_, flags in differing for flag in flags))
             remedy = f"Give all workers the same {flags}. The one accepted first may be the wrong one."
             if any(name == VERSION for name, *_ in differing):
                 remedy = NEW_WEIGHTS
             elif [name for name, *_ in differing][:1] == [LAYOUT]:  # the models agree
                 remedy = _same_layout(described.layout_fingerprint, accepted.layout_fingerprint)
-            raise RefusedWorker(f"it differs from {other} in: {found}", remedy)
+            raise RefusedWorker(f"it differs from {other} in: {parts}", remedy)
 
 
 def _same_layout(*layouts: str) -> str:
@@ -112,15 +112,15 @@ def _differing(
     described: pb.WorkerDescription, accepted: pb.WorkerDescription
 ) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
     """What differs of that which must agree: its name, the value of each, and the flags that change it."""
-    parts, others = (_parts(each.model_fingerprint) for each in (described, accepted))
-    for part in dict.fromkeys([*parts, *others]):
-        if parts.get(part) == others.get(part):
+    parts, accepted_parts = (_parts(each.model_fingerprint) for each in (described, accepted))
+    for part in dict.fromkeys([*parts, *accepted_parts]):
+        if parts.get(part) == accepted_parts.get(part):
             continue
         if part == "format":
             flags = "--dtype", "--quantization"
-            yield "format of its weights", parts.get(part, ""), others.get(part, ""), flags
+            yield "format of its weights", parts.get(part, ""), accepted_parts.get(part, ""), flags
         elif part == "version":
-            yield VERSION, parts.get(part, "of --model"), others.get(part, "of --model"), MODEL_FLAGS
+            yield VERSION, parts.get(part, "of --model"), accepted_parts.get(part, "of --model"), MODEL_FLAGS
         else:
             yield part, described.model, accepted.model, MODEL_FLAGS
     if described.layout_fingerprint != accepted.layout_fingerprint:

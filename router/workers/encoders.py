@@ -64,7 +64,7 @@ class Encoders:
         self.had_encoder = False
         """This router was connected to an encoder once."""
         self._worker_wait = worker_wait
-        self._kept: dict[Worker, OrderedDict[bytes, None]] = {}
+        self._cached: dict[Worker, OrderedDict[bytes, None]] = {}
         self._under_way: dict[tuple[str, bytes], ImageEncode] = {}  # by fingerprint and name
         self._by_id: dict[bytes, ImageEncode] = {}
         self._sent = Counter[Worker]()
@@ -79,7 +79,7 @@ class Encoders:
         waits = {worker: wait for worker, (wait, _) in self._waits(self.ready).items()}
         seconds = list[float]()
         for image in images:
-            if any(image.name in self._kept[worker] for worker in waits):
+            if any(image.name in self._cached[worker] for worker in waits):
                 seconds.append(0.0)
                 continue
             worker = min(waits, key=waits.__getitem__)
@@ -93,8 +93,8 @@ class Encoders:
         target = attempt.worker
         key = target.description.image_fingerprint, image.name
         for worker in self._fitting(key[0]):
-            if image.name in self._kept[worker]:
-                self._kept[worker].move_to_end(image.name)
+            if image.name in self._cached[worker]:
+                self._cached[worker].move_to_end(image.name)
                 _tell(target, image.name, worker)
                 return
         encode = self._under_way.get(key)
@@ -120,8 +120,8 @@ class Encoders:
             _submit(worker, os.urandom(16), image, attempt)
             return
         if message.lost and waiting:
-            for kept in self._kept.values():
-                kept.pop(message.name, None)
+            for cached in self._cached.values():
+                cached.pop(message.name, None)
         for attempt, image in waiting.items():
             attempt.lost_images[image.name] += message.lost
             if (times := attempt.lost_images[image.name]) > MOST_FAILURES:
@@ -146,11 +146,11 @@ class Encoders:
         if worker.ready and worker.attached:
             self.ready[worker] = None
             self.had_encoder = True
-            self._kept.setdefault(worker, OrderedDict())
+            self._cached.setdefault(worker, OrderedDict())
         else:
             self.ready.pop(worker, None)
         if not worker.attached:
-            self._kept.pop(worker, None)
+            self._cached.pop(worker, None)
         for encode in list(self._under_way.values()):
             if encode.worker is worker and not worker.attached:
                 log.info("%s was lost with an image, which goes to another encoder", worker)
@@ -163,11 +163,11 @@ class Encoders:
         encode = self._by_id.get(encode_id)
         if encode is None or encode.worker is not worker:
             return
-        kept, name = self._kept[worker], encode.image.name
-        kept[name] = None
-        kept.move_to_end(name)
-        if len(kept) > MOST_KEPT:
-            kept.popitem(last=False)
+        cached, name = self._cached[worker], encode.image.name
+        cached[name] = None
+        cached.move_to_end(name)
+        if len(cached) > MOST_KEPT:
+            cached.popitem(last=False)
         worker.attempt_succeeded()
         self._end(encode)
         for target in dict.fromkeys(attempt.worker for attempt in encode.attempts):
@@ -213,8 +213,8 @@ class Encoders:
         attempt = next(iter(encode.attempts))
         _submit(worker, encode.id, encode.image, attempt)
         if log.isEnabledFor(logging.DEBUG):
-            about = of_request(attempt.name, encode.id)
-            log.debug("request %s: image at %s", attempt.name, worker, extra=about)
+            fields = of_request(attempt.name, encode.id)
+            log.debug("request %s: image at %s", attempt.name, worker, extra=fields)
 
     def _waits(self, workers: Iterable[Worker]) -> dict[Worker, tuple[float, int]]:
         """Seconds until each encoder has encoded all images before the next one, and their tokens from this

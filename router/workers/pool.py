@@ -111,8 +111,8 @@ class WorkerPool(Roster):
     @property
     def pools(self) -> dict[pb.Pool, str]:
         """The pools that the cluster has, with their names."""
-        both = not self._config.decode_only
-        return {p: name for p, name in POOL_NAMES.items() if both or p == pb.POOL_DECODE}
+        has_prefill = not self._config.decode_only
+        return {p: name for p, name in POOL_NAMES.items() if has_prefill or p == pb.POOL_DECODE}
 
     @property
     def complete(self) -> bool:
@@ -187,11 +187,11 @@ class WorkerPool(Roster):
         total = 0.0
         for pool in self.pools:
             workers = self.ready(pool)
-            shown = [speed for worker in workers if (speed := _shown_speed(worker, pool))]
-            if workers and not shown and not total:
+            speeds = [speed for worker in workers if (speed := _shown_speed(worker, pool))]
+            if workers and not speeds and not total:
                 return 0.0
-            if shown and (pool == pb.POOL_PREFILL or self._config.overflow):
-                total += sum(shown) / len(shown) * len(workers)
+            if speeds and (pool == pb.POOL_PREFILL or self._config.overflow):
+                total += sum(speeds) / len(speeds) * len(workers)
         return total
 
     def promise(self, slots: int, positions: int) -> None:

@@ -142,14 +142,14 @@ class Roster:
                 raise RefusedWorker("its description has no KV address, from which workers fetch")
             return
         agreed = must_agree(worker.description)
-        others = {next(iter(same)): same for key, same in self._accepted.items() if key != agreed}
-        older = [each for each in others if lacks_weights(each.description, worker.description)]
-        newer = [each for each in others if _waits_for(worker, each.description)]
+        accepted = {next(iter(same)): same for key, same in self._accepted.items() if key != agreed}
+        older = [each for each in accepted if lacks_weights(each.description, worker.description)]
+        newer = [each for each in accepted if _waits_for(worker, each.description)]
         apart = {*older, *newer}
-        differing = {str(other): other.description for other in others if other not in apart}
+        differing = {str(other): other.description for other in accepted if other not in apart}
         check_fit(worker.description, self._model, differing)
         self.adapters.check(worker.description)
-        outdated = [other for each in older for other in others[each]]
+        outdated = [other for each in older for other in accepted[each]]
         self._outdate(outdated, worker.description)
         self._accepted.setdefault(agreed, {})[worker] = None
         self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
@@ -216,15 +216,15 @@ class Roster:
         """Whether workers have weights of several versions, which no request may mix."""
         return len({next(iter(same)).weights_version for same in self._accepted.values()}) > 1
 
-    def version_for(self, held: str | None) -> str:
-        """The version of the weights that is to compute a request: the one that workers hold something of it
-        with (`held`), if others decode with it. Else it is drawn, by how many workers decode with it."""
+    def version_for(self, held_version: str | None) -> str:
+        """The version of the weights that is to compute a request: that of the workers that hold something
+        of it (`held_version`), if others decode with it. Else it is drawn by counts of decode workers."""
         decoding = Counter(worker.weights_version for worker in self.ready(pb.POOL_DECODE))
         computing = {worker.weights_version for worker in self.ready(pb.POOL_PREFILL)}
         versions = {name: count for name, count in decoding.items() if name in computing}
         versions = versions or decoding or Counter(computing)
-        if held is not None and (held in versions or not versions):
-            return held
+        if held_version is not None and (held_version in versions or not versions):
+            return held_version
         return random.choices([*versions], [*versions.values()])[0] if versions else ""
 
     def of_other_weights(self, version: str) -> set[str]:
@@ -234,8 +234,8 @@ class Roster:
 
     def of_other_numerics(self, numerics: str) -> set[str]:
         """The addresses of workers that compute other bits than those of these numerics."""
-        others = (addresses for key, addresses in self._with_numerics.items() if key != numerics)
-        return set().union(*others)
+        groups = (addresses for key, addresses in self._with_numerics.items() if key != numerics)
+        return set().union(*groups)
 
     def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
         """An attached worker sent a report. Raises RefusedWorker if the worker goes on with weights of which

@@ -141,10 +141,10 @@ class WorkerStream:
         worker, newest, began = self.worker, self._roster.adapters.newest, time.monotonic()
         worker.reason, worker.remedy = "it loads the adapters of the other workers", WAIT_FOR_WEIGHTS
         log.info("%s: %s", worker, worker.reason)
-        asked = pb.AdapterSet(replaces=worker.description.adapters_revision)
-        asked.MergeFrom(newest)
+        change = pb.AdapterSet(replaces=worker.description.adapters_revision)
+        change.MergeFrom(newest)
         config = self._config
-        questions, within = {worker.address: asked}, config.request_timeout
+        questions, within = {worker.address: change}, config.request_timeout
         [reply] = (await set_adapters(questions, config.secret, config.cluster_tls, within)).values()
         if isinstance(reply, grpc.aio.AioRpcError):
             worker.reason = f"it cannot load the adapters of the other workers: {reply.details()}"

@@ -324,8 +324,8 @@ class Worker:
 
     async def phases(self, name: str) -> Sequence[pb.Phase]:
         """The phases of a request that the worker remembers. Empty: none, or it does not answer in time."""
-        asked = pb.PhasesRequest(name=name)
-        answer = await self._answer(lambda stub: stub.GetPhases(asked, timeout=STATUS_TIMEOUT))
+        query = pb.PhasesRequest(name=name)
+        answer = await self._answer(lambda stub: stub.GetPhases(query, timeout=STATUS_TIMEOUT))
         return () if answer is None else answer.phases[:MOST_PHASES]
 
     async def _answer(self, call: Callable[[WorkerStub], Awaitable[T]]) -> T | None:
@@ -346,12 +346,12 @@ class Worker:
         """Sends a SubmitPrefill or a SubmitDecode. `request`: the span of the request."""
         assert self.ready, "work goes to ready workers only"
         kind = message.WhichOneof("kind")
-        asked = message.prefill.request if kind == "prefill" else message.decode.request
-        described = {"baton.worker": str(self), "baton.output_tokens": len(asked.output_ids)}
+        generation = message.prefill.request if kind == "prefill" else message.decode.request
+        described = {"baton.worker": str(self), "baton.output_tokens": len(generation.output_ids)}
         if request.exported:
             described |= attempt.plan.attributes()
         attempt.span = request.child(f"{kind} attempt", described, "client")
-        asked.traceparent = attempt.span.traceparent
+        generation.traceparent = attempt.span.traceparent
         attempt.weights_version = self.description.weights.version
         self.attempts[attempt.id] = attempt
         if attempt.tokens:

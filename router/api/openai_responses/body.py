@@ -89,11 +89,11 @@ _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation")
 them to each provider. The model answers without them, as it does not see them."""
 
 
-def _without_hosted(given: Any) -> Any:
-    if not isinstance(given, list):
-        return given
-    kinds = (each.get("type") if isinstance(each, dict) else None for each in given)
-    return [each for each, kind in zip(given, kinds, strict=True) if not str(kind).startswith(_HOSTED)]
+def _without_hosted(tools: Any) -> Any:
+    if not isinstance(tools, list):
+        return tools
+    kinds = (each.get("type") if isinstance(each, dict) else None for each in tools)
+    return [each for each, kind in zip(tools, kinds, strict=True) if not str(kind).startswith(_HOSTED)]
 
 
 def _items(value: Any) -> Any:

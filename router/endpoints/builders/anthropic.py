@@ -68,11 +68,11 @@ class AnthropicBuilder(BlocksBuilder):
 
     def _fills_context(self) -> bool:
         """Whether an output of its greatest length ends where the context does, before `max_tokens`."""
-        wanted, defaults = self._request.body.max_tokens_wanted, self._request.services.defaults
-        assert wanted is not None
+        max_tokens, defaults = self._request.body.max_tokens_wanted, self._request.services.defaults
+        assert max_tokens is not None
         if defaults.limits_output and defaults.max_tokens is not None:
-            wanted = min(wanted, defaults.max_tokens)
-        return self._request.sampling.max_tokens < wanted
+            max_tokens = min(max_tokens, defaults.max_tokens)
+        return self._request.sampling.max_tokens < max_tokens
 
     def _usage(self) -> dict[str, Any]:
         used = self._request.usage()

@@ -32,7 +32,7 @@ class ChoicePart:
     logprobs: list[Any]
     """Results of `_logprob`; empty unless the client asked for logprobs."""
     last: Delta
-    said: list[Part]
+    parts: list[Part]
     """The texts, divided into reasoning, content and calls."""
 
 
@@ -84,10 +84,10 @@ class ChoicesBuilder:
         part.token_ids += new.token_ids
         part.logprobs += new.logprobs
         part.last = delta
-        part.said += new.said
+        part.parts += new.parts
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(index, part, whole=True) for index, part in sorted(self._parts.items())]
+        choices = [self._choice(index, part, complete=True) for index, part in sorted(self._parts.items())]
         return {
             **self._frame,
             "object": self.kind,
@@ -98,14 +98,14 @@ class ChoicesBuilder:
         }
 
     def events(self, index: int, delta: Delta) -> bytes:
-        said = self._said(index, delta)
+        parts = self._said(index, delta)
         opens = self._opens and delta.first
         if self._uniform and not opens and delta.finish_reason is None:
-            if not said:
+            if not parts:
                 return b""  # a parser hides the text, or holds it back
-            if len(said) == 1 and said[0].kind != "call":
-                return encode(said[0].text).join(self._template(index, said[0].kind, delta))
-        chunk = self._chunk([self._choice(index, self._part(index, delta, said), whole=False)])
+            if len(parts) == 1 and parts[0].kind != "call":
+                return encode(parts[0].text).join(self._template(index, parts[0].kind, delta))
+        chunk = self._chunk([self._choice(index, self._part(index, delta, parts), complete=False)])
         if delta.first:
             chunk |= self._extra()
         if self._usage_in_each_chunk:
@@ -119,7 +119,7 @@ class ChoicesBuilder:
         pieces = self._templates.get((index, kind))
         if pieces is None:
             like = replace(delta, text=_TEXT)
-            choice = self._choice(index, self._part(index, like, [Part(kind, _TEXT)]), whole=False)
+            choice = self._choice(index, self._part(index, like, [Part(kind, _TEXT)]), complete=False)
             pieces = self._templates[index, kind] = event(self._chunk([choice])).split(encode(_TEXT))
         return pieces
 
@@ -140,11 +140,11 @@ class ChoicesBuilder:
         chunk = {**self._frame, "object": self.chunk_kind, "choices": choices}
         return chunk | {"usage": None} if self._usage_at_the_end else chunk
 
-    def _part(self, index: int, delta: Delta, said: list[Part]) -> ChoicePart:
+    def _part(self, index: int, delta: Delta, parts: list[Part]) -> ChoicePart:
         if not self._generates:
-            return ChoicePart([], [], [], delta, said)
+            return ChoicePart([], [], [], delta, parts)
         logprobs = [self._logprob(index, delta)] if self._logprobs else []
-        return ChoicePart([delta.text], [delta.token.token_id], logprobs, delta, said)
+        return ChoicePart([delta.text], [delta.token.token_id], logprobs, delta, parts)
 
     def _said(self, index: int, delta: Delta) -> list[Part]:
         """Returns the parts that a delta adds to the output. A token that has no text yet, as of half a
@@ -176,8 +176,8 @@ class ChoicesBuilder:
             **used.weights,
         }
 
-    def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
-        """Returns a choice of a response that is `whole`, or of a chunk."""
+    def _choice(self, index: int, part: ChoicePart, *, complete: bool) -> dict[str, Any]:
+        """Returns a choice of a response that is `complete`, or of a chunk."""
         raise NotImplementedError
 
     def _logprob(self, index: int, delta: Delta) -> Any:
@@ -202,7 +202,7 @@ class CompletionBuilder(ChoicesBuilder):
         lengths = map(len, self._echo) if self._echo else [0] * len(request.prompts)
         self._offsets = [length for length in lengths for _ in range(body.n)]
         tokenizer, skip = request.services.tokenizer, body.skip_special_tokens
-        self._read = [Detokenizer(tokenizer, skip_special_tokens=skip) for _ in request.choices]
+        self._detokenizers = [Detokenizer(tokenizer, skip_special_tokens=skip) for _ in request.choices]
         self._echo_top = body.logprobs if body.echo else None
         self._echo_logprobs: list[list[Entry]] = [[] for _ in request.choices]
         if self._echo_top is not None:
@@ -226,9 +226,9 @@ class CompletionBuilder(ChoicesBuilder):
             top = logprob.top[: self._echo_top]
             echoed.append((*self._entries.of_completion(token_id, logprob.logprob, top, name), start))
 
-    def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
+    def _choice(self, index: int, part: ChoicePart, *, complete: bool) -> dict[str, Any]:
         last, text = part.last, "".join(part.texts)
-        first = whole or last.first
+        first = complete or last.first
         if first and self._echo:
             text = self._echo[index // self._n] + text
         logprobs: dict[str, Any] | None = None
@@ -243,7 +243,7 @@ class CompletionBuilder(ChoicesBuilder):
             "finish_reason": last.finish_reason,
             **last.stops,
         }
-        if whole:
+        if complete:
             scored = self._prompt_top is not None
             choice["prompt_logprobs"] = self._prompt_logprobs[index] if scored else None
             choice |= {"token_ids": None, "prompt_token_ids": None}
@@ -257,7 +257,7 @@ class CompletionBuilder(ChoicesBuilder):
         token_id, logprobs = delta.token.token_id, delta.token.logprobs or pb.TokenLogprobs()
         top, name = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), self._entries.name(token_id)
         offset = self._offsets[index]  # where the token begins in the text of its choice
-        self._offsets[index] += len(self._read[index].push(token_id))
+        self._offsets[index] += len(self._detokenizers[index].push(token_id))
         return *self._entries.of_completion(token_id, logprobs.logprob, top, name), offset
 
 
@@ -275,10 +275,10 @@ class ChatBuilder(ChoicesBuilder):
         logprobs = None if self._prompt_top is None else self._prompt_logprobs[0]
         return {"prompt_token_ids": ids, "prompt_logprobs": logprobs}
 
-    def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
-        if whole:
+    def _choice(self, index: int, part: ChoicePart, *, complete: bool) -> dict[str, Any]:
+        if complete:
             return self._whole_choice(index, part)
-        delta, parts = part.last, part.said
+        delta, parts = part.last, part.parts
         reasoning, content = _text(parts, "reasoning"), _text(parts, "content")
         calls = [_tool_call(part) for part in parts if part.kind == "call"]
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
@@ -292,7 +292,7 @@ class ChatBuilder(ChoicesBuilder):
         return {"index": index, "delta": message, **self._rest(index, part)}
 
     def _whole_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        parts = part.said
+        parts = part.parts
         reasoning, content, calls = _text(parts, "reasoning"), _text(parts, "content"), _whole_calls(parts)
         if calls or reasoning:
             content = content or None
@@ -320,14 +320,14 @@ class ChatBuilder(ChoicesBuilder):
         last = part.last
         # OpenAI's and vLLM's reason is "stop" if the client named the tool.
         called = last.finish_reason == "stop" and self._parsers[index].chose_to_call
-        rest: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "logprobs": {"content": part.logprobs} if self._logprobs else None,
             "finish_reason": "tool_calls" if called else last.finish_reason,
             **last.stops,
         }
         if self._token_ids:
-            rest["token_ids"] = part.token_ids
-        return rest
+            fields["token_ids"] = part.token_ids
+        return fields
 
     def _logprob(self, index: int, delta: Delta) -> msgspec.Raw:
         return self._entries.of_chat(delta)

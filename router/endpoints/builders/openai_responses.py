@@ -114,14 +114,14 @@ class OpenAIResponsesBuilder(BlocksBuilder):
 
         A token without text is a part of the character that a later token completes.
         """
-        taken: list[Any] = []
+        entries: list[Any] = []
         length = 0
         while self._pending and (length < len(text) or not self._pending[-1][0]):
             spelled, entry = self._pending.pop()
             length += len(spelled)
-            taken.append(entry)
+            entries.append(entry)
         self._pending.clear()
-        return taken[::-1]
+        return entries[::-1]
 
     def _opened(self, block: Block) -> Iterator[Event]:
         place = {"output_index": block.index}

@@ -30,7 +30,7 @@ _HEADERS = {
 def routes(names: Iterable[str]) -> list[web.RouteDef]:
     """Returns the routes of these pages (`home` is at /) and of their parts. A page leads only to these."""
     served = tuple(names)
-    found = [web.get(f"/{name}", partial(_send, _part(name))) for name in PARTS]
+    pages = [web.get(f"/{name}", partial(_send, _part(name))) for name in PARTS]
     for name in served:
         text = (_FOLDER / f"{name}.html").read_text()
         lines = [line for line in text.splitlines() if {*_LINKS.findall(line)} <= {*served}]
@@ -38,8 +38,8 @@ def routes(names: Iterable[str]) -> list[web.RouteDef]:
         connect = "'self' http: https:" if name == "chat" else "'self'"
         headers = _HEADERS | {"Content-Security-Policy": _POLICY.format(connect=connect)}
         page = "\n".join(lines).encode(), "text/html", headers
-        found.append(web.get("/" if name == "home" else f"/{name}", partial(_send, page)))
-    return found
+        pages.append(web.get("/" if name == "home" else f"/{name}", partial(_send, page)))
+    return pages
 
 
 Page = tuple[bytes, str, dict[str, str]]
