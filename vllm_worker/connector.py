@@ -49,6 +49,7 @@ from baton.vllm_worker.caches import (
 from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
 from baton.vllm_worker.mixed_steps import MixedSteps
+from baton.vllm_worker.state_chunks import compute_as_decodes, least_chunk
 from baton.vllm_worker.transfer_process import Settings, TransferProcess
 from baton.vllm_worker.transfers import Transfers
 from baton.vllm_worker.version import check_version
@@ -132,9 +133,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         usual = config.long_prefill_token_threshold
         most = config.max_num_batched_tokens if config.enable_chunked_prefill else 0
         graph = vllm_config.compilation_config.max_cudagraph_capture_size
+        chunk = least_chunk(self._groups, vllm_config.cache_config.mamba_cache_mode)
         self._steps = MixedSteps(
             usual, most, settings.ttit_target, settings.ttit_target_steps, graph,
             0 if (drafts := vllm_config.speculative_config) is None else drafts.num_speculative_tokens,
+            chunk,
         )  # fmt: skip
         self._encoded = 0, 0, 0.0, 0.0  # that the engine process knows
         # Requests of a router that begin with an output, until their first step.
@@ -308,8 +311,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         found = caches_of(kv_caches, self._groups, num_blocks, heads)
         kv, self._layers, self._caches = found.kv, found.layers, found
         if self._has_states:
-            from baton.vllm_worker.first_chunks import compute_as_decodes
-
             compute_as_decodes()
         model, vocabulary = fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:

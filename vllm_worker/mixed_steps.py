@@ -64,13 +64,14 @@ class MixedSteps:
 
     def __init__(
         self, usual: int, most: int, target: float | None, target_steps: float = LONG, graph: int = 0,
-        drafts: int = 0,
+        drafts: int = 0, chunk: int = 0,
     ) -> None:  # fmt: skip
         """`usual`: vLLM's bound for steps without decodes. 0: none. `most`: 0 if vLLM computes each prompt in
         one step. `graph`: tokens of the largest CUDA graph. 0: none. `drafts`: of a decode in a step. vLLM's
-        bound holds for decodes, too. The others are those of `ChunkLimit`."""
+        bound holds for decodes, too. `chunk`: as of `least_chunk`. The others are those of `ChunkLimit`."""
         self._most = most
         self._rows = 1 + drafts
+        self._chunk = chunk
         beside_decodes = min(usual or most, most, graph or most)
         self._costs = LearnedSteps(row_sizes(MOST_DECODES), token_sizes(max(usual, most, 1)))
         self._meters = Meters(ChunkLimit(self._costs, target, beside_decodes, target_steps))
@@ -200,6 +201,7 @@ class MixedSteps:
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
         tokens = int(min(tokens, self._graph - len(self._decoding) * self._rows))
+        tokens = max(tokens, self._chunk * len(prompts))
         return max(self._rows, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
 
     @property

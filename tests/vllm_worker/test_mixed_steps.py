@@ -30,10 +30,10 @@ COSTLY = 1e9
 class VLLM:
     """Computes prompts in chunks, each as large as the bound allows, beside one request that decodes."""
 
-    def __init__(self, usual: int = 0, target: float | None = None, graph: int = 0) -> None:
+    def __init__(self, usual: int = 0, target: float | None = None, graph: int = 0, chunk: int = 0) -> None:
         self.now = 0.0
         self.slow = 0.0  # seconds in which a step with a chunk is launched
-        self.steps = MixedSteps(usual, MOST, target, graph=graph)
+        self.steps = MixedSteps(usual, MOST, target, graph=graph, chunk=chunk)
         self.left: dict[str, int] = {}
         self.total: dict[str, int] = {}
 
@@ -111,6 +111,16 @@ def test_after_many_mixed_steps_one_has_a_token_of_each_prompt() -> None:
     assert counts[MIXED_STEPS] == 1
     assert min(counts[:MIXED_STEPS]) > 1
     assert counts[-1] > 1
+
+
+def test_a_prompt_goes_on_where_vllm_computes_whole_blocks() -> None:
+    """Of states in a prefix cache. The block is larger than what targets and graphs allow."""
+    vllm = VLLM(target=0.02, graph=256, chunk=544).learned()
+    for name in "ab":
+        vllm.ask(name, 1000)
+    assert vllm.step() == {"a": 544, "b": 544}
+    vllm.steps.joined()
+    assert vllm.step() == {"a": 1, "b": 1}, "a step that should only decode"
 
 
 def test_a_prompt_with_a_cached_prefix_is_computed_sooner() -> None:

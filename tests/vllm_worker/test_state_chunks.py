@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from baton.vllm_worker.state_chunks import compute_as_decodes
 from tests.vllm_worker.played import function
 
 BACKENDS = "vllm.v1.attention.backends"
@@ -23,8 +24,6 @@ def test_a_first_chunk_of_one_token_is_a_decode(monkeypatch: pytest.MonkeyPatch)
     package.mamba_attn = backend  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, BACKENDS, package)
     monkeypatch.setitem(sys.modules, backend.__name__, backend)
-    monkeypatch.delitem(sys.modules, "baton.vllm_worker.first_chunks", raising=False)
-    from baton.vllm_worker.first_chunks import compute_as_decodes
 
     def counted(lengths: list[int], prompts: list[bool]) -> tuple[int, int]:
         """Decodes and prompts."""
