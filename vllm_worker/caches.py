@@ -33,6 +33,8 @@ _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "
 _BYTES = CacheKind("bytes", Unit.TOKEN)
 _DRAFTS = {"draft_model", "mtp"}
 """Parts of the names of layers that make drafts, if they have numbers of their own."""
+_STATE_MODES = "none", "align", "all"
+"""In which the last block of a request has its states."""
 _PIECE_BYTES = 4096
 """Most bytes of the pieces into which a state is cut, so that it fits into any slot."""
 
@@ -236,6 +238,11 @@ def _window(spec: Any) -> Window | None:
 
 def _states(name: str, cache: Cache, spec: Any, heads: Heads) -> tuple[CacheArray, Rows]:
     """The states of a layer lie behind each other in a page, and are one run of bytes."""
+    if (mode := getattr(spec, "mamba_cache_mode", "none")) not in _STATE_MODES:
+        raise ValueError(
+            f"vLLM keeps states of {name} by --mamba-cache-mode {mode}, which this version of Baton does not "
+            "know: add --no-enable-prefix-caching"
+        )
     size = sum(
         math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     )

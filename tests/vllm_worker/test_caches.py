@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,15 @@ def test_a_layer_that_reads_the_cache_of_another_one_is_sent_once() -> None:
 def test_what_is_not_known_is_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         found_in(cache, full(NAMES[0]))
+
+
+def test_states_that_may_be_in_another_block_are_refused() -> None:
+    for mode in ("none", "align", "all", "new"):
+        kept = {"block_size": 64, "shapes": ((8,),), "dtypes": (torch.float32,), "mamba_cache_mode": mode}
+        spec = group("MambaSpec", NAMES[0], **kept)
+        expected = pytest.raises(ValueError, match="mode new") if mode == "new" else contextlib.nullcontext()
+        with expected:
+            found_in(torch.zeros(BLOCKS, 1, 1, 32, dtype=torch.int8), spec)
 
 
 def test_bytes_that_are_no_words_are_refused() -> None:
