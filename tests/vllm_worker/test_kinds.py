@@ -45,6 +45,9 @@ LIMITS = (
 )  # fmt: skip
 ON_GPU = ("--device", "cuda", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.05")
 EAGER = "--enforce-eager"
+CACHED = "--enable-prefix-caching", "--max-num-batched-tokens", "2048"
+"""vLLM's blocks are then as large as the states of a layer, and no chunk is smaller."""
+LONG = (1, 300, 700, 1500)
 GRAPHS = """--compilation-config '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'"""
 """Of steps that only decode. vLLM takes one for any step with one token of each request."""
 CPU_LATENTS = """ --attention-backend CPU_MLA --compilation-config '{"custom_ops": ["-rotary_embedding"]}'"""
@@ -134,6 +137,8 @@ KINDS: Mapping[str, Kind] = {
     "kda": Kind(kda),
     "mamba2_graphs": Kind(mamba2, graphs=True),
     "gdn_graphs": Kind(gdn, GDN, TRITON, graphs=True),
+    "mamba2_cached": Kind(mamba2, CACHED, lengths=LONG, on_cpu=""),
+    "gdn_cached": Kind(gdn, (*GDN, *CACHED), TRITON, lengths=LONG),
 }
 
 
