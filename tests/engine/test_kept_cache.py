@@ -207,14 +207,15 @@ def test_an_engine_of_another_layout_forgets_what_was_kept(
 
 
 def test_a_standby_of_another_layout_ends_before_its_turn(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
-    first = tiny_engine(kept_files=[memory], **SETTINGS)
+    settings = SETTINGS | {"num_blocks": 2048}  # so larger blocks need more pages of a GPU, of 2 MiB
+    first = tiny_engine(kept_files=[memory], **settings)
     right = answer(first)
     kept = content(first, memory)
 
     def turn() -> None:
         raise AssertionError("it cannot use the memory")
 
-    other = SETTINGS | {"block_size": 8}
+    other = settings | {"block_size": 8}
     with pytest.raises(CannotShareError, match="another layout"):
         tiny_engine(kept_files=[memory], wait_for_turn=turn, **other)
     assert content(first, memory) == kept
