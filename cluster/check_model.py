@@ -32,7 +32,7 @@ class Fault:
     message: str
 
 
-def faults(found: ResolvedModel, engine: EngineOptions, model: ModelOptions | None = None) -> list[Fault]:
+def faults(resolved: ResolvedModel, engine: EngineOptions, model: ModelOptions | None = None) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
     A name on the hub is not checked, and weights are not checked without torch or for vLLM. The files of the
@@ -42,26 +42,26 @@ def faults(found: ResolvedModel, engine: EngineOptions, model: ModelOptions | No
     ranks = engine.tensor_parallel_size > 1 or engine.enable_expert_parallel
     as_usual = not ranks and not engine.encoder_pool and engine.quantization == "auto"
     plain = as_usual and model.tokenizer is None
-    if (found.name == EMBEDDED_NAME and plain) or not Path(found.location).exists():
+    if (resolved.name == EMBEDDED_NAME and plain) or not Path(resolved.location).exists():
         return []
     names = ("load_format", "quantization", "encoder_pool", *RANKS) if engine.engine == "baton" else ()
-    asked = {name: getattr(engine, name) for name in names}
-    arguments = json.dumps([found.location, asked, model.tokenizer, not model.language_model_only])
+    options = {name: getattr(engine, name) for name in names}
+    arguments = json.dumps([resolved.location, options, model.tokenizer, not model.language_model_only])
     command = [sys.executable, "-m", "baton.cluster.check_model", arguments]
     child = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | python_path()
     )
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        return [Fault("weights", f"{found.location} could not be checked: {last}")]
+        return [Fault("weights", f"{resolved.location} could not be checked: {last}")]
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(found: ResolvedModel, engine: EngineOptions, model: ModelOptions) -> None:
+def check_files(resolved: ResolvedModel, engine: EngineOptions, model: ModelOptions) -> None:
     """Raises ValueError for a model that `baton serve` cannot serve."""
-    for fault in faults(found, engine, model):
-        own = fault.message.startswith("--")
-        raise ValueError(fault.message if own else f"--model: {fault.message}")
+    for fault in faults(resolved, engine, model):
+        names_flag = fault.message.startswith("--")
+        raise ValueError(fault.message if names_flag else f"--model: {fault.message}")
 
 
 def _faults(location: str, engine: dict[str, Any], tokenizer: str | None, images: bool = True) -> list[Fault]:
@@ -69,30 +69,30 @@ def _faults(location: str, engine: dict[str, Any], tokenizer: str | None, images
     requests may have some, if the model takes them."""
     from baton.router.text.tokenizer import load_tokenizer
 
-    found = _engine_faults(location, engine | {"language_model_only": not images}) if engine else []
+    faults = _engine_faults(location, engine | {"language_model_only": not images}) if engine else []
     try:
         if tokenizer is None or Path(tokenizer).exists():  # else it is on the hub
             load_tokenizer(location, tokenizer=tokenizer, images=images)
     except ValueError as error:
-        found.append(Fault("tokenizer", str(error)))
-    return found
+        faults.append(Fault("tokenizer", str(error)))
+    return faults
 
 
 def _engine_faults(location: str, engine: dict[str, Any]) -> list[Fault]:
-    what = "weights"
+    cause = "weights"
     try:
         from baton.engine.api.config import EngineConfig
         from baton.engine.loader import check_model
 
         check_model(EngineConfig(model=location, **engine | RANKS))
         if engine != engine | RANKS:
-            what = "ranks"
+            cause = "ranks"
             check_model(EngineConfig(model=location, **engine))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
     except ValueError as error:
-        return [Fault(what, str(error))]
+        return [Fault(cause, str(error))]
     return []
 
 

@@ -33,8 +33,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(flag: bool) -> None:
+    if flag:
         from baton import version
 
         typer.echo(f"baton {version()}")
@@ -75,7 +75,7 @@ def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callab
     "baton serve Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2",
     "baton serve --config cluster.toml",
 )
-def serve(given: engine.ServedModel, blueprint: Blueprint) -> int:
+def serve(argument: engine.ServedModel, blueprint: Blueprint) -> int:
     """Start a cluster on this machine: prefill workers, decode workers and a router.
 
     By default it serves the embedded model SmolLM2-135M-Instruct at http://127.0.0.1:8000, with workers on
@@ -85,13 +85,13 @@ def serve(given: engine.ServedModel, blueprint: Blueprint) -> int:
     """
     from baton.cluster.serve import run
 
-    if given.model_argument is not None:
-        blueprint = replace(blueprint, model=replace(blueprint.model, model=given.model_argument))
+    if argument.model_argument is not None:
+        blueprint = replace(blueprint, model=replace(blueprint.model, model=argument.model_argument))
     return run(blueprint)
 
 
 @command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")
-def stop(ray: pools.RayOptions, what: pools.StopOptions) -> int:
+def stop(ray: pools.RayOptions, scope: pools.StopOptions) -> int:
     """Stop a cluster that was started with --ray-address. (A local one stops with Ctrl-C.)"""
     from baton.cluster.on_ray import joined
 
@@ -100,7 +100,7 @@ def stop(ray: pools.RayOptions, what: pools.StopOptions) -> int:
             "--ray-address: required, it names the cluster; to stop a local cluster, press Ctrl-C in its "
             "`baton serve`"
         )
-    return joined.stop(ray.ray_address, routers_only=what.routers)
+    return joined.stop(ray.ray_address, routers_only=scope.routers)
 
 
 @command(
@@ -110,7 +110,7 @@ def stop(ray: pools.RayOptions, what: pools.StopOptions) -> int:
     "baton restart --engine decode-0",
 )
 def restart(
-    what: clients.RestartOptions,
+    target: clients.RestartOptions,
     ray: pools.RayOptions,
     endpoint: clients.EndpointOptions,
     secret: roles.SecretOptions,
@@ -126,12 +126,12 @@ def restart(
     its requests and their KV: clients see a pause. It needs the secret of the cluster. That of a
     `baton serve` of yours on this machine is found by --url.
     """
-    if what.engines:
+    if target.engines:
         from baton.cluster.tools.restart import restart_engines
 
-        return restart_engines(what.worker, endpoint, secret, local)
-    if what.worker is not None:
-        raise ValueError(f"{what.worker}: one worker alone restarts only its engine process; add --engine")
+        return restart_engines(target.worker, endpoint, secret, local)
+    if target.worker is not None:
+        raise ValueError(f"{target.worker}: one worker alone restarts only its engine process; add --engine")
     if ray.ray_address is not None:
         from baton.cluster.on_ray import joined
 
@@ -184,7 +184,7 @@ def encode(worker: roles.WorkerRole) -> int:
     "baton store clear --kv-store mooncake://10.0.0.7:50051 --cluster-secret-file secret --tenant alice "
     "--api-key-file keys.toml",
 )
-def store(given: roles.StoreRole) -> int:
+def store(flags: roles.StoreRole) -> int:
     """Run a store for KV that outlives workers (--kv-store), or clear it.
 
     It has a master, which knows where objects are, and processes that give memory. One command may run both.
@@ -192,7 +192,7 @@ def store(given: roles.StoreRole) -> int:
     """
     from baton.cluster.store import run
 
-    return run(given)
+    return run(flags)
 
 
 @command(
@@ -393,9 +393,9 @@ def main() -> None:
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it once more at its end
         if error.errno != errno.EPIPE:
-            where = error.filename or "the output"  # a write does not know its file
+            file = error.filename or "the output"  # a write does not know its file
             remedy = "it is not complete; free space there, or write elsewhere"
-            typer.secho(f"Error: {where} cannot be written: {error.strerror}; {remedy}", fg="red", err=True)
+            typer.secho(f"Error: {file} cannot be written: {error.strerror}; {remedy}", fg="red", err=True)
         sys.exit(1)
 
 

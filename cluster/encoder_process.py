@@ -48,7 +48,7 @@ NO_WEIGHTS = "the weights of an encoder cannot be replaced; start all workers ag
 class _Image:
     """One that a router wants to have encoded."""
 
-    asked: messages.Encode
+    request: messages.Encode
     future: Future[np.ndarray]
     ended_at: float = 0.0
 
@@ -115,10 +115,10 @@ class EncoderLoop:
             case _:
                 raise AssertionError(f"not for an encoder: {message}")
 
-    def _encode(self, asked: messages.Encode) -> None:
-        future = self._encoder.embeddings(asked.name, asked.pixels, asked.rows, asked.columns)
-        image = self._open[asked.origin.attempt_id] = _Image(asked, future)
-        asked.pixels = b""  # the future has them
+    def _encode(self, request: messages.Encode) -> None:
+        future = self._encoder.embeddings(request.name, request.pixels, request.rows, request.columns)
+        image = self._open[request.origin.attempt_id] = _Image(request, future)
+        request.pixels = b""  # the future has them
 
         def ended(_: object) -> None:  # in the thread of the encoder
             image.ended_at = time.monotonic()
@@ -128,7 +128,7 @@ class EncoderLoop:
         future.add_done_callback(ended)
 
     def _tell(self, image: _Image) -> None:
-        asked, origin = image.asked, image.asked.origin
+        request, origin = image.request, image.request.origin
         if self._open.pop(origin.attempt_id, None) is not image:
             return
         try:
@@ -138,16 +138,16 @@ class EncoderLoop:
         except (Exception, CancelledError) as error:  # noqa: BLE001  of a device that has no memory, for one
             self._fail(image, Code.ENGINE, f"{type(error).__name__}: {error}")
         else:
-            tokens = asked.rows * asked.columns
-            self._served.encoded(asked.name, tokens)
+            tokens = request.rows * request.columns
+            self._served.encoded(request.name, tokens)
             self._link.send(
-                messages.Encoded(asked.stream, origin, origin.accepted_at, image.ended_at, tokens)
+                messages.Encoded(request.stream, origin, origin.accepted_at, image.ended_at, tokens)
             )
 
     def _cancel(self, stream: int, attempt_id: bytes | None) -> None:
         """An image that is not begun, and that no other attempt wants, is not encoded."""
         if attempt_id is None:
-            ended = [key for key, image in self._open.items() if image.asked.stream == stream]
+            ended = [key for key, image in self._open.items() if image.request.stream == stream]
         else:
             ended = [attempt_id] if attempt_id in self._open else []
         for key in ended:
@@ -156,7 +156,9 @@ class EncoderLoop:
                 image.future.cancel()
 
     def _fail(self, image: _Image, code: Code, message: str) -> None:
-        self._link.send(messages.AttemptFailed(image.asked.stream, image.asked.origin, code, message, b""))
+        self._link.send(
+            messages.AttemptFailed(image.request.stream, image.request.origin, code, message, b"")
+        )
 
     def _fail_all(self, code: Code, message: str) -> None:
         for image in self._open.values():
@@ -206,17 +208,17 @@ def run(config: EngineProcessConfig) -> int:
 
     heartbeat.tick()
     try:
-        encoder, made, model = start_encoder(config.engine, progress, config.hold_seconds)
+        encoder, embedding, model = start_encoder(config.engine, progress, config.hold_seconds)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
         link.close()
         return EXIT_START_FAILED
-    served = ServedEmbeddings(Transport.inherited(config.arenas, trace), made, encoder)
+    served = ServedEmbeddings(Transport.inherited(config.arenas, trace), embedding, encoder)
     assert model.vision is not None, "an encoder has started"
-    layout = embedding_layout(made)
+    layout = embedding_layout(embedding)
     link.send(
         messages.EngineReady(
-            model_fingerprint=made.fingerprint,
+            model_fingerprint=embedding.fingerprint,
             content_root=b"",
             layout=layout,
             vocab_size=model.vocab_size,

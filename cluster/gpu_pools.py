@@ -93,16 +93,16 @@ def choose_pools(gpus: Sequence[Gpu], needs: Needs, utilization: float) -> GpuPo
             f"{''.join(skipped)} Free some, choose with {CHOOSE}, or run on the CPU with --device cpu"
         )
     prefill, decode = _divided(len(free), needs)
-    taken = prefill * of_prefill + decode * of_decode
+    used = prefill * of_prefill + decode * of_decode
     text = (
-        f"{_named(free[:taken])}: --prefill {prefill} --decode {decode}, {counted(of_decode, 'GPU')} a worker"
+        f"{_named(free[:used])}: --prefill {prefill} --decode {decode}, {counted(of_decode, 'GPU')} a worker"
     )
     if of_prefill != of_decode:
         text = text.replace("a worker", f"a decode worker, {counted(of_prefill, 'GPU')} a prefill worker")
     if needs.known:
         text += ": the fewest that hold the model" + (", divided for turns of agents" if prefill else "")
     text += "." if prefill else ". Each does both."
-    text += "".join(skipped) + (f" {_named(free[taken:])}: left over." if free[taken:] else "")
+    text += "".join(skipped) + (f" {_named(free[used:])}: left over." if free[used:] else "")
     names = tuple(gpu.name for gpu in free)
     return GpuPools(prefill, decode, needs.ranks, names, f"{text} Choose otherwise with {CHOOSE}.")
 

@@ -13,8 +13,8 @@ def nvidia_smi(*arguments: str) -> list[str] | None:
     """The output lines of nvidia-smi; None if there is no driver."""
     if shutil.which("nvidia-smi") is None:
         return None
-    out = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
-    return out.stdout.splitlines() if out.returncode == 0 else None
+    smi = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return smi.stdout.splitlines() if smi.returncode == 0 else None
 
 
 def present_gpus() -> int:
@@ -36,15 +36,15 @@ def gpus_with_memory() -> list[Gpu]:
     query = "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"
     lines = [[cell.strip() for cell in line.split(",")] for line in nvidia_smi(*query) or []]
     rows = [cells for cells in lines if len(cells) == 4 and all(cell.isdecimal() for cell in cells[2:])]
-    found: list[Gpu] = []
+    gpus: list[Gpu] = []
     for name in visible_gpus():
         memory = [
             (int(total) / 1024, int(used) / 1024)
             for index, uuid, total, used in rows
             if name == index or (name.startswith("GPU-") and uuid.startswith(name))
         ]
-        found.append(Gpu(name, *memory[0]) if memory else Gpu(name))
-    return found
+        gpus.append(Gpu(name, *memory[0]) if memory else Gpu(name))
+    return gpus
 
 
 def default_device() -> str:
@@ -54,5 +54,5 @@ def default_device() -> str:
 @functools.cache  # it starts nvidia-smi
 def gpu_gib() -> float | None:
     """Memory of the smallest GPU of this machine; None if no driver tells it."""
-    found = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits") or []
-    return min((int(line) / 1024 for line in found if line.strip().isdecimal()), default=None)
+    lines = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits") or []
+    return min((int(line) / 1024 for line in lines if line.strip().isdecimal()), default=None)

@@ -79,14 +79,14 @@ def absolute(tokenizer: str | None) -> str | None:
     return tokenizer if path is None else str(path.absolute())
 
 
-def _exists(option: str, given: str) -> Path | None:
+def _exists(option: str, text: str) -> Path | None:
     """The path, or None if it does not exist. Raises ValueError if the system does not tell."""
     try:
-        path = Path(given).expanduser()
+        path = Path(text).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError) as error:  # no permission, a name that is too long, no such user
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{option} {given}: {reason}; correct the path") from error
+        raise ValueError(f"{option} {text}: {reason}; correct the path") from error
 
 
 def download_to(directory: Path | None) -> None:
@@ -188,9 +188,9 @@ def embedded_path() -> Path:
         files = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(f"The embedded model is not installed. {REMEDY}") from error
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if len(found) != 1 or not found[0].is_file():
+    gguf_files = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(gguf_files) != 1 or not gguf_files[0].is_file():
         raise ValueError(
             f"The distribution {DISTRIBUTION} is installed, but its model file is missing. {REMEDY}"
         )
-    return found[0].resolve()
+    return gguf_files[0].resolve()

@@ -140,12 +140,12 @@ def _engine_args(flags: EngineOptions, engine: EngineConfig, group: Group | None
     return options.engine_args(engine, flags.vllm_args, group, experts=flags.enable_expert_parallel)
 
 
-def _configured(config: Callable[..., Config], flags: Any, **others: Any) -> Config:
-    """Makes a configuration of the options of a role that it has under the same names, and of `others`.
+def _configured(config: Callable[..., Config], flags: Any, **overrides: Any) -> Config:
+    """Makes a configuration of the options of a role that it has under the same names, and of `overrides`.
 
-    `others` win. Configurations have paths as text and lists as tuples.
+    `overrides` win. Configurations have paths as text and lists as tuples.
     """
-    names = signature(config).parameters.keys() - others.keys()
+    names = signature(config).parameters.keys() - overrides.keys()
     values: dict[str, Any] = {}
     for group in vars(flags).values():
         for name, value in vars(group).items():
@@ -153,7 +153,7 @@ def _configured(config: Callable[..., Config], flags: Any, **others: Any) -> Con
                 values[name] = tuple(value) if isinstance(value, list) else value
                 if isinstance(value, Path):
                     values[name] = str(value)
-    return config(**values, **others)
+    return config(**values, **overrides)
 
 
 def run_router(flags: RouterRole) -> int:

@@ -51,30 +51,30 @@ def run(blueprint: Blueprint) -> int:
     if blueprint.ray.ray_address is None:
         check_ports(blueprint.front)
     model.download_to(blueprint.model.download_dir)
-    found = model.resolve(blueprint.model.model, blueprint.engine.engine)
-    model.reach_hub(found.location)
-    model.check_context(found.location, blueprint.model.revision, blueprint.engine.max_model_len)
-    chosen = _choose_pools(blueprint, found) if blueprint.chooses_pools else None
+    resolved = model.resolve(blueprint.model.model, blueprint.engine.engine)
+    model.reach_hub(resolved.location)
+    model.check_context(resolved.location, blueprint.model.revision, blueprint.engine.max_model_len)
+    chosen = _choose_pools(blueprint, resolved) if blueprint.chooses_pools else None
     if chosen is not None:
         blueprint = blueprint.with_pools(chosen)
         roles = blueprint.roles()
     if blueprint.ray.ray_address is None:
-        _check_roles(blueprint, found, roles[0].secret)
+        _check_roles(blueprint, resolved, roles[0].secret)
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
     prefill, decode = (replace(blueprint.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS)
     for engine in [prefill] if prefill == decode else [prefill, decode]:
-        check_files(found, engine, blueprint.model)
+        check_files(resolved, engine, blueprint.model)
     if blueprint.ray.ray_address is not None:
         from baton.cluster.on_ray.joined import serve  # imports ray
 
         return serve(blueprint, roles, blueprint.ray.ray_address)
     gpus = blueprint.gpus(roles) if chosen is None else list(chosen.gpus)
     lines = None if chosen is None else chosen.text, blueprint.host_cache_text
-    said = [line for line in lines if line is not None]
-    return asyncio.run(LocalCluster(blueprint, roles, gpus, said).run())
+    messages = [line for line in lines if line is not None]
+    return asyncio.run(LocalCluster(blueprint, roles, gpus, messages).run())
 
 
-def _choose_pools(blueprint: Blueprint, found: model.ResolvedModel) -> GpuPools | None:
+def _choose_pools(blueprint: Blueprint, resolved: model.ResolvedModel) -> GpuPools | None:
     """The pools for all free GPUs. None: no driver tells how many there are."""
     from baton.cluster.tools.sizing.worker_needs import needs_of
 
@@ -83,26 +83,26 @@ def _choose_pools(blueprint: Blueprint, found: model.ResolvedModel) -> GpuPools 
         return None
     free = free_gpus(gpus, engine.gpu_memory_utilization)
     shared = engine.tensor_parallel_size if engine.tensor_parallel_size > 1 else None
-    given = (pool.prefill_tensor_parallel_size or shared, pool.decode_tensor_parallel_size or shared)
-    needs = Needs(Ranks(given[0] or 1, given[1] or 1))
+    ranks = (pool.prefill_tensor_parallel_size or shared, pool.decode_tensor_parallel_size or shared)
+    needs = Needs(Ranks(ranks[0] or 1, ranks[1] or 1))
     if memory := min((gpu.total_gib for gpu in free), default=0.0):
-        needs = needs_of(found, engine, given, len(free), memory)
+        needs = needs_of(resolved, engine, ranks, len(free), memory)
     return choose_pools(gpus, needs, engine.gpu_memory_utilization)
 
 
-def _check_roles(blueprint: Blueprint, found: model.ResolvedModel, secret: bytes) -> None:
+def _check_roles(blueprint: Blueprint, resolved: model.ResolvedModel, secret: bytes) -> None:
     """Raises ValueError for what a role would refuse when it has started."""
     from baton.router.api.jobs import sampling_defaults
 
     if blueprint.files.trace_dir is not None:
         make_directory("--trace-dir", blueprint.files.trace_dir)
     for pool in POOLS:
-        worker_config(pool, blueprint.worker(pool), found, secret)
+        worker_config(pool, blueprint.worker(pool), resolved, secret)
     if blueprint.pool.encode:
-        worker_config("encode", blueprint.encoder(), found, secret)
-    config = router_config(blueprint.router(), found, secret)
-    if Path(found.location).exists():  # else it is on the hub
-        sampling_defaults(config.generation_config, Path(found.location))
+        worker_config("encode", blueprint.encoder(), resolved, secret)
+    config = router_config(blueprint.router(), resolved, secret)
+    if Path(resolved.location).exists():  # else it is on the hub
+        sampling_defaults(config.generation_config, Path(resolved.location))
 
 
 class CannotStart(Exception):
@@ -113,10 +113,10 @@ class LocalCluster:
     """One run of a cluster. Owns the run directory and, through the supervisor, every role."""
 
     def __init__(
-        self, blueprint: Blueprint, roles: list[RoleSpec], gpus: list[str], said: Sequence[str] = ()
+        self, blueprint: Blueprint, roles: list[RoleSpec], gpus: list[str], messages: Sequence[str] = ()
     ) -> None:
-        """`said`: lines for the user, before anything starts."""
-        self._said = said
+        """`messages`: lines for the user, before anything starts."""
+        self._messages = messages
         self._blueprint = blueprint
         self._roles = roles
         self._gpus = gpus
@@ -128,7 +128,7 @@ class LocalCluster:
 
     async def run(self) -> int:
         self._signals.install()
-        for line in self._said:
+        for line in self._messages:
             self._display.line(line)
         adopt_orphans()
         reap_orphans()
@@ -176,9 +176,9 @@ class LocalCluster:
         admin = self._blueprint.admin_url(supervisor.states())
         self._announce(run_dir, admin)
         self._display.ready(self._blueprint, admin, self._logs)
-        given, first = self._blueprint, self._roles[0]
-        targets = given.front.ttft_target, given.engine.ttit_target
-        balancer = Balancer(given.pool, *targets, first.workers)
+        options, first = self._blueprint, self._roles[0]
+        targets = options.front.ttft_target, options.engine.ttit_target
+        balancer = Balancer(options.pool, *targets, first.workers)
         scaling = asyncio.create_task(Autoscaler(supervisor, balancer, first.secret, first.tls).run())
         to_stop.callback(scaling.cancel)
         restarting = asyncio.create_task(self._restart_when_told(supervisor))

@@ -34,7 +34,7 @@ LOOK = 0.05  # seconds
 
 
 def run(options: StoreRole) -> int:
-    if options.what.action == "clear":
+    if options.command.action == "clear":
         return _clear(options)
     with supervised(options.process.ready_fd):
         return _serve(options)
@@ -104,11 +104,11 @@ def _serve(options: StoreRole) -> int:
     if size:
         if store.kv_store is not None or store.etcd:
             master = shared_store.master_of(store.kv_store or f"mooncake://{store.etcd}?ha=etcd")
-        own = free_port(store.host) if store.kv_store is None else store.port
-        flags = [f"--host={store.host}", f"--port={own}", f"--global_segment_size={size}"]
+        client_port = free_port(store.host) if store.kv_store is None else store.port
+        flags = [f"--host={store.host}", f"--port={client_port}", f"--global_segment_size={size}"]
         flags += [f"--master_server_address={master}", "--metadata_server=P2PHANDSHAKE"]
         commands.append([f"{directory}/mooncake_client", *flags, f"--protocol={store.protocol}"])
-        ports.append(own)
+        ports.append(client_port)
     if not commands:
         raise ValueError("--size 0: nothing is left to run; leave out --kv-store, or give memory")
     return _run(commands, ports, store, options.process.ready_fd)
@@ -119,9 +119,9 @@ def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready
     children: list[subprocess.Popen[bytes]] = []
     # Any peer may read their memory, so they must not have the cluster secret.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    told: list[int] = []
+    stop_signals: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda signum, _: told.append(signum))
+        signal.signal(signum, lambda signum, _: stop_signals.append(signum))
     deadline = time.monotonic() + START_WITHIN
 
     def ended() -> subprocess.Popen[bytes] | None:
@@ -131,15 +131,15 @@ def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready
         # No thread runs here, so code may run between fork and exec.
         tied = partial(die_with_parent, os.getpid())
         children.append(subprocess.Popen(command, env=environment, preexec_fn=tied))
-        while not told and ended() is None and not _listens(store.host, port):
+        while not stop_signals and ended() is None and not _listens(store.host, port):
             if time.monotonic() > deadline:
                 raise ValueError(f"{Path(command[0]).name} does not listen on port {port}; see its log above")
             time.sleep(LOOK)
-    if not told and ended() is None:
+    if not stop_signals and ended() is None:
         report(ready_fd, {"ready": {"store": f"{store.host}:{store.port}"}})
-    while not told and ended() is None:
+    while not stop_signals and ended() is None:
         time.sleep(LOOK)
-    lost = None if told else ended()
+    lost = None if stop_signals else ended()
     for child in children:
         child.terminate()
     for child in children:

@@ -63,7 +63,7 @@ class Routers:
             polling.cancel()
             await asyncio.gather(polling, return_exceptions=True)
 
-    def choose(self, of: Conversation, allowed: Collection[str] | None = None) -> str | None:
+    def choose(self, conversation: Conversation, allowed: Collection[str] | None = None) -> str | None:
         """Returns the address of the router for a request; None if there is none.
 
         `allowed`: the addresses to choose from. None: all.
@@ -72,23 +72,23 @@ class Routers:
         candidates = candidates - self._silent or candidates
         if not candidates:
             return None
-        chosen = self._home(of, candidates)
+        chosen = self._home(conversation, candidates)
         self._requests[chosen] += 1
         return chosen
 
-    def _home(self, of: Conversation, candidates: set[str]) -> str:
+    def _home(self, conversation: Conversation, candidates: set[str]) -> str:
         """The router that made the earlier response. Else the first one on the ring, from the conversation's
         point on, that is not too busy, as in `router.policy.prefill.sticky`."""
-        if of.response_id is not None:
+        if conversation.response_id is not None:
             for name in sorted(candidates):
-                if of.response_id.startswith(home_tag(name)):
+                if conversation.response_id.startswith(home_tag(name)):
                     return name
         requests = self._requests
-        if of.key is None:
+        if conversation.key is None:
             return min(candidates, key=lambda name: (requests[name], random.random()))
         most = BOUND * sum(requests[name] for name in candidates) / len(candidates) + SLACK
         # At least one router is not above the mean, so the walk finds one.
-        in_order = (self._names[row] for row in self._ring.walk(of.key))
+        in_order = (self._names[row] for row in self._ring.walk(conversation.key))
         return next(name for name in in_order if name in candidates and requests[name] <= most)
 
     # ------------------------------------------------------------ what routers report

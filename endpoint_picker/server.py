@@ -85,12 +85,12 @@ async def running(config: PickerConfig) -> AsyncIterator[tuple[str, asyncio.Task
     # The names that the protocol asks for. "" and "liveness": the process serves.
     health.set("liveness", HealthCheckResponse.SERVING)
 
-    def tell(found: bool) -> None:
+    def tell(serves: bool) -> None:
         for name in ("readiness", SERVICE):
-            health.set(name, HealthCheckResponse.SERVING if found else HealthCheckResponse.NOT_SERVING)
+            health.set(name, HealthCheckResponse.SERVING if serves else HealthCheckResponse.NOT_SERVING)
 
-    tell(found=False)
-    routers = Routers(config.routers, config.metrics_port, on_found=lambda: tell(found=True))
+    tell(serves=False)
+    routers = Routers(config.routers, config.metrics_port, on_found=lambda: tell(serves=True))
     server = create_public_server(
         MAX_MESSAGE_BYTES, health, [SERVICE], message_timeout=_MESSAGE_SECONDS, share=False
     )

@@ -41,7 +41,7 @@ class Autoscaler:
         self._balancer = balancer
         self._channels: dict[str, Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}
-        self._held = 0  # prompt tokens in the routers, as far as known
+        self._held_tokens = 0  # prompt tokens in the routers, as far as known
 
     async def run(self) -> None:
         """Polls until it is cancelled."""
@@ -59,8 +59,8 @@ class Autoscaler:
         scalers = self._balancer.scalers
         addresses = self._supervisor.worker_addresses()
         await self._forget_all_but(set(addresses))
-        held = await self._supervisor.tokens_held() if "prefill" in scalers else None
-        self._held = self._held if held is None else held
+        held_tokens = await self._supervisor.tokens_held() if "prefill" in scalers else None
+        self._held_tokens = self._held_tokens if held_tokens is None else held_tokens
         answers = await asyncio.gather(*map(self._ask, addresses))
         samples = {
             address: sample for address, sample in zip(addresses, answers, strict=True) if sample is not None
@@ -71,24 +71,24 @@ class Autoscaler:
         self._supervisor.set_pools(pools)
         # Workers in a pause look idle, and requests wait in the routers: neither says what the load needs.
         paused = any(s.status.pause or s.status.released for s in samples.values() if not s.silent)
-        needed: dict[Pool, Needed | None] = {}
+        needs: dict[Pool, Needed | None] = {}
         sizes: dict[Pool, int] = {}
         starting: set[Pool] = set()
         for pool in scalers:
             states = self._supervisor.pool(pool)
             await self._join_groups(states, pools)
-            known = [samples[each] for state in states for each in state.addresses if each in samples]
-            needed[pool] = None if paused else self._balancer.needed(now, pool, known, self._held)
+            reports = [samples[each] for state in states for each in state.addresses if each in samples]
+            needs[pool] = None if paused else self._balancer.needed(now, pool, reports, self._held_tokens)
             sizes[pool] = len(states)
             if any(state.phase != "ready" and not state.crash_loop for state in states):
                 starting.add(pool)
-        workers = {pool: None if need is None else need.workers for pool, need in needed.items()}
-        wanted = self._balancer.decide(now, workers, sizes, starting)
-        await self._resize(sizes, wanted, samples)
+        workers = {pool: None if need is None else need.workers for pool, need in needs.items()}
+        new_sizes = self._balancer.decide(now, workers, sizes, starting)
+        await self._resize(sizes, new_sizes, samples)
         unknown = "the cluster is paused" if paused else "no worker has measured its speed yet"
         self._supervisor.pools = {
             pool: {
-                "size": wanted[pool],
+                "size": new_sizes[pool],
                 "ready": sum(state.phase == "ready" for state in self._supervisor.pool(pool)),
                 "least": scalers[pool].least,
                 "most": scalers[pool].most,
@@ -96,20 +96,20 @@ class Autoscaler:
                 "needed": None if need is None else round(need.workers, 2),
                 "why": need.why if need else unknown,
             }
-            for pool, need in needed.items()
+            for pool, need in needs.items()
         }
         await self._supervisor.tell_routers()
 
     async def _resize(
-        self, sizes: Mapping[Pool, int], wanted: Mapping[Pool, int], samples: Mapping[str, Sample]
+        self, sizes: Mapping[Pool, int], new_sizes: Mapping[Pool, int], samples: Mapping[str, Sample]
     ) -> None:
-        grows = [pool for pool in wanted if wanted[pool] > sizes[pool]]
-        shrinks = [pool for pool in wanted if wanted[pool] < sizes[pool]]
+        grows = [pool for pool in new_sizes if new_sizes[pool] > sizes[pool]]
+        shrinks = [pool for pool in new_sizes if new_sizes[pool] < sizes[pool]]
         if grows and shrinks:
             await self._flip(shrinks[0], grows[0], samples)
             return
         for pool in (*grows, *shrinks):
-            self._supervisor.resize(pool, wanted[pool])
+            self._supervisor.resize(pool, new_sizes[pool])
 
     async def _flip(self, source: Pool, target: Pool, samples: Mapping[str, Sample]) -> None:
         """Moves the worker of `source` that has the least work, or the group, unless no other is ready there:
@@ -155,8 +155,8 @@ class Autoscaler:
             self._channels[address] = connect(address, self._secret, self._tls)
         status = await status_of(self._channels[address], PATIENCE)
         if status is None:  # health checks and /status report what is wrong with the worker
-            known = self._last.get(address)
-            return None if known is None else Sample(known, step_model(known.step_model), 0, 0, silent=True)
+            last = self._last.get(address)
+            return None if last is None else Sample(last, step_model(last.step_model), 0, 0, silent=True)
         clear_invalid_rates(status)
         # What a worker did before its first answer came earlier than the load that is measured.
         before = self._last.get(address, status)

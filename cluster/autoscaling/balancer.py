@@ -31,38 +31,38 @@ class Balancer:
     ) -> None:
         """`ttft_target`, `ttit_target`: in ms, as given."""
         self.group = group
-        given: dict[Pool, PoolSize] = dict(zip(POOLS, pools.sizes, strict=True))
+        sizes: dict[Pool, PoolSize] = dict(zip(POOLS, pools.sizes, strict=True))
         self.scalers: dict[Pool, Scaler] = {
             pool: Scaler(size.least, size.most, pools.shrink_after)
-            for pool, size in given.items()
+            for pool, size in sizes.items()
             if size.least < size.most
         }
         self._prefill = PrefillDemand((ttft_target or TTFT_TARGET) / 1000)
         self._decode = DecodeDemand((ttit_target or TTIT_TARGET) / 1000)
         self._flipped = -math.inf
 
-    def needed(self, now: float, pool: Pool, samples: Sequence[Sample], held: int) -> Needed | None:
-        """The need of a pool, in groups. `samples`: of all workers. `held`: prompt tokens in the routers."""
+    def needed(self, now: float, pool: Pool, samples: Sequence[Sample], held_tokens: int) -> Needed | None:
+        """The need of a pool, in groups. `samples`: of all workers. `held_tokens`: of prompts in routers."""
         if pool == "decode":
             need: Needed | None = self._decode.needed(samples)
         else:
-            need = self._prefill.needed(now, samples, held)
+            need = self._prefill.needed(now, samples, held_tokens)
         return need and replace(need, workers=need.workers / self.group)
 
     def decide(
         self,
         now: float,
-        needed: Mapping[Pool, float | None],
+        needs: Mapping[Pool, float | None],
         sizes: Mapping[Pool, int],
         starting: Collection[Pool],
     ) -> dict[Pool, int]:
-        """The new sizes of the pools in `needed`. If one grows and the other shrinks, a worker moves.
+        """The new sizes of the pools in `needs`. If one grows and the other shrinks, a worker moves.
 
         `starting`: pools with workers that start.
         """
         new = {
             pool: self.scalers[pool].decide(now, workers, sizes[pool], starting=pool in starting)
-            for pool, workers in needed.items()
+            for pool, workers in needs.items()
         }
         for pool, other in (("prefill", "decode"), ("decode", "prefill")):
             if not {pool, other} <= new.keys() or new[pool] <= sizes[pool] or new[other] > sizes[other]:

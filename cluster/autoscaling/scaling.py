@@ -67,16 +67,16 @@ class PrefillDemand:
     def __init__(self, ttft_target: float) -> None:
         self._clear_within = QUEUE_SHARE * ttft_target
         self._done = 0  # prompt tokens computed since the start, also by workers that have left
-        self._seen: deque[tuple[float, float, float]] = deque()  # (time, tokens that came, tokens queued)
+        self._arrivals: deque[tuple[float, float, float]] = deque()  # (time, tokens that came, tokens queued)
 
-    def needed(self, now: float, samples: Sequence[Sample], held: int = 0) -> Needed | None:
+    def needed(self, now: float, samples: Sequence[Sample], held_tokens: int = 0) -> Needed | None:
         """The number of workers needed; None if there is load and no speed is known.
 
-        `held`: prompt tokens in the routers. They and those of requests that have not started are queued.
+        `held_tokens`: of prompts in routers. They and those of requests that have not started are queued.
         """
         statuses = [sample.status for sample in samples]
-        waiting = held + sum(status.tokens_waiting for status in statuses)
-        queued = held + sum(
+        waiting = held_tokens + sum(status.tokens_waiting for status in statuses)
+        queued = held_tokens + sum(
             s.tokens_waiting * s.requests_waiting / (s.requests_waiting + s.requests_running)
             for s in statuses
             if s.requests_waiting
@@ -87,13 +87,13 @@ class PrefillDemand:
             if sample.model is not None
         ]
         self._done += sum(sample.done for sample in samples)
-        self._seen.append((now, self._done + waiting, queued))
-        while now - self._seen[0][0] > ARRIVAL_WINDOW:
-            self._seen.popleft()
-        then, came, _ = self._seen[0]
+        self._arrivals.append((now, self._done + waiting, queued))
+        while now - self._arrivals[0][0] > ARRIVAL_WINDOW:
+            self._arrivals.popleft()
+        then, came, _ = self._arrivals[0]
         arrived = max(0.0, self._done + waiting - came)
         arriving = arrived / max(now - then, QUEUE_WINDOW)
-        lately = [tokens for at, _, tokens in self._seen if now - at <= QUEUE_WINDOW]
+        lately = [tokens for at, _, tokens in self._arrivals if now - at <= QUEUE_WINDOW]
         queued = min(sum(lately) / len(lately), queued)  # a queue that is gone by now was only a burst
         if not speeds:
             return None if arrived or waiting else Needed(0.0, "idle")
@@ -142,11 +142,11 @@ class Scaler:
     least: int
     most: int
     shrink_after: float = 60.0  # seconds for which the need must be low before the pool shrinks
-    _needed: deque[tuple[float, float]] = field(default_factory=deque)
+    _needs: deque[tuple[float, float]] = field(default_factory=deque)
     _shrunk: float = -math.inf
 
-    def decide(self, now: float, needed: float | None, size: int, *, starting: bool) -> int:
-        """The new size of a pool of `size` workers, some of which may still be starting. `needed` None: it is
+    def decide(self, now: float, need: float | None, size: int, *, starting: bool) -> int:
+        """The new size of a pool of `size` workers, some of which may still be starting. `need` None: it is
         not known.
 
         `starting`: some of them are. They may meet the need soon, so the pool does not grow. It may shrink,
@@ -154,16 +154,16 @@ class Scaler:
         """
         if size < self.least or size > self.most:
             return min(max(size, self.least), self.most)
-        if needed is None:
-            self._needed.clear()  # what was needed before says nothing of what is needed after it
+        if need is None:
+            self._needs.clear()  # a need before it says nothing of the need after it
             return size
-        self._needed.append((now, needed))
-        while now - self._needed[0][0] > self.shrink_after:
-            self._needed.popleft()
+        self._needs.append((now, need))
+        while now - self._needs[0][0] > self.shrink_after:
+            self._needs.popleft()
         if not starting and (sustained := self._sustained(now)) > GROW_BEYOND * size:
             return min(math.ceil(sustained), 2 * size, self.most)  # at most double the size at a time
-        quiet = now - self._needed[0][0] >= self.shrink_after - GROW_AFTER  # the whole window has samples
-        peak = max(each for _, each in self._needed)
+        quiet = now - self._needs[0][0] >= self.shrink_after - GROW_AFTER  # the whole window has samples
+        peak = max(each for _, each in self._needs)
         if quiet and now - self._shrunk >= SHRINK_EVERY and peak <= SHRINK_BELOW * (size - 1):
             self._shrunk = now
             return max(size - 1, self.least)  # one at a time, because the others take over its load
@@ -171,13 +171,13 @@ class Scaler:
 
     def spares_one(self, now: float, size: int) -> bool:
         """Whether the pool may give a worker away: its need was low for `GROW_AFTER`."""
-        if size <= self.least or not self._needed or now - self._needed[0][0] < GROW_AFTER:
+        if size <= self.least or not self._needs or now - self._needs[0][0] < GROW_AFTER:
             return False
-        peak = max(each for at, each in self._needed if now - at <= GROW_AFTER)
+        peak = max(each for at, each in self._needs if now - at <= GROW_AFTER)
         return peak <= SHRINK_BELOW * (size - 1)
 
     def _sustained(self, now: float) -> float:
         """The lowest need of the last `GROW_AFTER` seconds; 0 with a shorter history."""
-        if now - self._needed[0][0] < GROW_AFTER:
+        if now - self._needs[0][0] < GROW_AFTER:
             return 0.0
-        return min(each for at, each in self._needed if now - at <= GROW_AFTER)
+        return min(each for at, each in self._needs if now - at <= GROW_AFTER)

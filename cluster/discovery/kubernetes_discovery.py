@@ -90,9 +90,9 @@ def ready_addresses(slices: Iterable[EndpointSlice], port: str) -> frozenset[str
             if not endpoint.addresses or endpoint.conditions.ready is False:
                 continue
             host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
-            found = each.address_type, f"[{host}]" if each.address_type == "IPv6" else host, ports
+            address = each.address_type, f"[{host}]" if each.address_type == "IPv6" else host, ports
             pod = (endpoint.target_ref or TargetRef()).uid or f"{host} {ports}"
-            of_pod[pod] = min(found, of_pod.get(pod, found))
+            of_pod[pod] = min(address, of_pod.get(pod, address))
     return frozenset(f"{host}:{number}" for _, host, ports in of_pod.values() for number in ports)
 
 
@@ -166,12 +166,12 @@ class KubernetesDiscovery:
 
         async with ApiClient(configuration) as client:
             self._api = DiscoveryV1Api(client)
-            known: frozenset[str] | None = None
+            yielded: frozenset[str] | None = None
             while True:
                 async with contextlib.aclosing(self._changes()) as changes:
                     async for addresses in changes:
-                        if addresses != known:
-                            known = addresses
+                        if addresses != yielded:
+                            yielded = addresses
                             yield addresses
                 await asyncio.sleep(self._backoff * random.uniform(0.5, 1))
 
@@ -207,9 +207,9 @@ class KubernetesDiscovery:
 
     async def _list(self) -> None:
         async with await self._ask(_request_timeout=TIMEOUT) as response:
-            found = msgspec.json.decode(await response.read(), type=_List)
-        self._slices = {each.metadata.name: each for each in found.items or ()}
-        self._version = found.metadata.resource_version
+            listing = msgspec.json.decode(await response.read(), type=_List)
+        self._slices = {each.metadata.name: each for each in listing.items or ()}
+        self._version = listing.metadata.resource_version
         self._resync_at = time.monotonic() + RESYNC_SECONDS
         self._succeeded()
 

@@ -89,12 +89,12 @@ def actor_name(spec: RoleSpec) -> str:
 def _all_roles(roles: Sequence[RoleSpec], actors: Iterable[str]) -> list[RoleSpec]:
     """The roles of the start, and the roles that the autoscaler added: those have an actor, too."""
     templates = {spec.role: spec for spec in roles}
-    found = {actor_name(spec): spec for spec in roles}
+    specs = {actor_name(spec): spec for spec in roles}
     for name in sorted(actors):
         role, _, index = name.rpartition("-")
-        if role in templates and name not in found:
-            found[name] = replace(templates[role], index=int(index))
-    return list(found.values())
+        if role in templates and name not in specs:
+            specs[name] = replace(templates[role], index=int(index))
+    return list(specs.values())
 
 
 def _end_if_failed(following: asyncio.Task[None]) -> None:
@@ -137,12 +137,12 @@ class ClusterActor:
         self._handles: list[RemoteRole] = []
         self._changes = 0
         self._changed = asyncio.Event()
-        found = {
+        names = {
             actor["name"]
             for actor in ray.util.list_named_actors(all_namespaces=True)
             if actor["namespace"] == NAMESPACE
         }
-        roles = _all_roles(cluster.roles, found)
+        roles = _all_roles(cluster.roles, names)
         self._supervisor = Supervisor(roles, self._place, self._note, cluster.drain_grace)
         self._following = asyncio.create_task(self._supervisor.run())
         self._following.add_done_callback(_end_if_failed)
@@ -170,9 +170,9 @@ class ClusterActor:
     async def cluster(self) -> Detached:
         return self._cluster
 
-    async def changed(self, seen: int) -> tuple[int, list[tuple[RoleSpec, RoleState]]]:
-        """Waits for a change after number `seen`. Returns the last number and the states of all roles."""
-        while self._changes == seen:
+    async def changed(self, number: int) -> tuple[int, list[tuple[RoleSpec, RoleState]]]:
+        """Waits for a change after `number`. Returns the last number and the states of all roles."""
+        while self._changes == number:
             await self._changed.wait()
         return self._changes, self._supervisor.states()
 

@@ -88,25 +88,25 @@ def serve(blueprint: Blueprint, roles: list[RoleSpec], address: str) -> int:
     if supervisor is None:
         check_ports(blueprint.front)
     else:
-        found = _ask(supervisor)
-        _check(found, cluster, address)
+        existing = _ask(supervisor)
+        _check(existing, cluster, address)
         # If the machine of the routers was lost, Ray has restarted them elsewhere: replace them here.
-        moved = [] if found.front_node == cluster.front_node else cluster.roles
+        moved = [] if existing.front_node == cluster.front_node else cluster.roles
         _end_actors([SUPERVISOR, *(actor_name(spec) for spec in moved if spec.role == "router")])
-    return asyncio.run(_start(blueprint, cluster, found=supervisor is not None))
+    return asyncio.run(_start(blueprint, cluster, joins=supervisor is not None))
 
 
-def _check(found: Detached, wanted: Detached, address: str) -> None:
-    """Raises OtherCluster unless the found cluster equals the wanted one, and ValueError unless its routers
+def _check(running: Detached, new: Detached, address: str) -> None:
+    """Raises OtherCluster unless the running cluster equals the new one, and ValueError unless its routers
     may run here."""
     end_it = f"end it with `baton stop --ray-address {address}`"
-    if found != replace(wanted, front_node=found.front_node):
+    if running != replace(new, front_node=running.front_node):
         raise OtherCluster(
             f"--ray-address {address}: a cluster with other flags or another secret is running there "
             f"already; {end_it}"
         )
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    if found.front_node in alive - {wanted.front_node}:
+    if running.front_node in alive - {new.front_node}:
         raise ValueError(
             f"--ray-address {address}: a cluster with its routers on another machine is running there "
             f"already; {end_it}"
@@ -170,10 +170,10 @@ async def _end(supervisor: Any, signum: int) -> None:
     ray.kill(supervisor)
 
 
-async def _start(blueprint: Blueprint, cluster: Detached, *, found: bool) -> int:
+async def _start(blueprint: Blueprint, cluster: Detached, *, joins: bool) -> int:
     """Starts a detached cluster and shows its progress. Returns the exit code.
 
-    `found`: the roles of the cluster run already, and its old supervisor was ended. The new supervisor finds
+    `joins`: the roles of the cluster run already, and its old supervisor was ended. The new supervisor finds
     the roles. If the start fails, this command does not end the cluster.
     """
     signals, display = StopSignals(), Display()
@@ -187,7 +187,7 @@ async def _start(blueprint: Blueprint, cluster: Detached, *, found: bool) -> int
     }
     supervisor = ray.remote(ClusterActor).options(**options).remote(cluster)
     with display:
-        following = asyncio.create_task(_follow(supervisor, display, found=found))
+        following = asyncio.create_task(_follow(supervisor, display, joins=joins))
         await signals.unless_stopped(following)
         failure, states = following.result() if following.done() else (None, [])
         following.cancel()
@@ -198,25 +198,25 @@ async def _start(blueprint: Blueprint, cluster: Detached, *, found: bool) -> int
         return 0
     if failure is not None:
         display.error(failure)
-    if not found:
+    if not joins:
         await _end(supervisor, signal.SIGINT)
     return 0 if failure is None else 1
 
 
 async def _follow(
-    supervisor: Any, display: Display, *, found: bool
+    supervisor: Any, display: Display, *, joins: bool
 ) -> tuple[str | None, list[tuple[RoleSpec, RoleState]]]:
     """Returns when every role is ready, or a role fails: the reason, if there is one, and all states."""
-    seen = 0
+    number = 0
     while True:
         try:
-            seen, states = await supervisor.changed.remote(seen)
+            number, states = await supervisor.changed.remote(number)
         except ActorDiedError as error:  # its constructor failed, for example without the secret there
             return f"the supervisor: {str(error).strip().splitlines()[-1]}", []
         for role, state in states:
             display.stage(role.name, state.stage, state.fraction)
-            # A worker of a found cluster has served before, so its restart will succeed.
-            if state.phase == "waiting" and not (found and role.role != "router"):
+            # A worker of a running cluster has served before, so its restart will succeed.
+            if state.phase == "waiting" and not (joins and role.role != "router"):
                 return f"{role.name}: {state.error}", states
         if all(state.phase == "ready" for _, state in states):
             return None, states

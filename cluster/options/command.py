@@ -27,25 +27,25 @@ class Command(TyperCommand):
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        out = Console(highlight=False)
+        page = Console(highlight=False)
         usage = " ".join(self.collect_usage_pieces(ctx))
-        out.print(Text.assemble(("Usage: ", "bold"), f"{ctx.command_path} {usage}"))
+        page.print(Text.assemble(("Usage: ", "bold"), f"{ctx.command_path} {usage}"))
         for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
-            out.print()
-            out.print(Text.from_markup(" ".join(paragraph.split())))
+            page.print()
+            page.print(Text.from_markup(" ".join(paragraph.split())))
         if self.epilog:
-            out.print(Text("\nExamples", "bold"))
+            page.print(Text("\nExamples", "bold"))
             for line in self.epilog.splitlines():
-                out.print(Text(_example(line, out.width), "cyan"), soft_wrap=True)
+                page.print(Text(_example(line, page.width), "cyan"), soft_wrap=True)
         for title, records in self._panels(ctx).items():
-            out.print(Text(f"\n{title}", "bold"))
+            page.print(Text(f"\n{title}", "bold"))
             for record in records:
-                for line in _described(*record, out):
-                    out.print(line, soft_wrap=True)
+                for line in _described(*record, page):
+                    page.print(line, soft_wrap=True)
 
     def _panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         """Flags and text of each parameter, by its panel. The flags that all commands have come last."""
-        found: dict[str, list[tuple[str, str]]] = {}
+        panels: dict[str, list[tuple[str, str]]] = {}
         general: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is None:
@@ -53,16 +53,16 @@ class Command(TyperCommand):
             panel = getattr(parameter, "rich_help_panel", None)
             if panel is None and parameter.param_type_name == "argument":
                 panel = "Arguments"
-            (general if panel is None else found.setdefault(panel, [])).append(record)
-        return found | {"Options": general}
+            (general if panel is None else panels.setdefault(panel, [])).append(record)
+        return panels | {"Options": general}
 
 
 def _reworded(error: typer.BadParameter) -> str:
     """The message, with the value that was given, in words that do not presume a library."""
-    found = getattr(error.__cause__, "errors", None)
-    if found is None:
+    errors = getattr(error.__cause__, "errors", None)
+    if errors is None:
         return error.message
-    kind, value = found()[0]["type"], str(found()[0]["input"])
+    kind, value = errors()[0]["type"], str(errors()[0]["input"])
     if kind.startswith(("int_", "float_")):
         number = "a whole number" if kind.startswith("int_") else "a number"
         unit = UNITS.get(getattr(error.param, "metavar", ""), "")
@@ -71,23 +71,23 @@ def _reworded(error: typer.BadParameter) -> str:
     return text if value in text else f"{text}, not {value!r}"
 
 
-def _described(flags: str, text: str, out: Console) -> Iterator[Text]:
+def _described(flags: str, text: str, page: Console) -> Iterator[Text]:
     """The lines of a parameter: its flags beside the text, or above it if they are long."""
     meaning, bracket, facts = text.partition("  [")
     names, _, values = flags.partition(" <")
-    if "|" in values and len(flags) > out.width - INDENT:  # its values are text that can be wrapped
+    if "|" in values and len(flags) > page.width - INDENT:  # its values are text that can be wrapped
         flags = f"{names} NAME"
         meaning += f" One of {', '.join(values.removesuffix('>').split('|'))}."
-    told = Text.from_markup(meaning)
+    paragraph = Text.from_markup(meaning)
     if bracket:
-        told.append(" [" + re.sub(r"default: \((.*)\)]$", r"default: \1]", facts), "dim")
-    lines = told.wrap(out, out.width - FLAGS)
-    left = Text.assemble(" " * INDENT, (flags, "cyan"))
-    if left.cell_len < FLAGS:
-        left.pad_right(FLAGS - left.cell_len)
-        yield left + lines.pop(0)
+        paragraph.append(" [" + re.sub(r"default: \((.*)\)]$", r"default: \1]", facts), "dim")
+    lines = paragraph.wrap(page, page.width - FLAGS)
+    heading = Text.assemble(" " * INDENT, (flags, "cyan"))
+    if heading.cell_len < FLAGS:
+        heading.pad_right(FLAGS - heading.cell_len)
+        yield heading + lines.pop(0)
     else:
-        yield from left.wrap(out, out.width)
+        yield from heading.wrap(page, page.width)
     for line in lines:
         line.pad_left(FLAGS)
         yield line

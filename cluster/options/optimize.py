@@ -41,39 +41,39 @@ class Chosen(NamedTuple):
     """One line for the log: the choice, and what it follows from."""
 
 
-def choose(given: EngineOptions, device: str, gpu_gib: float | None) -> Chosen:
+def choose(options: EngineOptions, device: str, gpu_gib: float | None) -> Chosen:
     """Returns the settings of a worker on `device`.
 
     `gpu_gib`: memory of the smallest GPU; None if it is unknown.
     """
-    profile = PROFILES[given.optimize]
+    profile = PROFILES[options.optimize]
     on_gpu = device != "cpu"
     size = bisect_right(GPU_GIB, gpu_gib) if on_gpu and gpu_gib is not None else 0
-    seqs = given.max_num_seqs or profile.max_num_seqs[size]
-    tokens = given.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[size]
+    seqs = options.max_num_seqs or profile.max_num_seqs[size]
+    tokens = options.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[size]
     hardware = "CPU" if not on_gpu else f"GPU of {gpu_gib:.0f} GiB" if gpu_gib else "GPU of unknown memory"
     parts = (
-        f"--max-num-seqs {seqs}{_note(given.max_num_seqs)}",
-        f"--max-num-batched-tokens {tokens}{_note(given.max_num_batched_tokens)}",
+        f"--max-num-seqs {seqs}{_note(options.max_num_seqs)}",
+        f"--max-num-batched-tokens {tokens}{_note(options.max_num_batched_tokens)}",
         f"gap target {profile.target_steps:g} times the fastest step"
-        if given.ttit_target is None
-        else f"gap target {given.ttit_target:g} ms{_note(given.ttit_target)}",
+        if options.ttit_target is None
+        else f"gap target {options.ttit_target:g} ms{_note(options.ttit_target)}",
     )
-    summary = f"optimize {given.optimize}, {hardware}: {', '.join(parts)}"
+    summary = f"optimize {options.optimize}, {hardware}: {', '.join(parts)}"
     return Chosen(seqs, tokens, profile.target_steps, summary)
 
 
-def host_cache(given: EngineOptions, device: str, gpus: int, available: int) -> int:
+def host_cache(options: EngineOptions, device: str, gpus: int, available: int) -> int:
     """Bytes of the host's memory for cached KV of a worker: as given, or a part of a quarter of what the host
     has left.
 
     `gpus`: those of all workers that divide the quarter. `available`: bytes that the host has left.
     """
-    if given.host_cache_size != AUTO:
-        return size_in_bytes(given.host_cache_size)
-    if device == "cpu" or given.enable_prefix_caching is False or given.engine != "baton":
+    if options.host_cache_size != AUTO:
+        return size_in_bytes(options.host_cache_size)
+    if device == "cpu" or options.enable_prefix_caching is False or options.engine != "baton":
         return 0
-    ranks = given.tensor_parallel_size
+    ranks = options.tensor_parallel_size
     share = available // HOST_PART * ranks // max(ranks, gpus)
     return share if share >= LEAST_HOST_BYTES else 0
 

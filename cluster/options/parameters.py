@@ -114,10 +114,10 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 def size_in_bytes(value: str) -> int:
     """Bytes of a size such as `8GiB`. Raises `ValueError` for anything else."""
-    found = re.fullmatch(r"(\d+)\s*([KMGT]iB)?", value)
-    if found is None:
+    match = re.fullmatch(r"(\d+)\s*([KMGT]iB)?", value)
+    if match is None:
         raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB or TiB")
-    return int(found[1]) * _UNITS[found[2] or ""]
+    return int(match[1]) * _UNITS[match[2] or ""]
 
 
 def check_size(value: str) -> str:
@@ -294,14 +294,14 @@ def read_config(path: Path, command: str) -> dict[str, Any]:
         raise typer.BadParameter(f"{path} is not valid TOML: {error}") from error
     values: dict[str, Any] = {}
     sections = {name: table.pop(name) for name in COMMANDS & set(table) if isinstance(table[name], dict)}
-    for where, section in (("", table), *((f"[{name}] ", sections[name]) for name in sorted(sections))):
+    for prefix, section in (("", table), *((f"[{name}] ", sections[name]) for name in sorted(sections))):
         for key, value in section.items():
             name = key.replace("-", "_")
             if name not in KNOWN | set(REFUSED):
                 close = _closest(name)
                 hint = f"; did you mean {close.replace('_', '-')!r}?" if close else ""
-                raise typer.BadParameter(f"{path}: unknown option {where}{key!r}{hint}")
-            if not where or where == f"[{command}] ":
+                raise typer.BadParameter(f"{path}: unknown option {prefix}{key!r}{hint}")
+            if not prefix or prefix == f"[{command}] ":
                 values[name] = value
     return values
 
@@ -314,9 +314,9 @@ def _closest(name: str) -> str:
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """A warning for each `BATON_*` variable that is no option."""
     # The secret has no flag, because every user of the machine can read arguments.
-    known = {env_name(name) for name in (*KNOWN, "config", "cluster_secret")}
+    supported = {env_name(name) for name in (*KNOWN, "config", "cluster_secret")}
     lines = []
-    for variable in sorted(set(environment) - known):
+    for variable in sorted(set(environment) - supported):
         if not variable.startswith(ENV_PREFIX):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
@@ -352,5 +352,5 @@ def to_argv(*groups: Any, **overrides: Any) -> list[str]:
 
 def role_environment(environment: Mapping[str, str], **values: str) -> dict[str, str]:
     """`environment` plus `values`, without `BATON_*` (the argv of a role is complete) and `RAY_*`."""
-    kept = {k: v for k, v in environment.items() if not k.startswith((ENV_PREFIX, "RAY_"))}
-    return kept | values
+    inherited = {k: v for k, v in environment.items() if not k.startswith((ENV_PREFIX, "RAY_"))}
+    return inherited | values

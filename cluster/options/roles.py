@@ -418,7 +418,7 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class StoreRole:
-    what: StoreAction
+    command: StoreAction
     store: StoreOptions
     secret: SecretOptions
     process: RoleOptions = RoleOptions()

@@ -40,8 +40,8 @@ class Announcement:
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        known = json.loads(text)
-        return cls(int(known["pid"]), tuple(map(int, known["ports"])), str(known["secret"]))
+        fields = json.loads(text)
+        return cls(int(fields["pid"]), tuple(map(int, fields["ports"])), str(fields["secret"]))
 
 
 def secret_of(url: str, run_dir: Path | None) -> bytes | None:
@@ -115,10 +115,10 @@ def _locked(directory: int) -> bool:
 def _is_local(host: str) -> bool:
     """Whether a host is this machine: an address of it can be bound here."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return any(_binds(family, str(address[0])) for family, _, _, _, address in found)
+    return any(_binds(family, str(address[0])) for family, _, _, _, address in addresses)
 
 
 def _binds(family: int, address: str) -> bool:

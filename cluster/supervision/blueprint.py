@@ -75,8 +75,8 @@ class RoleSpec:
         """That of the cluster. Raises ValueError if this machine does not have it."""
         from baton.rpc.auth import SECRET_VARIABLE, load_secret
 
-        known = self.environment.get(SECRET_VARIABLE)
-        return load_secret(self.secret_file) if known is None else known.encode()
+        secret = self.environment.get(SECRET_VARIABLE)
+        return load_secret(self.secret_file) if secret is None else secret.encode()
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class Blueprint:
     def _store(self) -> tuple[str | None, options.StoreOptions | None]:
         """The URL of the store, and what to run for it on this machine. Raises ValueError."""
         url = self.transfer.kv_store
-        name, _, given = (url or "").partition("?")
+        name, _, settings = (url or "").partition("?")
         if name != "local":
             return url, None
         if self.ray.ray_address is not None:
             raise ValueError(
                 "--kv-store local: is for one machine; run `baton store serve`, and give mooncake://HOST:PORT"
             )
-        more = dict(parse_qsl(given))
+        more = dict(parse_qsl(settings))
         store = options.StoreOptions(size=more.pop("size", "1GiB"), port=free_port())
         size_in_bytes(store.size)
         query = f"?{urlencode(more)}" if more else ""
@@ -162,11 +162,11 @@ class Blueprint:
 
     def worker(self, pool: Pool) -> options.WorkerRole:
         """The options of the workers that start in a pool, less those that each has for itself."""
-        own: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "engine": self.engine_of(pool),
             "files": replace(self.files, run_dir=None),  # the runner of a worker names its own
         }
-        return options.WorkerRole(**self._shared(options.WorkerRole) | own)
+        return options.WorkerRole(**self._shared(options.WorkerRole) | fields)
 
     def _spec(self, role: RoleName, worker: options.WorkerRole, **more: Any) -> RoleSpec:
         """Of the first worker, or group of workers, with this role."""
@@ -194,11 +194,11 @@ class Blueprint:
         # Health checks have no client certificate, and must reach all processes: choose an admin port.
         if front.admin_port is None and (front.router_processes > 1 or front.ssl_certfile is not None):
             front = replace(front, admin_port=0)
-        own: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "front": front,
             "membership": options.MembershipOptions(decode_only=not self.pool.sizes[0].most),
         }
-        return options.RouterRole(**shared | own)
+        return options.RouterRole(**shared | fields)
 
     def _shared(self, role: type) -> dict[str, Any]:
         """The groups of options that a role has under the same names."""
@@ -256,10 +256,10 @@ class Blueprint:
     @property
     def chooses_pools(self) -> bool:
         """Whether the user leaves it to this machine how many workers there are."""
-        told = self.pool.prefill is not None or self.pool.decode is not None or self.pool.encode > 0
+        has_sizes = self.pool.prefill is not None or self.pool.decode is not None or self.pool.encode > 0
         device = self.engine.device or default_device()
         alone = self.ray.ray_address is None and self.engine.data_parallel_size == 1
-        return not told and device == "cuda" and alone
+        return not has_sizes and device == "cuda" and alone
 
     def with_pools(self, chosen: GpuPools) -> Blueprint:
         """These options, as if the user had given what was chosen."""
@@ -275,10 +275,10 @@ class Blueprint:
     @property
     def host_cache_text(self) -> str | None:
         """A line for the user: the memory of the host that is taken by default. None: none."""
-        given = [self.engine_of(pool).host_cache_size for pool in POOLS]
-        if self.engine.host_cache_size != AUTO or AUTO in given:
+        cache_sizes = [self.engine_of(pool).host_cache_size for pool in POOLS]
+        if self.engine.host_cache_size != AUTO or AUTO in cache_sizes:
             return None
-        sizes = [size.most * int(each) for size, each in zip(self.pool.sizes, given, strict=True)]
+        sizes = [size.most * int(each) for size, each in zip(self.pool.sizes, cache_sizes, strict=True)]
         if not sum(sizes):
             return None
         return (
@@ -299,9 +299,9 @@ class Blueprint:
         if all(size.least < size.most for size, _ in pools):
             # Such pools flip workers. So a worker of either size may be started in the place of the other.
             pools = [(size, max(gpus for _, gpus in pools)) for size, _ in pools]
-        needed = sum(size.most * gpus for size, gpus in pools) + self.pool.encode * each.get("encode", 0)
+        total = sum(size.most * gpus for size, gpus in pools) + self.pool.encode * each.get("encode", 0)
         present = visible_gpus()
-        if needed > len(present):
+        if total > len(present):
             sizes = {
                 "--tensor-parallel-size": self.engine.tensor_parallel_size,
                 "--data-parallel-size": self.engine.data_parallel_size,
@@ -314,7 +314,7 @@ class Blueprint:
             remedy = "".join(f", lower {flag}" for flag in large)
             raise ValueError(
                 f"--prefill {prefill} --decode {decode}{flags}: these workers need "
-                f"{counted(needed, 'GPU')}, but this machine has {len(present)}; start fewer "
+                f"{counted(total, 'GPU')}, but this machine has {len(present)}; start fewer "
                 f"workers{remedy}, or run them on the CPU with --device cpu"
             )
         return present
@@ -336,10 +336,10 @@ class Blueprint:
         from baton.rpc.auth import SECRET_VARIABLE, cluster_name, load_secret
 
         file, keys, admin = self.secret.cluster_secret_file, self.front.api_key, self.front.admin_key
-        given = file is not None or SECRET_VARIABLE in os.environ
+        has_secret = file is not None or SECRET_VARIABLE in os.environ
         if self.ray.ray_address is None:
             # Without a secret this command makes one, as it starts every process that needs it.
-            secret = load_secret(file).decode() if given else secrets.token_hex(32)
+            secret = load_secret(file).decode() if has_secret else secrets.token_hex(32)
             return (
                 {"environment": {SECRET_VARIABLE: secret}},
                 ({"BATON_API_KEY": " ".join(keys)} if keys else {})
@@ -355,7 +355,7 @@ class Blueprint:
                 "--admin-key, BATON_ADMIN_KEY: Ray stores what an actor is started with; with --ray-address "
                 "give the key in --admin-key-file, a file on the machine of the router"
             )
-        if not given:
+        if not has_secret:
             raise ValueError(
                 "--ray-address: roles on other machines need the cluster secret; name a file that has it on "
                 f"every machine with --cluster-secret-file, or set {SECRET_VARIABLE} for this command and "
@@ -365,10 +365,10 @@ class Blueprint:
         return {"environment": {}, "secret_file": path, "cluster": cluster_name(load_secret(file))}, {}
 
 
-def _labels(flag: str, given: list[str]) -> dict[str, str]:
+def _labels(flag: str, texts: list[str]) -> dict[str, str]:
     """Parses labels of the form KEY=VALUE. Raises ValueError for another form."""
     labels = {}
-    for label in given:
+    for label in texts:
         key, is_, value = label.partition("=")
         if not (key and is_ and value):
             raise ValueError(
@@ -380,13 +380,13 @@ def _labels(flag: str, given: list[str]) -> dict[str, str]:
 
 def check_ports(front: options.FrontOptions) -> None:
     """Raises ValueError if the router could not listen on one of its ports."""
-    asked = [("port", front.host, front.port), ("grpc-port", front.host, front.grpc_port)]
-    asked.append(("admin-port", front.admin_host, front.admin_port))
-    with contextlib.ExitStack() as held:  # hold all probes until the end, to find a port that is given twice
-        for flag, host, port in asked:
+    ports = [("port", front.host, front.port), ("grpc-port", front.host, front.grpc_port)]
+    ports.append(("admin-port", front.admin_host, front.admin_port))
+    with contextlib.ExitStack() as probes:  # all are held to the end, to find a port that is given twice
+        for flag, host, port in ports:
             if port is None:
                 continue
             try:
-                held.enter_context(socket.create_server((host, port), family=family(host)))
+                probes.enter_context(socket.create_server((host, port), family=family(host)))
             except OSError as error:
                 raise ValueError(cannot_listen(f"--{flag}", host, port, error)) from error

@@ -75,10 +75,10 @@ async def tokens_held(ready: Mapping[str, Any]) -> int:
     A router gives prefill workers at most two steps of prompts. The rest waits in its admission queue, and
     the load that workers report does not contain it. Raises ConnectionError if the router does not answer.
     """
-    found = _HELD.search(await _get(ready, "metrics", PATIENCE))
-    if found is None:
+    match = _HELD.search(await _get(ready, "metrics", PATIENCE))
+    if match is None:
         raise ConnectionError(f"{ready['url']}: has no metric baton:tokens_waiting_for_turn")
-    return int(float(found[1]))
+    return int(float(match[1]))
 
 
 async def _get(ready: Mapping[str, Any], page: str, timeout: float) -> str:

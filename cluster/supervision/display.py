@@ -103,7 +103,7 @@ class Display:
 
 def own_command() -> str:
     """How a shell in this directory starts `baton`: by its name alone only if the PATH has this one."""
-    program, found = sys.argv[0], shutil.which("baton")
-    if Path(program).name != "baton" or (found is not None and Path(found).samefile(program)):
+    program, on_path = sys.argv[0], shutil.which("baton")
+    if Path(program).name != "baton" or (on_path is not None and Path(on_path).samefile(program)):
         return "baton"
     return shlex.quote(program)

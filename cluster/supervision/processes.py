@@ -135,11 +135,11 @@ def end_descendants(patience: float, hurry: threading.Event) -> list[str]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        left = list(filter(alive, psutil.Process().children(recursive=True)))
-        if not left:
+        descendants = list(filter(alive, psutil.Process().children(recursive=True)))
+        if not descendants:
             return sorted(killed.values())
         if hurry.is_set() or time.monotonic() >= deadline:
-            for process in left:
+            for process in descendants:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     killed[process.pid] = process.name()
                     process.kill()

@@ -35,18 +35,18 @@ def open_log(path: Path) -> BinaryIO:
 
 async def keep_bounded(path: Path, most: int = LOG_BYTES, interval: float = CHECK_SECONDS) -> None:
     """Rotates the log when it has `most` bytes, and warns when its disk is full, until cancelled."""
-    told = False
+    warned = False
     while True:
         await asyncio.sleep(interval)
         try:
             await asyncio.to_thread(_check, path, most)
-            told = False
+            warned = False
         except FileNotFoundError:
             pass  # the role runs without a log
         except OSError as error:
-            if not told:
+            if not warned:
                 log.warning("%s: %s; log lines are lost until this is mended", path, error.strerror)
-            told = True
+            warned = True
 
 
 def _check(path: Path, most: int) -> None:
@@ -92,7 +92,7 @@ def end_of(path: Path) -> str:
         return ""
     parts = {"Errors above the end": errors, "The end": last}
     return "".join(
-        f"{what} of {path.name}:\n" + "".join(f"  {line}" for line in lines)
-        for what, lines in parts.items()
+        f"{title} of {path.name}:\n" + "".join(f"  {line}" for line in lines)
+        for title, lines in parts.items()
         if lines
     )

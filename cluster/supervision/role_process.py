@@ -208,7 +208,7 @@ class RoleProcess:
             phase="starting", stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
             restarts=restarts,
         )  # fmt: skip
-        said = asyncio.create_task(self._follow(pipe, started))
+        failure = asyncio.create_task(self._follow(pipe, started))
         self._watching = watching = asyncio.create_task(self._watch())
         try:
             await process_end(popen.pid)
@@ -218,7 +218,7 @@ class RoleProcess:
             self._kill_tree()  # before the pid is reaped: until then no other process can get its group id
             code = popen.wait()
             self._popen = None
-        return code, hung or await said or describe_exit(code)
+        return code, hung or await failure or describe_exit(code)
 
     def _secrets(self) -> Mapping[str, str]:
         """Variables that are read at each start. Raises ValueError if they cannot be."""
@@ -236,8 +236,8 @@ class RoleProcess:
         """As `ready_pipe.follow`."""
 
         def ready(line: Mapping[str, Any]) -> None:
-            took = time.monotonic() - started
-            self._set(phase="ready", stage="ready", fraction=1.0, ready=line, seconds_to_ready=took)
+            seconds = time.monotonic() - started
+            self._set(phase="ready", stage="ready", fraction=1.0, ready=line, seconds_to_ready=seconds)
 
         def stage(name: str, fraction: float) -> None:
             self._set(stage=name, fraction=fraction)

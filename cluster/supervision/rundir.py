@@ -62,13 +62,13 @@ class RunDir:
         os.close(self._lock)
 
 
-def default_parent(given: Path | None) -> Path:
+def default_parent(parent: Path | None) -> Path:
     """The directory of run directories: the given one, else the system's temporary directory."""
-    if given is None:
-        given = Path(tempfile.gettempdir())
-        if len(os.fsencode(given)) > MAX_PARENT:
-            given = Path("/tmp")  # noqa: S108 - mkdtemp makes a private directory in it
-    return given.absolute()
+    if parent is None:
+        parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent)) > MAX_PARENT:
+            parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a private directory in it
+    return parent.absolute()
 
 
 def remove_stale(parent: Path) -> None:

@@ -71,16 +71,16 @@ class RoleRunner(RoleProcess):
             directory = self._run_dir.path
         logs = logs or directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        own: dict[str, object] = {"index": spec.index}
+        options: dict[str, object] = {"index": spec.index}
         if spec.role == "router":
             self._workers_file = directory / f"router-{spec.index}.workers"
             with contextlib.suppress(OSError):  # on a full disk the router waits for its first list
                 write_atomically(self._workers_file, "")
             self._cluster_file = directory / f"router-{spec.index}.cluster"
-            own |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
-            own["admin_socket"] = directory / f"router-{spec.index}.admin"
+            options |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
+            options["admin_socket"] = directory / f"router-{spec.index}.admin"
         elif spec.role != "store":
-            own |= {"run_dir": directory, "host": own_address(peer) if peer else None}
+            options |= {"run_dir": directory, "host": own_address(peer) if peer else None}
         environment = role_environment(
             os.environ,
             **python_path(),
@@ -89,7 +89,7 @@ class RoleRunner(RoleProcess):
         )
         self._spec = spec
         super().__init__(
-            [*program, spec.role, *spec.args, *to_argv(**own)],
+            [*program, spec.role, *spec.args, *to_argv(**options)],
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
@@ -117,8 +117,8 @@ class RoleRunner(RoleProcess):
         room.
         """
         self._unwritten[self._cluster_file] = report
-        known = {name: address or self._addresses.get(name) for name, address in addresses.items()}
-        self._addresses = {name: address for name, address in known.items() if address is not None}
+        addresses_now = {name: address or self._addresses.get(name) for name, address in addresses.items()}
+        self._addresses = {name: address for name, address in addresses_now.items() if address is not None}
         workers = "".join(f"{address}\n" for address in self._addresses.values())
         if workers != self._workers:
             self._workers = self._unwritten[self._workers_file] = workers

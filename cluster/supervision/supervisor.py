@@ -63,7 +63,7 @@ class _Member:
     leaving: bool = False  # removed from the list of the routers; it drains
     restarts: int = 0  # in earlier actors; the present actor counts its own
     last_exit: str = ""  # why its last run ended, in this actor or an earlier one
-    told: tuple[dict[str, str | None], str] | None = None  # routers only: the addresses and report last sent
+    sent: tuple[dict[str, str | None], str] | None = None  # routers only: the addresses and report last sent
     _entry: str = ""
     _entry_of: tuple[RoleState, bool] | None = None
 
@@ -186,12 +186,12 @@ class Supervisor:
         for it and the other workers keep serving.
         """
         async with self._restarting:
-            left = self._workers()
-            addresses = [str(m.state.ready["address"]) for m in left if m.state.ready is not None]
-            secret, tls = left[0].spec.secret, left[0].spec.tls
+            workers = self._workers()
+            addresses = [str(m.state.ready["address"]) for m in workers if m.state.ready is not None]
+            secret, tls = workers[0].spec.secret, workers[0].spec.tls
             self.set_pools(await ask_pools(addresses, secret, tls, _POOL_WITHIN))
-            while left:
-                left.remove(member := max(left, key=self._restart_order))
+            while workers:
+                workers.remove(member := max(workers, key=self._restart_order))
                 before = member.state.pid
                 if self._stopping or member.leaving:
                     continue
@@ -206,8 +206,8 @@ class Supervisor:
         return 0 if member.pool == member.spec.role else sum(m.pool == member.pool for m in self._workers())
 
     def _has_restarted(self, member: _Member, before: int | None) -> bool:
-        again = member.state.phase == "ready" and member.state.pid != before
-        return again or member.leaving or self._stopping
+        restarted = member.state.phase == "ready" and member.state.pid != before
+        return restarted or member.leaving or self._stopping
 
     async def stop(self, signum: int, grace: float) -> None:
         """Stops all routers, then all workers, so that no request needs a stopped worker. Then the store, to
@@ -273,7 +273,7 @@ class Supervisor:
                 if self._stopping or member.leaving:
                     return
                 # The process died with its actor. Ray restarts the actor; then `start` starts the role again.
-                member.told = None
+                member.sent = None
                 if member.state.token:  # count a lost actor once, however often it is called
                     member.restarts += member.state.restarts + 1
                 state = RoleState(token="", phase="waiting", error=str(lost))
@@ -298,14 +298,14 @@ class Supervisor:
         news = (self._listed(), self.report())
 
         async def tell(router: _Member) -> None:
-            router.told = news
+            router.sent = news
             try:
                 await router.handle.set_workers(*news)
             except ConnectionError:
-                router.told = None
+                router.sent = None
 
         outdated = [m for m in self._members if m.spec.role == "router" and m.state.token]
-        await self._each(tell, [m for m in outdated if m.told != news])
+        await self._each(tell, [m for m in outdated if m.sent != news])
 
     @staticmethod
     async def _each(do: Callable[[_Member], Awaitable[None]], members: Sequence[_Member]) -> None:

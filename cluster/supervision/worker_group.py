@@ -185,8 +185,8 @@ class WorkerGroup:
 
     async def _watch(self, rank: _Rank, ready_fd: int | None, *, first: bool) -> None:
         code = await rank.follow(ready_fd if first else None)
-        told = self._stopping and code in (0, -self._signals.first)  # it may have had no handler yet
-        if not told:
+        ends_as_told = self._stopping and code in (0, -self._signals.first)  # it may have had no handler yet
+        if not ends_as_told:
             self._fail(f"{rank.name}: {rank.error or describe_exit(code)}")
 
     async def _serve(self, ranks: Sequence[_Rank], ready_fd: int | None) -> None:

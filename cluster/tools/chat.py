@@ -61,7 +61,7 @@ def turn(endpoint: EndpointOptions, request: dict[str, Any], question: str) -> N
 async def stream(endpoint: EndpointOptions, request: dict[str, Any], pieces: list[str]) -> None:
     """Prints the answer as it arrives, and then its figures. Raises ValueError if the server reports an
     error."""
-    asked, first, last, tokens, cut = time.perf_counter(), 0.0, 0.0, 0, False
+    sent, first, last, tokens, cut = time.perf_counter(), 0.0, 0.0, 0, False
     async with (
         session(endpoint, TIMEOUT) as client,
         client.post("v1/chat/completions", json=request) as response,
@@ -83,7 +83,7 @@ async def stream(endpoint: EndpointOptions, request: dict[str, Any], pieces: lis
                     first = first or last
                 pieces.append(content)
                 print(_DIM.format(reasoning) if reasoning else "", content, sep="", end="", flush=True)
-    figures = f"first token after {(first - asked) * 1000:.0f} ms" if first else "no answer"
+    figures = f"first token after {(first - sent) * 1000:.0f} ms" if first else "no answer"
     if tokens > 1 and last > first:
         figures += f", {tokens} tokens, then {(tokens - 1) / (last - first):.1f} tokens/s"
     print(f"\n({figures}{', cut for length: --max-tokens' if cut else ''})", end="", file=sys.stderr)

@@ -38,8 +38,8 @@ async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls
     name, before = " and ".join(map(name_of, group)), pool_of(worker)
     if all(pool_of(each) == flip.pool for each in group):
         return f"{name} {'is' if alone else 'are'} in the {flip.pool} pool already."
-    left = [w for w in workers if w not in group and ready(w) and pool_of(w) == before]
-    if ready(worker) and not left and not flip.force:
+    remaining = [w for w in workers if w not in group and ready(w) and pool_of(w) == before]
+    if ready(worker) and not remaining and not flip.force:
         last = "is the last ready worker" if alone else "are the last ready workers"
         raise ValueError(
             f"{name} {last} of the {before} pool; without one, workers of the {flip.pool} pool take over its "
@@ -53,8 +53,8 @@ async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls
         except RpcError as error:
             text = f"{name_of(each)} at {address}: {refusal(error, 'change the pool')}"
             raise ValueError(text) from error
-    where = "on it" if alone else "there"
-    return f"{name}: {before} → {flip.pool}. What runs {where} goes on to its end."
+    place = "on it" if alone else "there"
+    return f"{name}: {before} → {flip.pool}. What runs {place} goes on to its end."
 
 
 def group_of(worker: dict[str, Any], workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -65,21 +65,21 @@ def group_of(worker: dict[str, Any], workers: Sequence[dict[str, Any]]) -> list[
     return [each for each in workers if (each.get("description") or {}).get("group") == group]
 
 
-def chosen(given: str, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def chosen(text: str, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The worker with this name or address. Raises ValueError that names the known workers."""
-    wanted = given.replace("-", " ", 1) if ":" not in given else given
-    found = [w for w in workers if wanted in (name_of(w), w.get("address"))]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        addresses = ", ".join(str(worker["address"]) for worker in found)
-        raise ValueError(f"{given}: several workers have this name; give one of the addresses {addresses}")
-    known = ", ".join(f"{name_of(w).replace(' ', '-')} ({w.get('address')})" for w in workers)
-    raise ValueError(f"{given}: the router knows no such worker; it knows {known or 'none'}")
+    name = text.replace("-", " ", 1) if ":" not in text else text
+    matches = [w for w in workers if name in (name_of(w), w.get("address"))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        addresses = ", ".join(str(worker["address"]) for worker in matches)
+        raise ValueError(f"{text}: several workers have this name; give one of the addresses {addresses}")
+    names = ", ".join(f"{name_of(w).replace(' ', '-')} ({w.get('address')})" for w in workers)
+    raise ValueError(f"{text}: the router knows no such worker; it knows {names or 'none'}")
 
 
-def refusal(error: RpcError, what: str) -> str:
-    """Why a worker did not do `what`, and the remedy."""
+def refusal(error: RpcError, action: str) -> str:
+    """Why a worker did not do `action`, and the remedy."""
     from grpc import StatusCode
     from grpc.aio import AioRpcError
 
@@ -91,7 +91,7 @@ def refusal(error: RpcError, what: str) -> str:
             f"to the secret of the cluster. {LOCAL}"
         )
     if code is StatusCode.UNIMPLEMENTED:
-        return f"its version of Baton cannot {what}; upgrade it"
+        return f"its version of Baton cannot {action}; upgrade it"
     if code in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED):
         return f"no answer ({details}); this command must reach the gRPC port of the worker"
     if code is StatusCode.FAILED_PRECONDITION:

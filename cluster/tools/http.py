@@ -71,9 +71,9 @@ async def fetch(endpoint: EndpointOptions, path: str) -> Any:
         return await answer(client.get(path))
 
 
-async def answer(asked: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> Any:
+async def answer(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> Any:
     """The JSON that answers a request of a session. Raises ValueError as `checked`."""
-    async with asked as response:
+    async with request as response:
         return await (await checked(response)).json()
 
 

@@ -33,24 +33,24 @@ def run(endpoint: EndpointOptions, local: LocalOptions) -> int:
 
 
 async def _restart(endpoint: EndpointOptions, local: LocalOptions) -> None:
-    left = incarnations(await fetch(endpoint, "status"))
+    waiting = incarnations(await fetch(endpoint, "status"))
     if not announcement.send(endpoint.url, local.run_dir, signal.SIGUSR1):
         raise ValueError(
             f"--url {endpoint.url}: no `baton serve` of this user runs there on this machine; correct --url, "
             "give --run-dir if that was given to it, or --ray-address for a cluster on Ray"
         )
     print("Restarting the workers, one after the other …", flush=True)
-    while left:
+    while waiting:
         await asyncio.sleep(POLL_S)
         report = await fetch(endpoint, "status")
         roles = (report.get("cluster") or {}).get("roles", ())
         serving = {name_of(role) for role in roles if role["phase"] == "ready"}
-        found = incarnations(report)
-        for name, incarnation in list(left.items()):
+        current = incarnations(report)
+        for name, incarnation in list(waiting.items()):
             gone = name not in {name_of(role) for role in roles}  # its pool has shrunk
-            if gone or (name in serving and found.get(name, incarnation) != incarnation):
+            if gone or (name in serving and current.get(name, incarnation) != incarnation):
                 print(f"{name}: {'left its pool' if gone else 'restarted'}", flush=True)
-                del left[name]
+                del waiting[name]
 
 
 def restart_engines(
@@ -66,12 +66,12 @@ def restart_engines(
 
 
 async def _restart_engines(
-    given: str | None, endpoint: EndpointOptions, secret: bytes, tls: TlsFiles | None
+    worker_name: str | None, endpoint: EndpointOptions, secret: bytes, tls: TlsFiles | None
 ) -> None:
-    known = (await fetch(endpoint, "status"))["workers"]
-    if not known:
+    workers = (await fetch(endpoint, "status"))["workers"]
+    if not workers:
         raise ValueError("the router knows no worker")
-    for worker in known if given is None else [chosen(given, known)]:
+    for worker in workers if worker_name is None else [chosen(worker_name, workers)]:
         name, address = name_of(worker), worker["address"]
         try:
             async with connect(address, secret, tls) as channel:
@@ -91,5 +91,5 @@ async def _restart_engines(
 
 def incarnations(report: dict[str, Any]) -> dict[str, str]:
     """Of the workers that a router reaches, by name."""
-    known = (worker for worker in report["workers"] if worker.get("incarnation"))
-    return {name_of(worker): worker["incarnation"] for worker in known}
+    workers = (worker for worker in report["workers"] if worker.get("incarnation"))
+    return {name_of(worker): worker["incarnation"] for worker in workers}

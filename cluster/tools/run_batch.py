@@ -87,10 +87,10 @@ def _request(number: int, line: bytes) -> RequestLine:
 async def _answer(http: aiohttp.ClientSession, request: RequestLine) -> dict[str, Any]:
     """The line of the output. Asks again while the server has no room."""
     body = {**json.loads(bytes(request.body)), "stream": False}
-    for left in reversed(range(TRIES)):
+    for tries in reversed(range(TRIES)):
         async with http.post(request.url.lstrip("/"), json=body) as response:
             name = response.headers.get("x-request-id", "")
-            if response.status in AGAIN and left:
+            if response.status in AGAIN and tries:
                 await asyncio.sleep(pause(response.headers.get("Retry-After")))
                 continue
             text = await response.text()

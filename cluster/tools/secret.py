@@ -16,9 +16,9 @@ LOCAL = (
 def secret_for(endpoint: EndpointOptions, secret: SecretOptions, local: LocalOptions) -> bytes:
     """The secret that the user gives, else that of the local cluster at the URL. Raises ValueError."""
     if secret.cluster_secret_file is None and SECRET_VARIABLE not in os.environ:
-        found = announcement.secret_of(endpoint.url, local.run_dir)
-        if found is not None:
-            return found
+        announced = announcement.secret_of(endpoint.url, local.run_dir)
+        if announced is not None:
+            return announced
     try:
         return load_secret(secret.cluster_secret_file)
     except ValueError as error:

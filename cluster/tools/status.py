@@ -58,35 +58,35 @@ COLUMNS = (
 
 def show(report: dict[str, Any], *, wide: bool) -> None:
     """Prints the table and what it has no room for. `wide`: all columns, if need be in several tables."""
-    out, workers = console(), merged(report)
+    terminal, workers = console(), merged(report)
     rows = [row(worker) for worker in workers]
-    known = [column for column in COLUMNS if any(cells[column] != UNKNOWN for cells in rows)] or COLUMNS
-    first, *others = fitting(rows, columns_for(rows, known), out.width)
-    out.print(table(rows, first, TEXTS) if rows else "No workers.")
-    for columns in others if wide else ():
-        out.print(table(rows, columns, TEXTS))
-    if others and not wide:
-        names = [name for columns in others for name in columns[1:]]
-        out.print(f"More columns with --wide: {', '.join(names)}.", style="dim")
-    if told := about(report["router"]):
-        out.print(told, markup=False)
+    present = [column for column in COLUMNS if any(cells[column] != UNKNOWN for cells in rows)] or COLUMNS
+    first, *hidden = fitting(rows, columns_for(rows, present), terminal.width)
+    terminal.print(table(rows, first, TEXTS) if rows else "No workers.")
+    for columns in hidden if wide else ():
+        terminal.print(table(rows, columns, TEXTS))
+    if hidden and not wide:
+        names = [name for columns in hidden for name in columns[1:]]
+        terminal.print(f"More columns with --wide: {', '.join(names)}.", style="dim")
+    if line := about(report["router"]):
+        terminal.print(line, markup=False)
     if paths := requests(report["router"]):
-        out.print(paths)
+        terminal.print(paths)
     for tell in (trouble, transports):
-        for told in filter(None, map(tell, workers)):
-            out.print(told, markup=False)
+        for line in filter(None, map(tell, workers)):
+            terminal.print(line, markup=False)
     for role in (report.get("cluster") or {}).get("roles", ()):
         if role["role"] == "store":
             cells = f"{role['phase']}, {counted(role['restarts'], 'restart')} {role['last_exit']}".rstrip()
-            out.print(f"store at {role['address'] or UNKNOWN}: {cells}", markup=False)
+            terminal.print(f"store at {role['address'] or UNKNOWN}: {cells}", markup=False)
     for tell in (store, memory, standby):
-        for told in filter(None, map(tell, workers)):
-            out.print(told, markup=False)
+        for line in filter(None, map(tell, workers)):
+            terminal.print(line, markup=False)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
         size = counted(pool["size"], "worker" if pool["group"] == 1 else "group")
         size += f" of {pool['group']} workers" if pool["group"] > 1 else ""
-        out.print(f"{role}: {size} ({bounds}), {pool['needed']} needed: {pool['why']}")
+        terminal.print(f"{role}: {size} ({bounds}), {pool['needed']} needed: {pool['why']}")
 
 
 def columns_for(rows: Sequence[Row], columns: Sequence[str]) -> Sequence[str]:
@@ -118,9 +118,9 @@ def about(router: dict[str, Any]) -> str:
         lines.append(paused)
     for failure in router["failures"][-SHOWN_FAILURES:]:
         when = datetime.fromtimestamp(failure["at"]).strftime("%H:%M:%S")
-        where = f" at {failure['worker']}" if failure["worker"] else ""
+        place = f" at {failure['worker']}" if failure["worker"] else ""
         lines.append(
-            f"{when} request {failure['request_id'] or UNKNOWN}: {failure['code']}{where}: "
+            f"{when} request {failure['request_id'] or UNKNOWN}: {failure['code']}{place}: "
             f"{failure['message'][:200]}. Remedy: {failure['remedy']}"
         )
     return "\n".join(lines)
@@ -131,10 +131,10 @@ def requests(router: dict[str, Any]) -> str:
     if "handovers" not in router:
         return ""
     split, alone = router["split_prompts"], {why: n for why, n in router["overflow"].items() if n}
-    told = f"Requests: {router['handovers']} with a handover"
-    told += f" ({counted(split, 'prompt')} split)" if split else ""
-    told += f", {sum(alone.values())} on one worker"
-    return told + (f" ({', '.join(f'{why} {n}' for why, n in alone.items())})" if alone else "")
+    text = f"Requests: {router['handovers']} with a handover"
+    text += f" ({counted(split, 'prompt')} split)" if split else ""
+    text += f", {sum(alone.values())} on one worker"
+    return text + (f" ({', '.join(f'{why} {n}' for why, n in alone.items())})" if alone else "")
 
 
 def merged(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -216,8 +216,8 @@ def transports(worker: dict[str, Any]) -> str:
     readers: dict[str, list[str]] = {}
     for reader, transport in sorted(((worker.get("status") or {}).get("kv_transports") or {}).items()):
         readers.setdefault(transport, []).append(reader)
-    told = (f"{transport} ({', '.join(names)})" for transport, names in sorted(readers.items()))
-    return f"KV from {name_of(worker)}: {'; '.join(told)}" if readers else ""
+    texts = (f"{transport} ({', '.join(names)})" for transport, names in sorted(readers.items()))
+    return f"KV from {name_of(worker)}: {'; '.join(texts)}" if readers else ""
 
 
 def store(worker: dict[str, Any]) -> str:
@@ -249,8 +249,8 @@ def standby(worker: dict[str, Any]) -> str:
         "ready": f"ready, with {int(load.get('standby_memory_bytes') or 0) / GIB:.2f} GiB",
         "ended": "none; all that were started have ended, the log says why",
     }
-    told = tells.get(load.get("standby") or "", "")
-    return f"standby of {name_of(worker)}: {told}" if told else ""
+    state = tells.get(load.get("standby") or "", "")
+    return f"standby of {name_of(worker)}: {state}" if state else ""
 
 
 def row(worker: dict[str, Any]) -> dict[str, str]:
@@ -260,10 +260,10 @@ def row(worker: dict[str, Any]) -> dict[str, str]:
     """
     load, role = worker.get("status") or {}, worker.get("supervised") or {}
     total, name = load.get("blocks_total"), name_of(worker)
-    known = name != "?"
+    named = name != "?"
     cells = {
-        "worker": name if known else worker.get("address"),
-        "pool": pool_of(worker) if known else None,
+        "worker": name if named else worker.get("address"),
+        "pool": pool_of(worker) if named else None,
         "state": state(worker, role),
         "running": load.get("requests_running"),
         "waiting": load.get("requests_waiting"),
@@ -271,9 +271,9 @@ def row(worker: dict[str, Any]) -> dict[str, str]:
         "transfers": load.get("kv_transfers"),
         "restarts": role.get("restarts"),
         "device": device_of(worker),
-        "address": worker.get("address") if known else None,
+        "address": worker.get("address") if named else None,
         "node": role.get("node"),
-        "incarnation": worker.get("incarnation") if known else None,
+        "incarnation": worker.get("incarnation") if named else None,
         "last exit": role.get("last_exit"),
     }
     return {column: UNKNOWN if cell in (None, "") else str(cell) for column, cell in cells.items()}

@@ -17,32 +17,32 @@ Row = Mapping[str, str]
 
 def console() -> Console:
     """Standard output. Without a terminal no line is cut or broken, unless COLUMNS limits its length."""
-    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(highlight=False, width=None if known else PIPE_WIDTH)
+    has_width = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(highlight=False, width=None if has_width else PIPE_WIDTH)
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], texts: Container[str]) -> Table:
     """The columns of these names. Those of `texts` begin on the left, all others are numbers."""
-    drawn = Table(header_style="bold", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    grid = Table(header_style="bold", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for column in columns:
-        drawn.add_column(column, justify="left" if column in texts else "right", overflow="fold")
+        grid.add_column(column, justify="left" if column in texts else "right", overflow="fold")
     for cells in rows:
-        drawn.add_row(*(escape(cells[column]) for column in columns))
-    return drawn
+        grid.add_row(*(escape(cells[column]) for column in columns))
+    return grid
 
 
 def fitting(rows: Sequence[Row], columns: Sequence[str], width: int) -> Iterator[list[str]]:
     """Yields the columns of one table after another: as many as fit into `width`, and the first one in each.
 
     A table has two columns at least, and folds the text of one that is too wide."""
-    name, *others = columns
+    name, *following = columns
     sizes = {column: max(map(len, (column, *(cells[column] for cells in rows)))) for column in columns}
     part, used = [name], sizes[name]
-    for column in others:
-        needed = GAP + sizes[column]
-        if len(part) > 1 and used + needed > width:
+    for column in following:
+        width_needed = GAP + sizes[column]
+        if len(part) > 1 and used + width_needed > width:
             yield part
             part, used = [name], sizes[name]
         part.append(column)
-        used += needed
+        used += width_needed
     yield part

@@ -132,9 +132,9 @@ class Change:
         more = self.added(counter, part)
         return more / self.seconds if more is not None and self.seconds > 0 else None
 
-    def share(self, part: str, whole: str) -> float | None:
-        found, looked_up = self.added(part), self.added(whole)
-        return found / looked_up if found is not None and looked_up else None
+    def share(self, part: str, total: str) -> float | None:
+        added, looked_up = self.added(part), self.added(total)
+        return added / looked_up if added is not None and looked_up else None
 
     def quantiles(self, metric: str) -> tuple[float, float] | None:
         """p50 and p99 of a histogram; None without samples."""
@@ -153,12 +153,12 @@ def quantile(buckets: Sequence[tuple[float, float]], q: float) -> float:
     `buckets`: upper bounds and cumulative counts, ascending.
     """
     below, lower = 0.0, 0.0
-    wanted = q * buckets[-1][1]
+    rank = q * buckets[-1][1]
     for bound, count in buckets:
-        if count >= wanted and count > below:
+        if count >= rank and count > below:
             if math.isinf(bound):
                 return lower
-            return lower + (bound - lower) * (wanted - below) / (count - below)
+            return lower + (bound - lower) * (rank - below) / (count - below)
         below, lower = count, bound
     return lower
 
@@ -177,12 +177,12 @@ def frame(before: Scrape | None, after: Scrape, width: int, *, wide: bool = Fals
     counts = [counts_of(worker) for worker in workers]
     unused = {column for column, name in OPTIONAL.items() if not any(each.get((name, "")) for each in counts)}
     columns = [column for column in columns_for(rows, COLUMNS) if column not in unused]
-    shown, *others = fitting(rows, columns, width)
-    parts: list[RenderableType] = [*lines, Text(), table(rows, shown, TEXTS)]
-    if others and wide:
-        parts += [part for columns in others for part in (Text(), table(rows, columns, TEXTS))]
-    elif others:
-        names = ", ".join(name for columns in others for name in columns[1:])
+    first, *hidden = fitting(rows, columns, width)
+    parts: list[RenderableType] = [*lines, Text(), table(rows, first, TEXTS)]
+    if hidden and wide:
+        parts += [part for columns in hidden for part in (Text(), table(rows, columns, TEXTS))]
+    elif hidden:
+        names = ", ".join(name for columns in hidden for name in columns[1:])
         parts.append(Text(f"More columns with --wide: {names}.", "dim"))
     return Group(*parts)
 
@@ -190,12 +190,12 @@ def frame(before: Scrape | None, after: Scrape, width: int, *, wide: bool = Fals
 def headline(before: Scrape | None, after: Scrape) -> list[str]:
     """The cluster as a whole. All rates and latencies are of the time between the two scrapes."""
     change = Change(None if before is None else before.router, after.router, after.since(before))
-    told = after.status.get("router") or {}
+    router = after.status.get("router") or {}
     names = (f"vllm:num_requests_{name}" for name in ("running", "waiting"))
     running, waiting = (round(after.router.get((name, ""), 0)) for name in names)
     latencies = (f"{name} {_pair(change.quantiles(metric))}" for name, metric in LATENCIES.items())
     return [
-        f"[bold]{escape(str(told.get('model', '–')))}[/bold] · router {told.get('state', '–')}"
+        f"[bold]{escape(str(router.get('model', '–')))}[/bold] · router {router.get('state', '–')}"
         f" · {running} running, {waiting} waiting"
         f" · [dim]{f'over {change.seconds:.1f} s' if change.seconds else 'no rates yet'}[/dim]",
         f"requests/s {_number(change.rate('vllm:request_success_total'))}"
@@ -277,19 +277,19 @@ def run(endpoint: EndpointOptions, top: TopOptions) -> int:
 
 
 async def _run(endpoint: EndpointOptions, top: TopOptions) -> None:
-    out, before = console(), await scrape(endpoint)
+    terminal, before = console(), await scrape(endpoint)
 
     def draw(before: Scrape | None, after: Scrape) -> RenderableType:
-        return frame(before, after, out.width, wide=top.wide)
+        return frame(before, after, terminal.width, wide=top.wide)
 
     if top.once:
         await asyncio.sleep(top.interval)
-        out.print(draw(before, await scrape(endpoint)))
+        terminal.print(draw(before, await scrape(endpoint)))
     elif sys.stdout.isatty():
-        with Live(draw(None, before), console=out, screen=True, auto_refresh=False) as live:
-            await _follow(endpoint, top, before, draw, lambda shown: live.update(shown, refresh=True))
+        with Live(draw(None, before), console=terminal, screen=True, auto_refresh=False) as live:
+            await _follow(endpoint, top, before, draw, lambda screen: live.update(screen, refresh=True))
     else:
-        await _follow(endpoint, top, before, draw, out.print)
+        await _follow(endpoint, top, before, draw, terminal.print)
 
 
 async def _follow(
@@ -299,15 +299,15 @@ async def _follow(
     draw: Callable[[Scrape | None, Scrape], RenderableType],
     show: Callable[[RenderableType], None],
 ) -> None:
-    shown = draw(None, before)
+    screen = draw(None, before)
     while True:
         await asyncio.sleep(top.interval)
         try:
             after = await scrape(endpoint)
         except ValueError as error:
             failure = f"No answer for {time.monotonic() - before.at:.0f} s: {error}"
-            show(Group(shown, Text(failure, style="red")))
+            show(Group(screen, Text(failure, style="red")))
             continue
-        shown = draw(before, after)
-        show(shown)
+        screen = draw(before, after)
+        show(screen)
         before = after

@@ -316,7 +316,7 @@ def test_a_full_pool_grows_though_its_use_cannot_pass_one() -> None:
 def test_the_loads_of_workers_add_up() -> None:
     """A new worker has measured nothing. 700 tokens are in the routers."""
     busy, new = prefilling(5, 3000, 2000, 900.0), prefilling(0, 0, 0, 0.0)
-    needed = PrefillDemand(TTFT).needed(0, [busy, new], held=700)
+    needed = PrefillDemand(TTFT).needed(0, [busy, new], held_tokens=700)
     assert needed is not None
     assert needed.why == "0 tokens/s arrive, 2700 are queued, a worker computes 900/s"
     steps = [decoding(0.75, 2, steps_of(0.02, 0.03)), decoding(0.0, 0, None)]

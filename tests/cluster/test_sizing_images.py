@@ -38,14 +38,14 @@ def test_tokens_and_time_of_an_image(model: ModelConfig) -> None:
     speeds = Speeds(H200, model)
     found = images_of(LOAD, model, speeds)
     assert found is not None
-    assert (found.count, found.tokens, found.known) == (4, 34 * 60, False)
+    assert (found.count, found.tokens, found.measured) == (4, 34 * 60, False)
     assert 0.01 < found.seconds < 0.1
     small = images_of(replace(LOAD, image_size="960x540"), model, speeds)
     assert small is not None
     assert small.tokens == 17 * 30
     assert small.seconds < found.seconds / 4, "attention of an image takes the square"
     known = Speeds(replace(H200, encode_token_seconds=1e-4), model)
-    assert images_of(LOAD, model, known) == Images(4, 2040, 1e-4 * 2040, known=True)
+    assert images_of(LOAD, model, known) == Images(4, 2040, 1e-4 * 2040, measured=True)
     assert images_of(replace(LOAD, images=0), model, speeds) is None
 
 
@@ -70,7 +70,7 @@ def test_a_model_without_an_encoder_takes_no_images() -> None:
 
 def test_the_wait_for_images() -> None:
     """Alone, and with as much to do as the encoders can."""
-    images = Images(4, 100, 0.1, known=True)
+    images = Images(4, 100, 0.1, measured=True)
     assert encoded_within(images, 1e-6, 1) == pytest.approx(0.4)
     assert encoded_within(images, 1e-6, 3) == pytest.approx(0.2)
     assert encoded_within(images, 1e-6, 8) == pytest.approx(0.1)
@@ -83,7 +83,7 @@ def chosen(images: Images, rate: float = 1, output: int = 20) -> Choice:
 
 
 def test_a_pool_does_not_pay_with_few_images() -> None:
-    found = chosen(Images(1, 500, 0.02, known=True))
+    found = chosen(Images(1, 500, 0.02, measured=True))
     assert found.encoders == 0
     assert found.why.endswith(
         "does not pay: workers that encode need 2 GPUs, and no fewer are enough with a pool"
@@ -91,16 +91,16 @@ def test_a_pool_does_not_pay_with_few_images() -> None:
 
 
 def test_a_pool_pays_where_workers_cannot_encode_in_time() -> None:
-    found = chosen(Images(20, 30, 0.3, known=True))
+    found = chosen(Images(20, 30, 0.3, measured=True))
     assert found.encoders >= 20, "each image of a request has one"
     assert "a pool of their own pays: else --slo ttft=500" in found.why
     with pytest.raises(ValueError, match="--slo ttft"):
-        chosen(Images(1, 30, 8.0, known=True))
+        chosen(Images(1, 30, 8.0, measured=True))
 
 
 @pytest.mark.long
 def test_a_pool_pays_where_images_take_long() -> None:
-    found = chosen(Images(8, 30, 0.05, known=True), rate=4, output=150)
+    found = chosen(Images(8, 30, 0.05, measured=True), rate=4, output=150)
     assert found.encoders >= 4
     assert " with workers that encode" in found.why
 

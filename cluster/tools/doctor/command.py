@@ -24,14 +24,14 @@ MARKS = {
 
 def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: JsonOptions) -> int:
     """Runs and prints the checks. Returns exit code 1 if a finding is bad: a warning stops no deployment."""
-    out, findings = console(), list[Finding]()
+    terminal, findings = console(), list[Finding]()
     for finding in _findings(doctor, endpoint):
         findings.append(finding)
         if not output.json:
-            found, remedy = escape(finding.found), escape(finding.remedy)
-            out.print(f"{MARKS[finding.level]} [bold]{escape(finding.check)}[/bold]: {found}")
+            text, remedy = escape(finding.found), escape(finding.remedy)
+            terminal.print(f"{MARKS[finding.level]} [bold]{escape(finding.check)}[/bold]: {text}")
             if remedy:
-                out.print(Padding(remedy, (0, 0, 0, 4), style="dim", expand=False))
+                terminal.print(Padding(remedy, (0, 0, 0, 4), style="dim", expand=False))
     if output.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     return int(any(finding.level == "bad" for finding in findings))

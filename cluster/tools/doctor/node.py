@@ -55,12 +55,12 @@ def node(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    found = {"python": platform.python_version()}
+    versions_of = {"python": platform.python_version()}
     for package in PACKAGES:
         if importlib.util.find_spec({"grpcio": "grpc", "pyzmq": "zmq"}.get(package, package)) is not None:
-            found[package] = importlib.metadata.version(package)
-    yield note("versions", ", ".join(f"{name} {version}" for name, version in found.items()))
-    if "torch" not in found:
+            versions_of[package] = importlib.metadata.version(package)
+    yield note("versions", ", ".join(f"{name} {version}" for name, version in versions_of.items()))
+    if "torch" not in versions_of:
         yield bad(
             "torch",
             "not installed",
@@ -106,11 +106,11 @@ def gpus() -> Iterator[Finding]:
 
 def memory(root: Path) -> Iterator[Finding]:
     free = available_memory(root)
-    found = f"{free / 2**30:.1f} GiB free, {counted(usable_cpus(root), 'CPU')}"
+    text = f"{free / 2**30:.1f} GiB free, {counted(usable_cpus(root), 'CPU')}"
     if free < ENGINE_BYTES:
-        yield bad("memory", found, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop other processes.")
+        yield bad("memory", text, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop other processes.")
     else:
-        yield good("memory", found)
+        yield good("memory", text)
 
 
 def cards(root: Path) -> Iterator[Finding]:
@@ -142,7 +142,7 @@ def limits(root: Path) -> Iterator[Finding]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = locked == resource.RLIM_INFINITY
     yield note("locked memory", "unlimited" if unlimited else f"{locked >> 10} KiB (RDMA needs unlimited)")
-    for name, least in (
+    for name, minimum in (
         ("net/core/rmem_max", MIN_SOCKET_BUFFER),
         ("net/core/wmem_max", MIN_SOCKET_BUFFER),
         ("net/core/somaxconn", MIN_BACKLOG),
@@ -151,8 +151,8 @@ def limits(root: Path) -> Iterator[Finding]:
         key = name.replace("/", ".")
         if value is None:
             yield note(key, "not visible in this container; check it on the host")
-        elif int(value) < least:
-            yield warning(key, value, f"Run `sysctl -w {key}={least}`.")
+        elif int(value) < minimum:
+            yield warning(key, value, f"Run `sysctl -w {key}={minimum}`.")
         else:
             yield good(key, value)
 
@@ -189,16 +189,16 @@ def secret(options: DoctorOptions) -> Iterator[Finding]:
 
 def the_model(options: DoctorOptions) -> Iterator[Finding]:
     try:
-        found = model.resolve(options.model)
-        model.reach_hub(found.location)
+        resolved = model.resolve(options.model)
+        model.reach_hub(resolved.location)
     except ValueError as error:
         yield bad("model", str(error), "Correct --model, or install the model.")
         return
-    faults = check_model.faults(found, EngineOptions(tensor_parallel_size=options.tensor_parallel_size))
-    if not Path(found.location).exists():
-        yield note("model", f"{found.location} is on the hub: workers check its files when they start")
+    faults = check_model.faults(resolved, EngineOptions(tensor_parallel_size=options.tensor_parallel_size))
+    if not Path(resolved.location).exists():
+        yield note("model", f"{resolved.location} is on the hub: workers check its files when they start")
     elif all(fault.what == "tokenizer" for fault in faults):
-        yield good("model", found.location)
+        yield good("model", resolved.location)
     for fault in faults:
         yield bad("tokenizer" if fault.what == "tokenizer" else "model", fault.message, REMEDIES[fault.what])
 

@@ -79,19 +79,19 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
         yield bad("router", str(error), "Start the router, or correct --url, --admin-url and --api-key.")
 
 
-def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]:
+def workers(rows: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]:
     """Judges the workers in the router's /status. Pure. `complete`: each pool of the cluster has a worker."""
-    yield from _pools(found, complete)
-    for worker in found:
+    yield from _pools(rows, complete)
+    for worker in rows:
         if not ready(worker):
             why = f"{worker.get('state')}: {worker.get('reason') or 'no reason known'}"
             remedy = worker.get("remedy") or "Look at the worker's log."
             # A worker that cannot be reached may come back. A refused worker stays refused.
             level = bad if worker.get("state") == "refused" else warning
             yield level(place_of(worker), why, remedy)
-    if kinds := _kv(found):
+    if kinds := _kv(rows):
         yield good("KV cache", kinds)
-    for worker in found:
+    for worker in rows:
         load = worker.get("status") or {}
         total = load.get("blocks_total")
         if total and 1 - load["blocks_free"] / total > NEARLY_FULL and pool_of(worker) == "decode":
@@ -101,10 +101,10 @@ def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]
             )  # fmt: skip
 
 
-def _kv(found: list[dict[str, Any]]) -> str:
+def _kv(workers: list[dict[str, Any]]) -> str:
     """The dtype of each worker's KV cache. The router refuses workers whose KV cannot be converted."""
     kinds: defaultdict[str, list[str]] = defaultdict(list)
-    for worker in found:
+    for worker in workers:
         described = worker.get("description") or {}
         if dtype := described.get("dtype"):
             size = described.get("kv_token_bytes")
@@ -112,9 +112,9 @@ def _kv(found: list[dict[str, Any]]) -> str:
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
 
 
-def _pools(found: list[dict[str, Any]], complete: bool) -> Iterator[Finding]:
+def _pools(workers: list[dict[str, Any]], complete: bool) -> Iterator[Finding]:
     for pool in ("prefill", "decode"):
-        serving = [worker for worker in found if pool_of(worker) == pool and ready(worker)]
+        serving = [worker for worker in workers if pool_of(worker) == pool and ready(worker)]
         if serving:
             devices = " or ".join(sorted(set(filter(None, map(device_of, serving)))))
             yield good(
@@ -131,25 +131,25 @@ def _pools(found: list[dict[str, Any]], complete: bool) -> Iterator[Finding]:
 
 async def request(client: aiohttp.ClientSession, card: dict[str, Any]) -> Finding:
     """Sends a request for three tokens of the model with this card."""
-    usage, took = await _complete(client, card, "The doctor says:")
+    usage, seconds = await _complete(client, card, "The doctor says:")
     tokens = usage["completion_tokens"]
     if tokens != TOKENS:
         return bad(
             "a request", f"{tokens} of {TOKENS} tokens", "Look at the router's log for its x-request-id."
         )
-    return good("a request", f"{TOKENS} tokens in {took * 1e3:.0f} ms")
+    return good("a request", f"{TOKENS} tokens in {seconds * 1e3:.0f} ms")
 
 
 async def handovers(
     client: aiohttp.ClientSession,
     admin: aiohttp.ClientSession,
     card: dict[str, Any],
-    found: list[dict[str, Any]],
+    rows: list[dict[str, Any]],
 ) -> AsyncIterator[Finding]:
     """Has each prefill worker hand KV over to each decode worker.
 
     A header names both, and the timeline of the request proves that the router followed it."""
-    serving = {pool: [w for w in found if pool_of(w) == pool and ready(w)] for pool in ("prefill", "decode")}
+    serving = {pool: [w for w in rows if pool_of(w) == pool and ready(w)] for pool in ("prefill", "decode")}
     pairs = list(itertools.product(*serving.values()))
     if len(pairs) > MOST_PAIRS:
         most = max(map(len, serving.values()))
@@ -167,8 +167,8 @@ async def handovers(
         if isinstance(each, Finding):
             yield each
     if seconds:
-        told = f"KV came over for {len(seconds)} of {counted(len(pairs), 'pair')} of workers"
-        yield good("handovers", f"{told}, {max(seconds) * 1e3:.0f} ms for the slowest")
+        text = f"KV came over for {len(seconds)} of {counted(len(pairs), 'pair')} of workers"
+        yield good("handovers", f"{text}, {max(seconds) * 1e3:.0f} ms for the slowest")
 
 
 async def handover(
@@ -189,14 +189,14 @@ async def handover(
         await _complete(client, card, prompt, headers)
     except ValueError as error:
         why = str(error)
-    took = time.perf_counter() - began
+    seconds = time.perf_counter() - began
     async with admin.get(f"status/requests/{name}") as response:
-        known = await response.json() if response.status == HTTPStatus.OK else None
-    if known is None:
+        timeline = await response.json() if response.status == HTTPStatus.OK else None
+    if timeline is None:
         why = why or "not proved: another router has the timeline of the request"
         return warning(check, why, "Give the URL of one router.")
-    if any(each["what"] == JOINED and each["worker"] == place_of(decode) for each in known["events"]):
-        return took
+    if any(each["what"] == JOINED and each["worker"] == place_of(decode) for each in timeline["events"]):
+        return seconds
     failures = (await answer(admin.get("status")))["router"].get("failures", ())
     why = next((each["message"] for each in failures if each["request_id"] == name), why)
     kv = (prefill.get("description") or {}).get("kv_address") or "--kv-port"
@@ -213,5 +213,5 @@ async def _complete(
     """The usage of the answer to a prompt, and its seconds."""
     body = {"model": card["id"], "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     began = time.perf_counter()
-    found = await answer(client.post("v1/completions", json=body | {"ignore_eos": True}, headers=headers))
-    return found["usage"], time.perf_counter() - began
+    reply = await answer(client.post("v1/completions", json=body | {"ignore_eos": True}, headers=headers))
+    return reply["usage"], time.perf_counter() - began

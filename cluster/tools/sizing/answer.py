@@ -111,8 +111,8 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
     search, first = _search(of_prefill, of_decode, load, targets, in_memory)
     if search.missed(first) > 1:
         _check_alone(_workers(of_prefill, of_decode, load, targets), load, targets)
-    found = search.smallest(first)
-    return replace(_answer(of_decode, load, found, search.of(found)), why=search.why(found))
+    pools = search.smallest(first)
+    return replace(_answer(of_decode, load, pools, search.of(pools)), why=search.why(pools))
 
 
 def meets(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, pools: Pools) -> bool:
@@ -128,13 +128,13 @@ def _longest(load: SizingOptions) -> int:
 def _in_memory(speeds: Speeds, load: SizingOptions) -> int:
     """Requests whose KV fits into a worker. Raises ValueError if not even one does."""
     room = speeds.kv_room(load.gpu_memory_utilization)
-    found = int(room // speeds.kv_bytes(_longest(load)))
-    if not found:
+    requests = int(room // speeds.kv_bytes(_longest(load)))
+    if not requests:
         raise ValueError(
             f"a request of {_longest(load)} tokens needs more KV memory than one worker has "
             f"({room / 1e9:.1f} GB); reduce --input or --output, or choose a smaller --model"
         )
-    return found
+    return requests
 
 
 def _answer(of_decode: Speeds, load: SizingOptions, pools: Pools, served: Served) -> Answer:
@@ -240,18 +240,18 @@ class _Search:
         self._simulate, self._targets = simulate, targets
         self._in_memory, self._seats = in_memory, seats
         self._rows, self._work = rows, work
-        self._found: dict[Pools, Served] = {}
+        self._served: dict[Pools, Served] = {}
 
     def of(self, pools: Pools) -> Served:
-        if pools not in self._found:
-            self._found[pools] = self._simulate(pools)
-        return self._found[pools]
+        if pools not in self._served:
+            self._served[pools] = self._simulate(pools)
+        return self._served[pools]
 
     def smallest(self, first: Pools) -> Pools:
         """Adds workers to the pool where they help more, and then takes away those that are not needed."""
-        pools, least, vain = first, math.inf, 0
+        pools, lowest, vain = first, math.inf, 0
         while (missed := self.missed(pools)) > 1:
-            vain, least = (0, missed) if missed < least else (vain + 1, least)
+            vain, lowest = (0, missed) if missed < lowest else (vain + 1, lowest)
             if vain == MOST_IN_VAIN:
                 raise ValueError(
                     f"{counted(sum(pools), 'worker')} would miss a target of --slo by {missed - 1:.0%}; "
@@ -324,8 +324,8 @@ def _one_token(
     workers = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
     _check_size(workers, load)
     before: Latency | None = None
-    while (found := simulated(workers)).p99 > ttft * (1 + 1e-9):  # tolerates rounding of the simulated clock
-        before = found
+    while (times := simulated(workers)).p99 > ttft * (1 + 1e-9):  # tolerates rounding of the simulated clock
+        before = times
         workers += max(1, workers // 50)
     why = "one worker is enough"
     if workers > 1:
@@ -333,7 +333,7 @@ def _one_token(
     if before is not None:
         why = f"TTFT decides: with fewer workers its p99 is {before.p99 * 1e3:.0f} ms"
     served = Served(
-        ttft=found, first=found, later=None, gap=Latency(0.0, 0.0), latency=(found.p50, found.p99),
+        ttft=times, first=times, later=None, gap=Latency(0.0, 0.0), latency=(times.p50, times.p99),
         tokens_per_s=load.rate, busy=(load.rate * alone / workers, 0.0), most=0, answers=(),
     )  # fmt: skip
     room = of_decode.kv_room(load.gpu_memory_utilization)
@@ -345,11 +345,11 @@ def _one_token(
 def parse_slo(text: str) -> Targets:
     """Parses `ttft=500,ttit=20`, in ms. Raises ValueError with the flag."""
     try:
-        found = {
+        targets = {
             name.strip(): float(value) / 1e3 for name, value in (word.split("=") for word in text.split(","))
         }
     except ValueError:
-        found = {}
-    if set(found) != {"ttft", "ttit"} or not all(value > 0 for value in found.values()):
+        targets = {}
+    if set(targets) != {"ttft", "ttit"} or not all(value > 0 for value in targets.values()):
         raise ValueError(f"--slo {text}: give both targets in milliseconds, as ttft=1000,ttit=50")
-    return Targets(found["ttft"], found["ttit"])
+    return Targets(targets["ttft"], targets["ttit"])

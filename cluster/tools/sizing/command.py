@@ -58,15 +58,15 @@ def run(sizing: SizingOptions) -> int:
         speeds = of_prefill, of_decode
         if images is not None:
             speeds = encoding(of_prefill, load, images), encoding(of_decode, load, images)
-        found = predicted(*speeds, load, Pools(load.prefill, load.decode))
+        sized = predicted(*speeds, load, Pools(load.prefill, load.decode))
     elif images is not None:
         chosen = choose(of_prefill, of_decode, load, targets, images)
-        found = chosen.answer
+        sized = chosen.answer
     else:
-        found = answer(of_prefill, of_decode, load, targets)
-    show(found, sizes, gpu.source)
+        sized = answer(of_prefill, of_decode, load, targets)
+    show(sized, sizes, gpu.source)
     if images is not None:
-        how = "measured" if images.known else "estimated from its size"
+        how = "measured" if images.measured else "estimated from its size"
         seconds = f"{1e3 * images.seconds:.1f} ms of an encoder ({how})"
         print(f"An image of {sizing.image_size}: {images.tokens:,} tokens, {seconds}")
     if chosen is not None:
@@ -74,7 +74,7 @@ def run(sizing: SizingOptions) -> int:
     per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16, kv_dtype))
     print(f"KV: {str(kv_dtype).removeprefix('torch.')}, {per_token:,} bytes a token")
     encoders = 0 if chosen is None else chosen.encoders
-    print(f"To serve it: {serve_line(sizing, found.pools, targets if found.why else None, encoders)}")
+    print(f"To serve it: {serve_line(sizing, sized.pools, targets if sized.why else None, encoders)}")
     return 0
 
 
@@ -109,10 +109,10 @@ def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None, enc
     return shlex.join(words)
 
 
-def show(found: Answer, sizes: tuple[int, int], source: str) -> None:
+def show(sized: Answer, sizes: tuple[int, int], source: str) -> None:
     """`sizes`: GPUs of a prefill worker and of a decode worker."""
     columns = ("", "workers", "GPUs", "p50", "p99", "busy", "batch", "KV in use")
-    served, pools = found.served, found.pools
+    served, pools = sized.served, sized.pools
     prefill = (
         "prefill (TTFT)", pools.prefill, pools.prefill * sizes[0],
         *(f"{t * 1e3:.0f} ms" for t in (served.ttft.p50, served.ttft.p99)), f"{served.busy[0]:.0%}", "", "",
@@ -120,22 +120,22 @@ def show(found: Answer, sizes: tuple[int, int], source: str) -> None:
     decode = (
         "decode (TTIT)", pools.decode, pools.decode * sizes[1],
         *(f"{t * 1e3:.1f} ms" for t in (served.gap.p50, served.gap.p99)), f"{served.busy[1]:.0%}",
-        f"≤ {served.most}", f"≤ {found.kv_bytes / 1e9:.1f} of {found.kv_room / 1e9:.1f} GB",
+        f"≤ {served.most}", f"≤ {sized.kv_bytes / 1e9:.1f} of {sized.kv_room / 1e9:.1f} GB",
     )  # fmt: skip
     rows = [dict(zip(columns, map(str, cells), strict=True)) for cells in (prefill, decode)]
-    out = console()
-    out.print(table(rows, columns, texts=("",)))
+    terminal = console()
+    terminal.print(table(rows, columns, texts=("",)))
     p50, p90 = (1e3 * seconds for seconds in served.latency)
     print(f"{served.tokens_per_s:,.0f} output tokens/s, latency ÷ tokens p50 {p50:.1f}, p90 {p90:.1f} ms")
     if served.first is not None and served.later is not None:
         turns = {"first": served.first, "later": served.later}
-        said = (f"{name} turns {1e3 * t.p50:.0f}, {1e3 * t.p99:.0f} ms" for name, t in turns.items())
-        print(f"TTFT p50, p99: {'; '.join(said)}")
-    if found.overloaded:
-        out.print(
-            f"Too much for these pools: the load keeps {found.busy:.2f} workers busy, and queues grow "
+        turns_text = (f"{name} turns {1e3 * t.p50:.0f}, {1e3 * t.p99:.0f} ms" for name, t in turns.items())
+        print(f"TTFT p50, p99: {'; '.join(turns_text)}")
+    if sized.overloaded:
+        terminal.print(
+            f"Too much for these pools: the load keeps {sized.busy:.2f} workers busy, and queues grow "
             "as long as it lasts"
         )
-    for pool, why in zip(("prefill", "decode"), found.why, strict=False):
-        out.print(f"{pool}: {why}")
-    out.print(f"Simulated, from: {source}", style="dim", soft_wrap=True)
+    for pool, why in zip(("prefill", "decode"), sized.why, strict=False):
+        terminal.print(f"{pool}: {why}")
+    terminal.print(f"Simulated, from: {source}", style="dim", soft_wrap=True)

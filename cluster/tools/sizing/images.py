@@ -40,13 +40,13 @@ class Images:
     Attributes:
         tokens: of one image.
         seconds: of an encoder for one image.
-        known: the seconds were measured.
+        measured: the seconds were.
     """
 
     count: int
     tokens: int
     seconds: float
-    known: bool
+    measured: bool
 
     @property
     def all_seconds(self) -> float:
@@ -81,8 +81,8 @@ def images_of(sizing: SizingOptions, model: ModelConfig, speeds: Speeds) -> Imag
     except ValueError as error:
         raise ValueError(f"--image-size {sizing.image_size}: {error}") from error
     tokens = rows * columns
-    known = speeds.encode_token_seconds * tokens
-    return Images(sizing.images, tokens, known or estimated(vision, tokens, speeds), bool(known))
+    measured = speeds.encode_token_seconds * tokens
+    return Images(sizing.images, tokens, measured or estimated(vision, tokens, speeds), bool(measured))
 
 
 def estimated(vision: VisionConfig, tokens: int, speeds: Speeds) -> float:
@@ -101,9 +101,9 @@ def with_images(load: SizingOptions, images: Images | None) -> SizingOptions:
     return load if images is None else replace(load, input=load.input + images.count * images.tokens)
 
 
-def encoding(of: Speeds, load: SizingOptions, images: Images) -> Speeds:
+def encoding(speeds: Speeds, load: SizingOptions, images: Images) -> Speeds:
     """A worker that encodes the images of its prompts. `load` has their tokens."""
-    return of.encoding(images.all_seconds / load.input)
+    return speeds.encoding(images.all_seconds / load.input)
 
 
 def choose(
@@ -115,38 +115,38 @@ def choose(
     ValueError if neither meets the targets.
     """
     inside, refused = None, ValueError()
-    both = encoding(of_prefill, load, images), encoding(of_decode, load, images)
+    colocated = encoding(of_prefill, load, images), encoding(of_decode, load, images)
     try:
-        inside = answer(both[0], both[1], load, targets)
+        inside = answer(colocated[0], colocated[1], load, targets)
     except ValueError as error:
         refused = error
 
     def gpus(pools: Pools) -> int:
         return pools.prefill * of_prefill.ranks + pools.decode * of_decode.ranks
 
-    def fits(most: int, left: Targets) -> bool:
+    def fits(most: int, remaining: Targets) -> bool:
         """Whether so many GPUs may be enough: the full search takes much longer."""
         if inside is None or not inside.pools.decode:
             return True
         return any(
-            meets(of_prefill, of_decode, load, left, pools)
+            meets(of_prefill, of_decode, load, remaining, pools)
             for decode in (inside.pools.decode, inside.pools.decode - 1, inside.pools.decode + 1)
             if min(pools := Pools((most - decode * of_decode.ranks) // of_prefill.ranks, decode)) > 0
         )
 
     most = MOST_ENCODERS if inside is None else gpus(inside.pools) - 3
-    for count, left in islice(_numbers(load, targets, images, most), MOST_TRIED):
-        if inside and not fits(gpus(inside.pools) - 1 - count, left):
+    for count, remaining in islice(_numbers(load, targets, images, most), MOST_TRIED):
+        if inside and not fits(gpus(inside.pools) - 1 - count, remaining):
             continue
         try:
-            found = answer(of_prefill, of_decode, load, left)
+            apart = answer(of_prefill, of_decode, load, remaining)
         except ValueError:  # so little time is left
             continue
         if inside is None:
-            return Choice(found, count, f"a pool of their own pays: else {refused}")
-        if (few := gpus(found.pools) + count) < (many := gpus(inside.pools)):
+            return Choice(apart, count, f"a pool of their own pays: else {refused}")
+        if (few := gpus(apart.pools) + count) < (many := gpus(inside.pools)):
             why = f"{counted(few, 'GPU')} with --encode {count}, {many} with workers that encode"
-            return Choice(found, count, f"a pool of their own pays: {why}")
+            return Choice(apart, count, f"a pool of their own pays: {why}")
     if inside is None:
         raise refused
     why = (
@@ -161,9 +161,9 @@ def _numbers(
     """Numbers of encoders that leave time for prompts, and the targets of the other workers."""
     count = math.floor(load.rate * images.all_seconds)  # with no more their queue grows without bound
     while (count := count + max(1, count // GROWTH)) <= most:
-        left = targets.ttft - encoded_within(images, load.rate, count)
-        if left > 0:
-            yield count, targets._replace(ttft=left)
+        seconds = targets.ttft - encoded_within(images, load.rate, count)
+        if seconds > 0:
+            yield count, targets._replace(ttft=seconds)
 
 
 def encoded_within(images: Images, rate: float, count: int) -> float:

@@ -117,11 +117,11 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
     row = re.compile(r"(engine(?:\.\w+)*)\.(?:decode\.b|prefill\.1x)(\d+)")
     cases = {match[1]: None for name in rows if (match := row.fullmatch(name))}
     case = "engine" if "engine" in cases else next(iter(cases), "engine")
-    found = {}
+    seconds_of = {}
     for kind, start in (("decode", f"{case}.decode.b"), ("prefill", f"{case}.prefill.1x")):
         sizes = ((name.removeprefix(start), value) for name, value in rows.items() if name.startswith(start))
-        found[kind] = dict(sorted((int(size), value) for size, value in sizes if size.isdecimal()))
-        if len(found[kind]) < 2:
+        seconds_of[kind] = dict(sorted((int(size), value) for size, value in sizes if size.isdecimal()))
+        if len(seconds_of[kind]) < 2:
             raise ValueError(
                 f"--measured {file}: needs two rows {start}N; run python -m baton.bench.engine on a GPU"
             )
@@ -131,15 +131,15 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
         planned=case != "engine",
         steps=steps,
         encode_token_seconds=encode_token_seconds,
-        decode=found["decode"],
-        prefill=found["prefill"],
+        decode=seconds_of["decode"],
+        prefill=seconds_of["prefill"],
     )
 
 
 def _step_model(fields: dict[str, Any] | None) -> StepModel | None:
     if fields is None:
         return None
-    found = StepModel(
+    steps = StepModel(
         rows=tuple(fields["rows"]),
         decode_seconds=tuple(fields["decode_seconds"]),
         context_seconds=float(fields["context_seconds"]),
@@ -148,10 +148,10 @@ def _step_model(fields: dict[str, Any] | None) -> StepModel | None:
         pair_seconds=float(fields["pair_seconds"]),
         overlap=float(fields["overlap"]),
     )
-    for sizes, seconds in ((found.rows, found.decode_seconds), (found.tokens, found.prompt_seconds)):
+    for sizes, seconds in ((steps.rows, steps.decode_seconds), (steps.tokens, steps.prompt_seconds)):
         if not sizes or len(sizes) != len(seconds) or not all(x > 0 for x in (*sizes, *seconds)):
             raise ValueError("its step_model must have a time above 0 for each size")
-    return found
+    return steps
 
 
 class Speeds:
@@ -225,10 +225,10 @@ class Speeds:
 
     def encoding(self, token_seconds: float) -> Self:
         """The same worker, which also encodes the images of its prompts: so many seconds for each token."""
-        made, steps = copy(self), self.steps
+        speeds, steps = copy(self), self.steps
         each = zip(steps.tokens, steps.prompt_seconds, strict=True)
-        made.steps = replace(steps, prompt_seconds=tuple(s + n * token_seconds for n, s in each))
-        return made
+        speeds.steps = replace(steps, prompt_seconds=tuple(s + n * token_seconds for n, s in each))
+        return speeds
 
     @property
     def encode_token_seconds(self) -> float:
@@ -247,28 +247,28 @@ class Speeds:
         """Of attention: of one pair of positions, for each number of a key of one layer."""
         return self.steps.pair_seconds / (self._model.num_layers * _attention_width(self._model))
 
-    def _scaled(self, of: StepModel, positions: float) -> StepModel:
+    def _scaled(self, steps: StepModel, positions: float) -> StepModel:
         """On one GPU, from the steps of the reference model."""
         active = gemm_parameters(self._model, 1) / gemm_parameters(REFERENCE, 1)
         of_layer = _attention_width(self._model) / _attention_width(REFERENCE)
         attention = of_layer * self._spans.total() / REFERENCE.num_layers
-        reading = of.decode_seconds[0]
-        pair = attention * of.pair_seconds
+        reading = steps.decode_seconds[0]
+        pair = attention * steps.pair_seconds
 
         def decode(rows: int, seconds: float) -> float:
             return reading * self._read(rows) + (seconds - reading) * active
 
         def prompt(tokens: int, seconds: float) -> float:
-            work = max(reading * self._read(tokens), (seconds - tokens**2 / 2 * of.pair_seconds) * active)
+            work = max(reading * self._read(tokens), (seconds - tokens**2 / 2 * steps.pair_seconds) * active)
             return work + pair * self._seen(tokens, tokens**2 / 2)
 
-        seen = self._seen(1, positions) / positions
+        seen_share = self._seen(1, positions) / positions
         return replace(
-            of,
-            decode_seconds=tuple(map(decode, of.rows, of.decode_seconds)),
-            context_seconds=seen * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s,
-            prompt_seconds=tuple(map(prompt, of.tokens, of.prompt_seconds)),
-            pair_seconds=seen * pair,
+            steps,
+            decode_seconds=tuple(map(decode, steps.rows, steps.decode_seconds)),
+            context_seconds=seen_share * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s,
+            prompt_seconds=tuple(map(prompt, steps.tokens, steps.prompt_seconds)),
+            pair_seconds=seen_share * pair,
         )
 
     def machine(self, positions: float, utilization: float, seats: int) -> Machine:
@@ -289,11 +289,11 @@ class Speeds:
         """The positions of KV and the copies of states that there is room for beside the states of requests,
         as `memory_sizing` divides it."""
         state, token = self._state_bytes, self.kv_bytes_per_token
-        beside = TOKENS_BESIDE_STATES * token
-        slots = min(seats, int(room // (state + beside)))
-        left = room - slots * state
-        device = max(0, int(COPY_SHARE * (left - slots * beside)) // state)
-        tokens = (left - device * state) // token
+        reserve_bytes = TOKENS_BESIDE_STATES * token
+        slots = min(seats, int(room // (state + reserve_bytes)))
+        free_bytes = room - slots * state
+        device = max(0, int(COPY_SHARE * (free_bytes - slots * reserve_bytes)) // state)
+        tokens = (free_bytes - device * state) // token
         each = max(COPY_TOKENS, tokens // max(1, device))  # positions in the host for each copy
         host = self._gpu.host_memory * self.ranks // HOST_PART // (each * token + state)
         return tokens, CopyRoom(device, host if device else 0, COPY_TOKENS)
@@ -307,8 +307,8 @@ class Speeds:
 
     def _seen(self, queries: float, pairs: float) -> float:
         """The pairs of a query and a key in the span of a layer, on average, of `pairs` without a span."""
-        seen = {span: pairs if span is None else min(pairs, queries * span.length) for span in self._spans}
-        return sum(layers * seen[span] for span, layers in self._spans.items()) / self._spans.total()
+        counts = {span: pairs if span is None else min(pairs, queries * span.length) for span in self._spans}
+        return sum(layers * counts[span] for span, layers in self._spans.items()) / self._spans.total()
 
     def _read(self, tokens: int) -> float:
         """Bytes of weights that a step of `tokens` tokens reads, as a multiple of the reference model's."""
@@ -334,11 +334,11 @@ class Speeds:
         room = self.ranks * of_gpu - self.weight_bytes
         if room <= 0:
             gpus = "one GPU" if self.ranks == 1 else f"{self.ranks} GPUs"
-            least = [ranks for ranks in self._model.group_sizes if ranks * of_gpu > self.weight_bytes]
+            enough = [ranks for ranks in self._model.group_sizes if ranks * of_gpu > self.weight_bytes]
             larger = "no number of such GPUs is enough; choose"
-            if least:
+            if enough:
                 larger = (
-                    f"choose at least {least[0]} for --prefill-tensor-parallel-size and "
+                    f"choose at least {enough[0]} for --prefill-tensor-parallel-size and "
                     "--decode-tensor-parallel-size, or"
                 )
             raise ValueError(

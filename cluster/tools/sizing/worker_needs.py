@@ -27,26 +27,26 @@ class TooLarge(ValueError):
 
 
 def needs_of(
-    found: ResolvedModel,
+    resolved: ResolvedModel,
     engine: EngineOptions,
-    given: tuple[int | None, int | None],
+    ranks: tuple[int | None, int | None],
     gpus: int,
     gpu_gib: float,
 ) -> Needs:
-    """Asks a child process. A model without known speeds needs one GPU, unless `given` says otherwise.
+    """Asks a child process. A model without known speeds needs one GPU, unless `ranks` says otherwise.
 
     Args:
-        given: GPUs of a prefill and of a decode worker, as the user said.
+        ranks: GPUs of a prefill and of a decode worker, as the user said.
         gpus: how many are free.
         gpu_gib: memory of the smallest.
 
     Raises TooLarge.
     """
     names = ("quantization", "dtype", "kv_cache_dtype", "max_model_len")
-    asked = {name: getattr(engine, name) for name in names}
+    options = {name: getattr(engine, name) for name in names}
     seats = choose(engine, "cuda", gpu_gib).max_num_seqs
     numbers = (engine.gpu_memory_utilization, seats, engine.ttit_target or 0.0)
-    arguments = json.dumps([found.location, asked, given, gpus, gpu_gib, numbers])
+    arguments = json.dumps([resolved.location, options, ranks, gpus, gpu_gib, numbers])
     command = [sys.executable, "-m", "baton.cluster.tools.sizing.worker_needs", arguments]
     child = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | python_path()
@@ -55,14 +55,14 @@ def needs_of(
     if "error" in answer:
         raise TooLarge(answer["error"])
     if not answer:
-        return Needs(Ranks(given[0] or 1, given[1] or 1))
+        return Needs(Ranks(ranks[0] or 1, ranks[1] or 1))
     return Needs(Ranks(*answer["ranks"]), answer["prefill_rate"], answer["decode_rate"], known=True)
 
 
 def computed(
     location: str,
     options: dict[str, object],
-    given: Sequence[int | None],
+    given_ranks: Sequence[int | None],
     gpus: int,
     gpu_gib: float,
     numbers: Sequence[float],
@@ -96,13 +96,13 @@ def computed(
     def speeds(ranks: int) -> Speeds | None:
         """None: the model does not divide into so many, or leaves no room for KV."""
         try:
-            made = Speeds(gpu, model, element, ranks, kv_dtype, positions)
-            made.kv_room(utilization)
+            worker = Speeds(gpu, model, element, ranks, kv_dtype, positions)
+            worker.kv_room(utilization)
         except ValueError:
             return None
-        return made
+        return worker
 
-    fitting = {ranks: made for ranks in range(1, gpus + 1) if (made := speeds(ranks)) is not None}
+    fitting = {ranks: worker for ranks in range(1, gpus + 1) if (worker := speeds(ranks)) is not None}
     if not fitting:
         raise TooLarge(
             f"--model {location}: {counted(gpus, 'GPU')} of {gpu_gib:.0f} GiB cannot hold it; use more or "
@@ -111,10 +111,14 @@ def computed(
 
     # They hold the weights and the KV of one longest request. Otherwise it is the most.
     fewest = next(
-        (ranks for ranks, made in fitting.items() if made.kv_room(utilization) >= made.kv_bytes(context)),
+        (
+            ranks
+            for ranks, worker in fitting.items()
+            if worker.kv_room(utilization) >= worker.kv_bytes(context)
+        ),
         max(fitting),
     )
-    ranks = Ranks(given[0] or fewest, given[1] or fewest)
+    ranks = Ranks(given_ranks[0] or fewest, given_ranks[1] or fewest)
     of_prefill, of_decode = (Speeds(gpu, model, element, number, kv_dtype, positions) for number in ranks)
     room = of_decode.kv_room(utilization)
     batch = min(int(seats), int(room / of_decode.kv_bytes(positions)))
@@ -131,10 +135,10 @@ def computed(
 
 def _main(arguments: str) -> dict[str, object]:
     try:
-        found = computed(*json.loads(arguments))
+        needs = computed(*json.loads(arguments))
     except TooLarge as error:
         return {"error": str(error)}
-    return {"ranks": found.ranks, "prefill_rate": found.prefill_rate, "decode_rate": found.decode_rate}
+    return {"ranks": needs.ranks, "prefill_rate": needs.prefill_rate, "decode_rate": needs.decode_rate}
 
 
 if __name__ == "__main__":
