@@ -83,6 +83,8 @@ class FirstTokens(KVConnectorWorkerMetadata):
     """By request id."""
     step: int
     """The number of the step."""
+    joins_at: float
+    """As in `Transfers`, when the step was launched."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FirstTokens:
         raise AssertionError("only one rank has first tokens")
@@ -139,6 +141,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             0 if (drafts := vllm_config.speculative_config) is None else drafts.num_speculative_tokens,
             chunk,
         )  # fmt: skip
+        self._joins_at = math.inf  # as in `Transfers`
         self._encoded = 0, 0, 0.0, 0.0  # that the engine process knows
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
@@ -203,12 +206,15 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM makes this output when it launches a step, and reads it when that step is over. With one rank the
         model is in this process, so the KV that came meanwhile counts, too: each step that a request does not
         wait is a step less to its second token."""
-        meta = connector_output.kv_connector_worker_meta or FirstTokens({}, 0)
+        meta = connector_output.kv_connector_worker_meta or FirstTokens({}, 0, math.inf)
         assert isinstance(meta, FirstTokens)
-        tokens, now = meta.tokens, time.monotonic()
-        if _process_transfers and (came := _process_transfers[0].injected()):
-            connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
-            tokens |= came
+        tokens, now, self._joins_at = meta.tokens, time.monotonic(), meta.joins_at
+        if _process_transfers:
+            [transfers] = _process_transfers
+            self._joins_at = transfers.joins_at
+            if came := transfers.injected():
+                connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
+                tokens |= came
         for request_id, token in tokens.items():
             if (request := self._beginning.get(request_id)) is not None:
                 _append_output(request, token)
@@ -220,7 +226,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def _bound_prompts(self, now: float) -> None:
         """vLLM reads the bound when it schedules a step."""
         if self._settings.attach:
-            self._vllm_config.scheduler_config.long_prefill_token_threshold = self._steps.bound(now)
+            bound = self._steps.bound(now, self._joins_at)
+            self._vllm_config.scheduler_config.long_prefill_token_threshold = bound
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
@@ -267,9 +274,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, images in scheduler_output.scheduled_encoder_inputs.items():
             steps.encodes(scheduler.encodes(request_id, images))
         metadata = scheduler.take()
-        metadata.number = steps.begins(now := time.monotonic())
+        metadata.number = steps.begins(time.monotonic())
         if self._settings.attach:  # else there is no router to be told
-            metadata.costs = steps.news(now)
+            metadata.costs = steps.news()
             encoded = (
                 scheduler.images,
                 scheduler.image_tokens,
@@ -410,7 +417,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> FirstTokens | None:
         if (transfers := self._transfers) is None:
             return None
-        return FirstTokens({} if transfers.asked else transfers.take_first_tokens(), self._metadata.number)
+        tokens = {} if transfers.asked else transfers.take_first_tokens()
+        return FirstTokens(tokens, self._metadata.number, transfers.joins_at)
 
     def shutdown(self) -> None:
         if self._transfers is not None:

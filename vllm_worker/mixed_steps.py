@@ -4,8 +4,9 @@ vLLM has one bound that may change with each step: how many tokens of each promp
 share what `ChunkLimit` allows. A step without decodes has no bound.
 
 vLLM schedules each step before the last one is over. So a request whose KV has come waits for two steps, and
-in Baton's engine for one. Two short steps take as long as a long one: while there are such requests, no step
-is longer than short. And the first step of such a request only decodes, if the one before it did not.
+in Baton's engine for one. The step after its KV is there ends a short step later, and the first step of such
+a request only decodes, if the one before it did not. While KV is far away, steps are as long as in Baton's
+engine: routers count on that when they place prompts here.
 
 Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
 chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that. A
@@ -19,7 +20,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from baton.engine.api.stats import UNKNOWN_STEP, StepStats
+from baton.engine.api.stats import StepStats
 from baton.engine.core.meters import DECAY, LEAST, LONG, Batch, ChunkLimit, Meters, prompt_limit
 from baton.machine.averages import Average
 from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
@@ -27,10 +28,6 @@ from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
 ALIKE = 8
 """Steps in a row that only decode, and of which the mean says what such a step takes. vLLM learns late of the
 end of one, and the next one then seems short."""
-DEAR = 1.3
-"""As the patience of routers. No prompt fits beside decodes if a token costs more times as much as alone."""
-TRIED_AGAIN = 60.0
-"""Seconds after which a worker that found prompts dear takes one again. No other step would tell it."""
 MOST_DECODES = 4_096
 """Largest number of decodes that the table of steps tells apart from fewer."""
 
@@ -72,21 +69,20 @@ class MixedSteps:
         self._most = most
         self._rows = 1 + drafts
         self._chunk = chunk
-        beside_decodes = min(usual or most, most, graph or most)
+        self._largest = beside_decodes = min(usual or most, most, graph or most)
         self._costs = LearnedSteps(row_sizes(MOST_DECODES), token_sizes(max(usual, most, 1)))
         self._meters = Meters(ChunkLimit(self._costs, target, beside_decodes, target_steps))
         self._context = 0  # of the last step
         self._usual = usual
         self._graph = graph or math.inf
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
-        # The gap costs of requests that decode, or will as soon as their KV comes.
+        # The gap costs of requests that decode, and of those that will when their KV has come.
         self._decoding: dict[str, float] = {}
-        self._handed_over: set[str] = set()  # requests whose prompts another worker computes
+        self._coming: dict[str, float] = {}
         self._step = _Step()  # that is scheduled now
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
         self._in_a_row = 0  # mixed steps
-        self._mixed_at = -math.inf  # when the last mixed step was over
         self._joined = False
         self._spared = False  # the last step had no part of the prompts that wait
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
@@ -106,8 +102,7 @@ class MixedSteps:
         if tokens:
             self._prompts[request_id] = _Prompt(tokens, due, gap_cost, tokens)
         else:
-            self._decoding[request_id] = gap_cost or 0.0
-            self._handed_over.add(request_id)
+            self._coming[request_id] = gap_cost or 0.0
 
     def joined(self) -> None:
         """All KV of a request has come. The next step that is scheduled decodes it."""
@@ -116,7 +111,7 @@ class MixedSteps:
     def finished(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
         self._decoding.pop(request_id, None)
-        self._handed_over.discard(request_id)
+        self._coming.pop(request_id, None)
 
     def scheduled(self, request_id: str, computed: int, count: int) -> None:
         """The step computes `count` tokens of the request after the first `computed`."""
@@ -126,6 +121,8 @@ class MixedSteps:
         else:
             self._step.decodes += 1
             self._step.context += computed + 1
+        if (gap_cost := self._coming.pop(request_id, None)) is not None:
+            self._decoding[request_id] = gap_cost
         if (prompt := self._prompts.get(request_id)) is None:
             return
         prompt.left = prompt.tokens - computed - count
@@ -169,7 +166,6 @@ class MixedSteps:
             else:
                 self._decodes.clear()
                 if step.decodes:
-                    self._mixed_at = now
                     self._launches.add(max(0.0, seconds - self._expected(step)))
                 elif step.prompt_tokens < LEAST:
                     continue  # vLLM may have compiled functions: that is no speed
@@ -187,20 +183,24 @@ class MixedSteps:
         prompts, limit = step.prompt_tokens * self._alone, self._meters.chunk_limit
         return prompts + (limit.decode_seconds(Batch(step.decodes, step.context, 0)) if step.decodes else 0.0)
 
-    def bound(self, now: float) -> int:
+    def bound(self, now: float, joins_at: float = math.inf) -> int:
         """Most tokens of each prompt in a step that is scheduled now. 0: all that the step has room for. So a
-        step that should only decode has as many tokens of each prompt as of a decode."""
-        if not self._decoding or not self._most:
+        step that should only decode has as many tokens of each prompt as of a decode.
+
+        `joins_at`: when the KV of the next request from another worker should be there. Infinite: not
+        known."""
+        rows = len(self._decoding) + len(self._coming)
+        if not rows or not self._most:
             return self._usual
         if self._joined and not self._spared:
             return self._rows
         limit, prompts = self._meters.chunk_limit, self._prompts.values()
-        may_join_at = now if self._handed_over else math.inf
+        begins = now + sum(map(self._expected, self._under_way))
         waiting = [(prompt.left, prompt.due) for prompt in prompts]
-        tokens = limit.tokens(self._batch, waiting, now, may_join_at)
+        tokens = limit.tokens(self._batch, waiting, begins, joins_at)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
-        tokens = int(min(tokens, self._graph - len(self._decoding) * self._rows))
+        tokens = int(min(tokens, self._graph - rows * self._rows))
         tokens = max(tokens, self._chunk * len(prompts))
         return max(self._rows, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
 
@@ -217,14 +217,11 @@ class MixedSteps:
         speed = self._meters.prefill_tokens_per_s
         return 1 / speed if speed else 0.0
 
-    def news(self, now: float) -> list[StepStats]:
+    def news(self) -> list[StepStats]:
         """Returns what steps cost, if it differs in two digits from what was returned before."""
         meters, limit = self._meters, self._meters.chunk_limit
         batch = self._batch
-        long = limit.short_step(batch) if self._handed_over else limit.long_step(batch)
-        token_seconds = (long.seconds - limit.decode_seconds(batch)) / max(1, long.tokens)
-        if now < self._mixed_at + TRIED_AGAIN and token_seconds > DEAR * self._alone > 0:
-            long = UNKNOWN_STEP
+        long = limit.long_step(batch)
         rest = meters.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
         steps, prompts = self._costs, self._prompts.values()
         parts = [(prompt.left, prompt.tokens - prompt.left) for prompt in prompts]
@@ -234,4 +231,4 @@ class MixedSteps:
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in values)
         if told == self._told:
             return []
-        return [StepStats(*rest, long, steps.table, steps.factors, *load, limit.gap_target)]
+        return [StepStats(*rest, long, steps.table, steps.factors, *load, limit.gap_target, self._largest)]

@@ -130,6 +130,8 @@ class StepStats:
     """Until all `tokens_waiting` are computed, as expected. 0: none, or not known."""
     gap_target_seconds: float = 0.0
     """0 before the first step that only decoded, if the target is given in such steps."""
+    mixed_step_tokens: int = 0
+    """Tokens of the largest step that also decodes. 0: as of one with prompts alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

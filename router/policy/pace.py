@@ -55,6 +55,7 @@ class Pace:
         gap_cost: of these, in all, as in `EngineRequest`.
         rate: prompt tokens that it lately computed in a second.
         position: mean position of these.
+        largest: tokens of its largest step with decodes. 0: that of the model.
         token: seconds of a prompt token in a large step.
         short: seconds of a short step.
         busy: share of its recent time that its prompts would have taken without decodes.
@@ -69,6 +70,7 @@ class Pace:
     gap_cost: float = 0.0
     rate: float = 0.0
     position: float = 0.0
+    largest: int = 0
     token: float = field(init=False)
     short: float = field(init=False)
     busy: float = field(init=False)
@@ -96,6 +98,8 @@ class Pace:
         tokens = _fitting(model, spare) - model.overlap * decodes
         if tokens > 0 and spare > 0:  # those far behind the beginning take longer
             tokens *= spare / (spare + tokens * self.position * model.pair_seconds)
+        if self.largest and tokens > (most := max(1, self.largest - decodes)):
+            tokens, long = most, model.step(decodes, context, most, self.position)
         # A long step has time for prompts, whatever a worker reports.
         prompts = max(tokens * self.token, long / 16)
         return Steps(step, step if step > self.short else self.short, long, prompts, long / prompts)

@@ -242,6 +242,7 @@ def offer(
             each * decodes,
             loads.prompt_rate(row),
             status.prefill_position,
+            status.mixed_step_tokens,
         ),
         cached,
         load,

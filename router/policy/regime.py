@@ -103,7 +103,8 @@ def _group(workers: Sequence[Seen], demand: Demand) -> _Group | None:
     model, worker = known[len(known) // 2]
     positions = worker.load.blocks_total * worker.load.block_size
     most = min(worker.load.max_running, int(positions / max(1.0, demand.context)))
-    pace = Pace(model, worker.status.gap_target_seconds, position=demand.position)
+    status = worker.status
+    pace = Pace(model, status.gap_target_seconds, position=demand.position, largest=status.mixed_step_tokens)
     alone = model.prefill(round(demand.prompt), max(0.0, demand.position - demand.prompt / 2))
 
     @lru_cache(None)  # each state asks for the same ones

@@ -79,6 +79,16 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert busy.prompt_cost == pytest.approx(0.1 + 0.5 / 0.5 * 0.1 / 2), "prompts come behind it"
 
 
+def test_the_largest_step_with_decodes_bounds_what_a_worker_computes_beside_them() -> None:
+    """A long step would take 16 ms, 6 of them for 60 tokens. With 22 rows it has 20, and takes 12 ms."""
+    beside = offer(1000, model=FIXED, decodes=2)
+    bounded = changed(beside, largest=22)
+    assert bounded.first == pytest.approx(0.1 * 12 / 2 + 2 * 0.010)
+    assert changed(beside, largest=500).first == beside.first, "no step is as large"
+    assert bounded.first > beside.first
+    assert changed(bounded, decodes=0, gap_cost=0.0).first == pytest.approx(0.1), "alone it has no bound"
+
+
 def test_a_prompt_that_is_all_cached_makes_no_gap_longer() -> None:
     cached = offer(0, cached=1000, model=FIXED, decodes=2)
     assert cached.prompt_cost == cached.first

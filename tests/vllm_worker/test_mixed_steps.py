@@ -15,7 +15,7 @@ from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
-from baton.vllm_worker.mixed_steps import ALIKE, TRIED_AGAIN, MixedSteps
+from baton.vllm_worker.mixed_steps import ALIKE, MixedSteps
 from baton.vllm_worker.stats import Load
 from baton.worker.service_process.status import reported_step_model, same_names
 from tests.router.fleets import SeenWorker, fleet_of
@@ -41,9 +41,9 @@ class VLLM:
         self.steps.expect(request_id, tokens, self.now + within, COSTLY if decodes else None)
         self.left[request_id] = self.total[request_id] = tokens
 
-    def step(self, *, decodes: bool = True) -> dict[str, int]:
+    def step(self, *, decodes: bool = True, joins_at: float = math.inf) -> dict[str, int]:
         """Returns the tokens of each prompt in the step."""
-        bound, counts = self.steps.bound(self.now) or MOST, dict[str, int]()
+        bound, counts = self.steps.bound(self.now, joins_at) or MOST, dict[str, int]()
         for request_id, left in self.left.items():
             counts[request_id] = min(left, bound)
             self.steps.scheduled(request_id, self.total[request_id] - left, counts[request_id])
@@ -139,7 +139,7 @@ def test_a_prompt_of_few_tokens_alone_shows_no_speed() -> None:
         steps.expect("a", tokens, 0.0, None)
         steps.scheduled("a", 0, tokens)
         steps.over(steps.begins(10.0 * tokens), 10.0 * tokens + seconds)
-    [costs] = steps.news(0.0)
+    [costs] = steps.news()
     assert costs.prefill_tokens_per_s == pytest.approx(1 / TOKEN)
     assert costs.step_seconds == pytest.approx(MOST * TOKEN)
 
@@ -162,9 +162,9 @@ def test_a_decode_with_its_drafts_is_no_prompt() -> None:
 
 def test_costs_are_said_once() -> None:
     vllm = VLLM()
-    assert vllm.steps.news(vllm.now) == [StepStats()]
+    assert vllm.steps.news() == [StepStats(mixed_step_tokens=MOST)]
     vllm = vllm.learned()
-    [costs] = vllm.steps.news(vllm.now)
+    [costs] = vllm.steps.news()
     assert costs.fastest_step_seconds == pytest.approx(STEP)
     assert costs.prefill_tokens_per_s == pytest.approx(1 / TOKEN)
     long = 3.5 * STEP
@@ -173,14 +173,14 @@ def test_costs_are_said_once() -> None:
     assert costs.step_table.step(1, 101) == pytest.approx(STEP)
     assert costs.step_table.prompt(MOST) == pytest.approx(MOST * TOKEN, rel=0.01)
     assert (costs.step_factors, costs.decode_context, costs.queue_seconds) == ((1, 1), 101, 0)
-    assert vllm.steps.news(vllm.now) == []
+    assert vllm.steps.news() == []
 
 
 def test_the_model_of_steps_is_learned_from_mixed_steps_too() -> None:
     vllm = VLLM(target=0.05).learned()
     vllm.ask("a", 5_000, within=0.0)
     vllm.step()
-    [costs] = vllm.steps.news(vllm.now)
+    [costs] = vllm.steps.news()
     assert costs.queue_seconds == pytest.approx(vllm.left["a"] / costs.long.tokens * costs.long.seconds)
     while vllm.left:
         vllm.step()
@@ -196,7 +196,7 @@ def test_without_chunks_no_prompt_fits_beside_decodes() -> None:
         steps.scheduled("d", 0, max(1, 1000 * tokens))
         steps.over(steps.begins(0.0), 1.0)
     assert steps.bound(2.0) == 0
-    [costs] = steps.news(0.0)
+    [costs] = steps.news()
     assert costs.long.tokens == 0
 
 
@@ -212,7 +212,7 @@ def test_a_step_begins_when_the_one_before_is_over() -> None:
         late = 0.3 * STEP * (i % 2)
         steps.over(began[-2], (i - 0.6) * STEP)  # no step: it says nothing
         steps.over(began[-1], i * STEP + late)
-    [costs] = steps.news(0.0)
+    [costs] = steps.news()
     assert costs.fastest_step_seconds == pytest.approx(STEP, rel=0.05), "one that ended late says little"
 
 
@@ -223,20 +223,40 @@ def begin(steps: MixedSteps, computed: int, now: float) -> int:
     return steps.begins(now)
 
 
-def test_steps_are_short_while_requests_come_from_other_workers() -> None:
+def test_a_step_ends_a_short_step_after_the_kv_of_a_request() -> None:
+    """Steps before that are long, as routers expect: prompts do not wait for KV that is far away, nor for
+    requests that decode already."""
+    long, short = 3.5 * STEP, math.sqrt(3.5) * STEP
     vllm = VLLM().learned()
-    vllm.ask("a", 1000, within=0.0)
+    vllm.ask("a", 10_000, within=0.0)
     vllm.step()
-    [alone] = vllm.steps.news(0.0)
     vllm.steps.expect("e", 0, math.inf, COSTLY)
-    [costs] = vllm.steps.news(0.0)
-    assert costs.long.seconds == pytest.approx(STEP * math.sqrt(3.5), rel=0.02)
-    assert costs.long.tokens < alone.long.tokens
-    before, _ = vllm.now, vllm.step()
-    assert vllm.now - before == pytest.approx(STEP * math.sqrt(3.5), rel=0.1)
-    vllm.steps.finished("e")
-    before, _ = vllm.now, vllm.step()
-    assert vllm.now - before == pytest.approx(STEP * 3.5, rel=0.3)
+
+    def seconds(joins_after: float = math.inf) -> float:
+        before = vllm.now
+        vllm.step(joins_at=before + joins_after)
+        return vllm.now - before
+
+    assert seconds() == pytest.approx(long, rel=0.1), "it is not known when its KV comes"
+    assert seconds(joins_after=10 * STEP) == pytest.approx(long, rel=0.1)
+    assert seconds(joins_after=STEP) == pytest.approx(STEP + short, rel=0.1)
+    assert seconds(joins_after=0.0) == pytest.approx(short, rel=0.1)
+    vllm.steps.joined()
+    assert seconds() == pytest.approx(STEP, rel=0.1), "its first step only decodes"
+    vllm.steps.scheduled("e", 100, 1)
+    assert seconds() > 0.8 * long, "it decodes"
+
+
+def test_a_step_under_way_counts_before_kv_comes() -> None:
+    """vLLM schedules a step while the one before is computed, during which the KV may come."""
+    vllm = VLLM(target=0.04).learned()
+    vllm.ask("a", 10_000, within=0.0)
+    vllm.step()
+    idle = vllm.steps.bound(vllm.now, joins_at=vllm.now + 0.03)
+    vllm.steps.scheduled("a", 1_000, 200)
+    vllm.steps.scheduled("d", 100, 1)
+    vllm.steps.begins(vllm.now)
+    assert vllm.steps.bound(vllm.now, joins_at=vllm.now + 0.03) < idle
 
 
 def test_the_first_step_of_a_request_from_another_worker_only_decodes() -> None:
@@ -254,7 +274,8 @@ def test_the_first_step_of_a_request_from_another_worker_only_decodes() -> None:
 
 def test_steps_with_decodes_fit_into_the_largest_graph() -> None:
     vllm = VLLM(graph=60).learned()
-    assert vllm.steps.news(vllm.now)[0].long.tokens == 60, "routers expect no more"
+    [costs] = vllm.steps.news()
+    assert (costs.long.tokens, costs.mixed_step_tokens) == (60, 60), "routers expect no more"
     vllm.ask("a", 1000, within=0.0)
     assert vllm.step() == {"a": 59}
     vllm.ask("b", 1000)
@@ -275,19 +296,6 @@ def test_a_chunk_computes_at_least_as_long_as_its_launch_takes() -> None:
     assert chunks[-1] == pytest.approx(200, rel=0.1), "as many tokens as compute half of the time"
 
 
-def test_no_prompt_is_taken_beside_decodes_if_it_costs_much_more_there() -> None:
-    vllm = VLLM().learned()
-    vllm.ask("a", 10_000)
-    vllm.step()
-    assert vllm.steps.news(vllm.now)[0].long.tokens > 0
-    vllm.slow = 5 * STEP
-    for _ in range(10):
-        vllm.step()
-    assert vllm.steps.news(vllm.now + TRIED_AGAIN)[0].long.tokens > 0, "nothing else tells it"
-    [costs] = vllm.steps.news(vllm.now)
-    assert costs.long == (0, 0.0)
-
-
 @pytest.mark.parametrize(("ahead", "computes"), [(0, "p"), (200_000, "d")])
 def test_routers_place_prompts_beside_decodes_by_what_vllms_steps_cost(ahead: int, computes: str) -> None:
     """An idle prefill worker computes the prompt. If prompts queue there, the decode worker does, in steps
@@ -296,7 +304,23 @@ def test_routers_place_prompts_beside_decodes_by_what_vllms_steps_cost(ahead: in
     vllm.ask("a", 1000, within=0.0)
     while vllm.left:
         vllm.step()
-    [costs] = vllm.steps.news(vllm.now)
+    assert placed(vllm, ahead) == computes
+
+
+@pytest.mark.parametrize(("slow", "computes"), [(0.0, "d"), (5 * STEP, "p")])
+def test_prompts_stay_away_from_decodes_beside_which_they_cost_much_more(slow: float, computes: str) -> None:
+    """Steps with chunks are launched slowly there: routers see it in the model of steps."""
+    vllm = VLLM(target=4 * STEP).learned()
+    vllm.slow = slow
+    vllm.ask("a", 20_000, within=0.0)
+    while vllm.left:
+        vllm.step()
+    assert placed(vllm, 5_000) == computes
+
+
+def placed(vllm: VLLM, ahead: int) -> str:
+    """Returns who computes a prompt: a prefill worker with prompts `ahead`, or this worker, which decodes."""
+    [costs] = vllm.steps.news()
     loads, workers = PrefillLoads(), list[SeenWorker]()
     for name, pool, decodes in (("p", pb.POOL_PREFILL, 0), ("d", pb.POOL_DECODE, 1)):
         prefills = pool == pb.POOL_PREFILL
@@ -317,13 +341,13 @@ def test_routers_place_prompts_beside_decodes_by_what_vllms_steps_cost(ahead: in
         loads.sent(workers[0].row, PrefillWork(ahead), 0.0)
     found = plan(PrefillRequest(key=1, tokens=1000, answer=150), NOTHING, fleet_of(loads, workers))
     assert isinstance(found, Plan)
-    assert workers[found.ranges[0].worker].address == computes, found.costs
+    return workers[found.ranges[0].worker].address
 
 
 def test_steps_with_images_say_what_images_cost() -> None:
     """And not what a step costs, so bounds stay as they are."""
     vllm = VLLM().learned()
-    bound, costs = vllm.steps.bound(vllm.now), vllm.steps.news(vllm.now)
+    bound, costs = vllm.steps.bound(vllm.now), vllm.steps.news()
     for decodes in (False, True):
         for _ in range(20):
             vllm.steps.scheduled("i", 0, 300)
@@ -337,7 +361,7 @@ def test_steps_with_images_say_what_images_cost() -> None:
     assert vllm.steps.encode_seconds == pytest.approx(40 * 200 * 0.005, rel=0.01)
     assert vllm.steps.bound(vllm.now) == bound
     assert costs
-    assert not vllm.steps.news(vllm.now)
+    assert not vllm.steps.news()
 
 
 def test_images_have_no_costs_until_those_of_tokens_are_known() -> None:
