@@ -17,7 +17,8 @@ Without --side, Baton with a prefill and a decode worker is compared with Baton 
 levels of the loads suit the 8B shape on two GPUs. On a CPU the embedded model gets smaller loads.
 
 A side that did not start, or a machine that was taken away, costs only what it did not measure: give the
-same line again with --resume, and the reports of the earlier run in --reports.
+same line again with --resume, and the reports of the earlier run in --reports. Beside the report of a run
+stand its requests (.jsonl) and, of Baton, what routers and workers said every two seconds (.status.jsonl).
 """
 
 import json
@@ -37,7 +38,7 @@ import numpy as np
 from baton.bench import contract
 from baton.bench.contract import Report, Row
 from baton.bench.disagg.loads import ENGINE_LOADS, LOADS, SHORT, TRACE_S, Load, command, trace_load, warm_up
-from baton.bench.disagg.sides import SERVE, Side, started
+from baton.bench.disagg.sides import SERVE, Side, started, watched
 from baton.bench.load.measurement.quantiles import MIN_BLOCKS, QUANTILES, Series, interval
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.machine.python_path import python_path
@@ -181,7 +182,8 @@ def measure_side(
                 report, lines = files(reports, load, level, side, seed)
                 count = min(args.requests, round(level * args.seconds) or 1)
                 arguments = command(load, level, count, seed, reports)
-                run(url, [*arguments, "--jsonl", str(lines)], report)
+                with watched(url.split(","), report.with_suffix(".status.jsonl")):
+                    run(url, [*arguments, "--jsonl", str(lines)], report)
 
 
 def measure(

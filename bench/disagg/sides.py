@@ -5,8 +5,10 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -14,6 +16,9 @@ from baton.bench.harness.processes import Server
 from baton.machine.system import free_port
 
 START_S = 900.0
+STATUS_S = 2.0
+"""Seconds between two looks at the status of a server."""
+ANSWER_S = 10.0
 SERVE = f"{sys.executable} -m baton.cluster.cli serve --port {{port}} "
 
 
@@ -63,3 +68,36 @@ def started(side: Side, model: Path, first_gpu: int = 0) -> Iterator[str]:
         for url, server in servers.items():
             server.until_answers(f"{url}/v1/completions", deadline, body)
         yield ",".join(servers)
+
+
+@contextlib.contextmanager
+def watched(urls: Sequence[str], lines: Path) -> Iterator[None]:
+    """Writes what routers of Baton say of themselves and of their workers to a file, as JSON lines: at the
+    beginning, every `STATUS_S`, and at the end. It tells where prompts went, and what steps cost. A server
+    without `/status` is not asked again."""
+    told, ended, begun = list(urls), threading.Event(), time.monotonic()
+
+    def look() -> None:
+        for url in told[:]:
+            try:
+                with urllib.request.urlopen(f"{url}/status", timeout=ANSWER_S) as answer:
+                    status = json.load(answer)
+            except (OSError, ValueError):
+                told.remove(url)
+                continue
+            file.write(json.dumps({"seconds": time.monotonic() - begun, "url": url, **status}) + "\n")
+
+    def watch() -> None:
+        while told and not ended.wait(STATUS_S):
+            look()
+
+    with lines.open("w") as file:
+        look()
+        thread = threading.Thread(target=watch, name="status", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            look()

@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import http.server
 import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from typer.main import get_command
 
 from baton.bench.disagg.__main__ import Side, chosen_loads, figure, main, ratio, requests_of, started
 from baton.bench.disagg.loads import LOADS, Load, command
+from baton.bench.disagg.sides import watched
 from baton.bench.load.cli import app
 from baton.bench.load.target.tokenization import WORDS
 from baton.bench.load.traffic.trace import SAMPLE_TRACE
@@ -70,6 +73,28 @@ def test_prompts_differ_for_the_tokenizer_of_a_shape(tmp_path: Path) -> None:
     ids = tokenizer.encode(" ".join(WORDS)).ids
     assert len(set(ids)) == len(set(WORDS)), "equal prompts would come from the prefix cache"
     assert tokenizer.get_vocab_size() == SHAPES["one-small-layer"]["vocab_size"]
+
+
+def test_what_a_router_says_is_kept_beside_the_requests(tmp_path: Path) -> None:
+    """Also of a load that is over before the second look. A server without a status costs nothing."""
+
+    class Status(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/status" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"router": {"overflow": {"cached": 3}}}).encode())
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Status) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with watched([url, f"{url}/none"], tmp_path / "a"):
+            pass
+        server.shutdown()
+    first, last = (json.loads(line) for line in (tmp_path / "a").read_text().splitlines())
+    assert first["url"] == last["url"] == url
+    assert first["router"]["overflow"] == {"cached": 3}
 
 
 MOCK = f"{sys.executable} -m tests.bench.mock_server --port {{port}}"
