@@ -9,6 +9,8 @@ import pytest
 from baton.engine.api.stats import StepStats
 from baton.engine.core.meters import LEAST, MIXED_STEPS
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.pace import Pace
+from baton.router.policy.placement import Offer
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, plan
 from baton.router.policy.prefill import PrefillRequest
@@ -245,6 +247,27 @@ def test_a_step_ends_a_short_step_after_the_kv_of_a_request() -> None:
     assert seconds() == pytest.approx(STEP, rel=0.1), "its first step only decodes"
     vllm.steps.scheduled("e", 100, 1)
     assert seconds() > 0.8 * long, "it decodes"
+
+
+@pytest.mark.parametrize("graph", [0, 120])
+def test_a_prompt_beside_decodes_takes_as_long_as_routers_expect(graph: int) -> None:
+    """Beside decodes that were handed over, too: steps have no bound that routers do not know."""
+    vllm = VLLM(graph=graph).learned()
+    vllm.steps.expect("e", 0, math.inf, COSTLY)
+    vllm.steps.scheduled("e", 100, 1)
+    vllm.step()
+    [costs] = vllm.steps.news()
+    assert costs.step_table is not None
+    pace = Pace(
+        costs.step_table.corrected(*costs.step_factors), costs.gap_target_seconds, 2, costs.decode_context,
+        costs.gap_cost, largest=costs.mixed_step_tokens,
+    )  # fmt: skip
+    expected = Offer(0, PrefillRequest(key=1, tokens=4_000), 1.0, pace).within
+    begins = vllm.now
+    vllm.ask("a", 4_000, within=0.0)
+    while vllm.left:
+        vllm.step()
+    assert vllm.now - begins == pytest.approx(expected, rel=0.15)
 
 
 def test_a_step_under_way_counts_before_kv_comes() -> None:
