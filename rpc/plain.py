@@ -11,12 +11,14 @@ from baton.rpc.pools import POOL_NAMES
 
 def described_as(described: pb.WorkerDescription, status: pb.WorkerStatus | None = None) -> dict[str, Any]:
     """What a worker says of itself. `status`: a newer one than that in its description."""
+    status = status or described.status
+    model = plain(status.step_model) if status.HasField("step_model") else None
     return {
         "role": POOL_NAMES.get(described.first_pool, "unknown"),
         "index": described.index,
         "incarnation": f"{described.incarnation:016x}",
         "description": plain(described),
-        "status": plain(status or described.status),
+        "status": {**plain(status), "step_model": model},
     }
 
 
@@ -26,7 +28,7 @@ def plain(message: Message) -> dict[str, Any]:
     for described in message.DESCRIPTOR.fields:
         value = getattr(message, described.name)
         if isinstance(value, Message):
-            continue  # the status in a description: that of the worker is newer
+            continue  # `described_as` has those that are shown
         if described.enum_type is not None:
             known = described.enum_type.values_by_number.get(value)
             value = str(value) if known is None else known.name.lower()

@@ -320,6 +320,8 @@ class Worker:
         status = await self._answer(lambda stub: stub.GetStatus(pb.StatusRequest(), timeout=STATUS_TIMEOUT))
         if status is not None:
             clear_invalid_rates(status)
+            if step_model(status.step_model) is None:
+                status.ClearField("step_model")
         return status
 
     async def phases(self, name: str) -> Sequence[pb.Phase]:

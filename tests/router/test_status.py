@@ -1,6 +1,7 @@
 """`GET /status` asks the workers unless they are many, and succeeds if they fail meanwhile."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import cast
 
@@ -70,6 +71,32 @@ async def test_the_links_that_a_worker_has_measured_are_shown(
     assert prefill["status"]["prefix_links"] == []
     shown = {"incarnation": f"{7:016x}", "tier": "tier_host", "wait": 0.5, "tokens_per_s": 100.0}
     assert decode["status"]["prefix_links"] == [shown]
+
+
+async def test_the_model_of_steps_of_a_worker_is_shown(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    """Routers place prompts by it. One with nonsense is not used, and not shown."""
+    async with make_cluster(tokenizer, tmp_path, decode=2) as cluster:
+        model = pb.StepModel(
+            rows=[1],
+            decode_seconds=[0.5],
+            tokens=[16],
+            prompt_seconds=[0.25],
+            decode_factor=1,
+            prompt_factor=2,
+        )
+        cluster.decodes[0].status.step_model.CopyFrom(model)
+        model.context_seconds = math.nan
+        cluster.decodes[1].status.step_model.CopyFrom(model)
+        shown = [each["status"]["step_model"] for each in (await cluster.get("/status"))["workers"]]
+    assert shown == [
+        None,
+        {
+            "rows": [1], "decode_seconds": [0.5], "context_seconds": 0.0, "tokens": [16],
+            "prompt_seconds": [0.25], "pair_seconds": 0.0, "overlap": 0.0, "decode_factor": 1.0,
+            "prompt_factor": 2.0,
+        },
+        None,
+    ]  # fmt: skip
 
 
 async def test_an_unknown_health_value_is_shown_as_a_number(
