@@ -67,8 +67,8 @@ class Entry:
         RateLimited."""
         self._drop_estimate()
         self._admission.reserve(self.account, tokens, self.max_wait)
-        self._estimate, self._uncached = tokens, self._admission.uncached_of(tokens)
-        self._admission.uncached_tokens += self._uncached
+        self._estimate, self._uncached = tokens, self.account.uncached_of(tokens)
+        self._admission.count_uncached(self.account, self._uncached)
 
     def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
         """Replaces the body and the estimate, once, by the prompt tokens of each generation.
@@ -92,5 +92,5 @@ class Entry:
 
     def _drop_estimate(self) -> None:
         self._admission.release(self.account, self._estimate)
-        self._admission.uncached_tokens -= self._uncached
+        self._admission.count_uncached(self.account, -self._uncached)
         self._estimate = self._uncached = 0

@@ -35,6 +35,26 @@ class Ahead(NamedTuple):
     """Generations that workers have."""
 
 
+class UncachedShare:
+    """Of the tokens of recent prompts of a key, the part that was in no cache.
+
+    Owned by the account: prompts of one key say nothing of the caches of another.
+
+    Attributes:
+        value: 1 until a prompt says otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._share = Average(math.exp(-1 / FORGET_SECONDS))
+        self._at = 0.0
+
+    def add(self, uncached: int, tokens: int, now: float) -> None:
+        """A prompt of so many tokens got its first token, `uncached` of them from no cache."""
+        self._share.add(uncached, tokens, steps=max(0.0, now - self._at))
+        self._at, self.value = now, self._share.value
+
+
 class ExpectedWait:
     """Owned by the admission queue. Times are seconds of one monotonic clock."""
 
@@ -43,9 +63,6 @@ class ExpectedWait:
         self._queued = False
         self._queued_share = 0.0  # of the recent time
         self._tokens_per_s = 0.0  # that got their first token in that share, as a mean over the recent time
-        self._uncached = Average(math.exp(-1 / FORGET_SECONDS))  # tokens, of all tokens of prompts
-        self._uncached.add(1)  # until a prompt says otherwise
-        self._answered_at = now
         self._seat = Average(math.exp(-1 / FORGET_SECONDS))  # seconds of a generation at workers
         self._freed_at = now
 
@@ -55,18 +72,11 @@ class ExpectedWait:
             self._pass(now)
             self._queued = waits
 
-    def answered(self, uncached: int, tokens: int, now: float) -> None:
-        """A prompt of so many tokens got its first token, `uncached` of them from no cache."""
-        self._uncached.add(uncached, tokens, steps=now - self._answered_at)
-        self._answered_at = now
+    def answered(self, tokens: int, now: float) -> None:
+        """A prompt, of which so many tokens were in no cache, got its first token."""
         if self._queued:
             self._pass(now)
-            self._tokens_per_s += uncached / FORGET_SECONDS
-
-    @property
-    def uncached_share(self) -> float:
-        """Of the tokens of recent prompts, the part that was in no cache."""
-        return self._uncached.value
+            self._tokens_per_s += tokens / FORGET_SECONDS
 
     def freed(self, seconds: float, now: float) -> None:
         """A generation has left its worker after so many seconds."""

@@ -30,6 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from baton.router.admission.expected_wait import UncachedShare
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.errors import RateLimited, Unauthorized
 
@@ -226,6 +227,8 @@ class Account:
         requests: requests that entered and have not left.
         body_bytes: bytes of their bodies, until each is prepared.
         waiting_tokens: prompt tokens of generations without a first token.
+        uncached_tokens: the part of these that workers do not have in their caches, as far as known.
+        uncached_share: that part of its recent prompts.
         in_window: what the prompts of these that workers have take of the window.
         running: generations that workers have.
         positions: KV positions of these generations, prompt and output.
@@ -239,10 +242,15 @@ class Account:
         self.key = key
         self.share = 1 / counts.processes
         self.requests = self.body_bytes = self.waiting_tokens = self.in_window = 0
-        self.running = self.positions = 0
+        self.running = self.positions = self.uncached_tokens = 0
+        self.uncached_share = UncachedShare()
         self._clock = clock
         self._per_minute = key.tokens_per_minute
         self._use = counts.of(key.account)
+
+    def uncached_of(self, tokens: int) -> int:
+        """What workers will likely compute of a prompt of which nothing else is known."""
+        return math.ceil(tokens * self.uncached_share.value)
 
     def among_keys(self, priority: int) -> int:
         """Returns what a priority counts beside the requests of other keys."""

@@ -63,8 +63,8 @@ class Turn:
         self.account = account
         self.tokens = tokens
         self.computed = tokens  # of the prompt; the rest is cached
-        self.expected = admission.uncached_of(tokens)  # to be computed until its first token
-        admission.uncached_tokens += self.expected
+        self.expected = account.uncached_of(tokens)  # to be computed until its first token
+        admission.count_uncached(account, self.expected)
         self.in_window = 0  # what its prompt takes of the window, if workers have it
         self._admission = admission
         self._priority = priority
@@ -127,7 +127,7 @@ class Turn:
             self._admission.queue.charge(self.account, tokens - self.computed)
         if not self._answered:
             expected = max(1, tokens)  # the last one is computed in any case
-            self._admission.uncached_tokens += expected - self.expected
+            self._admission.count_uncached(self.account, expected - self.expected)
             self.expected = expected
         self.computed = tokens
 
@@ -221,7 +221,7 @@ class Admission:
         self.parked = Parked(RetryBudget())
         self._sent_tokens = 0
         self._wait = ExpectedWait(self.clock())
-        self._keys_waiting = 0  # that have `waiting_tokens`
+        self._keys_waiting = 0  # that have `uncached_tokens`
         self._dispatching = False
         self._window_full = False  # a generation waits for its key's window, as of the last dispatch
 
@@ -241,10 +241,6 @@ class Admission:
         ahead = Ahead(self.uncached_tokens, self.waiting_for_decode, self.running)
         return self._wait.seconds(ahead, self.window(), self.clock())
 
-    def uncached_of(self, tokens: int) -> int:
-        """What workers will likely compute of a prompt of which nothing else is known."""
-        return math.ceil(tokens * self._wait.uncached_share)
-
     def reserve(self, account: Account, tokens: int, max_wait: float = math.inf) -> None:
         """Counts prompt tokens as waiting, of a request that may wait so many seconds. Raises Overloaded and
         RateLimited."""
@@ -259,16 +255,21 @@ class Admission:
         self._count(account, -tokens)
 
     def _count(self, account: Account, tokens: int) -> None:
-        self._keys_waiting -= account.waiting_tokens > 0
         self.waiting_tokens += tokens
         account.waiting_tokens += tokens
-        self._keys_waiting += account.waiting_tokens > 0
+
+    def count_uncached(self, account: Account, tokens: int) -> None:
+        """Adds to `uncached_tokens`; a negative number gives them back. Called by entries and turns."""
+        self._keys_waiting -= account.uncached_tokens > 0
+        self.uncached_tokens += tokens
+        account.uncached_tokens += tokens
+        self._keys_waiting += account.uncached_tokens > 0
 
     def _check_wait(self, account: Account, max_wait: float) -> None:
         wait = self.expected_wait
-        if self.shared and self.waiting_tokens:
+        if self.shared and self.uncached_tokens:
             # Keys are served equally: of the others, no more comes before than this key itself has waiting.
-            wait *= min(1.0, self._keys_waiting * account.waiting_tokens / self.waiting_tokens)
+            wait *= min(1.0, self._keys_waiting * account.uncached_tokens / self.uncached_tokens)
         if wait <= max_wait:
             return
         text = f"the request would wait about {wait:.3g} s, and may wait {max_wait:.3g} s"
@@ -341,12 +342,14 @@ class Admission:
     def answered(self, turn: Turn, *, drained: bool) -> None:
         """Its prompt no longer waits: its first token came (`drained`), or it ended. Called by the turn."""
         self._count(turn.account, -turn.tokens)
-        self.uncached_tokens -= turn.expected
+        self.count_uncached(turn.account, -turn.expected)
         if not turn.is_new:
             self._sent_tokens -= turn.tokens
             turn.account.in_window -= turn.in_window
         if drained:
-            self._wait.answered(turn.expected, turn.tokens, self.clock())
+            now = self.clock()
+            self._wait.answered(turn.expected, now)
+            turn.account.uncached_share.add(turn.expected, turn.tokens, now)
 
     def freed(self, since: float) -> None:
         """A generation has left its worker, which had it from the time `since`. Called by its turn."""

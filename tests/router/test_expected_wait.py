@@ -198,6 +198,37 @@ def test_a_key_with_little_waiting_does_not_wait_for_a_key_with_much():
     assert router.admission.waiting_tokens == router.admission._keys_waiting == 0
 
 
+def test_the_wait_of_a_key_counts_the_uncached_tokens_of_each():
+    """One has long sessions, of which little is computed; the other has prompts that are not cached."""
+    router = Router(shared=True)
+    sessions, fresh = Account(ApiKey.of("sessions", "1")), Account(ApiKey.of("fresh", "2"))
+    with router._stack:
+        for _ in range(40):
+            router.ask(200_000, sessions).computes(1000)
+        for _ in range(60):
+            router.ask(160_000, fresh)
+        with pytest.raises(RateLimited, match=r"the request would wait about 60\.2 s"):
+            router.ask(1, fresh)
+        router.ask(200_000, sessions, max_wait=1.0).computes(1000)
+    assert router.admission.uncached_tokens == router.admission._keys_waiting == 0
+    assert sessions.uncached_tokens == fresh.uncached_tokens == 0
+
+
+def test_the_usual_part_that_is_not_cached_is_that_of_the_key():
+    router = Router(shared=True)
+    sessions, fresh = Account(ApiKey.of("sessions", "1")), Account(ApiKey.of("fresh", "2"))
+    with router._stack:
+        for account, computed in ((sessions, 1000), (fresh, 200_000)):
+            turn = router.ask(200_000, account)
+            turn.computes(computed)
+            turn.generated()
+            turn.end()
+        router.ask(200_000, sessions)
+        assert router.admission.uncached_tokens == sessions.uncached_tokens == 1000
+        router.ask(200_000, fresh)
+        assert fresh.uncached_tokens == 200_000
+
+
 def test_nothing_that_is_measured_makes_the_wait_nonsense():
     wait = ExpectedWait(0.0)
     wait.queued(True, 0.0)
@@ -205,5 +236,5 @@ def test_nothing_that_is_measured_makes_the_wait_nonsense():
     assert wait.seconds(nothing, PrefillWindow(math.inf), 1e6) == 0
     assert wait.seconds(nothing, FOUR_GPUS, 1e6) in (0, math.inf)
     assert wait.seconds(Ahead(5, 3, 0), FOUR_GPUS, 1e6) == math.inf
-    wait.answered(5, 5, 1e6)
+    wait.answered(5, 1e6)
     assert 0 < wait.seconds(Ahead(5, 3, 1), FOUR_GPUS, 1e6 - 5) < math.inf, "also if a clock goes back"
