@@ -201,8 +201,9 @@ class MixedSteps:
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
         tokens = int(min(tokens, self._graph - rows * self._rows))
-        tokens = max(tokens, self._chunk * len(prompts))
-        return max(self._rows, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
+        shares = max(1, len(prompts))  # a preempted request, which is none of them, computes its own again
+        tokens = max(tokens, self._chunk * shares)
+        return max(self._rows, prompt_limit(tokens, 1, self._in_a_row, ()) // shares)
 
     @property
     def _batch(self) -> Batch:

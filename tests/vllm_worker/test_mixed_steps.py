@@ -125,6 +125,17 @@ def test_a_prompt_goes_on_where_vllm_computes_whole_blocks() -> None:
     assert vllm.step() == {"a": 1, "b": 1}, "a step that should only decode"
 
 
+def test_a_preempted_request_goes_on_where_vllm_computes_whole_blocks() -> None:
+    """It computes its prompt and its output again, and no other prompt waits."""
+    vllm = VLLM(target=0.02, graph=256, chunk=544).learned()
+    vllm.ask("p", 1000)
+    while vllm.left:
+        vllm.step()
+    vllm.step()
+    vllm.left["p"], vllm.total["p"] = 1001, 1001
+    assert vllm.step() == {"p": 544}
+
+
 def test_a_prompt_with_a_cached_prefix_is_computed_sooner() -> None:
     vllm = VLLM().learned()
     vllm.ask("a", 1000)
