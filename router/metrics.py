@@ -191,7 +191,8 @@ class Metrics:
             "baton:expected_wait_seconds", "How long a new request would wait for its first token."
         ).set_function(lambda: admission.expected_wait)
         self._gauge(
-            "baton:tokens_waiting_for_turn", "Prompt tokens that wait in the router for prefill workers."
+            "baton:tokens_waiting_for_turn",
+            "Prompt tokens, in no cache, that wait in the router for prefill workers.",
         ).set_function(lambda: admission.held_tokens)
         self._gauge(
             "baton:requests_waiting_for_turn", "Requests that wait in the router for prefill workers."

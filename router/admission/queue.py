@@ -126,9 +126,7 @@ class Turn:
         if not self.is_new:
             self._admission.queue.charge(self.account, tokens - self.computed)
         if not self._answered:
-            expected = max(1, tokens)  # the last one is computed in any case
-            self._admission.count_uncached(self.account, expected - self.expected)
-            self.expected = expected
+            self._admission.expects(self, max(1, tokens))  # the last one is computed in any case
         self.computed = tokens
 
     def generated(self) -> None:
@@ -219,7 +217,7 @@ class Admission:
         self.body_bytes = self.waiting_tokens = self.uncached_tokens = self.running = 0
         self.queue: FairQueue[Account, Turn] = FairQueue()
         self.parked = Parked(RetryBudget())
-        self._sent_tokens = 0
+        self._sent_tokens = 0  # the part of `uncached_tokens` that workers have
         self._wait = ExpectedWait(self.clock())
         self._keys_waiting = 0  # that have `uncached_tokens`
         self._dispatching = False
@@ -227,8 +225,8 @@ class Admission:
 
     @property
     def held_tokens(self) -> int:
-        """The part of `waiting_tokens` that waits in the router for prefill workers."""
-        return self.waiting_tokens - self._sent_tokens if self._window_full else 0
+        """The part of `uncached_tokens` that waits in the router for prefill workers."""
+        return self.uncached_tokens - self._sent_tokens if self._window_full else 0
 
     @property
     def waiting_for_decode(self) -> int:
@@ -333,9 +331,17 @@ class Admission:
 
         return self.queue.pop(may_start)
 
+    def expects(self, turn: Turn, tokens: int) -> None:
+        """Workers are expected to compute so many tokens until its first token. Called by the turn."""
+        more = tokens - turn.expected
+        turn.expected = tokens
+        self.count_uncached(turn.account, more)
+        if not turn.is_new:
+            self._sent_tokens += more
+
     def sent(self, turn: Turn) -> None:
         """Workers have its prompt, which takes a part of the window. Called by the turn."""
-        self._sent_tokens += turn.tokens
+        self._sent_tokens += turn.expected
         turn.in_window = self.window().counted(turn.computed)
         turn.account.in_window += turn.in_window
 
@@ -344,7 +350,7 @@ class Admission:
         self._count(turn.account, -turn.tokens)
         self.count_uncached(turn.account, -turn.expected)
         if not turn.is_new:
-            self._sent_tokens -= turn.tokens
+            self._sent_tokens -= turn.expected
             turn.account.in_window -= turn.in_window
         if drained:
             now = self.clock()

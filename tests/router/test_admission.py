@@ -337,6 +337,20 @@ def test_what_is_cached_of_a_prompt_takes_nothing_of_the_window():
         assert len(router.new()) == 10
 
 
+def test_only_what_is_not_cached_waits_for_prefill_workers():
+    account = no_limit()
+    with Router() as router:
+        router.window = 100.0
+        first, *others = [router.ask(account, str(i), tokens=1_000, computed=10) for i in range(20)]
+        for other in others:  # as far as known
+            other.turn.computes(10)
+        assert router.admission.held_tokens == 100, "the part that more prefill workers would compute"
+        first.turn.computes(200)  # its worker has lost a part
+        assert router.admission.held_tokens == 100
+        first.turn.generated()
+        assert router.admission.held_tokens == 90
+
+
 def test_each_of_several_keys_has_half_of_the_window():
     """A key that sends too much then has one step of prompts at a worker. Other keys do not wait for more."""
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
