@@ -94,8 +94,8 @@ class Report:
     @classmethod
     def of(cls, bench: str, args: argparse.Namespace, **more: Any) -> Self:
         """The report of a bench with these arguments. `more`: further parameters."""
-        given = {name: value for name, value in vars(args).items() if name not in _NOT_REPORTED}
-        return cls(bench, given | more, args.json)
+        parameters = {name: value for name, value in vars(args).items() if name not in _NOT_REPORTED}
+        return cls(bench, parameters | more, args.json)
 
     def add_median(
         self, name: str, values: Sequence[float], unit: str, *, scale: float = 1.0, **more: Any
@@ -105,22 +105,22 @@ class Report:
         self.add(Row(name, scale * median, unit, p99=scale * p99, **more))
 
     def add_ratio(
-        self, name: str, ours: Sequence[float], unit: str, theirs: Sequence[float], to: str, *,
+        self, name: str, values: Sequence[float], unit: str, base: Sequence[float], to: str, *,
         scale: float = 1.0, inverse: bool = False, **more: Any,
     ) -> None:  # fmt: skip
-        """Adds the median of `ours`, and the ratio to `theirs`, pair by pair.
+        """Adds the median of `values`, and the ratio to `base`, pair by pair.
 
         Args:
             scale: of the value, such as 1e3 for seconds in ms.
             inverse: the ratio is that of speeds, from times.
             more: fields of the row.
         """
-        ratio, spread = paired_ratio(theirs, ours) if inverse else paired_ratio(ours, theirs)
-        value = scale * statistics.median(ours)
+        ratio, spread = paired_ratio(base, values) if inverse else paired_ratio(values, base)
+        value = scale * statistics.median(values)
         self.add(Row(name, value, unit, ratio=ratio, ratio_to=to, spread=spread, **more))
 
     def as_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "bench": self.bench,
             "machine": machine(),
             "versions": versions(),
@@ -128,7 +128,7 @@ class Report:
             "started": self.started,
             "results": [row.as_dict() for row in self.rows],
         }
-        return found | {"detail": self.detail} if self.detail else found
+        return fields | {"detail": self.detail} if self.detail else fields
 
     def write(self, indent: int | None = None) -> None:
         """Writes the JSON file, if there is a path. Indented for readers it takes twenty times as long."""
@@ -198,19 +198,19 @@ def _end(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _device(devices: Sequence[str], given: str) -> str:
-    if given not in devices:
-        raise argparse.ArgumentTypeError(f"{given!r}: this bench measures on {' or '.join(devices)} only")
-    if given == "cuda" and not gpus():
+def _device(devices: Sequence[str], device: str) -> str:
+    if device not in devices:
+        raise argparse.ArgumentTypeError(f"{device!r}: this bench measures on {' or '.join(devices)} only")
+    if device == "cuda" and not gpus():
         raise argparse.ArgumentTypeError("this bench needs a GPU, and nvidia-smi shows none on this machine")
-    return given
+    return device
 
 
 def interleaved(a: Callable[[], T], b: Callable[[], T], pairs: int) -> tuple[list[T], list[T]]:
     """Runs A B A B …, so that a machine whose speed drifts favours neither side. Returns both series."""
     assert pairs >= MIN_PAIRS, f"a ratio takes at least {MIN_PAIRS} pairs, not {pairs}"
-    found = [(a(), b()) for _ in range(pairs)]
-    return [of_a for of_a, _ in found], [of_b for _, of_b in found]
+    results = [(a(), b()) for _ in range(pairs)]
+    return [of_a for of_a, _ in results], [of_b for _, of_b in results]
 
 
 def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[float, float]:
@@ -236,13 +236,13 @@ def machine() -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    installed: dict[str, str] = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue  # optional, or the checkout is not installed
-    return found
+    return installed
 
 
 def _cpu_name() -> str:

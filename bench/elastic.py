@@ -97,8 +97,8 @@ def engine_of(case: Case, path: Path, room: int, **config: Any) -> Engine:
 def held_by_split(budget: Budget, load: Load, block_size: int) -> int:
     """Requests of a load that a pool would hold if its memory were split for that load."""
     stats, blocks = budget.stats, -(-(load.prompt + load.answer) // block_size)
-    whole = stats.kv_bytes + stats.state_bytes + stats.free_bytes
-    return min(load.requests, int(whole / (budget.place_bytes + blocks * budget.block_bytes)))
+    total_bytes = stats.kv_bytes + stats.state_bytes + stats.free_bytes
+    return min(load.requests, int(total_bytes / (budget.place_bytes + blocks * budget.block_bytes)))
 
 
 def run_load(engine: Engine, load: Load, seed: int, *, computed: bool) -> int:
@@ -126,11 +126,11 @@ def measure_memory(case: Case, path: Path, name: str, report: Report, *, short: 
         ("short", case.short, 0), ("long", case.long, 10_000), ("short_again", case.short, 20_000)
     ):  # fmt: skip
         before, began = budget.stats, time.perf_counter()
-        held = run_load(engine, load, seed, computed=not short or load is case.short)
+        requests = run_load(engine, load, seed, computed=not short or load is case.short)
         moved = budget.stats
         split = held_by_split(budget, load, engine.block_size)
-        to = {"ratio": held / split, "ratio_to": "a split for them alone", "goal": 0.9}
-        report.add(Row(f"elastic.{name}.{row}", held, "requests", better="higher", **to))
+        to = {"ratio": requests / split, "ratio_to": "a split for them alone", "goal": 0.9}
+        report.add(Row(f"elastic.{name}.{row}", requests, "requests", better="higher", **to))
         report.detail[row] = {
             "seconds": time.perf_counter() - began,
             "moved_bytes": moved.moved_bytes - before.moved_bytes,
@@ -147,15 +147,15 @@ def moves(engine: Engine, budget: Budget) -> list[float]:
     assert states is not None
     seconds: list[float] = []
     for _ in range(MIN_PAIRS):
-        whole = budget.stats
-        most = min(GB, (whole.state_bytes + whole.free_bytes) // 2)
+        stats = budget.stats
+        most = min(GB, (stats.state_bytes + stats.free_bytes) // 2)
         blocks = pool.free + min(int(most / budget.block_bytes), budget.more_blocks)
-        for wanted in ((blocks, 0), (0, states.num_slots)):
-            slots = wanted[1]
+        for sizes in ((blocks, 0), (0, states.num_slots)):
+            slots = sizes[1]
             while slots and not budget.has_room(0, slots, free_blocks=pool.free, free_places=states.free):
                 slots -= 1
             before = budget.stats
-            budget.provide(wanted[0], slots)
+            budget.provide(sizes[0], slots)
             after = budget.stats
             if moved := after.moved_bytes - before.moved_bytes:
                 seconds.append((after.moving_seconds - before.moving_seconds) / moved * GB)
@@ -179,9 +179,9 @@ def measure_steps(case: Case, path: Path, name: str, report: Report, *, short: b
             lambda batch=batch: step_seconds(fixed, batch, context, steps),
             pairs,
         )
-        ours, theirs = series
+        pooled, apart = series
         report.add_ratio(
-            f"elastic.{name}.step.b{batch}", ours, "ms", theirs, "a fixed split", scale=1e3, goal=1.01
+            f"elastic.{name}.step.b{batch}", pooled, "ms", apart, "a fixed split", scale=1e3, goal=1.01
         )
     for engine in (elastic, fixed):
         engine.close()

@@ -74,7 +74,7 @@ def encoders(model: Path, device: str, width: int, height: int, report: Report) 
     rows, columns = max(1, height // settings.side), max(1, width // settings.side)
     count = settings.pixel_bytes(rows, columns)
     pixels = np.random.default_rng(0).integers(0, 256, count, dtype=np.uint8).tobytes()
-    made: dict[str, Encode] = {}
+    encodes: dict[str, Encode] = {}
     for name in ("launched", "replayed") if device in REPLAYED_ON else ("launched",):
         graphs = tower_graphs(settings, on) if name == "replayed" else None
         tower = Tower(settings, vision.tower, {}, on, DTYPE[device], Turns(), graphs=graphs)
@@ -82,14 +82,14 @@ def encoders(model: Path, device: str, width: int, height: int, report: Report) 
         def encode(tower: Tower = tower) -> np.ndarray:
             return tower.encode(pixels, rows, columns)
 
-        took, before = list[float](), _reserved(device)
+        warm_seconds, before = list[float](), _reserved(device)
         for _ in range(WARM):
-            took.append(seconds(encode))
-        made[name] = encode
+            warm_seconds.append(seconds(encode))
+        encodes[name] = encode
         if graphs is not None:
-            report.add(Row("encoder.captured", 1e3 * took[1], "ms"))
+            report.add(Row("encoder.captured", 1e3 * warm_seconds[1], "ms"))
             report.add(Row("encoder.kept", (_reserved(device) - before) / 1e9, "GB"))
-    return made
+    return encodes
 
 
 def _reserved(device: str) -> int:
@@ -107,16 +107,16 @@ def seconds(encode: Encode) -> float:
 
 
 def measure(encode: dict[str, Encode], images: int, report: Report) -> None:
-    for name, beside in (("alone", nullcontext), ("busy", busy)):
-        took: dict[str, list[float]] = {each: [] for each in encode}
+    for name, load in (("alone", nullcontext), ("busy", busy)):
+        times: dict[str, list[float]] = {each: [] for each in encode}
         for _ in range(images):
             for each, compute in encode.items():
-                with beside():
-                    took[each].append(seconds(compute))
-        report.add_median(f"encoder.launched.{name}", took["launched"], "ms", scale=1e3)
-        if "replayed" in took:
+                with load():
+                    times[each].append(seconds(compute))
+        report.add_median(f"encoder.launched.{name}", times["launched"], "ms", scale=1e3)
+        if "replayed" in times:
             row, to = f"encoder.replayed.{name}", "launched"
-            report.add_ratio(row, took["replayed"], "ms", took["launched"], to, scale=1e3)
+            report.add_ratio(row, times["replayed"], "ms", times["launched"], to, scale=1e3)
     if "replayed" in encode:
         differ = np.count_nonzero(encode["replayed"]() != encode["launched"]())
         report.add(Row("encoder.differ", float(differ), "bytes", goal=0.0))

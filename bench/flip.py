@@ -93,9 +93,9 @@ async def measure(
 ) -> tuple[list[float], Verdict, dict[str, int]]:
     """When each flip to prefill began, what the clients read, and what the pools miss at the end."""
     rng = random.Random(args.seed)
-    asked = cases(rng)
-    right = await expected(cluster.url, asked, at_once=args.clients)
-    load = Load(cluster.url, asked, rng)
+    requests = cases(rng)
+    right = await expected(cluster.url, requests, at_once=args.clients)
+    load = Load(cluster.url, requests, rng)
     address = cluster.of("decode")[1].lives[-1]["address"]
     async with load.of(args.clients):
         flips = await flip_repeatedly(address, cluster.secret, args.flips, rng)

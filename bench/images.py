@@ -127,19 +127,19 @@ class Pictures:
         coarse = rng.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
         self._pixels = np.array(self._new(coarse).resize((width, height)))
         self._numbers = itertools.count(seed << 20)
-        self._made: deque[str] = deque()
+        self._urls_made: deque[str] = deque()
 
     def next(self) -> str:
         """One that did not come before."""
-        return self._made.popleft() if self._made else self._make()
+        return self._urls_made.popleft() if self._urls_made else self._make()
 
     @contextmanager
     def being_made(self, count: int) -> Iterator[None]:
         """Makes images in a thread. Waits for it at the end. Made later they would take the client's time."""
 
         def make() -> None:
-            while len(self._made) < count and not ended.is_set():
-                self._made.append(self._make())
+            while len(self._urls_made) < count and not ended.is_set():
+                self._urls_made.append(self._make())
 
         ended = threading.Event()
         thread = threading.Thread(target=make, daemon=True)
@@ -262,23 +262,23 @@ class Turn:
     def __init__(self, client: Client, urls: Sequence[str], pictures: Pictures, args: Any) -> None:
         self._client, self._urls, self._pictures, self._args = client, urls, pictures, args
 
-    async def figures(self, found: Figures, told: Callable[[str], None]) -> None:
-        """Adds what `found` does not have. `told` hears of each step that has ended."""
+    async def figures(self, figures: Figures, log: Callable[[str], None]) -> None:
+        """Adds what `figures` lacks. `log` hears of each step that has ended."""
         steps: list[tuple[str, Callable[[], Awaitable[Figures]]]] = [
             ("one", self._one),
             ("repeat", self._repeated),
             *((f"at_once.{count}", partial(self._median_at_once, count)) for count in self._args.at_once),
             ("limit", self._limit),
-            ("rate", partial(self._rate, found)),
-            ("gaps", partial(self._gaps, found)),
+            ("rate", partial(self._rate, figures)),
+            ("gaps", partial(self._gaps, figures)),
         ]
-        left = [(name, step) for name, step in steps if name not in found]
-        if left:
+        missing = [(name, step) for name, step in steps if name not in figures]
+        if missing:
             await self._warm_up()
-        for name, step in left:
+        for name, step in missing:
             began = time.monotonic()
-            found |= await step()
-            told(f"{name} {found.get(name, math.nan):.4g} ({time.monotonic() - began:.0f} s)")
+            figures |= await step()
+            log(f"{name} {figures.get(name, math.nan):.4g} ({time.monotonic() - began:.0f} s)")
 
     async def _one(self) -> Figures:
         return {"one": 1e3 * statistics.median(await self._alone(self._args.requests))}
@@ -288,10 +288,10 @@ class Turn:
         picture, url = self._pictures.next(), self._urls[0]
         first_tokens([await self._client.ask(self._client.body([picture]), url)])
         before = await self._client.encoded(url)
-        again = [await self._client.ask(self._client.body([picture]), url) for _ in range(5)]
-        found = {"repeat": 1e3 * statistics.median(first_tokens(again))}
+        answers = [await self._client.ask(self._client.body([picture]), url) for _ in range(5)]
+        figures = {"repeat": 1e3 * statistics.median(first_tokens(answers))}
         after = await self._client.encoded(url)
-        return found if not before or not after else found | {"repeat.encoded": sum(after) - sum(before)}
+        return figures if not before or not after else figures | {"repeat.encoded": sum(after) - sum(before)}
 
     async def _median_at_once(self, count: int) -> Figures:
         return {f"at_once.{count}": 1e3 * statistics.median([await self._at_once(count) for _ in range(3)])}
@@ -307,30 +307,30 @@ class Turn:
             raise RuntimeError("the server does not tell the tokens of a prompt")
         text = await seconds(lambda: [self._client.body([], tokens) for _ in range(AT_ONCE)])
         before = await self._client.encoded(self._urls[0])
-        both = await seconds(lambda: [self._body() for _ in range(AT_ONCE)])
+        cost = await seconds(lambda: [self._body() for _ in range(AT_ONCE)])
         after = await self._client.encoded(self._urls[0])
-        found = {"prefill": 1e3 * text, "encode": 1e3 * max(0.0, both - text), "limit": 1 / max(both, text)}
+        times = {"prefill": 1e3 * text, "encode": 1e3 * max(0.0, cost - text), "limit": 1 / max(cost, text)}
         if before and after:
             by_worker = [late - early for early, late in zip(before, after, strict=True)]
-            found["encode.busiest"] = max(by_worker) / max(1.0, sum(by_worker))
-        return found
+            times["encode.busiest"] = max(by_worker) / max(1.0, sum(by_worker))
+        return times
 
-    async def _rate(self, found: Figures) -> Figures:
+    async def _rate(self, figures: Figures) -> Figures:
         """The highest one, in requests/s. 0: even the lowest one that was tried misses."""
 
         async def holds(rate: float) -> bool:
             return await self._holds(rate, [self._body() for _ in range(self._args.rated)])
 
-        first, most = self._args.first_rate or FIRST * found["limit"], MOST_SHARE * found["limit"]
+        first, most = self._args.first_rate or FIRST * figures["limit"], MOST_SHARE * figures["limit"]
         rate = await highest(holds, first, most, self._args.halvings)
-        return {"rate": rate, "of_limit": rate / found["limit"]}
+        return {"rate": rate, "of_limit": rate / figures["limit"]}
 
-    async def _gaps(self, found: Figures) -> Figures:
+    async def _gaps(self, figures: Figures) -> Figures:
         """Nothing if no rate holds: no image would come beside text."""
-        if not found["rate"]:
+        if not figures["rate"]:
             return {}
         without = await self._text_gaps()
-        async with self._beside(found["rate"] / 2):
+        async with self._beside(figures["rate"] / 2):
             return {"gaps": await self._text_gaps() / without}
 
     async def _warm_up(self) -> None:
@@ -358,15 +358,15 @@ class Turn:
 
         Arrivals are random (Poisson), and the same for both sides.
         """
-        late, most = 0, len(bodies) - math.ceil(0.99 * len(bodies))
+        misses, most = 0, len(bodies) - math.ceil(0.99 * len(bodies))
         missed = asyncio.Event()
 
         async def ask(body: dict[str, Any]) -> None:
-            nonlocal late
+            nonlocal misses
             answer = await self._client.ask(body, within=self._args.ttft / 1000)
             if answer.status not in BUSY and not answer.late:
                 first_tokens([answer])
-            elif (late := late + 1) > most:
+            elif (misses := misses + 1) > most:
                 missed.set()
 
         async def send() -> None:
@@ -410,13 +410,13 @@ class Turn:
         """Image requests at this rate. Raises RuntimeError if one failed: it held up no text."""
 
         async def send() -> None:
-            asked = []
+            requests = []
             async with asyncio.TaskGroup() as tasks:
                 while not stop.is_set():
                     body = await asyncio.to_thread(self._body)
-                    asked.append(tasks.create_task(self._client.ask(body)))
+                    requests.append(tasks.create_task(self._client.ask(body)))
                     await asyncio.sleep(1 / rate)
-            first_tokens([task.result() for task in asked])
+            first_tokens([task.result() for task in requests])
 
         stop = asyncio.Event()
         sending = asyncio.create_task(send()) if rate else None
@@ -445,15 +445,15 @@ async def highest(
 
 
 async def measure(
-    urls: Sequence[str], seed: int, args: Any, pictures: Pictures, found: Figures, told: Callable[[str], None]
+    urls: Sequence[str], seed: int, args: Any, pictures: Pictures, result: Figures, log: Callable[[str], None]
 ) -> None:
-    """Adds to `found`, as `Turn.figures` does. Raises RuntimeError or aiohttp.ClientError."""
+    """Adds to `result`, as `Turn.figures` does. Raises RuntimeError or aiohttp.ClientError."""
     async with new_session() as http:
         models = []
         for url in urls:
             async with http.get(f"{url}/v1/models") as answer:
                 models.append((await answer.json())["data"][0]["id"])
-        await Turn(Client(http, urls, models, seed), urls, pictures, args).figures(found, told)
+        await Turn(Client(http, urls, models, seed), urls, pictures, args).figures(result, log)
 
 
 def images_of_turn(args: Any) -> int:
@@ -462,16 +462,16 @@ def images_of_turn(args: Any) -> int:
     return args.requests + 4 * sum(args.at_once) + IMAGES * (2 * AT_ONCE + args.rated * runs)
 
 
-def rows(found: dict[str, list[Figures]], args: Any) -> list[Row]:
+def rows(figures: dict[str, list[Figures]], args: Any) -> list[Row]:
     """Medians over the seeds, and ratios of the first side to the second, seed by seed."""
-    (ours, of_ours), (theirs, of_theirs) = found.items()
-    made: list[Row] = []
-    for name in dict.fromkeys(name for turns in found.values() for turn in turns for name in turn):
+    (first, of_ours), (second, of_theirs) = figures.items()
+    table: list[Row] = []
+    for name in dict.fromkeys(name for turns in figures.values() for turn in turns for name in turn):
         unit, goal = UNITS.get(name, "ms"), {"gaps": 1.1, "repeat.encoded": 0.0}.get(name)
-        for side, turns in found.items():
+        for side, turns in figures.items():
             if values := [turn[name] for turn in turns if name in turn]:
-                bound = goal if side == ours else None
-                made.append(Row(f"images.{side}.{name}", statistics.median(values), unit, goal=bound))
+                bound = goal if side == first else None
+                table.append(Row(f"images.{side}.{name}", statistics.median(values), unit, goal=bound))
         pairs = [
             (a[name], b[name])
             for a, b in zip(of_ours, of_theirs, strict=True)
@@ -485,9 +485,9 @@ def rows(found: dict[str, list[Figures]], args: Any) -> list[Row]:
             ratio, spread = contract.paired_ratio(*zip(*pairs, strict=True))
             value = statistics.median(a for a, _ in pairs)
             goal, better = GOALS.get(name) if args.side else None, "higher" if name == "rate" else "lower"
-            compared: dict[str, Any] = {"ratio_to": theirs, "spread": spread, "goal": goal, "better": better}
-            made.append(Row(f"images.{name}", value, unit, ratio=ratio, **compared))
-    return made
+            compared: dict[str, Any] = {"ratio_to": second, "spread": spread, "goal": goal, "better": better}
+            table.append(Row(f"images.{name}", value, unit, ratio=ratio, **compared))
+    return table
 
 
 def earlier(report: Report, turns: Sequence[str]) -> dict[str, Figures]:
@@ -536,12 +536,12 @@ def main() -> int:
     report = Report.of("images", args)
     names = [f"{side.name}.{seed}" for side in sides for seed in range(args.seeds)]
     try:
-        known = earlier(report, names) if args.resume else {}
+        earlier_turns = earlier(report, names) if args.resume else {}
     except ValueError as error:
         p.error(str(error))
-    turns: dict[str, Figures] = {name: known.get(name, {}) for name in names}
-    found = {side.name: [turns[f"{side.name}.{seed}"] for seed in range(args.seeds)] for side in sides}
-    report.detail, report.rows, failed = dict(turns), rows(found, args), False
+    turns: dict[str, Figures] = {name: earlier_turns.get(name, {}) for name in names}
+    figures = {side.name: [turns[f"{side.name}.{seed}"] for seed in range(args.seeds)] for side in sides}
+    report.detail, report.rows, failed = dict(turns), rows(figures, args), False
     with tempfile.TemporaryDirectory(prefix="baton-images-") as temporary:
         model = write_shape(args.model_shape or SHAPE[args.device], Path(temporary), tokenizer=True)
         for seed in range(args.seeds):
@@ -552,7 +552,7 @@ def main() -> int:
 
                 def told(step: str, turn: str = turn) -> None:
                     print(f"bench.images: {turn}: {step}", file=sys.stderr, flush=True)
-                    report.rows = rows(found, args)
+                    report.rows = rows(figures, args)
                     report.write()
 
                 try:

@@ -67,7 +67,7 @@ class Question(NamedTuple):
 
 def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
     """The first `count` questions, in tokens. Raises `ValueError` naming the line that has another form."""
-    found = []
+    questions = []
     try:
         with path.open("rb") as file:
             lines = [*islice(bounded_lines(file), count)]
@@ -75,15 +75,15 @@ def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
         raise ValueError(f"--tasks {path}: {error}") from None
     for number, line in lines:
         try:
-            asked = json.loads(line)
-            query, choices, gold = asked["query"], asked["choices"], int(asked["gold"])
-            whole = [tokenizer(query + choice)["input_ids"] for choice in choices]
-            found.append(Question(tokenizer(query)["input_ids"], whole, gold, choices[gold]))
+            record = json.loads(line)
+            query, choices, gold = record["query"], record["choices"], int(record["gold"])
+            choice_ids = [tokenizer(query + choice)["input_ids"] for choice in choices]
+            questions.append(Question(tokenizer(query)["input_ids"], choice_ids, gold, choices[gold]))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f'--tasks {path}: line {number} is not {{"query", "choices", "gold"}}: {error}'
             ) from error
-    return found
+    return questions
 
 
 class Reference:
@@ -109,11 +109,11 @@ class Reference:
     @torch.inference_mode()
     def answer(self, ids: Sequence[int], tokens: int) -> str:
         """A greedy one."""
-        asked = torch.tensor([ids])
-        found = self._model.generate(
-            asked, attention_mask=torch.ones_like(asked), max_new_tokens=tokens, do_sample=False
+        input_ids = torch.tensor([ids])
+        output_ids = self._model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=tokens, do_sample=False
         )
-        return self.tokenizer.decode(found[0, len(ids) :])
+        return self.tokenizer.decode(output_ids[0, len(ids) :])
 
 
 async def prompt_logprobs(
@@ -126,24 +126,24 @@ async def prompt_logprobs(
         answer = await response.json()
     if response.status != 200:
         raise RuntimeError(f"the server refused a question: {answer}")
-    found = answer["choices"][0]["prompt_logprobs"]
-    return [{int(token): each["logprob"] for token, each in one.items()} for one in found[first:]]
+    entries = answer["choices"][0]["prompt_logprobs"]
+    return [{int(token): each["logprob"] for token, each in one.items()} for one in entries[first:]]
 
 
-async def scored(url: str, asked: Sequence[Question]) -> list[list[list[float]]]:
+async def scored(url: str, tasks: Sequence[Question]) -> list[list[list[float]]]:
     """The log probabilities of the tokens of each choice of each question."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(http: aiohttp.ClientSession, question: Question, choice: list[int]) -> list[float]:
         async with gate:
             first = len(question.query)
-            found = await prompt_logprobs(http, url, choice, first)
-            return [each[token] for each, token in zip(found, choice[first:], strict=True)]
+            logprobs = await prompt_logprobs(http, url, choice, first)
+            return [each[token] for each, token in zip(logprobs, choice[first:], strict=True)]
 
     async with new_session() as http:
         return [
             await asyncio.gather(*(one(http, question, choice) for choice in question.choices))
-            for question in asked
+            for question in tasks
         ]
 
 
@@ -151,12 +151,12 @@ async def divergences(
     url: str, answers: Sequence[tuple[list[int], int]], reference: Reference
 ) -> list[float]:
     """In nats, before each token of these answers: (prompt and answer, where it begins)."""
-    found = list[float]()
+    nats = list[float]()
     async with new_session() as http:
         for ids, first in answers:
             served = await prompt_logprobs(http, url, ids, first, ALTERNATIVES)
-            found += map(divergence, reference.distributions(ids, first), served)
-    return found
+            nats += map(divergence, reference.distributions(ids, first), served)
+    return nats
 
 
 def divergence(expected: torch.Tensor, served: dict[int, float]) -> float:
@@ -168,10 +168,10 @@ def divergence(expected: torch.Tensor, served: dict[int, float]) -> float:
     return float((p * (p / q).log()).sum())
 
 
-def right(scores: Sequence[Sequence[Sequence[float]]], asked: Sequence[Question]) -> list[bool]:
+def right(scores: Sequence[Sequence[Sequence[float]]], tasks: Sequence[Question]) -> list[bool]:
     return [
         int(np.argmax([sum(choice) for choice in choices])) == question.gold
-        for choices, question in zip(scores, asked, strict=True)
+        for choices, question in zip(scores, tasks, strict=True)
     ]
 
 
@@ -202,11 +202,11 @@ async def answered(
     return streams
 
 
-def measure(form: str, path: Path, asked: Sequence[Question], reference: Reference, report: Report) -> None:
+def measure(form: str, path: Path, tasks: Sequence[Question], reference: Reference, report: Report) -> None:
     expected = [
-        [reference.logprobs(choice, len(question.query)) for choice in question.choices] for question in asked
+        [reference.logprobs(choice, len(question.query)) for choice in question.choices] for question in tasks
     ]
-    best = sum(right(expected, asked)) / len(asked)
+    best = sum(right(expected, tasks)) / len(tasks)
     model = ("--model", str(path), *SIMPLE, *FORMS[form])
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -214,28 +214,28 @@ def measure(form: str, path: Path, asked: Sequence[Question], reference: Referen
             Path(directory), prefill=1, decode=1, worker_flags=model, router_flags=model[:2]
         ) as cluster,
     ):
-        prompts = [question.choices[question.gold] for question in asked[:ANSWERS]]
+        prompts = [question.choices[question.gold] for question in tasks[:ANSWERS]]
         streams = asyncio.run(answered(cluster, prompts, kill=form == "killed"))
-        found = asyncio.run(scored(cluster.url, asked))
-        generated = asyncio.run(answered(cluster, [each.query for each in asked], GENERATED_TOKENS))
-        whole = [
+        scores = asyncio.run(scored(cluster.url, tasks))
+        generated = asyncio.run(answered(cluster, [each.query for each in tasks], GENERATED_TOKENS))
+        answers = [
             ([*prompt, *each.token_ids], len(prompt)) for prompt, each in zip(prompts, streams, strict=True)
         ]
-        apart = asyncio.run(divergences(cluster.url, whole, reference))
+        apart = asyncio.run(divergences(cluster.url, answers, reference))
     name = f"quality.{form}"
-    share = sum(right(found, asked)) / len(asked)
+    share = sum(right(scores, tasks)) / len(tasks)
     report.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))
-    theirs = [reference.answer(each.query, GENERATED_TOKENS) for each in asked]
+    reference_texts = [reference.answer(each.query, GENERATED_TOKENS) for each in tasks]
     hits, best = (
-        sum(text.strip().startswith(each.answer.strip()) for text, each in zip(texts, asked, strict=True))
-        for texts in ([stream.text for stream in generated], theirs)
+        sum(text.strip().startswith(each.answer.strip()) for text, each in zip(texts, tasks, strict=True))
+        for texts in ([stream.text for stream in generated], reference_texts)
     )
     ratio = hits / best if best else None
-    report.add(Row(f"{name}.generated", hits / len(asked), "share", ratio=ratio, ratio_to="transformers"))
-    pairs = zip(flat(found), flat(expected), strict=True)
-    _add(report, f"{name}.prompt", [abs(ours - theirs) for ours, theirs in pairs])
+    report.add(Row(f"{name}.generated", hits / len(tasks), "share", ratio=ratio, ratio_to="transformers"))
+    pairs = zip(flat(scores), flat(expected), strict=True)
+    _add(report, f"{name}.prompt", [abs(a - b) for a, b in pairs])
     off = list[float]()
-    for (ids, first), stream in zip(whole, streams, strict=True):
+    for (ids, first), stream in zip(answers, streams, strict=True):
         off += [abs(a - b) for a, b in zip(stream.logprobs, reference.logprobs(ids, first), strict=True)]
     _add(report, f"{name}.answer", off)
     _add(report, f"{name}.kl", apart)
@@ -258,9 +258,9 @@ def main() -> int:
     report = Report.of("quality", args)
     path = embedded_path()
     reference = Reference(path)
-    asked = questions(Path(args.tasks), reference.tokenizer, 6 if args.short else None)
+    tasks = questions(Path(args.tasks), reference.tokenizer, 6 if args.short else None)
     for form in [args.only] if args.only else FORMS:
-        measure(form, path, asked, reference, report)
+        measure(form, path, tasks, reference, report)
     return report.finish()
 
 

@@ -76,9 +76,9 @@ def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
     them, since unknown words are one and the same token, and prompts of it would share their KV. A model that
     takes images gets the files of its processor, too.
     """
-    where = directory / name
-    where.mkdir(parents=True, exist_ok=True)
-    (where / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    folder = directory / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
     if tokenizer:
         shape = SHAPES[name]
         count = shape.get("text_config", shape)["vocab_size"]
@@ -88,15 +88,15 @@ def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
         }
         for token, special in of_images.items():
             words[token] = special
-        made = Tokenizer(WordLevel({word: token for token, word in enumerate(words)}, unk_token="w0"))
-        made.add_special_tokens([*of_images.values()])
+        codec = Tokenizer(WordLevel({word: token for token, word in enumerate(words)}, unk_token="w0"))
+        codec.add_special_tokens([*of_images.values()])
         if of_images:
             for file, settings in PROCESSORS.items():
-                (where / file).write_text(json.dumps(settings | OF_PATCHES))
-            (where / "chat_template.jinja").write_text(TEMPLATE)
-        made.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
-        made.decoder = ByteLevel()  # pyrefly: ignore[read-only]
-        made.save(str(where / "tokenizer.json"))
-        about = {"tokenizer_class": "PreTrainedTokenizerFast"} | (OF_IMAGES if of_images else {})
-        (where / "tokenizer_config.json").write_text(json.dumps(about))
-    return where
+                (folder / file).write_text(json.dumps(settings | OF_PATCHES))
+            (folder / "chat_template.jinja").write_text(TEMPLATE)
+        codec.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
+        codec.decoder = ByteLevel()  # pyrefly: ignore[read-only]
+        codec.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | (OF_IMAGES if of_images else {})
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -73,9 +73,9 @@ def on_cpu(report: Report, *, short: bool) -> None:
     ):
         speed = partial(_tokens_per_s, prompts=prompts, max_tokens=tokens, **sampling)
         speed(with_drafts), speed(without)
-        ours, theirs = contract.interleaved(partial(speed, with_drafts), partial(speed, without), pairs)
+        drafting, plain = contract.interleaved(partial(speed, with_drafts), partial(speed, without), pairs)
         report.add_ratio(
-            f"speculation.cpu.{name}", ours, "tokens/s", theirs, "the same without drafts",
+            f"speculation.cpu.{name}", drafting, "tokens/s", plain, "the same without drafts",
             goal=goal, better="higher",
         )  # fmt: skip
     stats = with_drafts.stats().speculation
@@ -86,7 +86,7 @@ def on_cpu(report: Report, *, short: bool) -> None:
         _request(n, ids, 48, temperature=t) for n, ids in enumerate([copying, *free]) for t in (0.0, 0.8)
     ]
     one, other = (answers(engine, requests) for engine in exact)
-    differ = sum(a != b for mine, its in zip(one, other, strict=True) for a, b in zip(mine, its, strict=True))
+    differ = sum(a != b for seq, ref in zip(one, other, strict=True) for a, b in zip(seq, ref, strict=True))
     report.add(Row("speculation.cpu.different", differ, f"of {sum(map(len, one))} tokens", goal=0))
 
 
@@ -159,13 +159,13 @@ def on_cuda(report: Report, *, short: bool, method: str) -> None:
             "enable_prefix_caching": True,  # so that only the first run of a batch computes its prompts
         }  # fmt: skip
         without = build_engine(EngineConfig(str(path), **config))
-        wanted = SpeculativeConfig(method, model=str(_eagle(path)) if method == "eagle3" else "")
+        speculative = SpeculativeConfig(method, model=str(_eagle(path)) if method == "eagle3" else "")
         config["gpu_memory_utilization"] *= 2  # what this process has already counts for the second engine
-        drafting = build_engine(EngineConfig(str(path), **config, speculative_config=wanted))
+        drafting = build_engine(EngineConfig(str(path), **config, speculative_config=speculative))
     speculation = drafting._scheduler.speculation
     assert speculation is not None
     if method == "ngram":
-        speculation.drafter = _Set(wanted)
+        speculation.drafter = _Set(speculative)
     costs, acceptance = speculation.costs, speculation._acceptance
     for batch in BATCHES:
         step, gain = GOALS.get(batch, (None, None))
@@ -184,9 +184,9 @@ def on_cuda(report: Report, *, short: bool, method: str) -> None:
             speculation._tested = speculation._right = 0.0  # of another workload
             run(drafting)
             series = contract.interleaved(partial(run, drafting), partial(run, without), pairs)
-            ours, theirs = ([speed for speed, _ in each] for each in series)
+            drafted, base = ([speed for speed, _ in each] for each in series)
             report.add_ratio(
-                f"speculation.cuda.{kind}.b{batch}", ours, "tokens/s", theirs, "none",
+                f"speculation.cuda.{kind}.b{batch}", drafted, "tokens/s", base, "none",
                 goal=goal, better="higher",
             )  # fmt: skip
     for engine in (drafting, without):

@@ -57,10 +57,10 @@ class Pair(Workers):
             speed = first_speed(status.prefill_tokens_per_s, status, described.attention_doubles_at)
             workers.append(SplitWorker(0.0, speed, step, floor))
         cost = PromptCost(tokens, 0, described.attention_doubles_at, layers=described.num_layers)
-        found = split(cost, dict(enumerate(workers)), last=1)
-        if found is None:
+        shares = split(cost, dict(enumerate(workers)), last=1)
+        if shares is None:
             raise RuntimeError(f"the policy does not split a prompt of {tokens} tokens at these speeds")
-        return [(drivers[part.worker], part.stop) for part in found.ranges]
+        return [(drivers[part.worker], part.stop) for part in shares.ranges]
 
     async def together(self, prompt: list[int], plan: list[tuple[Driver, int]]) -> tuple[float, list[int]]:
         """Returns the time to first token, and the answer. Raises RuntimeError if a part fails."""
@@ -72,7 +72,7 @@ class Pair(Workers):
         ]
         began = time.perf_counter()
         for driver, prefill_id in ids.items():
-            work = request(prompt[: max(stop for of, stop in plan if of is driver)], ANSWER)
+            work = request(prompt[: max(stop for owner, stop in plan if owner is driver)], ANSWER)
             submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=True, plan=ranges)
             await driver.send(pb.RouterMessage(prefill=submit))
         final = ids[self.decode]
@@ -96,21 +96,21 @@ async def one_round(pair: Pair, tokens: int, number: int, runs: Runs) -> None:
     runs.waited.append((await pair.waited() - before) / ttft)
     work = request(prompt, ANSWER)
     work.cache_salt = b"computed again"
-    _, again = await pair.on_decode(work)
-    runs.failed += again != answer
+    _, computed = await pair.on_decode(work)
+    runs.failed += computed != answer
 
 
 async def measure(args: argparse.Namespace, cluster: LocalCluster) -> dict[int, Runs]:
-    found: dict[int, Runs] = {}
+    runs: dict[int, Runs] = {}
     async with Pair(*cluster.drivers()) as pair:
         for tokens in args.tokens:
-            found[tokens] = Runs()
+            runs[tokens] = Runs()
             # The prefill worker must know its speed.
             warm = await pair.prefill.prefill(request(prompt_of(tokens, tokens - 1), 1))
             await pair.prefill.tokens(warm, 1)
             for number in range(args.rounds + 1):  # the first one warms up: lanes, speeds
-                await one_round(pair, tokens, tokens + number, found[tokens] if number else Runs())
-    return found
+                await one_round(pair, tokens, tokens + number, runs[tokens] if number else Runs())
+    return runs
 
 
 def main() -> int:
@@ -123,17 +123,17 @@ def main() -> int:
     if args.device == "cuda":
         contract.gpus_or_exit(2, "a prompt that two workers share")
     with two_workers(args, (), ("--max-model-len", str(max(args.tokens) + 1024))) as cluster:
-        found = asyncio.run(measure(args, cluster))
+        results = asyncio.run(measure(args, cluster))
     report = Report.of("split", args)
-    for tokens, runs in found.items():
-        of = "split.cpu" if args.device == "cpu" else f"split.{args.device}.n{tokens}"
+    for tokens, runs in results.items():
+        name = "split.cpu" if args.device == "cpu" else f"split.{args.device}.n{tokens}"
         if runs.ttft:
             goal = None if args.device == "cpu" else GOALS.get(tokens)
             alone = runs.alone[: len(runs.ttft)]
-            report.add_ratio(f"{of}.ttft", runs.ttft, "ms", alone, "one engine", scale=1e3, goal=goal)
-            report.add(Row(f"{of}.alone", statistics.median(runs.alone) * 1e3, "ms"))
-            report.add(Row(f"{of}.waited", statistics.median(runs.waited), "of the time to first token"))
-        report.add(Row(f"{of}.failed", runs.failed, "prompts", goal=0))
+            report.add_ratio(f"{name}.ttft", runs.ttft, "ms", alone, "one engine", scale=1e3, goal=goal)
+            report.add(Row(f"{name}.alone", statistics.median(runs.alone) * 1e3, "ms"))
+            report.add(Row(f"{name}.waited", statistics.median(runs.waited), "of the time to first token"))
+        report.add(Row(f"{name}.failed", runs.failed, "prompts", goal=0))
     return report.finish()
 
 

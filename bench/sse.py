@@ -16,18 +16,18 @@ class SSEParser:
 
     def __init__(self) -> None:
         self.comments = 0
-        self._rest = b""
+        self._tail = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        if not self._rest and data[:6] == b"data: " and data.find(b"\n") == len(data) - 2 and data[-1] == 10:
+        if not self._tail and data[:6] == b"data: " and data.find(b"\n") == len(data) - 2 and data[-1] == 10:
             return [data[6:-2]]  # one event in one chunk, the usual case
-        data = self._rest + data if self._rest else data
+        data = self._tail + data if self._tail else data
         if b"\r" in data:
             # A CR at the very end may be half of a CRLF.
-            held = b"\r" if data.endswith(b"\r") else b""
-            data = data.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
-        *blocks, self._rest = data.split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
+            half = b"\r" if data.endswith(b"\r") else b""
+            data = data.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n") + half
+        *blocks, self._tail = data.split(b"\n\n")
+        if len(self._tail) > MAX_EVENT_BYTES:
             raise SSEError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return [event for block in blocks if (event := self._data_of(block)) is not None]
 
@@ -35,10 +35,10 @@ class SSEParser:
         lines = [line for line in block.split(b"\n") if line]
         fields = [_field(line) for line in lines if not line.startswith(b":")]
         self.comments += len(lines) - len(fields)
-        found = [value for name, value in fields if name == b"data"]
-        if not found and any(name not in (b"event", b"id", b"retry") for name, _ in fields):
+        data = [value for name, value in fields if name == b"data"]
+        if not data and any(name not in (b"event", b"id", b"retry") for name, _ in fields):
             raise SSEError(f"not an event: {block[:80]!r}")
-        return b"\n".join(found) if found else None
+        return b"\n".join(data) if data else None
 
 
 def _field(line: bytes) -> tuple[bytes, bytes]:

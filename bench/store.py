@@ -81,13 +81,13 @@ class Cluster:
 
     async def turn(self, prompt: Sequence[int], answer: int = ANSWER) -> Turn:
         case, usage = Case("", answer, 0.0, seed=0), {"include_usage": True}
-        got = await read(self.session, self.url, case, prompt=list(prompt), stream_options=usage)
-        if got.failed:
-            raise RuntimeError(got.error or "the stream ended early")
-        gaps = [after - before for before, after in itertools.pairwise(got.arrivals)]
-        text = [*prompt, *got.token_ids]
-        ttft = got.arrivals[0] - got.started
-        return Turn(got.started, ttft, statistics.median(gaps), got.cached_tokens, text)
+        stream = await read(self.session, self.url, case, prompt=list(prompt), stream_options=usage)
+        if stream.failed:
+            raise RuntimeError(stream.error or "the stream ended early")
+        gaps = [after - before for before, after in itertools.pairwise(stream.arrivals)]
+        text = [*prompt, *stream.token_ids]
+        ttft = stream.arrivals[0] - stream.started
+        return Turn(stream.started, ttft, statistics.median(gaps), stream.cached_tokens, text)
 
     async def restart(self) -> None:
         """Restarts all workers, one after the other."""
@@ -208,10 +208,10 @@ async def second_turns(serving: Cluster, chats: int, device: str, report: Report
     ttfts = [turn.ttft for turn in turns]
     fields = {"scale": 1e3, "p99": percentile(ttfts, 0.99) * 1e3, "goal": GOAL[device]}
     report.add_ratio(f"{name}.second_turn", ttfts, "ms", computed, "computing it all", **fields)
-    known = sum(len(first.text) for first in firsts)
-    found = sum(turn.cached for turn in turns) / known
+    tokens = sum(len(first.text) for first in firsts)
+    share = sum(turn.cached for turn in turns) / tokens
     goal = 0.9 if device == "cpu" else None  # a GPU computes a prompt faster than TCP carries its KV
-    report.add(Row(f"{name}.found", found, "share", goal=goal, better="higher"))
+    report.add(Row(f"{name}.found", share, "share", goal=goal, better="higher"))
     if device == "cuda":
         worst = max(ttfts) / statistics.median(computed)
         report.add(Row(f"{name}.second_turn.worst", worst, "of computing", goal=1.02))
@@ -219,17 +219,17 @@ async def second_turns(serving: Cluster, chats: int, device: str, report: Report
 
 async def steps_beside_writes(serving: Cluster, count: int, device: str, report: Report) -> None:
     """Each answer beside writes has one without before it and one after it."""
-    beside, alone = list[float](), list[float]()
+    writing, alone = list[float](), list[float]()
     for number in range(-1, count):
         prompt = prompt_of(HISTORY[device], 500 + number)
-        beside.append((await serving.turn(prompt, STEPS)).gap)
+        writing.append((await serving.turn(prompt, STEPS)).gap)
         alone.append((await serving.turn(prompt, STEPS)).gap)
-    around = [(before + after) / 2 for before, after in itertools.pairwise(alone)]
+    idle = [(before + after) / 2 for before, after in itertools.pairwise(alone)]
     fields = {"scale": 1e3, "goal": 1.02}
-    report.add_ratio(f"store.{device}.step_beside_writes", beside[1:], "ms", around, "no writes", **fields)
+    report.add_ratio(f"store.{device}.step_beside_writes", writing[1:], "ms", idle, "no writes", **fields)
 
 
-async def trace(serving: Cluster, around: float, device: str, name: str, report: Report) -> None:
+async def trace(serving: Cluster, seconds: float, device: str, name: str, report: Report) -> None:
     """Chats that go on, and a restart in the middle."""
     turns: list[Turn] = []
     numbers, ends, history = itertools.count(10_000), asyncio.Event(), TRACE_HISTORY[device]
@@ -247,11 +247,11 @@ async def trace(serving: Cluster, around: float, device: str, name: str, report:
     async with asyncio.TaskGroup() as chats:
         for number in range(TRACE_CHATS):
             chats.create_task(chat(number))
-        await asyncio.sleep(around)
+        await asyncio.sleep(seconds)
         began = time.monotonic()
         await serving.restart()
         over = time.monotonic()
-        await asyncio.sleep(around)
+        await asyncio.sleep(seconds)
         ends.set()
     parts = {"before": (0.0, began), "during": (began, over), "after": (over, float("inf"))}
     for part, (start, stop) in parts.items():
@@ -259,14 +259,14 @@ async def trace(serving: Cluster, around: float, device: str, name: str, report:
         of_part = [turn for turn in later if start <= turn.began < stop]
         if of_part:
             ttfts = [turn.ttft for turn in of_part]
-            of = f"store.{device}.{name}.{part}"
-            report.add_median(f"{of}.ttft", ttfts, "ms", scale=1e3)
+            row = f"store.{device}.{name}.{part}"
+            report.add_median(f"{row}.ttft", ttfts, "ms", scale=1e3)
             hits = sum(turn.cached for turn in of_part) / sum(len(turn.text) - ANSWER for turn in of_part)
-            report.add(Row(f"{of}.hits", hits, "share"))
+            report.add(Row(f"{row}.hits", hits, "share"))
 
 
 async def measure(args: argparse.Namespace, report: Report) -> None:
-    around = AROUND_S / 3 if args.short else AROUND_S
+    seconds = AROUND_S / 3 if args.short else AROUND_S
     with mooncake("2GiB") as url:
         await asyncio.to_thread(reads, url, args.device, report)
     with tempfile.TemporaryDirectory() as name:
@@ -279,9 +279,9 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
             await second_turns(serving, FEW if few else CHATS[args.device], args.device, report)
             await steps_beside_writes(serving, FEW if few else WRITING, args.device, report)
         traced = torch.cuda.device_count() > 1 if args.device == "cuda" else not few
-        for kind, beside in (("trace", store), ("trace_without", [])) if traced else ():
-            async with cluster(directory, *flags, *beside) as serving:
-                await trace(serving, around, args.device, kind, report)
+        for kind, store_flags in (("trace", store), ("trace_without", [])) if traced else ():
+            async with cluster(directory, *flags, *store_flags) as serving:
+                await trace(serving, seconds, args.device, kind, report)
 
 
 def main() -> int:

@@ -115,10 +115,10 @@ class Client:
     def recomputed(self, moments: Sequence[float], *, decoded: bool) -> list[int]:
         """Tokens of an answer that were computed again after each of these moments, at most. `decoded`: as in
         `longest`."""
-        found = [0] * len(moments)
+        tokens = [0] * len(moments)
         bounds = [time_of_day(moment) / 1e9 for moment in moments]
         for stream, timeline in zip(self.streams, self.timelines, strict=True):
-            again = [0] * len(moments)
+            computed = [0] * len(moments)
             for phases in timeline["phases"].values():
                 for phase in phases:
                     kills = sum(bound < phase["start"] for bound in bounds)
@@ -126,12 +126,12 @@ class Client:
                         continue
                     if decodes_at(stream, moments[kills - 1]) is not decoded:
                         continue
-                    about = phase["about"]
-                    again[kills - 1] += int(
-                        about["gen_ai.usage.prompt_tokens"] - about["baton.cached_tokens"]
+                    attributes = phase["about"]
+                    computed[kills - 1] += int(
+                        attributes["gen_ai.usage.prompt_tokens"] - attributes["baton.cached_tokens"]
                     )
-            found = [max(pair) for pair in zip(found, again, strict=True)]
-        return found
+            tokens = [max(pair) for pair in zip(tokens, computed, strict=True)]
+        return tokens
 
 
 @dataclass
@@ -194,17 +194,17 @@ def started_on_gpus(shape: str) -> Iterator[LocalCluster]:
 
 async def killed(
     cluster: LocalCluster,
-    asked: Sequence[Case],
+    cases: Sequence[Case],
     kills: int,
     *,
     standby: bool = False,
-    beside: Sequence[Case] = (),
+    others: Sequence[Case] = (),
     rate: float = 0.0,
 ) -> Kills:
     """The clients send requests until there were so many kills. With `standby`, an engine process stands by
-    at each of them. `rate`: requests a second of `beside`, which others send meanwhile."""
+    at each of them. `rate`: requests a second of `others`, sent meanwhile."""
     log = cluster.of("decode")[0].log
-    clients = [Client(case) for case in asked]
+    clients = [Client(case) for case in cases]
     moments: list[float] = []
 
     async def all_have_more(tokens: int) -> None:
@@ -214,7 +214,7 @@ async def killed(
     def streams() -> list[Stream]:
         return [stream for client in clients for stream in client.streams] + load.streams
 
-    load = Load(cluster.url, beside, random.Random(0))
+    load = Load(cluster.url, others, random.Random(0))
     async with new_session() as http, load.at(rate) if rate else nullcontext():
         running = [
             asyncio.create_task(client.run(http, cluster.url, number))
@@ -285,11 +285,11 @@ def ends_of_pauses(log: str, moments: Sequence[float], streams: Sequence[Stream]
     killed_at = [time_of_day(moment) / 1e9 for moment in moments]
     first = []  # tokens that were on the way at the kill came before
     for moment, kill, at in zip(moments, killed_at, gone_on, strict=True):
-        again = moment + at - kill
+        resumed = moment + at - kill
         next_tokens = (
-            [t for t in stream.arrivals if t > again] for stream in streams if decodes_at(stream, moment)
+            [t for t in stream.arrivals if t > resumed] for stream in streams if decodes_at(stream, moment)
         )
-        first.append(max((min(times) - again for times in next_tokens if times), default=0.0))
+        first.append(max((min(times) - resumed for times in next_tokens if times), default=0.0))
     return {
         "detection": [at - kill for at, kill in zip(noticed, killed_at, strict=True)],
         "first step": first,
@@ -353,7 +353,7 @@ def step_on_gpu(shape: str, report: Report, steps: int) -> None:
             str(write_shape(shape, Path(directory))), device="cuda", dtype="bfloat16", load_format="dummy",
             num_blocks=1024, max_model_len=8192, enable_prefix_caching=True, stands_by=True,
         )  # fmt: skip
-        kept, plain = build_engine(config, kept=[files.memory]), build_engine(config)
+        recording, plain = build_engine(config, kept=[files.memory]), build_engine(config)
 
     def seconds(engine: Engine) -> float:
         fill(engine, 32, CONTEXT, steps + 1)
@@ -361,10 +361,10 @@ def step_on_gpu(shape: str, report: Report, steps: int) -> None:
         drain(engine)
         return (time.monotonic() - began) / steps
 
-    ratio, spread = paired_ratio(*interleaved(lambda: seconds(kept), lambda: seconds(plain), PAIRS))
+    ratio, spread = paired_ratio(*interleaved(lambda: seconds(recording), lambda: seconds(plain), PAIRS))
     report.add(
         Row(
-            "survive.cuda.step", 1e3 * seconds(kept), "ms", ratio=ratio, ratio_to="without records",
+            "survive.cuda.step", 1e3 * seconds(recording), "ms", ratio=ratio, ratio_to="without records",
             spread=spread, goal=SLOWEST_STEP,
         )
     )  # fmt: skip
@@ -388,17 +388,17 @@ def measure_on_gpus(args: argparse.Namespace, report: Report) -> None:
         step_on_gpu(args.model_shape, report, SHORT_STEPS if args.short else STEPS)
     if args.part == "step":
         return
-    asked = cases_of(args.streams, args.prompt_tokens, GPU_ANSWER)
-    beside = cases_of(*BESIDE) if args.rate else []
+    cases = cases_of(args.streams, args.prompt_tokens, GPU_ANSWER)
+    others = cases_of(*BESIDE) if args.rate else []
     with started_on_gpus(args.model_shape) as cluster:
         log, before = cluster.of("decode")[0].log, used_gib()
-        right = asyncio.run(expected(cluster.url, [*asked, *beside], args.streams))
-        while STANDS_BY not in (told := log.read_text()):
-            if f"has ended ({MOST_ENDS}" in told:
+        right = asyncio.run(expected(cluster.url, [*cases, *others], args.streams))
+        while STANDS_BY not in (text := log.read_text()):
+            if f"has ended ({MOST_ENDS}" in text:
                 raise RuntimeError("no standby comes")
             time.sleep(STANDBY_CHECK)
         memory = used_gib() - before
-        stays = asyncio.run(killed(cluster, asked, args.kills, standby=True, beside=beside, rate=args.rate))
+        stays = asyncio.run(killed(cluster, cases, args.kills, standby=True, others=others, rate=args.rate))
         tell(report, "cuda", stays, right, leaks_when_idle(cluster.url), len(cluster.of("decode")[0].exits))
         for line in log.read_text().splitlines():
             if any(word in line for word in TOLD):
@@ -440,15 +440,15 @@ def tell(
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    asked = cases(args.streams, ANSWER, repeat=REPEAT)
+    requests = cases(args.streams, ANSWER, repeat=REPEAT)
     with started("--no-enable-prefix-caching") as cluster:
-        right = asyncio.run(expected(cluster.url, asked))
+        right = asyncio.run(expected(cluster.url, requests))
     with started() as cluster:
-        ends = asyncio.run(killed(cluster, asked, 1))
+        ends = asyncio.run(killed(cluster, requests, 1))
     with started("--replace-engine", "--no-standby", of_router=ALONE) as cluster:
-        starts = asyncio.run(killed(cluster, asked, min(args.kills, KILLS_NO_STANDBY)))
+        starts = asyncio.run(killed(cluster, requests, min(args.kills, KILLS_NO_STANDBY)))
     with started("--replace-engine", of_router=ALONE) as cluster:
-        stays = asyncio.run(killed(cluster, asked, args.kills, standby=True))
+        stays = asyncio.run(killed(cluster, requests, args.kills, standby=True))
         memory = standby_memory(cluster.of("decode")[0].log.read_text())
         leaks = leaks_when_idle(cluster.url)
         exits = len(cluster.of("decode")[0].exits)

@@ -69,10 +69,10 @@ class _Shapes(DeclaredWeights):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint, PlainFormat())
-        self.found: dict[str, list[int]] = {}
+        self.sizes: dict[str, list[int]] = {}
 
     def _declare(self, name: str, parts: Sequence[Shard]) -> None:
-        self.found[name] = [part.size for part in parts]
+        self.sizes[name] = [part.size for part in parts]
         super()._declare(name, parts)
 
 
@@ -84,7 +84,7 @@ def state_of(model: Path, seed: int, device: torch.device, dtype: torch.dtype) -
     model_class(config, str(model))(replace(config, max_model_len=1), shapes)
     return {
         name: dummy.read(name, [unsharded(size) for size in shape]).to(dtype)
-        for name, shape in shapes.found.items()
+        for name, shape in shapes.sizes.items()
     }
 
 
@@ -120,18 +120,18 @@ class _DeviceMemory:
     def __init__(self, device: str) -> None:
         self._gpus = range(torch.cuda.device_count()) if device == "cuda" else range(0)
         self._before: list[int] | None = None
-        self._least = list[int]()
+        self._lowest = list[int]()
         self._end = threading.Event()
 
     @property
     def beyond(self) -> int:
         """Bytes of all GPUs, taken at most beyond those that were when it was first looked at."""
-        return sum(before - least for before, least in zip(self._before or (), self._least, strict=True))
+        return sum(before - lowest for before, lowest in zip(self._before or (), self._lowest, strict=True))
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         if self._before is None:
-            self._before = self._least = self._free()
+            self._before = self._lowest = self._free()
         self._end.clear()
         thread = threading.Thread(target=self._look, name="device memory", daemon=True)
         thread.start()
@@ -146,7 +146,7 @@ class _DeviceMemory:
 
     def _look(self) -> None:
         while not self._end.wait(MEMORY_LOOK_S):
-            self._least = [min(pair) for pair in zip(self._least, self._free(), strict=True)]
+            self._lowest = [min(pair) for pair in zip(self._lowest, self._free(), strict=True)]
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class Change:
 
 async def change(
     cluster: LocalCluster,
-    asked: Sequence[Case],
+    cases: Sequence[Case],
     weights: Weights,
     state: dict[str, Tensor],
     memory: _DeviceMemory,
@@ -178,7 +178,7 @@ async def change(
                 streams.append(stream := Stream(case))
                 await read(http, cluster.url, case, into=stream)
 
-        long = [replace(case, max_tokens=LONG_ANSWER[device]) for case in asked[:STREAMS]]
+        long = [replace(case, max_tokens=LONG_ANSWER[device]) for case in cases[:STREAMS]]
         reading = [asyncio.create_task(one_after_another(case)) for case in long]
 
         def begun() -> bool:
@@ -193,7 +193,7 @@ async def change(
         over.set()
         running = [(stream, len(stream.token_ids)) for stream in streams if not stream.ended]
         await until(
-            lambda: all(s.ended or len(s.token_ids) >= told + GONE_ON for s, told in running), reading
+            lambda: all(s.ended or len(s.token_ids) >= count + GONE_ON for s, count in running), reading
         )
         for task in reading:
             task.cancel()
@@ -204,7 +204,7 @@ async def change(
     return Change(streams, max(gaps, default=0.0), end - began, weights.spent)
 
 
-async def answers(cluster: LocalCluster, asked: Sequence[Case]) -> list[Stream]:
+async def answers(cluster: LocalCluster, cases: Sequence[Case]) -> list[Stream]:
     gate = asyncio.Semaphore(AT_ONCE)
     async with new_session() as http:
 
@@ -212,7 +212,7 @@ async def answers(cluster: LocalCluster, asked: Sequence[Case]) -> list[Stream]:
             async with gate:
                 return await read(http, cluster.url, case)
 
-        return await asyncio.gather(*map(one, asked))
+        return await asyncio.gather(*map(one, cases))
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -224,7 +224,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 def _measure(kind: str, args: argparse.Namespace, report: Report, model: Path, directory: Path) -> None:
     device = args.device
-    own = torch.device("cuda", len(visible_gpus()) - 1) if device == "cuda" else torch.device("cpu")
+    target = torch.device("cuda", len(visible_gpus()) - 1) if device == "cuda" else torch.device("cpu")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     direct: Memory = "cuda" if device == "cuda" else "memfd"
     plain = kind == KINDS[device][0]
@@ -233,38 +233,38 @@ def _measure(kind: str, args: argparse.Namespace, report: Report, model: Path, d
     # Of two by the same memory the second one has what the first one took, and CUDA IPC.
     changes: list[tuple[int, Memory]] = [(2, "shm"), (1, "shm"), (2, direct), (1, direct)]
     changes = changes if plain else [changes[0], changes[-1]]
-    asked, right = cases_for(args.tokens, device), dict[int, dict[Case, list[int]]]()
-    verdicts, found, gpus = list[Verdict](), list[Change](), _DeviceMemory(device)
+    requests, right = cases_for(args.tokens, device), dict[int, dict[Case, list[int]]]()
+    verdicts, results, gpus = list[Verdict](), list[Change](), _DeviceMemory(device)
     with started(
         directory / f"{kind}-fresh", model, device, "--seed", "2", "--no-enable-prefix-caching", *flags
     ) as fresh:
-        right[2] = asyncio.run(expected(fresh.url, asked, AT_ONCE))
+        right[2] = asyncio.run(expected(fresh.url, requests, AT_ONCE))
     with started(directory / f"{kind}-changes", model, device, "--seed", "1", *flags) as cluster:
-        right[1] = asyncio.run(expected(cluster.url, asked, AT_ONCE))
+        right[1] = asyncio.run(expected(cluster.url, requests, AT_ONCE))
         assert right[1] != right[2], "the weights differ"
         for number, (seed, memory) in enumerate(changes):
-            state = state_of(model, seed, own, dtype)
+            state = state_of(model, seed, target, dtype)
             with Weights(cluster.url, ADMIN_KEY, model, memory=memory, later=None) as weights:
                 keep_kv = memory == direct
-                done = asyncio.run(change(cluster, asked, weights, state, gpus, keep_kv=keep_kv))
-            found.append(done)
+                done = asyncio.run(change(cluster, requests, weights, state, gpus, keep_kv=keep_kv))
+            results.append(done)
             del state
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
             first = plain and number % 2 == 0
             _tell(report, f"{label}.{memory}" + (".first" if first else ""), done, memory, device)
-            verdicts.append(judge(asyncio.run(answers(cluster, asked)), right[seed]))
+            verdicts.append(judge(asyncio.run(answers(cluster, requests)), right[seed]))
             report.detail[f"{label}.{number}.different"] = verdicts[-1].different
         leaks = leaks_when_idle(cluster.url)
-    report.detail |= {f"{label}.leaks": leaks, "tokens": len(asked) * ANSWER[device]}
-    ran = [stream for each in found for stream in each.streams]
+    report.detail |= {f"{label}.leaks": leaks, "tokens": len(requests) * ANSWER[device]}
+    ran = [stream for each in results for stream in each.streams]
     failed = sum(bool(stream.error) or stream.cut for stream in ran)
     failed += sum(s.finish_reason is not None and len(s.token_ids) < s.case.max_tokens for s in ran)
     failed += sum(each.failed for each in verdicts)
     different = sum(each.different + each.lost_or_repeated for each in verdicts)
     if device == "cuda":
-        nbytes = 2 * max(each.spent.nbytes for each in found)
+        nbytes = 2 * max(each.spent.nbytes for each in results)
         share = gpus.beyond / nbytes
         report.add(Row(f"{label}.memory", gpus.beyond / 1e9, "GB", ratio=share, ratio_to="weights", goal=0.1))
     report.add(Row(f"{label}.different", different, "tokens", goal=0))

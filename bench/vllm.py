@@ -218,8 +218,8 @@ class Deployment:
         if len(names) != 2:
             return await self.stream(names[0], prompt, tokens)
         began = time.perf_counter()
-        asked = {"do_remote_decode": True, "do_remote_prefill": False}
-        first = await self.post(names[0], prompt, {"max_tokens": 1, "kv_transfer_params": asked})
+        transfer = {"do_remote_decode": True, "do_remote_prefill": False}
+        first = await self.post(names[0], prompt, {"max_tokens": 1, "kv_transfer_params": transfer})
         answered = time.perf_counter() - began
         answer = await self.stream(names[1], prompt, tokens, kv_transfer_params=first["kv_transfer_params"])
         return Answer(answer.tokens, [answered, *(answered + at for at in answer.times)])
@@ -233,10 +233,10 @@ class Deployment:
 
     async def stream(self, name: str, prompt: list[int], tokens: int, **more: Any) -> Answer:
         case = Case("", tokens, temperature=0.0, seed=0)
-        got = await read(self._session, self._urls[name], case, prompt=prompt, model="m", **more)
-        if got.failed:
-            raise RuntimeError(f"HTTP {got.status}: {got.error[:500]}")
-        return Answer(got.token_ids, [at - got.started for at in got.arrivals])
+        stream = await read(self._session, self._urls[name], case, prompt=prompt, model="m", **more)
+        if stream.failed:
+            raise RuntimeError(f"HTTP {stream.status}: {stream.error[:500]}")
+        return Answer(stream.token_ids, [at - stream.started for at in stream.arrivals])
 
     async def means(self, name: str) -> dict[str, float]:
         """The means of the histograms of a worker."""
@@ -250,13 +250,13 @@ class Deployment:
 
     async def different(self, prompts: Sequence[list[int]]) -> dict[str, int]:
         """Returns by side how many answers are not those of `alone`."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         right = [(await self.ask("alone", prompt)).tokens for prompt in prompts]
         for side in self.sides:
             answers = [await self._asked(side, prompt) for prompt in prompts]
             answers += await asyncio.gather(*(self._asked(side, prompt) for prompt in prompts))
-            found[side] = sum(a != b for a, b in zip(answers, right * 2, strict=True))
-        return found
+            counts[side] = sum(a != b for a, b in zip(answers, right * 2, strict=True))
+        return counts
 
     async def _asked(self, side: str, prompt: list[int]) -> list[int] | None:
         try:
@@ -302,19 +302,19 @@ class Deployment:
     async def load(self, report: Report, prefix: str, rate: float, draw: Draw) -> None:
         """An open loop: the same arrivals for each side, and prompts of its own."""
         at = np.random.default_rng(0).exponential(1 / rate, round(rate * LOAD_S)).cumsum()
-        found: dict[str, list[Request]] = {}
+        requests: dict[str, list[Request]] = {}
         for side in {"overflow", "nvlink"}.intersection(self.sides):
             answers = await asyncio.gather(*(self._ask_at(float(t), side, draw(PROMPT)) for t in at))
             times = [answer.times[len(self._names(side)) == 2 :] for answer in answers]
-            found[side] = [{"ttft": 1e3 * np.array(t[:1]), "gap": 1e3 * np.diff(t)} for t in times]
-            of = f"{prefix}.r{rate:g}.{side}"
-            seconds = [float(request["gap"][0]) for request in found[side]]
-            report.add(Row(f"{of}.second.p99", percentile(seconds, 0.99), "ms"))
+            requests[side] = [{"ttft": 1e3 * np.array(t[:1]), "gap": 1e3 * np.diff(t)} for t in times]
+            label = f"{prefix}.r{rate:g}.{side}"
+            seconds = [float(request["gap"][0]) for request in requests[side]]
+            report.add(Row(f"{label}.second.p99", percentile(seconds, 0.99), "ms"))
             for name in FIXED:
-                if (ms := figure([found[side]], name)) is not None:
-                    report.add(Row(f"{of}.{name}", ms, "ms"))
-        for name in FIXED if len(found) == 2 else ():
-            if (compared := ratio([found["overflow"]], [found["nvlink"]], name)) is not None:
+                if (ms := figure([requests[side]], name)) is not None:
+                    report.add(Row(f"{label}.{name}", ms, "ms"))
+        for name in FIXED if len(requests) == 2 else ():
+            if (compared := ratio([requests["overflow"]], [requests["nvlink"]], name)) is not None:
                 value, low, high = compared
                 row = Row(f"{prefix}.r{rate:g}.{name}", value, "ratio", ratio_to="nvlink", low=low, high=high)
                 report.add(row)
@@ -331,9 +331,9 @@ class Deployment:
             gaps: dict[str, Times] = {kind: [] for kind in servers}
             for i in range(rounds + 1):
                 for kind, name in servers.items():
-                    found = await asyncio.gather(*(self.stream(name, draw(64), 64) for _ in range(batch)))
+                    answers = await asyncio.gather(*(self.stream(name, draw(64), 64) for _ in range(batch)))
                     if i:
-                        gaps[kind].append(statistics.median(map(_gap, found)))
+                        gaps[kind].append(statistics.median(map(_gap, answers)))
             for kind in servers:
                 row = f"{prefix}.decode.{kind}.b{batch}"
                 report.add_ratio(row, gaps[kind], "ms", gaps["alone"], "alone", scale=1e3)
@@ -349,10 +349,10 @@ def small_model(directory: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    where = write_shape(SMALL, directory, tokenizer=True)
+    path = write_shape(SMALL, directory, tokenizer=True)
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig.from_pretrained(where)).save_pretrained(where)
-    return where
+    LlamaForCausalLM(LlamaConfig.from_pretrained(path)).save_pretrained(path)
+    return path
 
 
 async def measure(args: argparse.Namespace, report: Report, directory: Path) -> None:
@@ -372,8 +372,8 @@ async def measure(args: argparse.Namespace, report: Report, directory: Path) -> 
             large = Deployment(args, dense, "bfloat16", SIDES[:6], logs)
         deadline, began = time.monotonic() + START_S[args.device], time.monotonic()
         await asyncio.gather(*(each.until_ready(deadline) for each in {small, large}))
-        took = time.monotonic() - began
-        print(f"up after {took:.0f} s: {small.sides} {large.sides}", file=sys.stderr, flush=True)
+        seconds = time.monotonic() - began
+        print(f"up after {seconds:.0f} s: {small.sides} {large.sides}", file=sys.stderr, flush=True)
         prefix = f"vllm.{args.device}"
         if "alone" in small.sides:
             different = await small.different([draw(length) for length in lengths])

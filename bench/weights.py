@@ -115,11 +115,11 @@ class Changes:
         self, cluster: LocalCluster, right: Sequence[tuple[Path, dict[Case, list[int]]]], changes: int
     ) -> None:
         """`right`: the answers that each of two checkpoints gives."""
-        asked = list(right[0][1])
+        requests = list(right[0][1])
         for number in range(changes):
-            path, wanted = right[number % 2]
+            path, expected_answers = right[number % 2]
             keeps_kv = number % 4 >= 2 if changes > 2 else number % 2 == 1
-            streams = [Stream(replace(case, max_tokens=LONG_ANSWER)) for case in asked]
+            streams = [Stream(replace(case, max_tokens=LONG_ANSWER)) for case in requests]
             async with new_session() as http:
                 reading = [asyncio.create_task(read(http, cluster.url, s.case, into=s)) for s in streams]
 
@@ -131,21 +131,21 @@ class Changes:
                 done, moment = await change(cluster, path, f"bench-{number}", keeps_kv=keeps_kv)
                 self.replaced.append(done)
                 await asyncio.gather(*reading)
-                later = await asyncio.gather(*(read(http, cluster.url, case) for case in asked))
+                later = await asyncio.gather(*(read(http, cluster.url, case) for case in requests))
             self.running += streams
             self.gaps[keeps_kv].append(max(stream.gap_around(moment) or 0.0 for stream in streams))
-            self.verdicts.append(judge(later, wanted))
+            self.verdicts.append(judge(later, expected_answers))
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    asked = cases(args.streams, ANSWER)
+    requests = cases(args.streams, ANSWER)
     with tempfile.TemporaryDirectory(prefix="baton-weights-") as name:
         directory = Path(name)
         before, after = embedded_path(), changed(embedded_path(), directory / "after.gguf")
         right: list[tuple[Path, dict[Case, list[int]]]] = []
         for path in (after, before):
             with started(directory / path.stem, path, "--no-enable-prefix-caching") as cluster:
-                right.append((path, asyncio.run(expected(cluster.url, asked))))
+                right.append((path, asyncio.run(expected(cluster.url, requests))))
         assert right[0][1] != right[1][1], "the weights differ"
         with started(directory / "changes", before) as cluster:
             changes = Changes()

@@ -56,9 +56,9 @@ COUNTS = {
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = parser("Kill, stall and cut off the processes of a real cluster under load.")
-    for name, (usual, short, on_gpus, what) in COUNTS.items():
-        told = f"{what} (default: {usual}; {short} with --short, on GPUs {on_gpus})"
-        p.add_argument(f"--{name}", type=int, metavar="N", help=told)
+    for name, (usual, short, on_gpus, meaning) in COUNTS.items():
+        help_text = f"{meaning} (default: {usual}; {short} with --short, on GPUs {on_gpus})"
+        p.add_argument(f"--{name}", type=int, metavar="N", help=help_text)
     p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8; 48 on GPUs)")
     p.add_argument("--rate", type=float, default=0.0, metavar="R", help="requests/s, in place of clients")
     p.add_argument("--seconds", type=float, default=0.0, metavar="S", help="spread faults over this time")
@@ -83,18 +83,18 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     rng, on_gpus = random.Random(args.seed), args.device == "cuda"
-    asked = cases_for(args)
-    right = await expected(cluster.url, asked, at_once=1)
-    load = Load(cluster.url, asked, rng)
+    requests = cases_for(args)
+    right = await expected(cluster.url, requests, at_once=1)
+    load = Load(cluster.url, requests, rng)
     quiet = (0.2, 1.5) if args.short else (0.2, 4.0)
-    drawn = {role: draw(role, args.kills, args.stalls, args.breaks, args.flips, rng) for role in WORKERS}
-    drawn["router"] = draw("router", args.routers, 0, 0, 0, rng)
+    faults_of = {role: draw(role, args.kills, args.stalls, args.breaks, args.flips, rng) for role in WORKERS}
+    faults_of["router"] = draw("router", args.routers, 0, 0, 0, rng)
     # So that all tracks end at about the same time.
     longer = quiet[0], quiet[1] * args.kills / max(1, args.routers)
-    pauses = {role: longer if role == "router" else quiet for role in drawn}
+    pauses = {role: longer if role == "router" else quiet for role in faults_of}
     if args.seconds:
-        pauses = {role: (0.0, 2 * args.seconds / (len(faults) + 1)) for role, faults in drawn.items()}
-    tracks = (torment(cluster, role, faults, pauses[role], rng) for role, faults in drawn.items())
+        pauses = {role: (0.0, 2 * args.seconds / (len(faults) + 1)) for role, faults in faults_of.items()}
+    tracks = (torment(cluster, role, faults, pauses[role], rng) for role, faults in faults_of.items())
     began = time.monotonic()
     async with load.at(args.rate) if args.rate else load.of(args.clients):
         happened = [one for track in await asyncio.gather(*tracks) for one in track]
@@ -126,15 +126,15 @@ def _add_faults(
     for role in ROLES:
         away = [x.back - x.at for x in happened if x.role == role and x.back > x.at]
         _add_seconds(report, f"away.{role}", away)
-    seen: defaultdict[str, list[float]] = defaultdict(list)
+    pauses: defaultdict[str, list[float]] = defaultdict(list)
     for one in happened:
         gaps = (stream.gap_around(one.at) for stream in streams)
-        seen[f"{one.role}.{one.fault}"] += [gap for gap in gaps if gap is not None]
-    _add_seconds(report, "pause", everywhere := [gap for gaps in seen.values() for gap in gaps])
+        pauses[f"{one.role}.{one.fault}"] += [gap for gap in gaps if gap is not None]
+    _add_seconds(report, "pause", everywhere := [gap for gaps in pauses.values() for gap in gaps])
     report.add(Row("chaos.pause.max", max(everywhere, default=0.0), "s", goal=longest))
-    for name, gaps in sorted(seen.items()):
+    for name, gaps in sorted(pauses.items()):
         _add_seconds(report, f"pause.{name}", gaps)
-    report.detail = {"pauses": {name: sorted(round(gap, 3) for gap in gaps) for name, gaps in seen.items()}}
+    report.detail = {"pauses": {name: sorted(round(gap, 3) for gap in gaps) for name, gaps in pauses.items()}}
 
 
 def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:

@@ -35,10 +35,10 @@ def _break_lanes(cluster: LocalCluster, worker: Worker) -> None:
 
 def _flip(cluster: LocalCluster, worker: Worker) -> None:
     """Moves a worker to the other pool, and back after a while. Another worker stays in the pool."""
-    here, there = ("prefill", "decode") if worker.role == "prefill" else ("decode", "prefill")
-    worker.set_pool(there)
+    home, other_pool = ("prefill", "decode") if worker.role == "prefill" else ("decode", "prefill")
+    worker.set_pool(other_pool)
     time.sleep(FLIPPED_S)
-    worker.set_pool(here)
+    worker.set_pool(home)
 
 
 KILLS = tuple(_killer(kind) for kind in processes.KINDS)

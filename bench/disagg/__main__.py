@@ -83,26 +83,26 @@ Found = dict[str, dict[str, Measured]]
 """By load and level, then by side."""
 
 
-def run(url: str, arguments: Sequence[str], out: Path) -> None:
-    """Runs `baton bench ARGUMENTS` in a child process, which writes its report to `out`.
+def run(url: str, arguments: Sequence[str], file: Path) -> None:
+    """Runs `baton bench ARGUMENTS` in a child process, which writes its report to `file`.
 
     Prints what a reader needs to judge the results. A run whose client was too slow counts: with few cores
     every client is too slow. Raises RuntimeError if there is no report.
     """
-    out.unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
     line = [
         sys.executable, "-m", "baton.cluster.cli", "bench", *arguments,
-        "--url", url, "--quiet", "--json", str(out),
+        "--url", url, "--quiet", "--json", str(file),
     ]  # fmt: skip
     environment = os.environ | python_path()
     code = subprocess.run(line, stdout=subprocess.DEVNULL, check=False, env=environment).returncode
-    if not out.exists():
+    if not file.exists():
         raise RuntimeError(f"{' '.join(line)}: exit code {code}")
-    report = json.loads(out.read_text())
+    report = json.loads(file.read_text())
     detail = report["detail"]
     slow = [f"the client could not keep up: {reason}" for reason in detail["invalid_reasons"]]
-    for said in (*slow, *detail["notes"]):
-        print(f"bench.disagg: {' '.join(arguments)}: {said}", file=sys.stderr)
+    for note in (*slow, *detail["notes"]):
+        print(f"bench.disagg: {' '.join(arguments)}: {note}", file=sys.stderr)
 
 
 def requests_of(lines: Path) -> list[Request]:
@@ -124,8 +124,8 @@ def requests_of(lines: Path) -> list[Request]:
 def series(seeds: Sequence[Sequence[Request]], name: str) -> tuple[list[Series], float]:
     """The samples of a figure, by seed, and its quantile. No samples if there are too few in a seed."""
     kind, _, quantile = name.rpartition(".")
-    found, q = [Series.of([r[kind] for r in requests]) for requests in seeds], QUANTILES[quantile]
-    return (found if all(len(each.values) and (q <= 0.5 or each.knows(q)) for each in found) else []), q
+    groups, q = [Series.of([r[kind] for r in requests]) for requests in seeds], QUANTILES[quantile]
+    return (groups if all(len(each.values) and (q <= 0.5 or each.knows(q)) for each in groups) else []), q
 
 
 def at_least(values: Any) -> Any:
@@ -140,10 +140,10 @@ def figure(seeds: Sequence[Sequence[Request]], name: str) -> float | None:
 
 
 def ratio(
-    ours: Sequence[Sequence[Request]], theirs: Sequence[Sequence[Request]], name: str
+    first_seeds: Sequence[Sequence[Request]], second_seeds: Sequence[Sequence[Request]], name: str
 ) -> tuple[float, float | None, float | None] | None:
     """Ours divided by theirs, and its 95 % interval; None if there are too few values for either."""
-    (first, q), (second, _) = series(ours, name), series(theirs, name)
+    (first, q), (second, _) = series(first_seeds, name), series(second_seeds, name)
     if not (first and second):
         return None
     pairs = list(zip(first, second, strict=True))
@@ -171,11 +171,11 @@ def measure_side(
     def is_left(load: Load, level: float) -> bool:
         return not (args.resume and files(reports, load, level, side, seed)[0].exists())
 
-    left = {load: [level for level in load.levels if is_left(load, level)] for load in loads}
-    if not any(left.values()):
+    missing = {load: [level for level in load.levels if is_left(load, level)] for load in loads}
+    if not any(missing.values()):
         return
     with started(side, model, first_gpu) as url:
-        for load, levels in left.items():
+        for load, levels in missing.items():
             for arguments in () if args.short or not levels else warm_up(load, seed):
                 run(url, arguments, reports / f"warm-up.{side.name}")
             for level in levels:
@@ -190,7 +190,7 @@ def measure(
     sides: Sequence[Side], loads: Sequence[Load], args: Any, reports: Path, model: Path
 ) -> Iterator[Found]:
     """Yields what was found so far, after each seed."""
-    found: Found = {}
+    results: Found = {}
 
     def turn(side: Side, seed: int, first_gpu: int) -> None:
         measure_side(side, loads, args, reports, model, seed, first_gpu)
@@ -198,45 +198,45 @@ def measure(
             for level in load.levels:
                 report, lines = files(reports, load, level, side, seed)
                 values = {row["name"]: row["value"] for row in json.loads(report.read_text())["results"]}
-                measured = found[load.name_at(level)][side.name]
+                measured = results[load.name_at(level)][side.name]
                 measured.requests.append(requests_of(lines))
                 measured.totals.append({total: values[total] for total in TOTALS if total in values})
 
     for load in loads:
         for level in load.levels:
-            found[load.name_at(level)] = {side.name: Measured(load.kind) for side in sides}
+            results[load.name_at(level)] = {side.name: Measured(load.kind) for side in sides}
     for seed in range(args.seeds):
         if args.at_once:
             firsts = 0, sides[0].count * (sides[0].gpus or 1)
-            with ThreadPoolExecutor(len(sides)) as both:
+            with ThreadPoolExecutor(len(sides)) as threads:
                 for done in [
-                    both.submit(turn, side, seed, first) for side, first in zip(sides, firsts, strict=True)
+                    threads.submit(turn, side, seed, first) for side, first in zip(sides, firsts, strict=True)
                 ]:
                     done.result()
         else:
             for side in sides if seed % 2 == 0 else sides[::-1]:
                 turn(side, seed, 0)
-        yield found
+        yield results
 
 
-def rows(found: Found) -> Iterator[Row]:
+def rows(results: Found) -> Iterator[Row]:
     """The figures of each side, then the ratios of the first side to the second."""
-    for load, of_sides in found.items():
+    for load, of_sides in results.items():
         for side, measured in of_sides.items():
             name = f"disagg.{load}.{side}"
             yield Row(f"{name}.answered", sum(map(len, measured.requests)), "requests")
-            for which in FIGURES.get(measured.kind, FIXED):
-                if (value := figure(measured.requests, which)) is not None:
-                    yield Row(f"{name}.{which}", value, "ms")
+            for metric in FIGURES.get(measured.kind, FIXED):
+                if (value := figure(measured.requests, metric)) is not None:
+                    yield Row(f"{name}.{metric}", value, "ms")
             for total, unit in TOTALS.items():
                 if values := [totals[total] for totals in measured.totals if total in totals]:
                     yield Row(f"{name}.{total}", statistics.fmean(values), unit)
-        (_, ours), (other, theirs) = of_sides.items()
-        for which in FIGURES.get(ours.kind, FIXED):
-            if (compared := ratio(ours.requests, theirs.requests, which)) is not None:
+        (_, first), (other, second) = of_sides.items()
+        for metric in FIGURES.get(first.kind, FIXED):
+            if (compared := ratio(first.requests, second.requests, metric)) is not None:
                 value, low, high = compared
-                yield Row(f"disagg.{load}.{which}", value, "ratio", ratio_to=other, low=low, high=high)
-        speeds = [a[SPEED] / b[SPEED] for a, b in zip(ours.totals, theirs.totals, strict=True) if b[SPEED]]
+                yield Row(f"disagg.{load}.{metric}", value, "ratio", ratio_to=other, low=low, high=high)
+        speeds = [a[SPEED] / b[SPEED] for a, b in zip(first.totals, second.totals, strict=True) if b[SPEED]]
         if speeds:
             yield Row(f"disagg.{load}.{SPEED}", statistics.median(speeds), "ratio", ratio_to=other)
 
@@ -255,8 +255,8 @@ def chosen_loads(args: Any) -> list[Load]:
     loads = []
     for name, *levels in chosen:
         load = named[name].small() if args.device == "cpu" else named[name]
-        own = rates(",".join(levels)) if levels else args.rates
-        loads.append(replace(load, levels=own or load.levels[: 1 if args.short else None]))
+        rates_of_load = rates(",".join(levels)) if levels else args.rates
+        loads.append(replace(load, levels=rates_of_load or load.levels[: 1 if args.short else None]))
     return loads
 
 
@@ -309,8 +309,8 @@ def main() -> int:
         reports = args.reports or Path(temporary)
         reports.mkdir(parents=True, exist_ok=True)
         model = write_shape(args.model_shape, Path(temporary), tokenizer=True)
-        for found in measure(sides, loads, args, reports, model):
-            report.rows = [*rows(found)]
+        for results in measure(sides, loads, args, reports, model):
+            report.rows = [*rows(results)]
             report.write()
     return report.finish()
 

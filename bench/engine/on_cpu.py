@@ -52,17 +52,17 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     pairs, tokens = (MIN_PAIRS, 16) if args.short else (9, 48)
     report.parameters |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": tokens, "pairs": pairs}
     prompts = [prompt(PROMPT_TOKENS, seed) for seed in range(BATCH)]
-    ours = partial(_ours, engine, tokens=tokens)
-    theirs = partial(_theirs, reference, tokens=tokens)
+    baton = partial(_ours, engine, tokens=tokens)
+    transformers = partial(_theirs, reference, tokens=tokens)
     one = prompts[:1]
     # transformers serves requests one by one, as they come.
-    for name, batch, goal, what in (
+    for name, batch, goal, requests in (
         ("b1", one, 1.2, "generate"), ("b16", prompts, 4.0, "generate, one by one")
     ):  # fmt: skip
-        ours(batch), theirs(one)  # warm up each shape
-        a_series, b_series = contract.interleaved(partial(ours, batch), partial(theirs, one), pairs)
+        baton(batch), transformers(one)  # warm up each shape
+        a_series, b_series = contract.interleaved(partial(baton, batch), partial(transformers, one), pairs)
         report.add_ratio(
-            f"engine.cpu.vs_transformers.{name}", a_series, "tokens/s", b_series, f"transformers {what}",
+            f"engine.cpu.vs_transformers.{name}", a_series, "tokens/s", b_series, f"transformers {requests}",
             goal=goal, better="higher",
         )  # fmt: skip
 
@@ -73,20 +73,20 @@ def _formats(path: Path, report: Report, *, rounds: int, steps: int) -> None:
         name: build_engine(EngineConfig(str(path), num_blocks=128, **settings))
         for name, settings in FORMATS.items()
     }
-    found: dict[tuple[str, str], list[float]] = {}
+    times: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):  # in turns; the first warms up
         for name, engine in engines.items():
             prefill = prefill_seconds(engine, [prompt(FORMAT_PROMPT_TOKENS, 31 * number)])
             decode = median_ms(decode_step_seconds(engine, 1, FORMAT_PROMPT_TOKENS, steps))
             if number:
-                found.setdefault((name, "ttft"), []).append(1e3 * prefill)
-                found.setdefault((name, "decode"), []).append(decode)
-    for (name, what), series in found.items():
-        row = f"engine.cpu.{name}.{what}"
+                times.setdefault((name, "ttft"), []).append(1e3 * prefill)
+                times.setdefault((name, "decode"), []).append(decode)
+    for (name, metric), series in times.items():
+        row = f"engine.cpu.{name}.{metric}"
         if name == DEFAULT:
-            report.add(Row(row, contract.percentile(series, 0.5), "ms", goal=GOALS[what]))
+            report.add(Row(row, contract.percentile(series, 0.5), "ms", goal=GOALS[metric]))
         else:
-            report.add_ratio(row, series, "ms", found[DEFAULT, what], DEFAULT)
+            report.add_ratio(row, series, "ms", times[DEFAULT, metric], DEFAULT)
 
 
 def _ours(engine: Engine, prompts: list[list[int]], *, tokens: int) -> float:
@@ -101,7 +101,7 @@ def _ours(engine: Engine, prompts: list[list[int]], *, tokens: int) -> float:
 def _theirs(model: Any, prompts: list[list[int]], *, tokens: int) -> float:
     began = time.perf_counter()
     ids = torch.tensor(prompts)
-    out = model.generate(
+    token_ids = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
@@ -109,7 +109,7 @@ def _theirs(model: Any, prompts: list[list[int]], *, tokens: int) -> float:
         max_new_tokens=tokens,
         pad_token_id=0,
     )
-    assert out.shape[1] == ids.shape[1] + tokens
+    assert token_ids.shape[1] == ids.shape[1] + tokens
     return len(prompts) * tokens / (time.perf_counter() - began)
 
 

@@ -219,16 +219,16 @@ EXACT_DECODE, EXACT_PREFILL = 1.10, 1.25
 
 def _compare_exact(engine: Engine, case: Case, report: Report, rounds: int, steps: int) -> None:
     default = {row.name: row.value for row in report.rows}
-    found = {
+    measured = {
         f"{case.name}.prefill.{n}x{tokens}": (prefill_ms(engine, n, tokens, rounds=rounds)[0], EXACT_PREFILL)
         for n, tokens in case.prefill
     }
     for batch in case.decode:
-        took = median_ms(decode_step_seconds(engine, batch, CONTEXT, steps))
-        found[f"{case.name}.decode.b{batch}"] = took, EXACT_DECODE
-    for name, (took, most) in found.items():
-        ratio, goal = took / default[name], most * default[name]
-        report.add(Row(f"{name}.exact", took, "ms", ratio=ratio, ratio_to="the default, same run", goal=goal))
+        ms = median_ms(decode_step_seconds(engine, batch, CONTEXT, steps))
+        measured[f"{case.name}.decode.b{batch}"] = ms, EXACT_DECODE
+    for name, (ms, most) in measured.items():
+        ratio, goal = ms / default[name], most * default[name]
+        report.add(Row(f"{name}.exact", ms, "ms", ratio=ratio, ratio_to="the default, same run", goal=goal))
 
 
 def _prefills(
@@ -241,13 +241,13 @@ def _prefills(
 ) -> None:
     """`dense`: what the dense shape takes in ms, if it was measured."""
     for (requests, tokens), must in case.prefill.items():
-        took, p99 = prefill_ms(engine, requests, tokens, rounds=rounds if tokens <= 8000 else 2)
+        ms, p99 = prefill_ms(engine, requests, tokens, rounds=rounds if tokens <= 8000 else 2)
         name = f"{case.name}.prefill.{requests}x{tokens}"
-        report.add(Row(name, took, "ms", p99=p99, goal=must))
+        report.add(Row(name, ms, "ms", p99=p99, goal=must))
         if (floor := floors.get((requests, tokens))) is not None:
-            _add_floor(report, name, took, floor)
+            _add_floor(report, name, ms, floor)
         if (other := dense.get((requests, tokens))) is not None:
-            report.add(Row(f"{name}.dense", other, "ms", ratio=took / other, ratio_to=f"{DENSE}, same run"))
+            report.add(Row(f"{name}.dense", other, "ms", ratio=ms / other, ratio_to=f"{DENSE}, same run"))
 
 
 def _decodes(
@@ -255,14 +255,14 @@ def _decodes(
 ) -> None:
     for batch, must in case.decode.items():
         times = decode_step_seconds(engine, batch, CONTEXT, steps)
-        name, took = f"{case.name}.decode.b{batch}", median_ms(times)
+        name, ms = f"{case.name}.decode.b{batch}", median_ms(times)
         experts = experts_read(engine, batch, CONTEXT) if engine.model_config.experts else None
         bound = bytes_moved(engine, case, batch, CONTEXT, experts) / BYTES_PER_S * 1e3
         floor = floors.get((batch,), bound)
         p99 = contract.percentile(times, 0.99) * 1e3
         goal = case.over_floor * floor if must is None and case.over_floor else must
-        report.add(Row(name, took, "ms", p99=p99, goal=goal))
-        _add_floor(report, name, took, floor)
+        report.add(Row(name, ms, "ms", p99=p99, goal=goal))
+        _add_floor(report, name, ms, floor)
         if experts is not None:
             report.add(Row(f"{name}.experts", experts, "per layer and step"))
 
@@ -276,8 +276,8 @@ def _floors(case: Case) -> dict[tuple[int, ...], float]:
     # Of K or V of a head: two bytes a number, or one and the scale.
     vector = config.head_dim + 4 if case.name.endswith("fp8_kv") else 2 * config.head_dim
     floor = case.floor(config, 2 * config.num_layers * config.num_kv_heads * vector)
-    found: dict[tuple[int, ...], float] = {(batch,): floor.decode_ms(batch, CONTEXT) for batch in case.decode}
-    return found | {work: floor.prefill_ms(*work) for work in case.prefill}
+    times: dict[tuple[int, ...], float] = {(batch,): floor.decode_ms(batch, CONTEXT) for batch in case.decode}
+    return times | {work: floor.prefill_ms(*work) for work in case.prefill}
 
 
 def engine_of(
@@ -311,8 +311,8 @@ def engine_of(
     )
 
 
-def _add_floor(report: Report, name: str, took: float, floor: float) -> None:
-    report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="the floor, same run"))
+def _add_floor(report: Report, name: str, ms: float, floor: float) -> None:
+    report.add(Row(f"{name}.floor", floor, "ms", ratio=ms / floor, ratio_to="the floor, same run"))
 
 
 def prefill_ms(engine: Any, requests: int, tokens: int, *, rounds: int) -> tuple[float, float]:
@@ -351,10 +351,10 @@ def cache_bytes_moved(engine: Any, positions: int) -> int:
     latent, moved = engine.model_config.latent, 0
     chosen = latent.index.most_chosen if latent is not None and latent.index is not None else positions
     for layer in engine.cache_spec:
-        read = engine.cache_spec[layer.source] if isinstance(layer, SharedCache) else layer
-        for array in read.arrays:
-            seen = positions if array.window is None else min(positions, array.window.length)
-            tokens = min(seen, chosen) if array.kind == cache_kinds.LATENT else seen
+        source = engine.cache_spec[layer.source] if isinstance(layer, SharedCache) else layer
+        for array in source.arrays:
+            visible = positions if array.window is None else min(positions, array.window.length)
+            tokens = min(visible, chosen) if array.kind == cache_kinds.LATENT else visible
             ways = 1 if array.per_token else 2
             moved += ways * array.bytes_of(array.heads, tokens)
     return moved

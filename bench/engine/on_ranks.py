@@ -76,8 +76,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         _compare(work, size, report, SPEED_UP.get(size, {}))
         large = Work(_shape("llama-3.1-70b", directory), [1, 64], [2000], 1064, steps)
         goals = LARGE_MS.get(size, {})
-        for name, took in _times(_child(large, size)).items():
-            report.add(Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goals.get(name)))
+        for name, ms in _times(_child(large, size)).items():
+            report.add(Row(f"engine.tp{size}.70b.{name}", ms, "ms", goal=goals.get(name)))
 
 
 def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int = 64) -> dict[str, Any]:
@@ -120,10 +120,10 @@ Times = Mapping[str, float]
 
 
 def _add_ratios(report: Report, prefix: str, times: Times, before: Times, base: str, goals: Times) -> None:
-    for name, took in times.items():
-        ratio, to = before[name] / took, f"{base}, same run"
+    for name, ms in times.items():
+        ratio, to = before[name] / ms, f"{base}, same run"
         goal = goals.get(name)
-        report.add(Row(f"{prefix}.{name}", took, "ms", ratio=ratio, ratio_to=to, goal=goal, better="higher"))
+        report.add(Row(f"{prefix}.{name}", ms, "ms", ratio=ratio, ratio_to=to, goal=goal, better="higher"))
 
 
 @contextmanager
@@ -159,11 +159,11 @@ def _times(measured: dict[str, Any]) -> dict[str, float]:
 
 
 def _child(work: Work, size: int) -> dict[str, Any]:
-    given = asdict(work)
-    given["engine"]["tensor_parallel_size"] = size
+    fields = asdict(work)
+    fields["engine"]["tensor_parallel_size"] = size
     child = subprocess.run(
         [sys.executable, "-m", "baton.bench.engine.on_ranks"],
-        input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=True,
+        input=json.dumps(fields), stdout=subprocess.PIPE, text=True, check=True,
         env=os.environ | python_path(),
     )  # fmt: skip
     return json.loads(child.stdout.splitlines()[-1])

@@ -32,8 +32,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as name:
         engine = engine_of(args.model_shape, Path(name), max(BATCHES), args, longest=LONGEST)
         for tokens in PROMPTS:
-            took, p99 = prefill_ms(engine, 1, tokens, rounds=1 if args.short else 3)
-            report.add(Row(f"{case.name}.prefill.1x{tokens}", took, "ms", p99=p99))
+            ms, p99 = prefill_ms(engine, 1, tokens, rounds=1 if args.short else 3)
+            report.add(Row(f"{case.name}.prefill.1x{tokens}", ms, "ms", p99=p99))
         clear(engine)
         for positions in POSITIONS:
             for batch in BATCHES:
@@ -45,19 +45,19 @@ def _add(report: Report, case: Case, engine: Any, batch: int, positions: int, st
     gaps = decode_gaps(engine, batch, positions, steps)
     if gaps is None:
         return
-    name, took = f"{case.name}.decode.b{batch}.at{positions}", median_ms(gaps)
+    name, ms = f"{case.name}.decode.b{batch}.at{positions}", median_ms(gaps)
     floor = bytes_moved(engine, case, batch, positions, None) / BYTES_PER_S * 1e3
-    report.add(Row(name, took, "ms", p99=contract.percentile(gaps, 0.99) * 1e3))
-    report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="the floor, same run"))
+    report.add(Row(name, ms, "ms", p99=contract.percentile(gaps, 0.99) * 1e3))
+    report.add(Row(f"{name}.floor", floor, "ms", ratio=ms / floor, ratio_to="the floor, same run"))
 
 
 def decode_gaps(engine: Any, batch: int, positions: int, steps: int) -> list[float] | None:
     """Seconds of each of `steps` steps in which `batch` requests decode at about so many positions. None: the
     cache has no room for them."""
-    asked = greedy(prompt(positions - steps // 2, 0), steps + 2 * MARGIN)
+    first = greedy(prompt(positions - steps // 2, 0), steps + 2 * MARGIN)
     lives = []
     for _ in range(batch):
-        request = greedy(asked.prompt_ids, steps + 2 * MARGIN)
+        request = greedy(first.prompt_ids, steps + 2 * MARGIN)
         live = engine.reserve(request)
         if live is None:
             for other in lives:

@@ -209,8 +209,8 @@ class LocalCluster:
         with contextlib.ExitStack() as unless_it_is_up:
             unless_it_is_up.push(self)
             named = [(role, i) for role, count in self._counts.items() for i in range(count)]
-            own = [("--device", device) for device in self._devices] or [()] * len(named)
-            for (role, i), device in zip(named, own, strict=True):
+            device_flags = [("--device", device) for device in self._devices] or [()] * len(named)
+            for (role, i), device in zip(named, device_flags, strict=True):
                 self.workers.append(Worker(self, role, i, (*self._flags[role], *device)))
             if self._has_router:
                 port = str(free_port())  # the same for all of its lives
@@ -278,11 +278,11 @@ class LocalCluster:
             self._write()
             self._news.notify_all()
 
-    def wait_for(self, condition: Any, within: float, what: str) -> None:
+    def wait_for(self, condition: Any, within: float, event: str) -> None:
         deadline = time.monotonic() + within
         with self._news:
             while not condition():
-                assert time.monotonic() < deadline, f"waited {within:g} s for {what}"
+                assert time.monotonic() < deadline, f"waited {within:g} s for {event}"
                 self._news.wait(0.1)  # some conditions change without a notification
 
     def _write(self) -> None:
@@ -323,18 +323,18 @@ def status(url: str) -> dict[str, Any]:
 
 def leaks(url: str) -> dict[str, int]:
     """What the pools of all workers miss. Empty if every pool is whole."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for worker in status(url)["workers"]:
-        told, name = worker["status"], f"{worker['role']} {worker['index']}"
-        found |= {f"{name}: {field}": told[field] for field in _MUST_BE_ZERO}
+        status_of, name = worker["status"], f"{worker['role']} {worker['index']}"
+        counts |= {f"{name}: {field}": status_of[field] for field in _MUST_BE_ZERO}
         for pool in ("blocks", "arena_slots"):
-            found[f"{name}: {pool} missing"] = told[f"{pool}_total"] - told[f"{pool}_free"]
-    return {name: count for name, count in found.items() if count}
+            counts[f"{name}: {pool} missing"] = status_of[f"{pool}_total"] - status_of[f"{pool}_free"]
+    return {name: count for name, count in counts.items() if count}
 
 
 def leaks_when_idle(url: str, within: float = WHOLE_S) -> dict[str, int]:
     """As `leaks`, but waits up to `within` seconds, since releases follow the last token."""
     deadline = time.monotonic() + within
-    while (found := leaks(url)) and time.monotonic() < deadline:
+    while (counts := leaks(url)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return counts

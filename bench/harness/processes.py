@@ -101,7 +101,7 @@ class Server:
 def tree(service: int) -> dict[str, int]:
     """The running processes of a worker by kind, such as "engine" or "rank 1". `service` is the pid of its
     service process."""
-    found = {}
+    pids = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(service)
         for each in (process, *process.children()):
@@ -109,8 +109,8 @@ def tree(service: int) -> dict[str, int]:
                 title = " ".join(each.cmdline())
                 if title.startswith("baton: "):
                     # "baton: prefill 0 engine"
-                    found["service" if each is process else " ".join(title.split()[3:])] = each.pid
-    return found
+                    pids["service" if each is process else " ".join(title.split()[3:])] = each.pid
+    return pids
 
 
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -155,7 +155,7 @@ def _take(stream: Stream, data: bytes) -> None:
     stream.finish_reason = choice["finish_reason"]
 
 
-async def expected(url: str, asked: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:
+async def expected(url: str, cases: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:
     """The right answers, from a cluster without faults. Raises RuntimeError if a request fails."""
     gate = asyncio.Semaphore(at_once)
 
@@ -167,8 +167,8 @@ async def expected(url: str, asked: Sequence[Case], at_once: int = 4) -> dict[Ca
         return stream.token_ids
 
     async with new_session() as http:
-        answers = await asyncio.gather(*(one(http, case) for case in asked))
-    return dict(zip(asked, answers, strict=True))
+        answers = await asyncio.gather(*(one(http, case) for case in cases))
+    return dict(zip(cases, answers, strict=True))
 
 
 LOOK_S = 0.005

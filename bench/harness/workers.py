@@ -146,5 +146,5 @@ def metric(url: str, name: str, label: str = "") -> float:
     """The sum of a metric over all labels, or of those samples that have a label, such as `role="decode"`."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
         lines = page.read().decode().splitlines()
-    found = [line for line in lines if line.startswith((name + "{", name + " ")) and label in line]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+    series = [line for line in lines if line.startswith((name + "{", name + " ")) and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in series)

@@ -61,7 +61,7 @@ class Case:
     name: str
     bytes: int
     flops: int
-    ours: Callable[[], object]
+    kernel: Callable[[], object]
     torch: Callable[[], object] | None = None
     torch_is: str = ""
 
@@ -177,29 +177,29 @@ class DenseCases(Cases[Shape]):
         return lambda: self.kernels.attention(q, kv, tiling, None, q.shape[-1] ** -0.5), q, k, v
 
     def decode(self, name: str, contexts: Sequence[int]) -> Case:
-        ours, q, k, _ = self.attention([(context - 1, context) for context in contexts])
+        kernel, q, k, _ = self.attention([(context - 1, context) for context in contexts])
         if len(set(contexts)) > 1:  # torch would have to pad ragged lengths
-            theirs = None
+            dense = None
         else:
             keys, values = (
                 self.normal(len(contexts), self.shape.kv_heads, contexts[0], self.shape.head_dim)
                 for _ in range(2)
             )
 
-            def theirs() -> Tensor:
+            def dense() -> Tensor:
                 return F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
 
         kv_bytes = 2 * sum(contexts) * nbytes(k) // len(contexts)
         flops = 4 * sum(contexts) * self.shape.hidden
         return Case(
-            f"decode_attention.{name}", 2 * nbytes(q) + kv_bytes, flops, ours, theirs, "torch SDPA, KV dense"
+            f"decode_attention.{name}", 2 * nbytes(q) + kv_bytes, flops, kernel, dense, "torch SDPA, KV dense"
         )
 
     def prefill(self, start: int, tokens: int, *, in_graph: bool = False) -> Case:
-        ours, q, k, v = self.attention([(start, start + tokens)], in_graph=in_graph)
+        kernel, q, k, v = self.attention([(start, start + tokens)], in_graph=in_graph)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
 
-        def theirs() -> Tensor:
+        def dense() -> Tensor:
             with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
                 return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
 
@@ -208,8 +208,8 @@ class DenseCases(Cases[Shape]):
             f"prefill_attention.{tokens}" + (f".after{start}" if start else ""),
             2 * nbytes(q) + 2 * nbytes(k) * (start + tokens) // tokens,
             4 * visible * self.shape.hidden,
-            ours,
-            None if start else theirs,
+            kernel,
+            None if start else dense,
             "torch SDPA (cuDNN)",
         )
 
@@ -277,16 +277,16 @@ def measure(make: Make, seconds: Seconds) -> list[Row]:
     case = make()
     sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
     rounds = -(-LEAST_CALLS // len(sets))
-    ours, theirs = seconds([case.ours for case in sets] * rounds), None
+    kernel, reference = seconds([case.kernel for case in sets] * rounds), None
     if all(case.torch for case in sets):
-        theirs = seconds([case.torch for case in sets if case.torch] * rounds)
-    times, their_times = interleaved(ours, theirs or ours, PAIRS)
+        reference = seconds([case.torch for case in sets if case.torch] * rounds)
+    times, their_times = interleaved(kernel, reference or kernel, PAIRS)
     each = statistics.median(times) / (len(sets) * rounds)
     work, limit, unit, scale = case.bytes, BYTES_PER_S, "GB/s", 1e9
     if case.flops / FLOPS_PER_S > case.bytes / BYTES_PER_S:
         work, limit, unit, scale = case.flops, FLOPS_PER_S, "TFLOP/s", 1e12
     row = Row(f"kernels.{case.name}", work / each / scale, unit)
-    if theirs:
+    if reference:
         ratio, spread = paired_ratio(their_times, times)
         row = replace(row, ratio=ratio, ratio_to=f"speed of {case.torch_is}", spread=spread)
     return [

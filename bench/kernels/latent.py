@@ -62,16 +62,16 @@ class LatentCases(Cases[LatentShape]):
         slots = torch.empty(0, dtype=torch.int64, device=self.device)  # no latent is written
         chunks = [] if decodes else [(shape.context - tokens, shape.context)]
         metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, chunks)
-        least = tokens + absorbed  # of an expanded chunk
+        min_tokens = tokens + absorbed  # of an expanded chunk
         programs = multiprocessors(self.device)
         tiling = latent_tiling.tile_latent(
-            metadata, heads, config, least, shape.dtype, programs, fp8=shape.fp8
+            metadata, heads, config, min_tokens, shape.dtype, programs, fp8=shape.fp8
         )
-        seen = requests * tokens * (shape.context - tokens // 2) * heads
-        made = (shape.nope + shape.value) * shape.rank * heads
-        flops = 2 * seen * (2 * shape.rank + shape.rope) + 2 * made * requests * tokens
+        pairs = requests * tokens * (shape.context - tokens // 2) * heads
+        expanded = (shape.nope + shape.value) * shape.rank * heads
+        flops = 2 * pairs * (2 * shape.rank + shape.rope) + 2 * expanded * requests * tokens
         if not absorbed:
-            flops = 2 * seen * (shape.nope + shape.rope + shape.value) + 2 * made * shape.context
+            flops = 2 * pairs * (shape.nope + shape.rope + shape.value) + 2 * expanded * shape.context
         cached = sum(part.nbytes for part in parts(kv) if part is not None)
         moved = cached + 2 * (2 * q.numel() + up.numel())
         return Case(name, moved, flops, lambda: self.kernels.latent_attention(q, kv, tiling, weights))

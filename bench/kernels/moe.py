@@ -65,8 +65,8 @@ class MoeCases(Cases[MoeShape]):
         def theirs() -> object:
             return torch._grouped_mm(ordered, weight.transpose(1, 2), offs=ends)
 
-        out = (len(rows) // 2 if gated else tokens) * size * x.itemsize
-        moved = nbytes(x) + sum(count > 0 for count in counts) * size * inner * x.itemsize + out
+        out_bytes = (len(rows) // 2 if gated else tokens) * size * x.itemsize
+        moved = nbytes(x) + sum(count > 0 for count in counts) * size * inner * x.itemsize + out_bytes
         flops = 2 * len(rows) * size * inner
         against = theirs if x.dtype is torch.bfloat16 else None
         return Case(name, moved, flops, ours, against, "torch._grouped_mm, rows sorted")

@@ -77,13 +77,13 @@ class Bench:
     device: str
 
     def compare(
-        self, name: str, way: Way, to: Way, mib: int, goal: float | None = None, *, shown: str = "",
+        self, name: str, way: Way, to: Way, mib: int, goal: float | None = None, *, to_row: str = "",
         other: str = "raw sockets",
     ) -> None:  # fmt: skip
         """Adds row `name` with its ratio to `to`, which the report names `other`, and its CPU seconds for
         each GB.
 
-        `shown` is a row for `to`.
+        `to_row` is a row for `to`.
         """
         size = mib * MIB
         cpu: list[float] = []
@@ -97,12 +97,12 @@ class Bench:
 
         for each in (way, to):
             speed(each, [])  # warm up
-        speeds, others = interleaved(lambda: speed(way, cpu), lambda: speed(to, other_cpu), self.pairs)
-        self.report.add_ratio(name, speeds, "GB/s", others, other, goal=goal, better="higher")
+        speeds, other_speeds = interleaved(lambda: speed(way, cpu), lambda: speed(to, other_cpu), self.pairs)
+        self.report.add_ratio(name, speeds, "GB/s", other_speeds, other, goal=goal, better="higher")
         self.report.add(Row(f"{name}.cpu", statistics.mean(cpu), "s/GB"))
-        if shown:
-            self.report.add(Row(shown, statistics.median(others), "GB/s"))
-            self.report.add(Row(f"{shown}.cpu", statistics.mean(other_cpu), "s/GB"))
+        if to_row:
+            self.report.add(Row(to_row, statistics.median(other_speeds), "GB/s"))
+            self.report.add(Row(f"{to_row}.cpu", statistics.mean(other_cpu), "s/GB"))
 
     def lanes(self, settings: Settings) -> None:
         with (
@@ -112,7 +112,7 @@ class Bench:
         ):
             for mib in SIZES:  # the largest at last: pools must hold the same KV when they close
                 name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB"
-                self.compare(name, pair, raw, mib, 0.85, shown=f"{name}.raw")
+                self.compare(name, pair, raw, mib, 0.85, to_row=f"{name}.raw")
                 self.compare(f"{name}.pool", pools, raw, mib)
 
     def beside_lanes(self, name: str, plain: Settings, settings: Settings, goal: float | None) -> None:
@@ -120,7 +120,7 @@ class Bench:
         with closing(Pair(plain)) as lanes, closing(Pair(settings)) as pair:
             for mib in SIZES:
                 row = name % mib
-                self.compare(row, pair, lanes, mib, goal, shown=f"{row}.plain", other="plain lanes")
+                self.compare(row, pair, lanes, mib, goal, to_row=f"{row}.plain", other="plain lanes")
 
     def without_sockets(self, variant: str, settings: Settings) -> None:
         """From pool to pool, against plain copies. `variant`: the end of the rows' names."""
@@ -130,7 +130,7 @@ class Bench:
                 judged = mib >= 1024 and torch.cuda.device_count() > 1 and not variant
                 self.compare(
                     name + variant, pair, plain, mib, 0.75 if judged else None,
-                    shown="" if variant else f"{name}.plain", other="plain copies",
+                    to_row="" if variant else f"{name}.plain", other="plain copies",
                 )  # fmt: skip
 
 

@@ -27,10 +27,10 @@ def variants(device: str) -> dict[str, Settings]:
     slots, slot_bytes = _SLOTS[device]
     kind = "shared_memory" if device == "cpu" else "cuda_ipc"
     large = Settings(4, slots, slot_bytes, max(SIZES[device]) * MIB, device=device, transport=kind)
-    found = {"": large}
+    settings = {"": large}
     if _SLOTS[device] != DEFAULT_SLOTS:
-        found[".default_slots"] = replace(large, slots=DEFAULT_SLOTS[0], slot_bytes=DEFAULT_SLOTS[1])
-    return found
+        settings[".default_slots"] = replace(large, slots=DEFAULT_SLOTS[0], slot_bytes=DEFAULT_SLOTS[1])
+    return settings
 
 
 class PlainCopy:
@@ -38,32 +38,32 @@ class PlainCopy:
 
     def __init__(self, settings: Settings) -> None:
         context = multiprocessing.get_context("spawn")
-        self._control, theirs = context.Pipe()
-        self._child = context.Process(target=_export, args=(theirs, settings), daemon=True)
+        self._control, remote = context.Pipe()
+        self._child = context.Process(target=_export, args=(remote, settings), daemon=True)
         self._child.start()
         export = self._control.recv()
         self._device = settings.device_of("decode")
-        self._here = torch.empty(_PIECES, _PIECE, dtype=torch.uint8, device=self._device)
-        self._there: Any
+        self._local = torch.empty(_PIECES, _PIECE, dtype=torch.uint8, device=self._device)
+        self._peer: Any
         if settings.device == "cuda":
             from baton.kv_transfer.cuda_memory import PeerDeviceMemory
 
             torch.cuda.set_device(self._device)
-            self._there = PeerDeviceMemory(export)
+            self._peer = PeerDeviceMemory(export)
         else:
-            self._there = PeerArena(export)
+            self._peer = PeerArena(export)
 
     def seconds(self, size: int) -> float:
         started = time.perf_counter()
         for i in range(-(-size // _PIECE)):
-            here, count = self._here[i % _PIECES], min(_PIECE, size - i * _PIECE)
-            there = self._there.slot(i % _PIECES)
+            local, count = self._local[i % _PIECES], min(_PIECE, size - i * _PIECE)
+            remote = self._peer.slot(i % _PIECES)
             if self._device == "cpu":
-                here.numpy()[:count] = np.frombuffer(there, np.uint8, count)
+                local.numpy()[:count] = np.frombuffer(remote, np.uint8, count)
             else:
                 from baton.machine.cuda_driver import copy
 
-                copy(here.data_ptr(), there, count, torch.cuda.current_stream().cuda_stream)
+                copy(local.data_ptr(), remote, count, torch.cuda.current_stream().cuda_stream)
         if self._device != "cpu":
             torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -72,7 +72,7 @@ class PlainCopy:
         return cpu_seconds(os.getpid())
 
     def close(self) -> None:
-        self._there.close()
+        self._peer.close()
         self._control.send(None)
         self._child.join()
 

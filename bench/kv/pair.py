@@ -144,10 +144,10 @@ class Pair:
 
     def __init__(self, settings: Settings) -> None:
         context = multiprocessing.get_context("spawn")
-        self._control, theirs = context.Pipe()
-        self._child = context.Process(target=_prefill, args=(theirs, settings))
+        self._control, remote = context.Pipe()
+        self._child = context.Process(target=_prefill, args=(remote, settings))
         self._child.start()
-        theirs.close()  # so that recv() fails if the child has ended
+        remote.close()  # so that recv() fails if the child has ended
         self._side = Side("decode", settings)
         self._receiver = self._side.transport.receiver(self._side.paged_kv)
         port, pid, self._digest = self._control.recv()

@@ -40,9 +40,9 @@ class RawPair:
         def receive(number: int) -> None:
             at, stop = number * part, (number + 1) * part
             while at < stop:
-                got = self._streams[number].recv_into(self._buffer[at : min(at + MIB, stop)])
-                assert got, "the raw sender died"
-                at += got
+                count = self._streams[number].recv_into(self._buffer[at : min(at + MIB, stop)])
+                assert count, "the raw sender died"
+                at += count
 
         started = time.perf_counter()
         for stream in self._streams:
@@ -68,12 +68,12 @@ def _sender(port: int, streams: int) -> None:
             stream.connect(("127.0.0.1", port))
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while order := stream.recv(_SIZE, socket.MSG_WAITALL):
-                left = int.from_bytes(order, "little")
-                while left:
-                    piece = min(left, MIB)
-                    at = left % (len(source) - MIB)
+                unsent = int.from_bytes(order, "little")
+                while unsent:
+                    piece = min(unsent, MIB)
+                    at = unsent % (len(source) - MIB)
                     stream.sendall(source[at : at + piece])
-                    left -= piece
+                    unsent -= piece
 
     in_threads(send, streams)
 

@@ -64,8 +64,8 @@ async def sweep_over(points: Sequence[Options]) -> int:
 async def search(options: Options, first: float) -> int:
     """Measures until the highest rate within the objectives is known. Returns the exit code."""
     done: list[tuple[str, Report]] = []
-    asked = highest_rate(first)
-    rate, best, code = next(asked), None, None
+    rates = highest_rate(first)
+    rate, best, code = next(rates), None, None
     signals = _signals()
     while code is None:
         point = dataclasses.replace(options, rate=rate)
@@ -79,7 +79,7 @@ async def search(options: Options, first: float) -> int:
             code = _code(run)  # the run says nothing about the server
             break
         try:
-            rate = asked.send(bool(report.detail["slo_met"]) and report.detail["steady"] is not False)
+            rate = rates.send(bool(report.detail["slo_met"]) and report.detail["steady"] is not False)
         except StopIteration as found:
             best = found.value
             code = NOTHING if best is None else OK
@@ -160,14 +160,14 @@ async def _one(options: Options, title: str, signals: StopSignals) -> Run | int:
         return NOTHING
 
 
-def report_of_sweep(points: Sequence[tuple[str, Report]], found: Row | None) -> Report:
+def report_of_sweep(points: Sequence[tuple[str, Report]], best: Row | None) -> Report:
     """`points`: the prefix of the row names and the report of each run.
 
-    `found`: the highest rate within the SLO.
+    `best`: the highest rate within the SLO.
     """
     parameters = dict(points[0][1].parameters)
     parameters["load"] = f"sweep: {', '.join(prefix for prefix, _ in points)}"
-    rows = [] if found is None else [found]
+    rows = [] if best is None else [best]
     for prefix, point in points:
         rows += [dataclasses.replace(row, name=f"{prefix}.{row.name}") for row in point.rows]
     runs = [point.as_dict() for _, point in points]
@@ -180,9 +180,9 @@ def report_of_sweep(points: Sequence[tuple[str, Report]], found: Row | None) -> 
     return Report("load", parameters, started=points[0][1].started, rows=rows, detail=detail)
 
 
-def _show_sweep(done: Sequence[tuple[str, Report]], found: Row | None, options: Options) -> None:
+def _show_sweep(done: Sequence[tuple[str, Report]], best: Row | None, options: Options) -> None:
     if done:
-        report = report_of_sweep(done, found)
+        report = report_of_sweep(done, best)
         table.console().print(table.render_sweep(report.as_dict()))
         _write(report, options)
 

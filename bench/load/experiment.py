@@ -41,14 +41,14 @@ class Setup:
         client = self.client
         limit = client.concurrency
         if client.workload.count is not None:
-            said = f"trace at {client.time_scale:g}× its speed"
+            text = f"trace at {client.time_scale:g}× its speed"
         elif self.options.context_len is not None:
             return f"{counted(limit, 'agent')} at a time"
         elif client.arrivals is None:
             return f"closed loop, {counted(limit, 'user')}"
         else:
-            said = f"open loop, {client.arrivals}"
-        return said + (f", at most {limit} in flight" if limit else "")
+            text = f"open loop, {client.arrivals}"
+        return text + (f", at most {limit} in flight" if limit else "")
 
     @property
     def requests(self) -> int | None:
@@ -67,7 +67,7 @@ class Setup:
     def parameters(self) -> dict[str, Any]:
         """Everything that repeating the run needs, without secrets."""
         options, client = self.options, self.client
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "url": ",".join(client.target.urls),
             "model": client.target.model,
             "api": client.target.api,
@@ -88,7 +88,7 @@ class Setup:
             "timeout_s": options.timeout,
             "drain_s": options.drain,
         }
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 async def prepare(options: Options) -> Setup:
@@ -107,9 +107,9 @@ async def prepare(options: Options) -> Setup:
         target, notes = await endpoint.find_dialect(http, target)
         tokenization = await endpoint.find_tokenization(http, target)
         # Prompts of `run` are text, since it measures the server's tokenizer, too.
-        wanted = options.prompts or (None if _measures_caches(options) else "text")
+        form = options.prompts or (None if _measures_caches(options) else "text")
         turns = options.trace is None and options.turns != "1"
-        target, tokenization, more = await endpoint.find_form(http, target, tokenization, wanted, turns=turns)
+        target, tokenization, more = await endpoint.find_form(http, target, tokenization, form, turns=turns)
         notes += more
     workload = await _workload(options, tokenization)
     _check_lengths(options, workload, model.max_model_len)
@@ -163,8 +163,8 @@ def report_of(setup: Setup, harvest: Harvest, started: str) -> Report:
 
     def measured(metric: str) -> dict[int, float]:
         """In seconds. With few samples the largest one stands for p99."""
-        found = {q: rows.get(f"{metric}.p{q}") or rows.get(f"{metric}.max") for q in self_check.CHECKED}
-        return {q: row.value / 1e3 for q, row in found.items() if row is not None}
+        quantiles = {q: rows.get(f"{metric}.p{q}") or rows.get(f"{metric}.max") for q in self_check.CHECKED}
+        return {q: row.value / 1e3 for q, row in quantiles.items() if row is not None}
 
     lags = [r.lag for r in harvest.records]
     client, reasons = self_check.check(harvest.loads, lags, measured("ttft"), measured("ttit"), harvest.died)
@@ -219,7 +219,7 @@ def _notes(setup: Setup, summary: Summary) -> Iterator[str]:
 
 
 async def _workload(options: Options, tokenization: Tokenization) -> Workload:
-    least = tokenization.overhead + 1
+    min_tokens = tokenization.overhead + 1
     if options.dataset is not None:
         length = None
         if options.output_len is not None:
@@ -239,12 +239,12 @@ async def _workload(options: Options, tokenization: Tokenization) -> Workload:
             seed=seed_of(options),
             block=options.block_size,
             length_scale=options.length_scale,
-            least_input=least,
+            least_input=min_tokens,
             session_blocks=options.session_blocks,
         )
         return Listed(sessions)
     opening = 0 if options.context_len is None else options.prefix_len + options.context_len
-    needed, asked = max(1, least + options.prefix_len - opening), options.input_distribution
+    needed, asked = max(1, min_tokens + options.prefix_len - opening), options.input_distribution
     if asked.kind == "fixed" and asked.least < needed:
         raise ValueError(
             f"--input-len {asked}: the server adds {tokenization.overhead} tokens to every prompt; give at "
@@ -290,19 +290,19 @@ def _described(options: Options) -> dict[str, Any]:
         length = {} if options.output_len is None else {"output_len": options.output_len}
         return {"dataset": options.dataset.name, **length}
     if options.trace is not None:
-        found = {"trace": options.trace.name, "block_size": options.block_size}
-        found |= {"session_blocks": options.session_blocks, "clumps": options.clumps or None}
-        found |= {"first_s": options.first}
-        found |= {} if options.length_scale == 1 else {"length_scale": options.length_scale}
-        return {key: value for key, value in found.items() if value is not None}
-    found: dict[str, Any] = {
+        fields = {"trace": options.trace.name, "block_size": options.block_size}
+        fields |= {"session_blocks": options.session_blocks, "clumps": options.clumps or None}
+        fields |= {"first_s": options.first}
+        fields |= {} if options.length_scale == 1 else {"length_scale": options.length_scale}
+        return {key: value for key, value in fields.items() if value is not None}
+    fields: dict[str, Any] = {
         "input_len": str(options.input_distribution),
         "output_len": str(options.output_distribution),
     }
     if options.context_len is not None:
-        found |= {"prefix_len": options.prefix_len, "context_len": options.context_len}
+        fields |= {"prefix_len": options.prefix_len, "context_len": options.context_len}
     elif options.prefix_groups:
-        found |= {"prefix_groups": options.prefix_groups, "prefix_len": options.prefix_len}
+        fields |= {"prefix_groups": options.prefix_groups, "prefix_len": options.prefix_len}
     if options.turns != "1":
-        found |= {"turns": options.turns, "think_time": options.think_time}
-    return found
+        fields |= {"turns": options.turns, "think_time": options.think_time}
+    return fields

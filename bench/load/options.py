@@ -74,12 +74,12 @@ class Target:
     @property
     def extra_fields(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.extra_body or "{}")
+            fields = json.loads(self.extra_body or "{}")
         except json.JSONDecodeError as e:
             raise ValueError(f"--extra-body {self.extra_body!r} is not JSON: {e}.") from e
-        if not isinstance(found, dict):
+        if not isinstance(fields, dict):
             raise ValueError(f'--extra-body {self.extra_body!r} must be an object, like {{"top_p": 0.9}}.')
-        return found
+        return fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,9 +317,9 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
             raise ValueError(f"--attainment {self.attainment:g} must be a share: more than 0, at most 1.")
 
     def _check_workload(self) -> None:
-        given = {"--preset": self.preset, "--input-len": self.input_len, "--prefix-len": self.prefix_len}
-        given |= {"--turns": self.turns != "1", "--prompts ids": self.prompts == "ids"}
-        if self.dataset is not None and (other := [name for name, value in given.items() if value]):
+        flags = {"--preset": self.preset, "--input-len": self.input_len, "--prefix-len": self.prefix_len}
+        flags |= {"--turns": self.turns != "1", "--prompts ids": self.prompts == "ids"}
+        if self.dataset is not None and (other := [name for name, value in flags.items() if value]):
             raise ValueError(f"--dataset {self.dataset} has its own prompts: leave out {', '.join(other)}.")
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset!r} is unknown. There are {', '.join(PRESETS)}.")
@@ -329,11 +329,11 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
                 f"--prefix-groups {self.prefix_groups} and --prefix-len {self.prefix_len}: "
                 "give both, or none."
             )
-        least = self.input_distribution.least
-        if self.prefix_groups and is_in_input and least <= self.prefix_len:
+        min_tokens = self.input_distribution.least
+        if self.prefix_groups and is_in_input and min_tokens <= self.prefix_len:
             raise ValueError(
                 f"--prefix-len {self.prefix_len}: the prefix is part of the prompt, but --input-len "
-                f"{self.input_distribution} can be as short as {least:g}."
+                f"{self.input_distribution} can be as short as {min_tokens:g}."
             )
         if self.turn_distribution.least < 1 and self.turn_distribution.kind in ("fixed", "uniform"):
             raise ValueError(f"--turns {self.turns}: a session has at least one turn. Try uniform:1,8.")

@@ -221,9 +221,9 @@ def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Run
     report.add(Row(name, statistics.median(hidden), "share", spread=spread, goal=goal, better="higher"))
     for batch, series in runs.streamed.items():
         steps = [run.handover / run.step for run in series]
-        beside = f".b{batch}" if batch else ""
-        report.add_median(f"{prefix}.handover{beside}", steps, "steps", goal=2.5 if on_cpu else 2.0)
-        report.add(Row(f"{prefix}.step{beside}", contract.median_ms(r.step for r in series), "ms"))
+        suffix = f".b{batch}" if batch else ""
+        report.add_median(f"{prefix}.handover{suffix}", steps, "steps", goal=2.5 if on_cpu else 2.0)
+        report.add(Row(f"{prefix}.step{suffix}", contract.median_ms(r.step for r in series), "ms"))
     report.add_ratio(
         f"{prefix}.ttft", [run.ttft for run in idle], "ms", runs.prefills,
         "the same prefill without a handover", scale=1e3, goal=1.05,

@@ -39,8 +39,8 @@ async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOK
     assert [event.output_index for _, event in output] == list(range(length))
     at = [when for when, _ in output]
     step = statistics.median(b - a for a, b in itertools.pairwise(at[1:]))
-    handover, whole = at[1] - first, at[-1] - submitted
-    return Streamed(prefill_id, decode_id, first - submitted, handover, step, whole)
+    handover, total = at[1] - first, at[-1] - submitted
+    return Streamed(prefill_id, decode_id, first - submitted, handover, step, total)
 
 
 async def alone(workers: Workers, prompt: list[int]) -> bytes:
@@ -151,13 +151,13 @@ class Trace:
         for path in paths:
             for line in path.read_text().splitlines()[1:]:
                 event = json.loads(line.rstrip(","))
-                at, about = event.get("ts", 0.0) / 1e6, event["args"]
+                at, fields = event.get("ts", 0.0) / 1e6, event["args"]
                 match event["name"]:
                     case "taken":
-                        trace.taken[bytes.fromhex(about["attempt"])] = at
+                        trace.taken[bytes.fromhex(fields["attempt"])] = at
                     case "first token":
-                        trace.first_token[bytes.fromhex(about["prefill"])] = at
+                        trace.first_token[bytes.fromhex(fields["prefill"])] = at
                     case "joined":
-                        joined = Joined(at, about["bytes"], about["fetch_us"] / 1e6)
-                        trace.joined[bytes.fromhex(about["decode"])] = joined
+                        joined = Joined(at, fields["bytes"], fields["fetch_us"] / 1e6)
+                        trace.joined[bytes.fromhex(fields["decode"])] = joined
         return trace

@@ -92,10 +92,10 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     before = await pair.received()
     ttft, _ = await pair.handover(second, 2, content)
     runs.ttfts["second_turn"].append(ttft)
-    known = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
+    cached_tokens = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
     sent_per_token = (before - start) / len(history)
     sent = await pair.received() - before
-    runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - known))
+    runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - cached_tokens))
 
     history = text(turns.history, 2)
     _, answer = await pair.on_decode(request(history, turns.answer))
@@ -143,8 +143,8 @@ def main() -> int:
     with two_workers(args, ("--kv-connector", args.kv_connector), on_gpus) as cluster:
         runs = asyncio.run(measure(args, cluster, turns))
     report = Report.of("reuse", args, **turns._asdict(), transport=runs.transport)
-    of = args.device if args.kv_connector == "tcp" else f"{args.device}.{args.kv_connector}"
-    report_rows(report, f"reuse.{of}", GOALS.get(of, GOALS[args.device]), runs)
+    name = args.device if args.kv_connector == "tcp" else f"{args.device}.{args.kv_connector}"
+    report_rows(report, f"reuse.{name}", GOALS.get(name, GOALS[args.device]), runs)
     return report.finish()
 
 

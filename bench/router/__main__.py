@@ -66,15 +66,15 @@ class Pairs:
 
 
 async def measure_added(url: str, prefill: str, secret: bytes, pairs: int) -> Pairs:
-    found = Pairs([], [])
+    pairs_ms = Pairs([], [])
     async with ends.through(url) as ask, ends.Direct(prefill, secret) as direct:
         for i in range(WARM_UP + pairs):
             prompt = ends.prompt_of(i)
             a, b = await ends.first_event(ask, prompt), await direct.first_token(prompt)
             if i >= WARM_UP:
-                found.routed.append(a)
-                found.direct.append(b)
-    return found
+                pairs_ms.routed.append(a)
+                pairs_ms.direct.append(b)
+    return pairs_ms
 
 
 def saturated(cluster: LocalCluster, args: argparse.Namespace) -> tuple[list[float], list[float]]:
@@ -121,7 +121,7 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
     rows = {load.worker: row for row, load in enumerate(decodes, workers)}
     pool = DecodePool(decodes)
     everywhere = (1 << 2 * workers) - 1
-    took: list[float] = []
+    microseconds: list[float] = []
     for i in range(count):
         key, session = rng.getrandbits(64), rng.choice(sessions)
         chunks = [*system, *session, *(rng.getrandbits(HINT_BITS) for _ in range(11))]
@@ -134,9 +134,9 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
         if decode is not None:
             caches.nearest(rows[decode], request, rng)
         loads.index.overlap(chunks, 2_000, CHUNK_TOKENS, everywhere)  # the source of a prefix
-        took.append(1e6 * (time.perf_counter() - began))
+        microseconds.append(1e6 * (time.perf_counter() - began))
         assert decode is not None
-    return took
+    return microseconds
 
 
 def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
@@ -150,8 +150,8 @@ def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     for name, busy in (("", 0.2), (".full", 0.98)):
-        took = decisions(1_000, 2_000, busy=busy)
-        report.add_median(f"router.decision.w1000{name}", took, "µs", goal=None if name else 50)
+        microseconds = decisions(1_000, 2_000, busy=busy)
+        report.add_median(f"router.decision.w1000{name}", microseconds, "µs", goal=None if name else 50)
     secret = secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory() as name,
@@ -202,12 +202,12 @@ async def until_ready(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-def add_rows(report: Report, name: str, found: Pairs, *, bound: bool = True) -> None:
+def add_rows(report: Report, name: str, series_of: Pairs, *, bound: bool = True) -> None:
     """`bound`: whether the median and the p99 have goals."""
     goals = (1, 3) if bound else (None, None)
-    report.add_median(f"{name}.p50", found.added, "ms", goal=goals[0])
-    report.add(Row(f"{name}.p99", contract.percentile(found.added, 0.99), "ms", goal=goals[1]))
-    for way, series in (("direct", found.direct), ("routed", found.routed)):
+    report.add_median(f"{name}.p50", series_of.added, "ms", goal=goals[0])
+    report.add(Row(f"{name}.p99", contract.percentile(series_of.added, 0.99), "ms", goal=goals[1]))
+    for way, series in (("direct", series_of.direct), ("routed", series_of.routed)):
         report.add_median(f"{name}.{way}", series, "ms", scale=1e3)
 
 

@@ -60,10 +60,10 @@ class FakeWorkers:
 
     def __init__(self, secret: bytes) -> None:
         self.step = CONTEXT.Value("d", 0.0)
-        ours, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_fake_workers, args=(secret, self.step, theirs), daemon=True)
+        local, remote = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_fake_workers, args=(secret, self.step, remote), daemon=True)
         self._process.start()
-        self.prefill, self.decode = ours.recv()
+        self.prefill, self.decode = local.recv()
 
     @property
     def flags(self) -> list[str]:
@@ -125,8 +125,8 @@ def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
     async def stream(number: int) -> None:
         async with through(url) as ask:
             for i in itertools.count():
-                async for seen in ask(prompt_of(number * 100_000 + i), 100):
-                    tokens.value += seen.count(EVENT)
+                async for data in ask(prompt_of(number * 100_000 + i), 100):
+                    tokens.value += data.count(EVENT)
 
     async def all_of_them() -> None:
         await asyncio.gather(*map(stream, range(streams)))
@@ -144,8 +144,8 @@ Ask = Callable[[list[int], int], AsyncIterator[bytes]]
 @contextlib.asynccontextmanager
 async def through(url: str) -> AsyncIterator[Ask]:
     """A connection to a router, used for one completion after another."""
-    where = urlsplit(url)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
 
     async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[bytes]:
         body = {
@@ -155,11 +155,11 @@ async def through(url: str) -> AsyncIterator[Ask]:
         writer.write(REQUEST_HEAD % len(sent) + sent)
         last = b""
         while not last.endswith(END):
-            seen = await reader.read(1 << 16)
-            if not seen or (not last and not seen.startswith(b"HTTP/1.1 200")):
-                raise RuntimeError(f"the router answered {seen[:200]!r}")
-            last = last[-8:] + seen
-            yield seen
+            data = await reader.read(1 << 16)
+            if not data or (not last and not data.startswith(b"HTTP/1.1 200")):
+                raise RuntimeError(f"the router answered {data[:200]!r}")
+            last = last[-8:] + data
+            yield data
 
     try:
         yield ask
@@ -170,8 +170,8 @@ async def through(url: str) -> AsyncIterator[Ask]:
 async def first_event(ask: Ask, prompt: list[int]) -> float:
     """Seconds to the first event. Reads the answer to its end."""
     began, first = time.perf_counter(), 0.0
-    async for seen in ask(prompt, OUTPUT_TOKENS):
-        if not first and EVENT in seen:
+    async for data in ask(prompt, OUTPUT_TOKENS):
+        if not first and EVENT in data:
             first = time.perf_counter() - began
     return first
 
@@ -249,7 +249,7 @@ def large_requests(answer: str) -> dict[str, tuple[str, bytes]]:
 
 def longest_stalls(url: str, requests: dict[str, tuple[str, bytes]], repeats: int) -> dict[str, list[float]]:
     """The longest stall beside each request, in milliseconds. Sends one request at a time."""
-    found: dict[str, list[float]] = {name: [] for name in requests}
+    stalls: dict[str, list[float]] = {name: [] for name in requests}
     with Watch(url) as watch:
         for _ in range(repeats):
             for name, (path, body) in requests.items():
@@ -257,8 +257,8 @@ def longest_stalls(url: str, requests: dict[str, tuple[str, bytes]], repeats: in
                 _send(url + path, body)
                 while not watch.longest.value:  # a stall may still go on
                     time.sleep(_PAUSE_S)
-                found[name].append(1e3 * watch.longest.value)
-    return found
+                stalls[name].append(1e3 * watch.longest.value)
+    return stalls
 
 
 class Watch(Child):
@@ -288,13 +288,13 @@ def _send(url: str, body: bytes) -> bytes:
 
 
 def _watch(url: str, longest: Synchronized[float]) -> None:
-    where = urlsplit(url)
-    with socket.create_connection((where.hostname, where.port)) as connection:
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
-            asked = time.perf_counter()
+            sent_at = time.perf_counter()
             connection.sendall(_ASK)
             if not connection.recv(4096):
                 return
-            longest.value = max(longest.value, time.perf_counter() - asked)
+            longest.value = max(longest.value, time.perf_counter() - sent_at)
             time.sleep(_PAUSE_S)

@@ -105,18 +105,18 @@ class Large(StandIn):
 @contextlib.contextmanager
 def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
     """Yields a pipe to a process that runs `target(*args, pipe)`."""
-    ours, theirs = FORK.Pipe()
+    local, remote = FORK.Pipe()
 
     def run() -> None:
         gc.disable()
         os.nice(10)
-        target(*args, theirs)
+        target(*args, remote)
 
     process = FORK.Process(target=run, daemon=True)
     process.start()
-    theirs.close()  # so that its end is seen here
+    remote.close()  # so that its end is seen here
     try:
-        yield ours
+        yield local
     finally:
         process.kill()
         process.join()
@@ -150,10 +150,10 @@ def fakes(
 def router(secret: str, processes: int, *flags: str) -> Iterator[tuple[LocalCluster, str, int]]:
     """Yields the cluster, the URL of the metrics, and the pid."""
     several = ["--router-processes", str(processes)] if processes > 1 else []
-    given = [*flags, *several, "--max-wait", "86400"]
+    router_flags = [*flags, *several, "--max-wait", "86400"]
     with (
         tempfile.TemporaryDirectory() as name,
-        LocalCluster(Path(name), prefill=0, decode=0, secret=secret, router_flags=given) as cluster,
+        LocalCluster(Path(name), prefill=0, decode=0, secret=secret, router_flags=router_flags) as cluster,
     ):
         report = cluster.report("router")
         yield cluster, report.get("admin_url") or cluster.url, report["pid"]
@@ -183,39 +183,39 @@ def loop_seconds(pid: int) -> float:
     return sum(int(page.split()[0]) for page in pages) / 1e9
 
 
-def until(done: Callable[[], bool], what: str) -> float:
+def until(done: Callable[[], bool], event: str) -> float:
     """Waits. Returns the seconds."""
     began = time.perf_counter()
     while not done():
         if time.perf_counter() - began > START_S:
-            raise TimeoutError(f"waited {START_S:g} s for {what}")
+            raise TimeoutError(f"waited {START_S:g} s for {event}")
         time.sleep(PAUSE_S)
     return time.perf_counter() - began
 
 
 def samples(url: str, family: str) -> list[tuple[dict[str, str], float]]:
     page = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
-    found = (each for each in text_string_to_metric_families(page) if each.name == family)
-    return [(sample.labels, sample.value) for each in found for sample in each.samples]
+    families = (each for each in text_string_to_metric_families(page) if each.name == family)
+    return [(sample.labels, sample.value) for each in families for sample in each.samples]
 
 
 def lags(url: str) -> dict[str, Counter[float]]:
     """How late the timers were, and how late without the wait for a CPU (`own_`)."""
-    found = {own: samples(url, f"baton:event_loop_{own}lag_seconds") for own in ("", "own_")}
+    series = {kind: samples(url, f"baton:event_loop_{kind}lag_seconds") for kind in ("", "own_")}
     return {
-        own: Counter({float(labels["le"]): int(value) for labels, value in lag if "le" in labels})
-        for own, lag in found.items()
+        kind: Counter({float(labels["le"]): int(value) for labels, value in lag if "le" in labels})
+        for kind, lag in series.items()
     }
 
 
 def add_stalls(report: Report, name: str, url: str, before: dict[str, Counter[float]]) -> None:
     """Adds the stalls over `STALL_S` since then, and what the longest one took at most."""
-    for own, since in lags(url).items():
-        since.subtract(before[own])
+    for kind, since in lags(url).items():
+        since.subtract(before[kind])
         longest = min(le for le, count in since.items() if count == since[math.inf])
         over = since[math.inf] - since[STALL_S]
-        report.add(Row(f"{name}.{own}stalls_over_50ms", over, "stalls", goal=0))
-        report.add(Row(f"{name}.longest_{own}stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
+        report.add(Row(f"{name}.{kind}stalls_over_50ms", over, "stalls", goal=0))
+        report.add(Row(f"{name}.longest_{kind}stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
 
 
 # ---------------------------------------------------------------- streams
@@ -224,61 +224,63 @@ def add_stalls(report: Report, name: str, url: str, before: dict[str, Counter[fl
 class Reader(asyncio.Protocol):
     """One stream. Counts its tokens."""
 
-    def __init__(self, tokens: int, body: bytes, seen: SynchronizedArray[int], why: Counter[str]) -> None:
-        self._want, self._body, self._seen, self._why = tokens, body, seen, why
-        self._got, self._tail, self._ended = 0, b"", False
+    def __init__(self, tokens: int, body: bytes, sums: SynchronizedArray[int], why: Counter[str]) -> None:
+        self._want, self._body, self._sums, self._why = tokens, body, sums, why
+        self._count, self._tail, self._ended = 0, b"", False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.write(REQUEST_HEAD % len(self._body) + self._body)
-        self._seen[_LIVE] += 1
+        self._sums[_LIVE] += 1
 
     def data_received(self, data: bytes) -> None:
         before, self._tail = self._tail[1 - len(EVENT) :], (self._tail + data)[-300:]
         count = (before + data).count(EVENT)
-        self._got += count
-        self._seen[_TOKENS] += count
+        self._count += count
+        self._sums[_TOKENS] += count
         if self._tail.endswith(END):
             self._end(
-                "" if self._got == self._want else f"{self._got} of {self._want} tokens: {self._tail!r}"
+                "" if self._count == self._want else f"{self._count} of {self._want} tokens: {self._tail!r}"
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(f"closed after {self._got} tokens ({exc}): {self._tail!r}")
+        self._end(f"closed after {self._count} tokens ({exc}): {self._tail!r}")
 
     def _end(self, why: str) -> None:
         if not self._ended:
             self._ended = True
             self._transport.close()
-            self._seen[_LIVE] -= 1
-            self._seen[_LOST if why else _DONE] += 1
+            self._sums[_LIVE] -= 1
+            self._sums[_LOST if why else _DONE] += 1
             self._why += Counter([why] if why else ())
 
 
-async def load(url: str, streams: int, tokens: int, seen: SynchronizedArray[int], pipe: Connection) -> None:
+async def load(url: str, streams: int, tokens: int, sums: SynchronizedArray[int], pipe: Connection) -> None:
     """Keeps `streams` open until the pipe has something. Then sends why streams were lost."""
-    where, why, numbers = urlsplit(url), Counter[str](), itertools.count()
+    address, why, numbers = urlsplit(url), Counter[str](), itertools.count()
     loop = asyncio.get_running_loop()
     while not pipe.poll():
         due = loop.time() + 0.01
         await asyncio.sleep(0.01)
-        seen[_OWN_STALL_US] = max(seen[_OWN_STALL_US], int(1e6 * (loop.time() - due)))
-        for _ in range(min(OPENED_PER_S // 100, streams - seen[_LIVE])):
+        sums[_OWN_STALL_US] = max(sums[_OWN_STALL_US], int(1e6 * (loop.time() - due)))
+        for _ in range(min(OPENED_PER_S // 100, streams - sums[_LIVE])):
             number = next(numbers)
             want = tokens // 2 + number * 7919 % tokens
             body = {"max_tokens": want, "ignore_eos": True, "stream": True, "timeout": 3600}
             sent = json.dumps(body | {"prompt": prompt_of(number)}).encode()
-            reader = Reader(want, sent, seen, why)
+            reader = Reader(want, sent, sums, why)
             try:
-                await loop.create_connection(lambda made=reader: made, where.hostname or "", where.port or 0)
+                await loop.create_connection(
+                    lambda reader=reader: reader, address.hostname or "", address.port or 0
+                )
             except OSError as error:
-                seen[_LOST] += 1
+                sums[_LOST] += 1
                 why[str(error)] += 1
     pipe.send(why.most_common(5))
 
 
 def measure_streams(args: argparse.Namespace, report: Report) -> None:
-    secret, seen = secrets.token_hex(16), FORK.Array("q", 5, lock=False)
+    secret, sums = secrets.token_hex(16), FORK.Array("q", 5, lock=False)
     name, decodes = f"router.streams{args.streams}", -(-int(SPARE * args.streams) // SEATS)
     prefills = max(1, args.workers // 2)
     decodes = max(decodes, args.workers - prefills)
@@ -288,26 +290,26 @@ def measure_streams(args: argparse.Namespace, report: Report) -> None:
         router(secret, args.processes, *to(workers)) as (cluster, admin, pid),
     ):
         base = memory(pid)
-        with child(lambda p: uvloop.run(load(cluster.url, args.streams, args.tokens, seen, p))) as pipe:
-            until(lambda: seen[_LIVE] >= args.streams, "the streams")
+        with child(lambda p: uvloop.run(load(cluster.url, args.streams, args.tokens, sums, p))) as pipe:
+            until(lambda: sums[_LIVE] >= args.streams, "the streams")
             time.sleep(2 * args.step)
-            seen[_OWN_STALL_US] = 0
-            before, tokens, began, cpu = lags(admin), seen[_TOKENS], time.perf_counter(), cpu_seconds(pid)
+            sums[_OWN_STALL_US] = 0
+            before, tokens, began, cpu = lags(admin), sums[_TOKENS], time.perf_counter(), cpu_seconds(pid)
             loop = loop_seconds(pid)
             time.sleep(args.seconds)
-            passed, tokens, cpu = time.perf_counter() - began, seen[_TOKENS] - tokens, cpu_seconds(pid) - cpu
+            passed, tokens, cpu = time.perf_counter() - began, sums[_TOKENS] - tokens, cpu_seconds(pid) - cpu
             loop = loop_seconds(pid) - loop
             add_stalls(report, name, admin, before)
-            taken = memory(pid) - base
+            memory_kib = memory(pid) - base
             pipe.send(None)
             report.detail["lost"] = pipe.recv()
-    report.add(Row(f"{name}.lost", seen[_LOST], "streams", goal=0))
-    report.add(Row(f"{name}.done", seen[_DONE], "streams"))
+    report.add(Row(f"{name}.lost", sums[_LOST], "streams", goal=0))
+    report.add(Row(f"{name}.done", sums[_DONE], "streams"))
     report.add(Row(f"{name}.tokens_per_s", tokens / passed, "tokens/s"))
     report.add(Row(f"{name}.cpu_per_token", 1e6 * cpu / tokens, "µs"))
     report.add(Row(f"{name}.loop", loop / passed / args.processes, "of a core"))
-    report.add(Row(f"{name}.memory", 1024 * taken / args.streams, "KiB/stream"))
-    report.add(Row(f"{name}.longest_stall_of_client", seen[_OWN_STALL_US] / 1e3, "ms"))
+    report.add(Row(f"{name}.memory", 1024 * memory_kib / args.streams, "KiB/stream"))
+    report.add(Row(f"{name}.longest_stall_of_client", sums[_OWN_STALL_US] / 1e3, "ms"))
     for why, count in report.detail["lost"]:
         print(f"lost {count}: {why}", file=sys.stderr)
 
@@ -321,8 +323,8 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
     parts = [ports[begin::PARTS] for begin in range(PARTS)]
     with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w") as file:
         failing = stack.enter_context(contextlib.ExitStack())
-        for own, part in zip((failing, *[stack] * (PARTS - 1)), parts, strict=True):
-            own.enter_context(fakes(secret, part, len(part) // 2))
+        for exits, part in zip((failing, *[stack] * (PARTS - 1)), parts, strict=True):
+            exits.enter_context(fakes(secret, part, len(part) // 2))
         flags = "--workers-file", file.name, "--model", EMBEDDED_NAME
         _, url, pid = stack.enter_context(router(secret, args.processes, *flags))
         looked = [0]
@@ -334,10 +336,10 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
         def list_workers(listed: Sequence[int]) -> None:
             Path(file.name).write_text("".join(f"127.0.0.1:{port}\n" for port in listed))
 
-        def phase(name: str, change: Callable[[], object], wanted: int) -> None:
+        def phase(name: str, change: Callable[[], object], count: int) -> None:
             before, cpu, loop, looks = lags(url), cpu_seconds(pid), loop_seconds(pid), looked[0]
             change()
-            took = until(lambda: ready() == wanted, f"{wanted} workers: {name}")
+            seconds = until(lambda: ready() == count, f"{count} workers: {name}")
             name = f"router.workers{args.workers}.{name}"
             loop, looks, cpu = loop_seconds(pid) - loop, looked[0] - looks, cpu_seconds(pid) - cpu
             add_stalls(report, name, url, before)
@@ -348,11 +350,11 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
             for _ in range(LOOKS):
                 ready()
             of_look = (loop_seconds(pid) - of_look - idle * (time.perf_counter() - began)) / LOOKS
-            own = loop - looks * of_look
-            report.add(Row(f"{name}.known", took, "s"))
+            busy = loop - looks * of_look
+            report.add(Row(f"{name}.known", seconds, "s"))
             report.add(Row(f"{name}.cpu", cpu, "s"))
-            report.add(Row(f"{name}.loop", own / args.processes, "s", goal=0.5))
-            report.add(Row(f"{name}.loop_idle", idle * took / args.processes, "s"))
+            report.add(Row(f"{name}.loop", busy / args.processes, "s", goal=0.5))
+            report.add(Row(f"{name}.loop_idle", idle * seconds / args.processes, "s"))
             report.add(Row(f"{name}.loop_looks", looks * of_look / args.processes, "s"))
 
         def join() -> None:
@@ -372,8 +374,8 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
         reporting.value = False
         report.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
         phase("fail", failing.close, len(ports) - len(parts[0]))
-        again = fakes(secret, parts[0], len(parts[0]) // 2)
-        phase("recover", lambda: failing.enter_context(again), len(ports))
+        recovered = fakes(secret, parts[0], len(parts[0]) // 2)
+        phase("recover", lambda: failing.enter_context(recovered), len(ports))
         phase("leave", lambda: list_workers(ports[::2]), len(ports[::2]))
 
 
@@ -381,7 +383,7 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
 
 
 def measure_memory(args: argparse.Namespace, report: Report) -> None:
-    secret, found = secrets.token_hex(16), []
+    secret, mib = secrets.token_hex(16), []
     for processes in (1, args.processes):
         with (
             fakes(secret, [0] * HOLDERS, 2, chunks=args.chunks // HOLDERS) as workers,
@@ -396,10 +398,10 @@ def measure_memory(args: argparse.Namespace, report: Report) -> None:
                 return used[-1] - used[-2] < 0.1
 
             until(idle, "the reports")
-            found.append(memory(pid))
-    name, ratio = f"router.memory.chunks{args.chunks}.processes", found[1] / found[0]
-    report.add(Row(f"{name}1", found[0], "MiB"))
-    report.add(Row(f"{name}{args.processes}", found[1], "MiB", ratio=ratio, ratio_to="processes1"))
+            mib.append(memory(pid))
+    name, ratio = f"router.memory.chunks{args.chunks}.processes", mib[1] / mib[0]
+    report.add(Row(f"{name}1", mib[0], "MiB"))
+    report.add(Row(f"{name}{args.processes}", mib[1], "MiB", ratio=ratio, ratio_to="processes1"))
 
 
 def main() -> int:

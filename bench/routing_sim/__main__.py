@@ -117,9 +117,9 @@ def add_bounds(report: Report, sticky: Outcome, least_loaded: Outcome) -> None:
     report.add(Row("routing_sim.hits.bound", bound(sticky), "of prompt tokens"))
     hits = sticky.hit_tokens / sticky.tokens
     report.add(Row("routing_sim.hits.sticky", hits, "of prompt tokens", goal=0.45, better="higher"))
-    ours, theirs = (1e3 * contract.percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
+    p99, base = (1e3 * contract.percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
     name = "routing_sim.ttft_p99.vs_least_loaded"
-    report.add(Row(name, ours, "ms", ratio=ours / theirs, ratio_to="least loaded", goal=1.0))
+    report.add(Row(name, p99, "ms", ratio=p99 / base, ratio_to="least loaded", goal=1.0))
 
 
 def placed_loads(workers: int, short: bool) -> Iterator[placement.Load]:
@@ -136,29 +136,29 @@ def add_placement(report: Report, short: bool) -> list[str]:
     lines = ["workers, routers | input/output, rate /s | " + " | ".join(KINDS)]
     for workers in PLACED_SHORT if short else PLACED:
         for load in placed_loads(workers, short):
-            least = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
+            min_requests = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
             seconds = PLACED_SECONDS / (5 if short else 1)
-            requests = max(least, round(load.rate * workers / 2 * seconds))
+            requests = max(min_requests, round(load.rate * workers / 2 * seconds))
             served = {"requests": requests, "workers": workers, "routers": PLACED[workers], "seed": SEED}
-            found = {kind: placement.simulate(load, kind, **served).quantiles() for kind in KINDS}
+            by_kind = {kind: placement.simulate(load, kind, **served).quantiles() for kind in KINDS}
             name = f"routing_sim.placement.{load.prompt}_{load.answer}.{load.rate:g}.w{workers}"
-            add_placed(report, name, found)
+            add_placed(report, name, by_kind)
             cells = (
-                f"{1e3 * q.ttft:.0f}/{1e3 * q.ttft_p99:.0f} · {1e3 * q.gap_p99:.1f}" for q in found.values()
+                f"{1e3 * q.ttft:.0f}/{1e3 * q.ttft_p99:.0f} · {1e3 * q.gap_p99:.1f}" for q in by_kind.values()
             )
-            about = f"{workers:,}, {PLACED[workers]} | {load.prompt}/{load.answer}, {load.rate:g}"
-            lines.append(f"{about} | " + " | ".join(cells))
+            setting = f"{workers:,}, {PLACED[workers]} | {load.prompt}/{load.answer}, {load.rate:g}"
+            lines.append(f"{setting} | " + " | ".join(cells))
     return lines
 
 
-def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]) -> None:
-    ours, theirs = found["policy"], found["colocated"]
-    for what, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
-        value, other = 1e3 * getattr(ours, what), 1e3 * getattr(theirs, what)
-        report.add(Row(f"{name}.{what}", value, "ms", ratio=value / other, ratio_to="colocated", goal=goal))
-    ratio = ours.ttft_p99 / found["split"].ttft_p99
-    report.add(Row(f"{name}.ttft", 1e3 * ours.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split"))
-    report.add(Row(f"{name}.first_gap_p99", 1e3 * ours.first_gap_p99, "ms"))
+def add_placed(report: Report, name: str, quantiles: dict[placement.Kind, Quantiles]) -> None:
+    policy, colocated = quantiles["policy"], quantiles["colocated"]
+    for metric, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
+        value, other = 1e3 * getattr(policy, metric), 1e3 * getattr(colocated, metric)
+        report.add(Row(f"{name}.{metric}", value, "ms", ratio=value / other, ratio_to="colocated", goal=goal))
+    ratio = policy.ttft_p99 / quantiles["split"].ttft_p99
+    report.add(Row(f"{name}.ttft", 1e3 * policy.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split"))
+    report.add(Row(f"{name}.first_gap_p99", 1e3 * policy.first_gap_p99, "ms"))
 
 
 def add_swing(report: Report, _short: bool) -> None:
@@ -167,11 +167,11 @@ def add_swing(report: Report, _short: bool) -> None:
 
     def goodput(kind: placement.Kind, prefills: int, *, flip: bool = False) -> float:
         flips = Flips(most=3, ttft=SWING_TTFT, gap=SWING_GAP, seats=placement.SEATS) if flip else None
-        found = placement.simulate(
+        outcome = placement.simulate(
             lambda now: loads[int(now / SWING_SECONDS) % len(loads)], kind, requests=requests, workers=4,
             prefills=prefills, flips=flips, seed=SEED, ttft_target=SWING_TTFT,
         )  # fmt: skip
-        return found.goodput(SWING_TTFT, SWING_GAP)
+        return outcome.goodput(SWING_TTFT, SWING_GAP)
 
     splits = {prefills: goodput("split", prefills) for prefills in (1, 2, 3)}
     for prefills, share in splits.items():
@@ -194,14 +194,14 @@ def add_profiles(report: Report, short: bool) -> None:
     requests = 2 * PLACED_REQUESTS_SHORT if short else 4 * PLACED_REQUESTS
     for (prompt, answer), rates in OPTIMIZED.items():
         for rate, (name, profile) in itertools.product(rates, PROFILES.items()):
-            found = placement.simulate(
+            outcome = placement.simulate(
                 placement.Load(prompt, answer, rate), "policy", requests=requests, seed=SEED,
                 seats=profile.max_num_seqs[-1], target_steps=profile.target_steps,
             )  # fmt: skip
-            case, quantiles = f"routing_sim.optimize.{prompt}_{answer}.{rate}.{name}", found.quantiles()
+            case, quantiles = f"routing_sim.optimize.{prompt}_{answer}.{rate}.{name}", outcome.quantiles()
             report.add(Row(f"{case}.ttft", 1e3 * quantiles.ttft, "ms", p99=1e3 * quantiles.ttft_p99))
             report.add(Row(f"{case}.gap_p99", 1e3 * quantiles.gap_p99, "ms"))
-            report.add(Row(f"{case}.output", requests * answer / found.seconds, "tokens/s"))
+            report.add(Row(f"{case}.output", requests * answer / outcome.seconds, "tokens/s"))
 
 
 def add_split(report: Report, short: bool) -> None:
@@ -215,12 +215,12 @@ def add_split(report: Report, short: bool) -> None:
                 ratio=statistics.median(ttft) / alone, ratio_to="one idle engine", goal=goal,
             )  # fmt: skip
         busy = {"workers": workers, "prompts": SPLIT_SHORT if short else SPLIT_PROMPTS, "seed": SEED}
-        ours, theirs = (
+        split, base = (
             contract.percentile(shared_prompts.simulate(tokens, SPLIT_BUSY, splits=splits, **busy)[0], 0.99)
             for splits in (True, False)
         )
         name = f"routing_sim.split.{tokens}.busy.w{workers}.ttft_p99"
-        report.add(Row(name, 1e3 * ours, "ms", ratio=ours / theirs, ratio_to="no prompt is split", goal=1.0))
+        report.add(Row(name, 1e3 * split, "ms", ratio=split / base, ratio_to="no prompt is split", goal=1.0))
 
 
 def add_prefill(report: Report, short: bool) -> None:

@@ -64,17 +64,17 @@ def trace(path: Path) -> list[tuple[float, Session]]:
     its second block: all requests share the first one. Requests with the same time are spread evenly until
     the next time."""
     lines = [line for line in read_trace(path) if line.timestamp < 1e3 * TRACE_SECONDS]
-    clumps, seen = Counter(line.timestamp for line in lines), Counter[float]()
+    clumps, numbers = Counter(line.timestamp for line in lines), Counter[float]()
     sessions = list[tuple[float, Session]]()
     for number, line in enumerate(lines):
-        at = line.timestamp / 1e3 + CLUMP_SECONDS * seen[line.timestamp] / clumps[line.timestamp]
-        seen[line.timestamp] += 1
+        at = line.timestamp / 1e3 + CLUMP_SECONDS * numbers[line.timestamp] / clumps[line.timestamp]
+        numbers[line.timestamp] += 1
         tokens, answer = line.input_length, max(2, line.output_length)
-        known = min(len(line.hash_ids) * MOONCAKE_BLOCK, tokens) // CHUNK_TOKENS
+        shared = min(len(line.hash_ids) * MOONCAKE_BLOCK, tokens) // CHUNK_TOKENS
         per_block = MOONCAKE_BLOCK // CHUNK_TOKENS
-        chunks = tuple(chunk_name(f"block {line.hash_ids[i // per_block]}", i) for i in range(known))
+        chunks = tuple(chunk_name(f"block {line.hash_ids[i // per_block]}", i) for i in range(shared))
         chunks += tuple(
-            chunk_name(f"request {number}", i) for i in range(known, (tokens + answer) // CHUNK_TOKENS)
+            chunk_name(f"request {number}", i) for i in range(shared, (tokens + answer) // CHUNK_TOKENS)
         )
         key = chunks[per_block] if len(chunks) > per_block else chunk_name(f"request {number}", 0)
         sessions.append((at / TRACE_SPEED, Session(key, (Turn(tokens, chunks, 0.0, answer),), per_block)))
@@ -86,11 +86,11 @@ def add_agents(report: Report, short: bool, path: Path = TRACE) -> None:
     for name in (MAIN,) if short else CASES:
         case = CASES[name]
         seeds = case.seeds[:1] if short else case.seeds
-        found = {kind: [_served(case, kind, seed) for seed in seeds] for kind in KINDS}
-        _add(report, f"routing_sim.{name}", found, bounds=name == MAIN)
-    asked = trace(path)
-    found = {kind: [simulate(asked, kind, warm_up=0, seed=SEED)] for kind in KINDS}
-    _add(report, "routing_sim.trace", found, bounds=True)
+        outcomes = {kind: [_served(case, kind, seed) for seed in seeds] for kind in KINDS}
+        _add(report, f"routing_sim.{name}", outcomes, bounds=name == MAIN)
+    sessions = trace(path)
+    outcomes = {kind: [simulate(sessions, kind, warm_up=0, seed=SEED)] for kind in KINDS}
+    _add(report, "routing_sim.trace", outcomes, bounds=True)
 
 
 def _served(case: Case, kind: Kind, seed: int) -> PlacementOutcome:
@@ -106,16 +106,16 @@ def _served(case: Case, kind: Kind, seed: int) -> PlacementOutcome:
     )
 
 
-def _add(report: Report, name: str, found: dict[Kind, list[PlacementOutcome]], *, bounds: bool) -> None:
+def _add(report: Report, name: str, outcomes: dict[Kind, list[PlacementOutcome]], *, bounds: bool) -> None:
     """Adds the rows of one load. The answers of all seeds count as those of one run."""
-    ours, theirs = (_figures(found[kind]) for kind in KINDS)
-    for what, (value, p99, unit) in ours.items():
-        ratio = value / theirs[what][0]
-        report.add(Row(f"{name}.{what}", value, unit, p99=p99, ratio=ratio, ratio_to="colocated"))
+    policy, base = (_figures(outcomes[kind]) for kind in KINDS)
+    for row, (value, p99, unit) in policy.items():
+        ratio = value / base[row][0]
+        report.add(Row(f"{name}.{row}", value, unit, p99=p99, ratio=ratio, ratio_to="colocated"))
     if bounds:
         latency, tokens = (
-            {"value": ours[what][0], "unit": ours[what][2], "ratio": ours[what][0] / theirs[what][0]}
-            for what in ("latency_p90", "tokens")
+            {"value": policy[row][0], "unit": policy[row][2], "ratio": policy[row][0] / base[row][0]}
+            for row in ("latency_p90", "tokens")
         )
         report.add(
             Row(f"{name}.latency_p90.vs_colocated", **latency, ratio_to="colocated", goal=LATENCY_GOAL)
@@ -143,10 +143,10 @@ def _figures(outcomes: Sequence[PlacementOutcome]) -> dict[str, tuple[float, flo
     tokens = sum(a.tokens for a in answers) / len(outcomes) / seconds
     cached = sum(a.cached for a in answers) / sum(a.prompt for a in answers)
     figures: dict[str, tuple[float, float | None, str]] = {}
-    for what, values in (("ttft_first", first), ("ttft_later", later)):
+    for metric, values in (("ttft_first", first), ("ttft_later", later)):
         if values:
             p99 = 1e3 * percentile(values, 0.99) if len(values) >= 100 else None
-            figures[what] = 1e3 * statistics.median(values), p99, "ms"
+            figures[metric] = 1e3 * statistics.median(values), p99, "ms"
     values, counts = [*gaps], [*gaps.values()]
     gap, gap_p99 = (1e3 * percentile(values, q, counts) for q in (0.5, 0.99))
     return figures | {

@@ -38,7 +38,7 @@ class Flips:
     def __call__(self, now: float, reports: Mapping[Pool, Sequence[pb.WorkerStatus]]) -> dict[Pool, int]:
         computed = sum(status.prompt_tokens for statuses in reports.values() for status in statuses)
         done, self._computed = computed - self._computed, computed
-        needed = {}
+        needs = {}
         for pool, statuses in reports.items():
             samples = [
                 Sample(
@@ -50,7 +50,7 @@ class Flips:
                 for i, s in enumerate(statuses)
             ]
             need = self._balancer.needed(now, pool, samples, 0)
-            needed[pool] = None if need is None else need.workers
+            needs[pool] = None if need is None else need.workers
         return self._balancer.decide(
-            now, needed, {pool: len(statuses) for pool, statuses in reports.items()}, ()
+            now, needs, {pool: len(statuses) for pool, statuses in reports.items()}, ()
         )

@@ -68,12 +68,12 @@ def size(trace: Trace, *, workers: int, routers: int, sessions: float) -> Settin
 def _live_chunks(trace: Trace, rate: float, think: float, workers: int) -> float:
     """Per worker."""
     shared = {chunk for s in trace for chunk in s.turns[0].chunks[: s.shared_chunks]}
-    own = sum(
+    private = sum(
         (len(turn.chunks) - session.shared_chunks) * turn.think * think
         for session in trace
         for turn in session.turns[:-1]
     )
-    return own * rate / len(trace) / workers + len(shared)
+    return private * rate / len(trace) / workers + len(shared)
 
 
 def _until(requests: int, sessions: Iterator[Session]) -> Iterator[Session]:

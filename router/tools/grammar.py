@@ -66,9 +66,9 @@ class Written:
         def filled(text: str, **places: str) -> str:
             return re.sub(_PLACES, lambda place: places[place[0].strip("{}")], text)
 
-        def arguments(arguments_of_calls_by_key: Mapping[str, Any]) -> str:
+        def arguments(members: Mapping[str, Any]) -> str:
             if self.pair is None:
-                return json.dumps(arguments_of_calls_by_key, ensure_ascii=False)
+                return json.dumps(members, ensure_ascii=False)
 
             def spelled(value: Any) -> str:
                 bare = bool(self.value_end) and isinstance(value, str)
@@ -77,12 +77,12 @@ class Written:
                     return text
                 return f"{self.value_begin}{text}{self.value_end}"
 
-            values = ((key, spelled(value)) for key, value in arguments_of_calls_by_key.items())
+            values = ((key, spelled(value)) for key, value in members.items())
             return self.between_pairs.join(filled(self.pair, key=key, value=value) for key, value in values)
 
         each = (
-            filled(self.call, name=name, arguments=arguments(arguments_of_call), number=str(number))
-            for number, (name, arguments_of_call) in enumerate(calls)
+            filled(self.call, name=name, arguments=arguments(members), number=str(number))
+            for number, (name, members) in enumerate(calls)
         )
         return f"{self.begin}{(self.separator or '').join(each)}{self.end}"
 

@@ -29,13 +29,13 @@ def curves(records: Sequence[Record], begin: float, end: float) -> dict[str, Any
         "ttit": [gap for r in counted for gap in r.gaps],
         "e2e.per_token": [r.e2e / r.generated for r in counted if r.generated],
     }
-    shown = {name: _distribution(values) for name, values in samples.items() if values}
-    return {"distributions": shown, "timeline": _timeline(records, ok)}
+    distributions = {name: _distribution(values) for name, values in samples.items() if values}
+    return {"distributions": distributions, "timeline": _timeline(records, ok)}
 
 
 def _distribution(seconds: Sequence[float]) -> list[float]:
-    found = percentiles(np.asarray(seconds) * 1e3, np.linspace(0, 1, QUANTILES + 1))
-    return [_digits(value) for value in found]
+    quantiles = percentiles(np.asarray(seconds) * 1e3, np.linspace(0, 1, QUANTILES + 1))
+    return [_digits(value) for value in quantiles]
 
 
 def _timeline(records: Sequence[Record], ok: Sequence[Record]) -> dict[str, Any]:

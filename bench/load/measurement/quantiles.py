@@ -28,8 +28,8 @@ _RANKS = 512
 def drawn(blocks: int, seed: int = 0) -> np.ndarray:
     """The weight of each block in each draw, 1 on average. Shape [DRAWS, blocks]."""
     assert blocks >= MIN_BLOCKS
-    taken, chances = blocks - MIN_BLOCKS + 1, np.full(blocks, 1 / blocks)
-    return np.random.default_rng([seed, blocks]).multinomial(taken, chances, DRAWS) * (blocks / taken)
+    draws, chances = blocks - MIN_BLOCKS + 1, np.full(blocks, 1 / blocks)
+    return np.random.default_rng([seed, blocks]).multinomial(draws, chances, DRAWS) * (blocks / draws)
 
 
 def interval(draws: np.ndarray) -> tuple[float, float]:
@@ -82,18 +82,18 @@ class Series:
         no interval. Empty without any sample. `goals`: upper bounds by name of the row."""
         if not len(self.values):
             return {}
-        known = {name: q for name, q in QUANTILES.items() if q <= 0.5 or self.knows(q)}
-        intervals = self._intervals([*known.values()])
-        found = {
-            name: (self.quantile(q), *ends) for (name, q), ends in zip(known.items(), intervals, strict=True)
+        levels = {name: q for name, q in QUANTILES.items() if q <= 0.5 or self.knows(q)}
+        intervals = self._intervals([*levels.values()])
+        estimates = {
+            name: (self.quantile(q), *ends) for (name, q), ends in zip(levels.items(), intervals, strict=True)
         }
-        found["max"] = float(self.values[-1]), None, None
+        estimates["max"] = float(self.values[-1]), None, None
         return {
             quantile: Row(
                 f"{metric}.{quantile}", value, "ms", low=low, high=high,
                 goal=goals.get(f"{metric}.{quantile}"),
             )
-            for quantile, (value, low, high) in found.items()
+            for quantile, (value, low, high) in estimates.items()
         }  # fmt: skip
 
     def _intervals(self, quantiles: Sequence[float]) -> list[tuple[float | None, float | None]]:

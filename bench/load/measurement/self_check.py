@@ -44,21 +44,21 @@ def check(
         died: what became of client processes that ended early.
     """
     stalls = np.asarray([s for load in loads for s in load.stalls] or [0.0])
-    late = np.asarray(lags or [0.0])
+    delays = np.asarray(lags or [0.0])
     cpu = max((load.cpu / load.elapsed for load in loads if load.elapsed), default=0.0)
     waited = max((load.waited / load.elapsed for load in loads if load.elapsed), default=0.0)
     reasons = list(died)
-    for said, lateness, measured, share in (
-        ("requests went out late", late, ttft, _OF_LATENCY),
+    for fault, lateness, measured, share in (
+        ("requests went out late", delays, ttft, _OF_LATENCY),
         ("the client's event loop stalled", stalls, gaps, 2 * _OF_LATENCY),
     ):
         for q in CHECKED:
-            found, bound = (
+            measured_s, bound = (
                 percentile(lateness, q / 100),
                 max(_LEAST_SECONDS, share * measured.get(q, 0.0)),
             )
-            if found > bound:
-                reasons.append(f"{said}: p{q} {found * 1e3:.1f} ms, bound {bound * 1e3:.1f} ms")
+            if measured_s > bound:
+                reasons.append(f"{fault}: p{q} {measured_s * 1e3:.1f} ms, bound {bound * 1e3:.1f} ms")
                 break
     if cpu > MAX_CPU:
         reasons.append(f"a client process used {cpu:.0%} of a core: give more --processes")
@@ -67,7 +67,7 @@ def check(
             f"a client process waited for a core {waited:.0%} of the time: run it on another machine"
         )
     return {
-        "lag_p99": percentile(late, 0.99),
+        "lag_p99": percentile(delays, 0.99),
         "stall_p99": percentile(stalls, 0.99),
         "cpu": cpu,
         "waited": waited,
@@ -93,8 +93,8 @@ class Steadiness(msgspec.Struct, frozen=True):
 
 def fixed_warm_up(seconds: float, times: Sequence[float], values: Sequence[float]) -> Steadiness:
     """Excludes a warm-up of given length."""
-    kept = [(t, v) for t, v in zip(times, values, strict=True) if t >= seconds]
-    return _judged(seconds, f"warm-up of {seconds:g} s excluded as asked", kept)
+    samples = [(t, v) for t, v in zip(times, values, strict=True) if t >= seconds]
+    return _judged(seconds, f"warm-up of {seconds:g} s excluded as asked", samples)
 
 
 def detect(times: Sequence[float], values: Sequence[float]) -> Steadiness:
@@ -106,21 +106,21 @@ def detect(times: Sequence[float], values: Sequence[float]) -> Steadiness:
         )
     cut = _mser([v for _, v in pairs])
     begin = pairs[cut][0] if cut else 0.0
-    said = f"warm-up of {begin:.1f} s ({counted(cut, 'request')}) excluded" if cut else "no warm-up seen"
-    return _judged(begin, said, pairs[cut:])
+    text = f"warm-up of {begin:.1f} s ({counted(cut, 'request')}) excluded" if cut else "no warm-up seen"
+    return _judged(begin, text, pairs[cut:])
 
 
-def _judged(begin: float, said: str, kept: Sequence[tuple[float, float]]) -> Steadiness:
-    if len(kept) < _LEAST_REQUESTS:
-        return Steadiness(begin, None, f"{said}; {counted(len(kept), 'request')}, too few to tell if steady")
-    change = _trend([v for _, v in kept])
+def _judged(begin: float, text: str, pairs: Sequence[tuple[float, float]]) -> Steadiness:
+    if len(pairs) < _LEAST_REQUESTS:
+        return Steadiness(begin, None, f"{text}; {counted(len(pairs), 'request')}, too few to tell if steady")
+    change = _trend([v for _, v in pairs])
     if change is not None:
         return Steadiness(
             begin,
             False,
-            f"{said}; NOT steady: TTFT {'rises' if change > 0 else 'falls'} by {abs(change):.0%}",
+            f"{text}; NOT steady: TTFT {'rises' if change > 0 else 'falls'} by {abs(change):.0%}",
         )
-    return Steadiness(begin, True, f"{said}; steady after it")
+    return Steadiness(begin, True, f"{text}; steady after it")
 
 
 def _mser(values: Sequence[float]) -> int:
@@ -135,10 +135,10 @@ def _mser(values: Sequence[float]) -> int:
     best = int(np.argmax(errors <= errors.min() + 1e-12 * max(1.0, float(np.max(means**2)))))
     if not best:
         return 0
-    cut, kept = means[:best], means[best:]
-    noise = math.sqrt(float(kept.var(ddof=1)) * (1 / len(cut) + 1 / len(kept)))
-    least = max(_CUT_Z * noise, _CUT_CHANGE * float(kept.mean()))
-    return best * _BATCH if abs(float(cut.mean() - kept.mean())) > least else 0
+    cut, steady = means[:best], means[best:]
+    noise = math.sqrt(float(steady.var(ddof=1)) * (1 / len(cut) + 1 / len(steady)))
+    threshold = max(_CUT_Z * noise, _CUT_CHANGE * float(steady.mean()))
+    return best * _BATCH if abs(float(cut.mean() - steady.mean())) > threshold else 0
 
 
 def _trend(values: Sequence[float]) -> float | None:

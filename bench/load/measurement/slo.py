@@ -58,7 +58,7 @@ class Slo(msgspec.Struct, frozen=True):
         return ", ".join(map(str, self.bounds))
 
 
-def _bound(part: str, whole: str) -> Bound:
+def _bound(part: str, slo: str) -> Bound:
     name, equals, limit = (x.strip() for x in part.partition("="))
     metric, _, quantile = name.partition(".")
     try:
@@ -66,7 +66,7 @@ def _bound(part: str, whole: str) -> Bound:
     except ValueError:
         limit_ms = -1.0
     if not equals or metric not in METRICS or (quantile and quantile not in QUANTILES) or limit_ms <= 0:
-        raise ValueError(f"--slo {whole!r}: cannot read {part.strip()!r}. Write {SYNTAX}.")
+        raise ValueError(f"--slo {slo!r}: cannot read {part.strip()!r}. Write {SYNTAX}.")
     return Bound(metric, quantile, limit_ms)
 
 

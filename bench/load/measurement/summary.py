@@ -133,8 +133,8 @@ def rate(name: str, unit: str, counts: np.ndarray, requests: float, span: float)
     """
     total = float(counts.sum())
     low, high = interval(drawn(len(counts)) @ counts)
-    least = total / max(1.0, requests)
-    low, high = max(0.0, min(low, total - least)), max(high, total + least)
+    one_request = total / max(1.0, requests)
+    low, high = max(0.0, min(low, total - one_request)), max(high, total + one_request)
     return Row(name, total / span, unit, low=low / span, high=high / span)
 
 
@@ -167,7 +167,7 @@ def _lengths(ok: Sequence[Record]) -> Iterator[Row]:
     prompts = sum(count for _, count in counted)
     if counted:
         yield Row("input.mean", prompts / len(counted), "tokens")
-        off = sum(asked > 0 and asked != count for asked, count in counted)
+        off = sum(length > 0 and length != count for length, count in counted)
         yield Row("input.off", off, "requests")
     if ok:
         generated, chunks = sum(r.generated for r in ok), sum(len(r.arrivals) for r in ok)
@@ -207,8 +207,8 @@ def request_value(record: Record, metric: str) -> float | None:
 def _bound_met(bound: Bound, latencies: Latencies) -> bool:
     """With too few samples for the quantile, the bound holds for the maximum."""
     of_metric = latencies[_name(bound)]
-    found = of_metric.get(bound.quantile) or of_metric.get("max")
-    return found is not None and found.value <= bound.limit_ms
+    row = of_metric.get(bound.quantile) or of_metric.get("max")
+    return row is not None and row.value <= bound.limit_ms
 
 
 def _name(bound: Bound) -> str:

@@ -105,10 +105,10 @@ def judge(reports: Sequence[Mapping[str, Any]], conditions: Sequence[Condition])
                     )
                 else:
                     failed.append(f"{condition.text}: {change}")
-        for which, report in (("first", old), ("second", new)):
+        for place, report in (("first", old), ("second", new)):
             if conditions and not report.get("detail", {}).get("valid", True):
                 raise ValueError(
-                    f"the {which} run is invalid, its client could not keep up: measure it again."
+                    f"the {place} run is invalid, its client could not keep up: measure it again."
                 )
         warnings += _warnings(old, new)
     return Verdict(tuple(failed), tuple(dict.fromkeys(warnings)))
@@ -164,27 +164,27 @@ def change_text(old: float, new: float) -> str:
     return "from 0" if math.isinf(change) else f"{change:+.1%}"
 
 
-def _row(rows: Rows, name: str, which: str) -> Mapping[str, Any]:
+def _row(rows: Rows, name: str, place: str) -> Mapping[str, Any]:
     if name not in rows:
         close = difflib.get_close_matches(name, list(rows), 3)
         hint = f"Did you mean {', '.join(close)}?" if close else f"It has {', '.join(list(rows)[:8])}, …"
-        raise ValueError(f"--fail-if: the {which} report has no row {name!r}. {hint}")
+        raise ValueError(f"--fail-if: the {place} report has no row {name!r}. {hint}")
     return rows[name]
 
 
 def _warnings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    found = []
+    warnings = []
     for key in _SAME:
         a, b = old["parameters"].get(key), new["parameters"].get(key)
         if a != b:
-            found.append(f"not the same experiment: {key} is {a!r} in the first and {b!r} in the other")
-    for which, report in (("first", old), ("other", new)):
+            warnings.append(f"not the same experiment: {key} is {a!r} in the first and {b!r} in the other")
+    for place, report in (("first", old), ("other", new)):
         detail = report.get("detail", {})
         if not detail.get("valid", True):
-            found.append(f"the {which} run is INVALID: its client could not keep up")
+            warnings.append(f"the {place} run is INVALID: its client could not keep up")
         if detail.get("incomplete"):
-            found.append(f"the {which} run is incomplete")
-    return found
+            warnings.append(f"the {place} run is incomplete")
+    return warnings
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

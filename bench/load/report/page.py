@@ -75,15 +75,15 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What is drawn of a report: its curves, and of a sweep a point for each of its runs."""
     detail = report.get("detail", {})
     points = [
-        {"x": load, "rows": {row: found["value"] for row, found in rows_of(point).items()}}
+        {"x": load, "rows": {row: values["value"] for row, values in rows_of(point).items()}}
         for load, point in zip(detail.get("loads", ()), detail.get("points", ()), strict=False)
     ]
     return {"name": name, "curves": detail.get("curves", {}), "points": sorted(points, key=lambda p: p["x"])}
 
 
 def _cells(kind: str, first: str, cells: Sequence[str]) -> str:
-    rest = "".join(f'<{kind} class="number">{html.escape(cell)}</{kind}>' for cell in cells)
-    return f"<tr><{kind}>{html.escape(first)}</{kind}>{rest}</tr>"
+    numbers = "".join(f'<{kind} class="number">{html.escape(cell)}</{kind}>' for cell in cells)
+    return f"<tr><{kind}>{html.escape(first)}</{kind}>{numbers}</tr>"
 
 
 def _table(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -93,12 +93,12 @@ def _table(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
         points = report.get("detail", {}).get("points")
         prefix = f"{name}: " if len(reports) > 1 else ""
         columns += [(f"{prefix}{p['parameters']['load']}", p) for p in points] if points else [(name, report)]
-    found = [rows_of(report) for _, report in columns]
+    tables = [rows_of(report) for _, report in columns]
     lines = [_cells("th", "", [name for name, _ in columns])]
     for row in _ROWS:
-        if any(row in rows for rows in found):
+        if any(row in rows for rows in tables):
             cells = [
-                f"{ms(rows[row]['value'])} {rows[row]['unit']}" if row in rows else "–" for rows in found
+                f"{ms(rows[row]['value'])} {rows[row]['unit']}" if row in rows else "–" for rows in tables
             ]
             lines.append(_cells("td", row, cells))
     return "".join(lines)
@@ -116,10 +116,10 @@ def _setup(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 
 def _banner(report: Mapping[str, Any], name: str) -> str:
-    detail, said = report.get("detail", {}), []
+    detail, texts = report.get("detail", {}), []
     if not detail.get("valid", True):
         reasons = "; ".join(detail.get("invalid_reasons", ()))
-        said.append(f"{name}: INVALID: the client could not keep up. {reasons}")
+        texts.append(f"{name}: INVALID: the client could not keep up. {reasons}")
     if detail.get("incomplete"):
-        said.append(f"{name}: incomplete, it was stopped before its end")
-    return "".join(f'<section class="bad">{html.escape(text)}</section>' for text in said)
+        texts.append(f"{name}: incomplete, it was stopped before its end")
+    return "".join(f'<section class="bad">{html.escape(text)}</section>' for text in texts)

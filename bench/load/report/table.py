@@ -68,11 +68,11 @@ def render_sweep(report: Mapping[str, Any]) -> RenderableType:
             f"{rows['requests.failed']['value']:.0f}",
             verdict(detail),
         )
-    found = rows_of(report).get("max_rate")
+    best = rows_of(report).get("max_rate")
     parts: list[RenderableType] = [table]
-    if found is not None:
+    if best is not None:
         parts.append(
-            Text(f"Highest rate within {report['parameters']['slo']}: {found['value']:.3g}/s", "bold green")
+            Text(f"Highest rate within {report['parameters']['slo']}: {best['value']:.3g}/s", "bold green")
         )
     return Group(*parts)
 
@@ -112,19 +112,19 @@ def _banners(detail: Mapping[str, Any]) -> Iterator[Text]:
 
 def _latencies(rows: Rows) -> Table:
     """Without quantiles that no metric has enough samples for. It fits into 80 columns."""
-    shown = [q for q in _QUANTILES if any(f"{metric}.{q}" in rows for metric in LATENCIES)]
+    quantiles = [q for q in _QUANTILES if any(f"{metric}.{q}" in rows for metric in LATENCIES)]
     table = Table(
         title="Latency, ms", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0)
     )
     table.add_column("")
-    for quantile in shown:
+    for quantile in quantiles:
         table.add_column(quantile, justify="right")
     table.add_column("95 % of p50", justify="right", style="dim")
     table.add_column("of p99", justify="right", style="dim")
     for metric in LATENCIES:
         if f"{metric}.p50" in rows:
-            found = [rows.get(f"{metric}.{q}") for q in shown]
-            values = ("–" if row is None else ms(row["value"]) for row in found)
+            cells = [rows.get(f"{metric}.{q}") for q in quantiles]
+            values = ("–" if row is None else ms(row["value"]) for row in cells)
             intervals = (_interval(rows.get(f"{metric}.{q}")) for q in ("p50", "p99"))
             table.add_row(TITLES[metric], *values, *intervals)
     return table
@@ -147,8 +147,8 @@ def _totals(rows: Rows, detail: Mapping[str, Any]) -> Padding:
 
     sent, ok, failed = (value(f"requests.{name}") for name in ("sent", "ok", "failed"))
     refused = rows["requests.refused"]["value"] if "requests.refused" in rows else 0  # no row in old reports
-    said = f", {refused:.0f} of them refused (429)" if refused else ""
-    line("Requests", f"{sent:.0f} sent, {ok:.0f} answered, {failed:.0f} failed{said}")
+    refused_text = f", {refused:.0f} of them refused (429)" if refused else ""
+    line("Requests", f"{sent:.0f} sent, {ok:.0f} answered, {failed:.0f} failed{refused_text}")
     if "input.cached" in rows:
         mean, cached = value("input.mean"), value("input.cached")
         line("Prompts", f"{mean:,.0f} tokens on average, {cached:.1%} of all tokens from the cache")

@@ -16,7 +16,7 @@ class Conversation:
         self._target, self._composer = target, composer
         self._unanswered: list[Segment] = []
         self._new = ""  # their text
-        self._said = ""
+        self._history = ""
         self._messages: list[dict[str, str]] = []
 
     def ask(self, segments: Sequence[Segment], messages: Sequence[dict[str, str]] = ()) -> Prompt:
@@ -24,29 +24,29 @@ class Conversation:
         if messages:
             return self._ask_messages(messages)
         self._unanswered += segments
-        first = not (self._said or self._messages)
+        first = not (self._history or self._messages)
         self._new = self._composer.compose(self._unanswered, first=first)
         if self._target.api == "chat":
             return [*self._messages, _message("user", self._new)]
-        return self._said + self._new
+        return self._history + self._new
 
     def _ask_messages(self, messages: Sequence[dict[str, str]]) -> Prompt:
         if self._target.api == "chat":
             self._messages += messages
             return [*self._messages]
         self._new += "".join(f"{each['content']}\n" for each in messages)
-        return self._said + self._new
+        return self._history + self._new
 
     def heard(self, answer: Answer) -> None:
         """The answer becomes part of the next prompts."""
-        asked, self._unanswered = bool(self._unanswered), []
+        has_question, self._unanswered = bool(self._unanswered), []
         if self._target.api == "chat":
-            self._messages += [_message("user", self._new)] if asked else []
+            self._messages += [_message("user", self._new)] if has_question else []
             self._messages.append(_message("assistant", answer.text))
         elif self._target.form == "ids":
-            self._said += "".join(f"{number}," for number in (self._new, *answer.token_ids))
+            self._history += "".join(f"{number}," for number in (self._new, *answer.token_ids))
         else:
-            self._said += f"{self._new}{answer.text}\n"
+            self._history += f"{self._new}{answer.text}\n"
         self._new = ""
 
 

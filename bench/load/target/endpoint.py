@@ -54,9 +54,9 @@ class _Tokenized(msgspec.Struct):
 
 
 async def find_model(
-    http: aiohttp.ClientSession, url: str, headers: Mapping[str, str], wanted: str | None
+    http: aiohttp.ClientSession, url: str, headers: Mapping[str, str], name: str | None
 ) -> Model:
-    """The model to ask for: `wanted`, or the first that the server lists."""
+    """The model to ask for: `name`, or the first that the server lists."""
     try:
         async with http.get(f"{url}/v1/models", headers=headers) as response:
             status, body = response.status, await response.read()
@@ -73,11 +73,11 @@ async def find_model(
         models = msgspec.json.decode(body, type=_Models).data if status == 200 else []
     except msgspec.DecodeError:
         models = []
-    if wanted is not None:
-        found = next((m for m in models if m.id == wanted), None)
-        if models and found is None:
-            raise EndpointError(f"--model {wanted!r}: the server has {', '.join(m.id for m in models)}.")
-        return found or Model(wanted)
+    if name is not None:
+        model = next((m for m in models if m.id == name), None)
+        if models and model is None:
+            raise EndpointError(f"--model {name!r}: the server has {', '.join(m.id for m in models)}.")
+        return model or Model(name)
     if not models:
         raise EndpointError(
             f"--url {url}: /v1/models answered {status} and lists no model. "
@@ -143,24 +143,24 @@ async def find_form(
     http: aiohttp.ClientSession,
     target: Target,
     tokenization: Tokenization,
-    wanted: Form | None,
+    form: Form | None,
     *,
     turns: bool,
 ) -> tuple[Target, Tokenization, list[str]]:
     """The target and tokenization for prompts of token ids, and notes for the report.
 
     Args:
-        wanted: None takes token ids if the server takes them, else text.
+        form: None takes token ids if the server takes them, else text.
         turns: answers become part of prompts, so the server has to tell their ids.
 
-    Raises EndpointError if the server does not take the wanted ids.
+    Raises EndpointError if the server does not take ids of a prompt.
     """
-    if wanted == "text":
+    if form == "text":
         return target, tokenization, []
     lacks = await _without_ids(http, target, tokenization, turns)
     if not lacks:
         return msgspec.structs.replace(target, form="ids"), tokenization.of_ids(), []
-    if wanted == "ids":
+    if form == "ids":
         raise EndpointError(f"--prompts ids: {lacks}. Give --prompts text.")
     return target, tokenization, [f"prompts are text: {lacks}"]
 
@@ -208,20 +208,20 @@ async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenizat
     if not usual:
         return None
     total = usual[0][0]
-    kept = [(w, two) for w, two, a, b in counts if a == total and b == total + 1]
-    if len(kept) < 16:
+    pairs = [(w, two) for w, two, a, b in counts if a == total and b == total + 1]
+    if len(pairs) < 16:
         return None
-    ids = tuple(two.tokens[-1] for _, two in kept if two.tokens)
-    found = Tokenization(
-        tuple(w for w, _ in kept), 1.0, total - 2, "exact, by the server's /tokenize",
-        ids if len({*ids}) == len(kept) else (),
+    ids = tuple(two.tokens[-1] for _, two in pairs if two.tokens)
+    tokenization = Tokenization(
+        tuple(w for w, _ in pairs), 1.0, total - 2, "exact, by the server's /tokenize",
+        ids if len({*ids}) == len(pairs) else (),
     )  # fmt: skip
-    composer = Composer(found)
+    composer = Composer(tokenization)
     for i, length in enumerate((64, 333, 1000)):
-        text = composer.compose([Segment((i,), length + found.overhead)])
-        if (await tokenized(text)).total != length + found.overhead:
+        text = composer.compose([Segment((i,), length + tokenization.overhead)])
+        if (await tokenized(text)).total != length + tokenization.overhead:
             return None
-    return found
+    return tokenization
 
 
 def _tokenizer(

@@ -109,5 +109,5 @@ class Composer:
         for _ in range(min(_HEAD, count)):
             number, i = divmod(number, len(self._tokenization.words))
             head.append(self._tokenization.words[i])
-        rest = self._text[self._starts[start] : self._starts[start + count - len(head)] - 1]
-        return self._tokenization.separator.join([*head, rest] if rest else head)
+        text = self._text[self._starts[start] : self._starts[start + count - len(head)] - 1]
+        return self._tokenization.separator.join([*head, text] if text else head)

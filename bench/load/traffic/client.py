@@ -173,18 +173,18 @@ class Client:
 
     async def _closed(self, http: aiohttp.ClientSession) -> None:
         """The users take sessions from one common sequence, so that no user runs out of sessions."""
-        mine = self._mine()
+        indices = self._mine()
         await self._sleep_until(0.0)
-        users = [asyncio.create_task(self._user(http, mine)) for _ in range(self._config.users)]
+        users = [asyncio.create_task(self._user(http, indices)) for _ in range(self._config.users)]
         self._tasks.update(users)
         # Sending ends when the first user finds no more sessions, or at the end of the duration.
         if users:
             await asyncio.wait(users, timeout=self._config.duration, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _user(self, http: aiohttp.ClientSession, mine: Iterator[int]) -> None:
+    async def _user(self, http: aiohttp.ClientSession, indices: Iterator[int]) -> None:
         """Sends sessions one after another. A server that does not answer gets fewer and fewer requests."""
         config, pause = self._config, _FIRST_PAUSE
-        for index in mine:
+        for index in indices:
             talk = Talk(config, self._composer, index, config.workload.session(index))
             due = self._now()
             if config.duration is not None and due >= config.duration:
@@ -199,11 +199,11 @@ class Client:
         """The drain time begins with the last request. Later turns of sessions are requests, too."""
         everything, sent = asyncio.gather(*self._tasks), time.monotonic()
         while not everything.done() and not stopped.done():
-            left = max(sent, self._start + self._last_due) + self._config.drain - time.monotonic()
-            if left <= 0:
+            seconds = max(sent, self._start + self._last_due) + self._config.drain - time.monotonic()
+            if seconds <= 0:
                 self._cut = Failure.UNFINISHED
                 return
-            await asyncio.wait({everything, stopped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({everything, stopped}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if everything.done():
             everything.result()
 

@@ -68,9 +68,9 @@ async def main() -> None:
     gc.freeze()
     gc.set_threshold(150, 1000, 100)
     transport.write(line_of(Progress(0)))
-    if not (told := await reader.readline()):
+    if not (line := await reader.readline()):
         return  # stopped before it began, or the parent has died
-    start = msgspec.json.decode(told, type=float)
+    start = msgspec.json.decode(line, type=float)
 
     stop = asyncio.Event()
     stalls: list[float] = []

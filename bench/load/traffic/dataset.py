@@ -61,15 +61,15 @@ def _records(path: Path) -> Iterator[Any]:
         raise ValueError(f"dataset {path} cannot be read ({error}). Give {_FORMS}.") from error
 
 
-def _turns(record: Any, where: str, output_len: int | None) -> tuple[Turn, ...]:
+def _turns(record: Any, place: str, output_len: int | None) -> tuple[Turn, ...]:
     if not isinstance(record, dict):
-        raise ValueError(f"{where} is no object. Give {_FORMS}.")
+        raise ValueError(f"{place} is no object. Give {_FORMS}.")
     if "conversations" in record:
-        return tuple(_conversation(record["conversations"], where, output_len))
+        return tuple(_conversation(record["conversations"], place, output_len))
     body = record.get("body", record)
     prompt = body.get("prompt") if isinstance(body, dict) else None
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else body.get("messages")
-    messages = _messages(asked, "role", "content", where)
+    history = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else body.get("messages")
+    messages = _messages(history, "role", "content", place)
     if messages[-1]["role"] == "assistant":  # a recorded answer
         answer, messages = messages[-1]["content"], messages[:-1]
     else:
@@ -81,32 +81,32 @@ def _turns(record: Any, where: str, output_len: int | None) -> tuple[Turn, ...]:
     return (Turn(length, messages=tuple(messages)),)
 
 
-def _conversation(said: Any, where: str, output_len: int | None) -> Iterator[Turn]:
-    asked: list[Message] = []
-    for message in _messages(said, "from", "value", where):
+def _conversation(record: Any, place: str, output_len: int | None) -> Iterator[Turn]:
+    question: list[Message] = []
+    for message in _messages(record, "from", "value", place):
         if message["role"] != "assistant":
-            asked.append(message)
-        elif asked:
-            yield Turn(output_len or _length(message["content"]), messages=tuple(asked))
-            asked = []
+            question.append(message)
+        elif question:
+            yield Turn(output_len or _length(message["content"]), messages=tuple(question))
+            question = []
 
 
-def _messages(found: Any, role: str, content: str, where: str) -> list[Message]:
+def _messages(records: Any, role: str, content: str, place: str) -> list[Message]:
     """Messages with the names of the roles that OpenAI's API has. Parts of a content become its text."""
-    if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
-        raise ValueError(f"{where} has no messages. Give {_FORMS}.")
+    if not isinstance(records, list) or not records or not all(isinstance(each, dict) for each in records):
+        raise ValueError(f"{place} has no messages. Give {_FORMS}.")
     return [
-        {"role": _ROLES.get(each.get(role, ""), "user"), "content": _text(each.get(content), where)}
-        for each in found
+        {"role": _ROLES.get(each.get(role, ""), "user"), "content": _text(each.get(content), place)}
+        for each in records
     ]
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, place: str) -> str:
     if isinstance(content, list):
         parts: Sequence[Any] = content
         content = "\n".join(part.get("text", "") for part in parts if isinstance(part, dict))
     if not isinstance(content, str):
-        raise ValueError(f"{where}: the content of a message is no text.")
+        raise ValueError(f"{place}: the content of a message is no text.")
     return content
 
 

@@ -131,10 +131,10 @@ def _segments(ids: Sequence[int], length: int, block: int, seed: int, index: int
 
     The rest is a part of the next block, or unique if there is none.
     """
-    whole, left = divmod(length, block)
-    segments = [Segment((seed, _BLOCK, i), block) for i in ids[:whole]]
-    left += block * (whole - len(segments))
-    if left:
-        cut = len(ids) > whole
-        segments.append(Segment((seed, _BLOCK, ids[whole]) if cut else (seed, _TAIL, index), left))
+    complete, tokens = divmod(length, block)
+    segments = [Segment((seed, _BLOCK, i), block) for i in ids[:complete]]
+    tokens += block * (complete - len(segments))
+    if tokens:
+        cut = len(ids) > complete
+        segments.append(Segment((seed, _BLOCK, ids[complete]) if cut else (seed, _TAIL, index), tokens))
     return tuple(segments)

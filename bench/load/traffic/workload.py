@@ -36,11 +36,11 @@ class Distribution(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str, option: str) -> Self:
         """Raises ValueError that names `option`, the flag with this text."""
-        drawn, bounded, limits = text.strip().partition("@")
-        kind, colon, rest = drawn.partition(":")
+        spec, bounded, limits = text.strip().partition("@")
+        kind, colon, values = spec.partition(":")
         if not colon:
-            kind, rest = "fixed", kind
-        parameters, bounds = _numbers(rest), _numbers(limits) if bounded else None
+            kind, values = "fixed", kind
+        parameters, bounds = _numbers(values), _numbers(limits) if bounded else None
         if (
             len(parameters) != _ARGUMENTS.get(kind)
             or (kind == "uniform" and parameters[0] > parameters[1])
@@ -70,12 +70,12 @@ class Distribution(msgspec.Struct, frozen=True):
     def _bounded(self, number: float) -> float:
         return number if self.bounds is None else min(self.bounds[1], max(self.bounds[0], number))
 
-    def draw_length(self, rng: np.random.Generator, least: int = 1) -> int:
+    def draw_length(self, rng: np.random.Generator, min_tokens: int = 1) -> int:
         """A whole number of tokens. Both ends of `uniform` are as likely as the numbers between."""
         if self.kind == "uniform":
-            drawn = rng.integers(round(self.parameters[0]), round(self.parameters[1]) + 1)
-            return max(least, round(self._bounded(float(drawn))))
-        return max(least, round(self.draw(rng)))
+            tokens = rng.integers(round(self.parameters[0]), round(self.parameters[1]) + 1)
+            return max(min_tokens, round(self._bounded(float(tokens))))
+        return max(min_tokens, round(self.draw(rng)))
 
     @property
     def least(self) -> float:
@@ -84,8 +84,8 @@ class Distribution(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         numbers, bounds = (",".join(f"{x:g}" for x in some) for some in (self.parameters, self.bounds or ()))
-        drawn = numbers if self.kind == "fixed" else f"{self.kind}:{numbers}"
-        return f"{drawn}@{bounds}" if bounds else drawn
+        spec = numbers if self.kind == "fixed" else f"{self.kind}:{numbers}"
+        return f"{spec}@{bounds}" if bounds else spec
 
 
 def _numbers(text: str) -> tuple[float, ...]:
