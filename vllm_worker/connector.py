@@ -318,7 +318,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         found = caches_of(kv_caches, self._groups, num_blocks, heads)
         kv, self._layers, self._caches = found.kv, found.layers, found
         if self._has_states:
-            compute_as_decodes()
+            compute_as_decodes(v2=config.use_v2_model_runner)
         model, vocabulary = fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
             path = settings.attach
