@@ -94,14 +94,14 @@ class Window:
         return ranges
 
 
-def overlaps(ranges: Sequence[Range], others: Sequence[Range]) -> Iterator[Range]:
+def overlaps(ranges: Sequence[Range], other_ranges: Sequence[Range]) -> Iterator[Range]:
     """The positions that are in both. Each is ascending and disjoint."""
     i = j = 0
-    while i < len(ranges) and j < len(others):
-        start, stop = max(ranges[i][0], others[j][0]), min(ranges[i][1], others[j][1])
+    while i < len(ranges) and j < len(other_ranges):
+        start, stop = max(ranges[i][0], other_ranges[j][0]), min(ranges[i][1], other_ranges[j][1])
         if start < stop:
             yield start, stop
-        if ranges[i][1] < others[j][1]:
+        if ranges[i][1] < other_ranges[j][1]:
             i += 1
         else:
             j += 1
@@ -172,10 +172,10 @@ class CacheArray:
     def read_of(self, ranges: Sequence[Range], next_positions: Sequence[int]) -> Iterator[Range]:
         """Of these positions (ascending, disjoint), those before one of `next_positions` (ascending) that the
         token there reads. None: all. They grow to full blocks."""
-        read: Iterator[Range] = iter(ranges)
+        reads: Iterator[Range] = iter(ranges)
         if self.window is not None and next_positions:
-            read = overlaps(ranges, self.window.reads(next_positions))
-        return read if self.block == 1 else (self.in_blocks(*each) for each in read)
+            reads = overlaps(ranges, self.window.reads(next_positions))
+        return reads if self.block == 1 else (self.in_blocks(*each) for each in reads)
 
     def in_blocks(self, start: int, stop: int, *, complete: bool = True) -> Range:
         """The blocks with these positions. Not `complete`: without the last one if it goes on behind them."""

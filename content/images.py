@@ -171,8 +171,8 @@ class ImageSettings:
 def processor_settings(files: Callable[[str], Mapping[str, Any]]) -> Mapping[str, Any]:
     """The settings of the processor of images. `files` reads a file of the model by its name; a file that is
     missing is empty. Processors that transformers 5 saves have them in a file with all others."""
-    given = files(PREPROCESSOR) or files(PROCESSOR).get("image_processor")
-    return given if isinstance(given, Mapping) else {}
+    settings = files(PREPROCESSOR) or files(PROCESSOR).get("image_processor")
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def image_settings(
@@ -182,14 +182,14 @@ def image_settings(
     Raises `ValueError` naming `source` and the key that is wrong."""
     named = config.get("architectures")
     vision = config.get("vision_config")
-    known = [name for name in named if name in ARCHITECTURES] if isinstance(named, list) else []
-    if not known or not isinstance(vision, Mapping):
+    architectures = [name for name in named if name in ARCHITECTURES] if isinstance(named, list) else []
+    if not architectures or not isinstance(vision, Mapping):
         return None
-    read = _Reader(config, vision, processor, source)
-    if known[0] == GEMMA3:
-        return read.gemma3(ARCHITECTURES[GEMMA3])
-    token = ARCHITECTURES[known[0]]
-    return read.gemma4(token) if known[0] == GEMMA4 else read.qwen(token)
+    reader = _Reader(config, vision, processor, source)
+    if architectures[0] == GEMMA3:
+        return reader.gemma3(ARCHITECTURES[GEMMA3])
+    token = ARCHITECTURES[architectures[0]]
+    return reader.gemma4(token) if architectures[0] == GEMMA4 else reader.qwen(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +226,8 @@ class _Reader:
                 f"{self.source}: mm_tokens_per_image {tokens} is not supported with image_size {side} and "
                 f"patch_size {patch}"
             )
-        if (given := {*self._size.values()}) not in (set(), {side}):
-            raise ValueError(f"{self.source}: size {sorted(given)} of the processor is not image_size {side}")
+        if (sizes := {*self._size.values()}) not in (set(), {side}):
+            raise ValueError(f"{self.source}: size {sorted(sizes)} of the processor is not image_size {side}")
         if self.processor.get("do_pan_and_scan"):
             raise ValueError(f"{self.source}: do_pan_and_scan is not supported: make it false")
         return ImageSettings(
@@ -272,8 +272,8 @@ class _Reader:
         size = self.processor.get("size")
         return size if isinstance(size, Mapping) else {}
 
-    def _number(self, key: str, *found: Any) -> int:
-        value = next((x for x in found if x is not None), None)
+    def _number(self, key: str, *values: Any) -> int:
+        value = next((x for x in values if x is not None), None)
         if type(value) is not int or value < 1:
             raise ValueError(f"{self.source}: {key} must be a positive integer, not {value!r}")
         return value

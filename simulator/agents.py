@@ -29,18 +29,18 @@ def agents(sessions: int, turns: int = TURNS, seed: int = 1) -> list[tuple[float
 
 def agent(rng: np.random.Generator, number: int, turns: int) -> Session:
     median, sigma, least, most = NEW
-    tokens, asked = PREFIX + CONTEXT, list[Turn]()
+    tokens, rounds = PREFIX + CONTEXT, list[Turn]()
     for _ in range(turns):
-        drawn = float(median * np.exp(rng.normal(0.0, sigma)))
-        tokens += max(1, round(min(most, max(least, drawn))))
+        tokens_drawn = float(median * np.exp(rng.normal(0.0, sigma)))
+        tokens += max(1, round(min(most, max(least, tokens_drawn))))
         answer = int(rng.integers(ANSWER[0], ANSWER[1] + 1))
         chunks = tuple(
             chunk_name("agents" if (i + 1) * CHUNK_TOKENS <= PREFIX else f"agent {number}", i)
             for i in range((tokens + answer) // CHUNK_TOKENS)
         )
-        asked.append(Turn(tokens, chunks, float(rng.exponential(THOUGHT)), answer))
+        rounds.append(Turn(tokens, chunks, float(rng.exponential(THOUGHT)), answer))
         tokens += answer
-    return Session(chunk_name("agent", number), tuple(asked), PREFIX // CHUNK_TOKENS)
+    return Session(chunk_name("agent", number), tuple(rounds), PREFIX // CHUNK_TOKENS)
 
 
 def chunk_name(kind: str, index: int) -> int:

@@ -84,8 +84,8 @@ class Copies:
 
     def end(self, number: int) -> None:
         """The request has ended."""
-        if (kept := self._answers.pop(number, None)) is not None:
-            self._device.publish(*kept)
+        if (copies := self._answers.pop(number, None)) is not None:
+            self._device.publish(*copies)
 
     def drop(self, evicted: Iterable[int]) -> None:
         """The KV of these chunks is gone."""
@@ -101,8 +101,8 @@ class Copies:
             self._device.publish(name, slot)
 
     def _forget_answer(self, number: int) -> None:
-        if (kept := self._answers.pop(number, None)) is not None:
-            self._device.release(kept[1])
+        if (copies := self._answers.pop(number, None)) is not None:
+            self._device.release(copies[1])
 
     def _to_host(self, name: bytes) -> None:
         self._host[name] = None

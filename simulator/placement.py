@@ -142,9 +142,9 @@ class _Cluster:
         rows: dict[Pool, list[int]] = {"prefill": [], "decode": []}
         for row, pool in self._pools.items():
             rows[pool].append(row)
-        wanted = flips(self.clock.now, {pool: [statuses[row] for row in rows[pool]] for pool in rows})
-        more = wanted["prefill"] - len(rows["prefill"])
-        if more and wanted["decode"] - len(rows["decode"]) == -more:
+        sizes = flips(self.clock.now, {pool: [statuses[row] for row in rows[pool]] for pool in rows})
+        more = sizes["prefill"] - len(rows["prefill"])
+        if more and sizes["decode"] - len(rows["decode"]) == -more:
             source, target = POOLS if more < 0 else POOLS[::-1]
             row = min(rows[source], key=lambda r: (statuses[r].tokens_waiting, statuses[r].requests_running))
             self._move(row, target)

@@ -181,8 +181,8 @@ class Simulation:
         self._routers = [PrefillRouter(policy) for _ in range(setting.routers)]
         self._workers: list[SimWorker] = []
         self._names = itertools.count()
-        self._left = sum(len(session.turns) for session in trace)
-        self._measured_from = int(self._left * (1 - setting.warm_up))  # measured once so many are left
+        self._unfinished = sum(len(session.turns) for session in trace)
+        self._measured_from = int(self._unfinished * (1 - setting.warm_up))  # measured once so many are left
         self._outcome = Outcome()
         self._asked_for: set[int] = set()
         self._busy_before: dict[SimWorker, float] = {}
@@ -220,14 +220,14 @@ class Simulation:
                 router.leave(worker)
 
     def _report(self, worker: SimWorker) -> None:
-        if not self._left or worker not in self._routers[0].rows:
+        if not self._unfinished or worker not in self._routers[0].rows:
             return
         waiting, speed = worker.tokens_waiting(), worker.tokens_per_s.value
         for router in self._routers:
             row = router.rows[worker]
-            others = max(0, waiting - router.loads.router_tokens(row))
+            tokens = max(0, waiting - router.loads.router_tokens(row))
             status = pb.WorkerStatus(
-                tokens_waiting=waiting, tokens_of_others=others, prefill_tokens_per_s=speed
+                tokens_waiting=waiting, tokens_of_others=tokens, prefill_tokens_per_s=speed
             )
             router.loads.reported(row, status, self._clock.now)
         interval = report_interval(len(self._workers), len(self._routers))
@@ -240,13 +240,13 @@ class Simulation:
         router = self._rng.choice(self._routers)
         began = time.perf_counter()
         worker, work = router.choose(session.key, turn, self._clock.now)
-        took = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         row = router.rows[worker]
         router.loads.sent(row, work, self._clock.now)
-        measured = self._left <= self._measured_from
+        measured = self._unfinished <= self._measured_from
         if measured:
             outcome.bound_tokens += hit_tokens(turn, self._asked_for)
-            outcome.deciding += took
+            outcome.deciding += seconds
             outcome.decisions += 1
             outcome.turns += before is not None
             outcome.moved += before is not None and before is not worker
@@ -278,8 +278,8 @@ class Simulation:
                 router.loads.index.discard(router.rows[worker], evicted)
                 router.loads.index.add(router.rows[worker], added)
         queued.finished(self._clock.now, worker, hit)
-        self._left -= 1
-        if self._left == self._measured_from:
+        self._unfinished -= 1
+        if self._unfinished == self._measured_from:
             self._busy_before = {w: w.busy for w in self._workers}
         if worker.queue:
             self._begin(worker)

@@ -43,7 +43,7 @@ class Request:
         positions: whose KV the worker that computes the prompt reserves: with the answer, if it decodes, too.
         cached: prompt tokens that this worker had.
         branch: where the prompt left what the worker had, if it could not begin there. 0: it did.
-        left: prompt tokens that no step has taken.
+        untaken: prompt tokens that no step has taken.
         computed: the position from which the next step computes.
         in_window: what its prompt takes of the router's window.
         ticket: its place in the router's queue.
@@ -68,7 +68,7 @@ class Request:
     positions: int = 0
     cached: int = 0
     branch: int = 0
-    left: int = 0
+    untaken: int = 0
     computed: int = 0
     in_window: int = 0
     ticket: Ticket | None = None
@@ -97,15 +97,15 @@ class Request:
     @property
     def computable(self) -> int:
         """Tokens that the next step may take."""
-        return self.left
+        return self.untaken
 
     def begin(self, cached: int) -> None:
         """The worker has so many tokens of the prompt, and computes the others."""
-        self.cached, self.left, self.computed = cached, self.tokens - cached, cached
+        self.cached, self.untaken, self.computed = cached, self.tokens - cached, cached
 
     def take(self, count: int) -> None:
         """The next step takes `count` tokens."""
-        self.left -= count
+        self.untaken -= count
 
     def answered(self, now: float) -> Answer:
         """What the client has seen, with the last token."""
@@ -176,10 +176,10 @@ class Part(Request):
 
     def begin(self, cached: int) -> None:
         """Its ranges begin after what the plan found in the cache."""
-        self.left = self.tokens
+        self.untaken = self.tokens
 
     def take(self, count: int) -> None:
-        self.left -= count
+        self.untaken -= count
         self.in_range -= count
 
     def earliest_end(self, worker: Wakeable, seconds: float) -> float:

@@ -89,14 +89,14 @@ class Router:
         self._loads = PrefillLoads()
         self._caches = DecodeCaches(self._loads.index)
         self._decoders = DecodePool()
-        self._seen = {row: SeenWorker(row, worker, self.seats) for row, worker in enumerate(self.workers)}
-        self._named = {worker.address: worker for worker in self._seen.values()}
+        self._views = {row: SeenWorker(row, worker, self.seats) for row, worker in enumerate(self.workers)}
+        self._named = {worker.address: worker for worker in self._views.values()}
         self._answers = AnswerLengths()
         self._queue: FairQueue[None, Request] = FairQueue()
         self._sent_tokens = 0  # prompt tokens in the window: workers have them, without a first token
         self._window = policy.PrefillWindow()
         self._apart = False
-        for row, worker in self._seen.items():
+        for row, worker in self._views.items():
             self._loads.join(worker.address, block_size=BLOCK, now=self.clock.now, serving=False)
             self._caches.join(row, worker.load)
             self._caches.serve(row, True)
@@ -106,10 +106,10 @@ class Router:
         """New work of the pool goes to this worker. What it has goes on to its end."""
         if pool == "prefill":
             self._prefills.add(row)
-            self._decoders.remove(self._seen[row].load)
+            self._decoders.remove(self._views[row].load)
         else:
             self._prefills.remove(row)
-            self._decoders.add(self._seen[row].load)
+            self._decoders.add(self._views[row].load)
         self._loads.serve(row, pool == "prefill")
         self._caches.serve(row, pool == "decode")
         self._dispatch()
@@ -118,8 +118,8 @@ class Router:
     def idle(self) -> bool:
         """Whether nothing is left in its view of the workers."""
         rows = range(len(self.workers))
-        left = [self._loads.router_tokens(row) or self._seen[row].load.router_requests for row in rows]
-        return not (len(self._queue) or self._sent_tokens or any(left))
+        work = [self._loads.router_tokens(row) or self._views[row].load.router_requests for row in rows]
+        return not (len(self._queue) or self._sent_tokens or any(work))
 
     def add(self, request: Request) -> None:
         rows = (1 << len(self.workers)) - 1
@@ -128,11 +128,11 @@ class Router:
         self._dispatch()
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
-        seen = self._seen[row]
-        seen.status, seen.step_model = status, self.workers[row].step_model
+        view = self._views[row]
+        view.status, view.step_model = status, self.workers[row].step_model
         self._loads.reported(row, status, self.clock.now, alone=row in self._prefills)
         running = status.requests_running + status.reservations
-        self._seen[row].load.reported(blocks_free=status.blocks_free, running=running)
+        self._views[row].load.reported(blocks_free=status.blocks_free, running=running)
         if row == len(self.workers) - 1:
             self._update_window()
         self._dispatch()
@@ -146,12 +146,12 @@ class Router:
             self.workers[holder].kv.only_here(chunks)
 
     def _update_window(self) -> None:
-        decodes = [seen.status for row, seen in self._seen.items() if row not in self._prefills]
+        decodes = [view.status for row, view in self._views.items() if row not in self._prefills]
         speed = self._loads.tokens_per_s()
         budgets = len(self._prefills) * [BUDGET]
         self._window = policy.prefill_window(budgets, speed, decodes if self.kind == "policy" else [])
         of_prefill, of_decode = (
-            [seen for row, seen in self._seen.items() if (row in self._prefills) is prefills]
+            [view for row, view in self._views.items() if (row in self._prefills) is prefills]
             for prefills in (True, False)
         )
         self._apart = regime.apart(of_prefill, of_decode, self._loads.demand())
@@ -179,7 +179,7 @@ class Router:
             now=self.clock.now,
             rng=self.rng,
             named=self._named,
-            workers=self._seen,
+            workers=self._views,
             decodes=self._decoders,
             decoders=self._decoders,
             loads=self._loads,
@@ -193,10 +193,10 @@ class Router:
             apart=self._apart,
         )
         answer = self._answers.expected(request.answer_names, 0, request.max_answer)
-        asked = PrefillRequest(
+        prefill_request = PrefillRequest(
             request.key, request.prompt, request.prompt_names, answer=answer, may_split=True
         )
-        return plan(asked, NOTHING, fleet)
+        return plan(prefill_request, NOTHING, fleet)
 
     def _share(self, request: Request, planned: Plan, decode: int) -> None:
         ranges = [
@@ -249,7 +249,7 @@ class Router:
         request.positions = request.prompt
         if computes == decodes:
             request.positions += request.answer
-            self._seen[decodes].load.sent(request.prompt + 1)
+            self._views[decodes].load.sent(request.prompt + 1)
         else:
             request.ends = partial(self._expect, request, decodes)
             if planned.order == "prefill":
@@ -260,9 +260,9 @@ class Router:
             worker.prefill(request)
             return
         holder, names = self.workers[planned.source.holder.row], request.prompt_names
-        has, fetched = worker.usable(request), holder.usable(request)
+        cached, fetched = worker.usable(request), holder.usable(request)
         self.clock.after(
-            FETCH_SECONDS + max(0, fetched - has) * FETCH_TOKEN_SECONDS,
+            FETCH_SECONDS + max(0, fetched - cached) * FETCH_TOKEN_SECONDS,
             partial(self._fetched, request, worker, holder.kv, names[: fetched // CHUNK_TOKENS]),
         )
 
@@ -275,7 +275,7 @@ class Router:
         self.workers[decode].arriving[request.number] = computed + HANDOVER_SECONDS[1]
 
     def _reserve(self, request: Request, decode: int) -> None:
-        self._seen[decode].load.sent(request.prompt + 1)
+        self._views[decode].load.sent(request.prompt + 1)
         self.workers[decode].reserve(request)
 
     def _first_token(self, request: Request, work: PrefillWork, computes: int, decodes: int) -> None:
@@ -293,6 +293,6 @@ class Router:
     def _ended(self, request: Request, decodes: int) -> None:
         cut = request.answer == request.max_answer
         self._answers.ended(request.answer_names, request.answer, cut=cut)
-        self._seen[decodes].load.ended(request.prompt + 1)
+        self._views[decodes].load.ended(request.prompt + 1)
         request.then()
         self._dispatch()

@@ -30,7 +30,7 @@ def simulate(
     """
     arrivals, rng = random.Random(seed), random.Random(seed)
     alone, speed = alone_seconds(tokens), BUDGET / step_seconds(0, 0, [(BUDGET, 0)])
-    now, found, shared = 0.0, list[float](), 0
+    now, seconds, shared = 0.0, list[float](), 0
     free = [0.0] * workers  # when each worker has computed all that it has
     for _ in range(prompts):
         now += arrivals.expovariate(load * workers / alone) if load else alone
@@ -45,8 +45,8 @@ def simulate(
         plan = split(PromptCost(tokens, 0, DOUBLES_AT, LAYERS), offers) if splits else None
         shared += plan is not None
         ranges = plan.ranges if plan is not None else [Range(chosen[0], 0, tokens)]
-        found.append(_compute(ranges, free, now) - now)
-    return found, shared
+        seconds.append(_compute(ranges, free, now) - now)
+    return seconds, shared
 
 
 def _compute(ranges: Sequence[Range], free: list[float], now: float) -> float:

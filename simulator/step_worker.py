@@ -203,7 +203,7 @@ class Worker:
         batch = Batch(decoding, self._context, self._meters.prefill_position, gap_cost)
         long = limit.long_step(batch)
         started = sum(request.number in self._leases for request in self._prompts)
-        left = sum(request.left for request in self._prompts)
+        untaken = sum(request.untaken for request in self._prompts)
         scheduled = sum(count for _, count in self._scheduled or ())
         return pb.WorkerStatus(
             requests_running=decoding + started,
@@ -211,7 +211,7 @@ class Worker:
             decode_context=self._context + sum(request.prompt + 1 for request in joining),
             gap_cost=gap_cost,
             reservations=self.reserved,
-            tokens_waiting=left + scheduled + self._under_way,  # all that are not computed
+            tokens_waiting=untaken + scheduled + self._under_way,  # all that are not computed
             blocks_free=self.kv.free * CHUNK_TOKENS // BLOCK,
             blocks_spare=self.kv.spare * CHUNK_TOKENS // BLOCK,
             blocks_total=self.blocks,
@@ -270,7 +270,7 @@ class Worker:
                 start = request.computed
                 self.copies.made(request.names, _wanted(request), start, start + count, request.prompt)
             request.step_begins(self, count, seconds, now)
-            if not request.left:
+            if not request.untaken:
                 request.ends(now + seconds)
                 last.append(request)
         self._clock.after(seconds, partial(self._end_step, seconds, tokens, position, last, joining))
@@ -296,16 +296,16 @@ class Worker:
         if not decodes and not self.reserved:
             return BUDGET
         joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
-        left = [request for request in self._prompts if request.left]
+        prompts_left = [request for request in self._prompts if request.untaken]
         context = self._context + sum(request.prompt + 1 for request in self._joining)
         gap_cost = self._gap_cost + sum(request.gap_cost for request in self._joining)
-        batch = Batch(decodes, context, left[0].computed if left else 0, gap_cost)
-        prompts = [(request.left, request.due) for request in left]
+        batch = Batch(decodes, context, prompts_left[0].computed if prompts_left else 0, gap_cost)
+        prompts = [(request.untaken, request.due) for request in prompts_left]
         tokens = self._limit.tokens(batch, prompts, begins, joins_at)
         return min(BUDGET - decodes, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
 
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:
-        taken = 0
+        tokens = 0
         for request in self._prompts:
             if not request.computable:  # the step under way has the last tokens, or a range has not begun
                 continue
@@ -318,22 +318,22 @@ class Worker:
             if self.copies is not None:
                 start = request.computed
                 count = self.copies.cut(_wanted(request), start, start + count, request.prompt) - start
-            if not decodes and not may_join(request.computable, taken):
+            if not decodes and not may_join(request.computable, tokens):
                 return
             budget -= count
-            taken += count
+            tokens += count
             request.take(count)
             yield request, count
 
     def _begin(self, request: Request) -> bool:
         """Gives the prompt memory, and what is cached of it. False: there is no room."""
         usable = self.usable(request)
-        known = self.kv.cached(request.prompt_names, request.prompt - 1) // BLOCK * BLOCK
+        cached = self.kv.cached(request.prompt_names, request.prompt - 1) // BLOCK * BLOCK
         if not self._take(request, request.positions, usable):
             return False
         request.begin(usable)
         if self.copies is not None:
-            request.branch = known if known > usable else 0
+            request.branch = cached if cached > usable else 0
             if usable:
                 self.copies.begin(request.names, usable)
         return True

@@ -78,5 +78,5 @@ def arrivals(
     at = 0.0
     for number in range(requests):
         at += rng.expovariate(load(at).rate * workers / 2)
-        asked = load(at)
-        yield at, Session(number * SPREAD % 2**64, (Turn(asked.prompt, (), 0.0, asked.answer),), 0)
+        lengths = load(at)
+        yield at, Session(number * SPREAD % 2**64, (Turn(lengths.prompt, (), 0.0, lengths.answer),), 0)

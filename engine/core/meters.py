@@ -59,13 +59,13 @@ def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int
     return fitting if 2 * fitting > tokens else tokens
 
 
-def may_join(left: int, scheduled: int, full_step: int = FULL_STEP) -> bool:
-    """Whether a prompt with `left` tokens may share a step without decodes that has `scheduled` prompt
+def may_join(tokens: int, scheduled: int, full_step: int = FULL_STEP) -> bool:
+    """Whether a prompt with `tokens` left may share a step without decodes that has `scheduled` prompt
     tokens.
 
     Such prompts go one after another: together they would take as long, and the first would wait for the
     last."""
-    return not scheduled or scheduled + left <= full_step
+    return not scheduled or scheduled + tokens <= full_step
 
 
 class Batch(NamedTuple):
@@ -185,7 +185,7 @@ class ChunkLimit:
         a short step at most, and for its own, which is short, too.
         """
         decode, fixed, prompts = self.decode_seconds(batch), self._fixed_seconds(batch), list(prompts)
-        behind = list(accumulate(left for left, _ in prompts))
+        behind = list(accumulate(uncomputed for uncomputed, _ in prompts))
         waiting = sum(behind) / behind[-1] if behind and behind[-1] else 1.0
         short, long = self._short_seconds(decode, fixed), self._long_seconds(batch, decode, fixed, waiting)
         if encoding and behind and (model := self.steps.model) is not None:
@@ -198,8 +198,8 @@ class ChunkLimit:
         begin = decode + fixed  # of a step, with the first prompt token
         token_seconds = max(0.0, full.seconds - begin) / max(LEAST, full.tokens)
         tokens, ahead, begins = LEAST, 0, begins + short
-        for left, due in prompts:
-            ahead += left
+        for uncomputed, due in prompts:
+            ahead += uncomputed
             # ahead / tokens steps must begin in the time that the prompts leave
             spare = due - begins - ahead * token_seconds
             tokens = max(tokens, int(ahead * begin / spare) + 1) if spare > 0 else most

@@ -61,37 +61,37 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
     _check_exact(engine, device)
-    wanted, settings = engine.quantization, model.quantization
+    flag, settings = engine.quantization, model.quantization
     method = None if settings is None else str(settings.get("quant_method"))
     if settings is not None and method in READ_PLAIN:
         dtype = torch.bfloat16 if engine.dtype == "auto" else getattr(torch, engine.dtype)
         by_default = method != "gguf" or gguf_groups.serves_packed(settings, dtype, device)
         # A CPU would dequantize each product at load.
         by_default = by_default and (device.type == "cuda" or not engine.batch_invariant)
-        if wanted == "none" or (wanted == "auto" and not by_default):
+        if flag == "none" or (flag == "auto" and not by_default):
             return PlainFormat()
-        if wanted == "gguf" and engine.dtype == "float32":
+        if flag == "gguf" and engine.dtype == "float32":
             raise ValueError(
                 "--quantization gguf: products of packed weights are in 16 bits; use --dtype auto"
             )
-        if wanted in ON_LOAD or engine.load_format == "dummy":
+        if flag in ON_LOAD or engine.load_format == "dummy":
             settings = None
-    if wanted not in ("auto", "none") and wanted not in STORED and wanted not in ON_LOAD:
+    if flag not in ("auto", "none") and flag not in STORED and flag not in ON_LOAD:
         names = sorted({"auto", "none", *STORED, *ON_LOAD})
-        raise ValueError(f"--quantization {wanted!r}: choose one of {', '.join(names)}")
+        raise ValueError(f"--quantization {flag!r}: choose one of {', '.join(names)}")
     if settings is None:
-        if wanted in ("auto", "none"):
+        if flag in ("auto", "none"):
             return PlainFormat()
-        if wanted not in ON_LOAD:
-            raise ValueError(f"--quantization {wanted}: {engine.model} has plain weights; leave the flag out")
-        return ON_LOAD[wanted](device)
+        if flag not in ON_LOAD:
+            raise ValueError(f"--quantization {flag}: {engine.model} has plain weights; leave the flag out")
+        return ON_LOAD[flag](device)
     if method not in STORED:
         raise ValueError(
             f"{engine.model}: quantization_config: the format {method!r} is not supported "
             f"({', '.join(STORED)} are)"
         )
-    if wanted not in ("auto", method):
-        raise ValueError(f"--quantization {wanted}: the weights of {engine.model} are in the format {method}")
+    if flag not in ("auto", method):
+        raise ValueError(f"--quantization {flag}: the weights of {engine.model} are in the format {method}")
     if engine.load_format == "dummy":
         raise ValueError(f"--load-format dummy: {engine.model} has weights in the format {method}; use auto")
     return STORED[method](settings, engine.model, device)

@@ -111,13 +111,13 @@ class GGUFFile:
         first, last = columns.start // values, -(-columns.stop // values)
         raw = blocks[(*(part.indices for part in rows), slice(first, last))]
         try:
-            read = _dequantize(np.ascontiguousarray(raw).reshape(-1), info.kind)
+            values_read = _dequantize(np.ascontiguousarray(raw).reshape(-1), info.kind)
         except NotImplementedError as error:
             raise ValueError(
                 f"{self.path}: tensor {name} is of type {info.kind.name}, which is not supported"
             ) from error
         begin = columns.start - first * values
-        return read.reshape(*raw.shape[:-2], -1)[..., begin : begin + columns.length]
+        return values_read.reshape(*raw.shape[:-2], -1)[..., begin : begin + columns.length]
 
 
 class GGUFCheckpoint(Checkpoint):

@@ -37,8 +37,8 @@ def _q4_0(raw: Tensor) -> Groups:
 
 
 def _q4_1(raw: Tensor) -> Groups:
-    scales, least = _half(raw, 0)[..., 0], _half(raw, 2)[..., 0]
-    return Groups(_nibbles(raw[..., 4:]).flatten(1), scales, least + 8 * scales, 4)
+    scales, minima = _half(raw, 0)[..., 0], _half(raw, 2)[..., 0]
+    return Groups(_nibbles(raw[..., 4:]).flatten(1), scales, minima + 8 * scales, 4)
 
 
 def _q8_0(raw: Tensor) -> Groups:
@@ -48,11 +48,11 @@ def _q8_0(raw: Tensor) -> Groups:
 
 def _q4_k(raw: Tensor) -> Groups:
     """Blocks of eight groups, with scales and minima of 6 bits."""
-    scale, least = _half(raw, 0), _half(raw, 2)  # [rows, blocks, 1]
+    scale, min_scale = _half(raw, 0), _half(raw, 2)  # [rows, blocks, 1]
     first, second, third = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=-1).float()
     minima = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=-1).float()
-    scales, minima = (scale * scales).flatten(1), (least * minima).flatten(1)
+    scales, minima = (scale * scales).flatten(1), (min_scale * minima).flatten(1)
     return Groups(_nibbles(raw[..., 16:].unflatten(-1, (4, 32))).flatten(1), scales, 8 * scales - minima, 4)
 
 

@@ -51,8 +51,8 @@ def model_config_from_hf(
     architecture, settings = Settings(config, source).architecture, _settings_of_text(config, source)
     family = family_of(architecture, source)
     rotation, local = ropes(settings)
-    for what in _not_supported(settings, rotation, architecture, family):
-        raise ValueError(f"{source}: {what} is not supported")
+    for setting in _not_supported(settings, rotation, architecture, family):
+        raise ValueError(f"{source}: {setting} is not supported")
     rope = Settings(rotation, source)
 
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")

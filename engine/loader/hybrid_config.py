@@ -48,8 +48,8 @@ def dt_limits(settings: Settings) -> tuple[float, float]:
     limits = settings.get("time_step_limit") or (0.0, math.inf)
     if not isinstance(limits, Sequence) or len(limits) != 2:
         raise ValueError(f"{settings.source}: time_step_limit must be two numbers, not {limits!r}")
-    least, most = (_number(limit, settings.source) for limit in limits)
-    return least, most
+    low, high = (_number(limit, settings.source) for limit in limits)
+    return low, high
 
 
 def gated_delta_config(settings: Settings, norm_eps: float) -> StateConfig:

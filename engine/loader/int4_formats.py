@@ -82,9 +82,9 @@ def awq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4F
 def compressed_int(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
     """`quant_method` compressed-tensors, `format` pack-quantized."""
     groups = settings["config_groups"].values()
-    kept = [group["weights"] for group in groups]
-    sizes = {_size(weights.get("group_size"), source) for weights in kept}
-    for group, weights in zip(groups, kept, strict=True):
+    weights_of_groups = [group["weights"] for group in groups]
+    sizes = {_size(weights.get("group_size"), source) for weights in weights_of_groups}
+    for group, weights in zip(groups, weights_of_groups, strict=True):
         if group.get("input_activations"):
             raise ValueError(f"{source}: quantization_config: quantized activations are not supported")
         _require(

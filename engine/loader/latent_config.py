@@ -57,13 +57,13 @@ def _without_index(settings: Settings) -> tuple[int, ...]:
         every = max(1, settings.integer("index_topk_freq", 1))
         first = settings.integer("index_skip_topk_offset", 2)
         types = ["F" if max(i - first + 1, 0) % every == 0 else "S" for i in range(count)]
-    known = [INDEX_TYPES.get(str(kind)) for kind in types] if isinstance(types, str | list) else []
-    if len(known) != count or None in known or not known[0]:
+    has_index = [INDEX_TYPES.get(str(kind)) for kind in types] if isinstance(types, str | list) else []
+    if len(has_index) != count or None in has_index or not has_index[0]:
         raise ValueError(
             f"{settings.source}: indexer_types or index_topk_pattern must say which of the {count} layers "
             f"have an index, the first one among them, not {types!r}"
         )
-    return tuple(i for i, own in enumerate(known) if not own)
+    return tuple(i for i, indexed in enumerate(has_index) if not indexed)
 
 
 def latent_experts(settings: Settings, first_dense: int, *, v2: bool = False) -> ExpertsConfig:

@@ -91,8 +91,8 @@ class Rearranged(Checkpoint):
 
     def _name(self, stored: str) -> str | None:
         """The name of a stored tensor in other families. None: it is left out."""
-        for theirs, ours in self.renamed.items():
-            stored = stored.replace(theirs, ours)
+        for stored_name, name in self.renamed.items():
+            stored = stored.replace(stored_name, name)
         return None if stored.startswith(self.left_out) else stored
 
     def _name_in_encoder(self, stored: str) -> str | None:
@@ -123,10 +123,10 @@ class Rearranged(Checkpoint):
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
         """The tensors in a stored one, by their names in other families. `name`: the one that the stored one
         would have there."""
-        module, _, what = name.rpartition(".")
+        module, _, suffix = name.rpartition(".")
         module, _, kind = module.rpartition(".")
         if rows := self._rows(kind):
-            yield from self._by_rows(stored, {f"{module}.{part}.{what}": rows[part] for part in rows})
+            yield from self._by_rows(stored, {f"{module}.{part}.{suffix}": rows[part] for part in rows})
         else:
             yield name, self._as_stored(stored)
 
@@ -202,10 +202,10 @@ class Rearranged(Checkpoint):
         """Parts of the tensor of one expert that has these rows of a stored one."""
         piece_rows, columns = span(rows[parts[0].indices]), parts[1:]
         if transposed:
-            read = self._files.read(stored, [expert, *columns, piece_rows])[0].T
+            matrix = self._files.read(stored, [expert, *columns, piece_rows])[0].T
         else:
-            read = self._files.read(stored, [expert, piece_rows, *columns])[0]
-        return read[:: rows.step]
+            matrix = self._files.read(stored, [expert, piece_rows, *columns])[0]
+        return matrix[:: rows.step]
 
     def _unfit(self, stored: str) -> ValueError:
         shape = list(self._files.shape(stored))
