@@ -514,11 +514,14 @@ class Engine:
             for live, positions in schedule.prompts.items():
                 yield live.id, len(positions), positions.start
 
-    def stats(self) -> EngineStats:
+    def stats(self, parts: Iterable[tuple[bytes, int, int]] | None = None) -> EngineStats:
+        """`parts`: those of `parts_waiting`, if the caller has read them. To read them looks up the blocks of
+        each prompt that waits."""
+        parts = self.parts_waiting() if parts is None else parts
         lives, scheduler, meters = self.lives, self._scheduler, self._meters
         meters.rest(self.loop.idle_seconds)
         limit, cache = meters.chunk_limit, lives.cache
-        waiting = [(tokens, position) for _, tokens, position in self.parts_waiting()]
+        waiting = [(tokens, position) for _, tokens, position in parts]
         batch = scheduler.batch(meters.prefill_position)
         return EngineStats(
             requests_running=len(lives.running),

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import ClassVar, Protocol
 
@@ -79,10 +79,10 @@ class Roles:
         images = () if self._images is None else (self._images,)
         return all(part.idle for part in (self._sender, self._receiver, *images, *self._roles))
 
-    def _waiting_of_streams(self) -> dict[int, int]:
-        """As in `EngineStatus`."""
+    def _waiting_of_streams(self, parts: Iterable[tuple[bytes, int, int]]) -> dict[int, int]:
+        """As in `EngineStatus`. `parts`: of the engine's `parts_waiting`."""
         waiting = Counter[int]()
-        for request, tokens, _ in self.engine.parts_waiting():
+        for request, tokens, _ in parts:
             attempt = self._attempts.find(request)
             if attempt is not None and attempt.stream is not None:
                 waiting[attempt.stream] += tokens
@@ -97,16 +97,16 @@ class Roles:
         self.polls = True
         match message:
             case messages.AskStatus():
-                store = self._context.store
+                store, parts = self._context.store, [*self.engine.parts_waiting()]
                 status = messages.EngineStatus(
                     message.question,
-                    self.engine.stats(),
+                    self.engine.stats(parts),
                     self._attempts.counts,
                     self.idle and self._store_idle,
                     self._context.links.recent(time.monotonic()),
                     None if store is None else store.stats,
                     self.only_decodes and self._store_idle,
-                    waiting_of_streams=self._waiting_of_streams(),
+                    waiting_of_streams=self._waiting_of_streams(parts),
                 )
                 self._context.link.send(status)
             case messages.Cancel(stream, attempt_id):
