@@ -521,13 +521,12 @@ class Engine:
         lives, scheduler, meters = self.lives, self._scheduler, self._meters
         meters.rest(self.loop.idle_seconds)
         limit, cache = meters.chunk_limit, lives.cache
-        waiting = [(tokens, position) for _, tokens, position in parts]
         batch = scheduler.batch(meters.prefill_position)
         return EngineStats(
             requests_running=len(lives.running),
             requests_decoding=batch.rows,
             requests_waiting=len(lives.waiting) + len(lives.compiling) + len(lives.loading),
-            tokens_waiting=sum(tokens for tokens, _ in waiting),
+            tokens_waiting=sum(tokens for _, tokens, _ in parts),
             blocks_free=lives.blocks_free,
             blocks_spare=min(lives.blocks_spare, lives.blocks_free),
             blocks_total=lives.pool.num_blocks,
@@ -550,7 +549,6 @@ class Engine:
             step_factors=self._steps.factors,
             decode_context=int(batch.context),
             gap_cost=batch.gap_cost,
-            queue_seconds=meters.queue_seconds(waiting, batch),
             memory=None if (budget := lives.budget) is None else budget.stats,
             encoder=None if self.encoder is None else encoder_stats(self.encoder),
         )

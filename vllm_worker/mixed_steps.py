@@ -224,9 +224,7 @@ class MixedSteps:
         batch = self._batch
         long = limit.long_step(batch)
         rest = meters.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
-        steps, prompts = self._costs, self._prompts.values()
-        parts = [(prompt.left, prompt.tokens - prompt.left) for prompt in prompts]
-        load = self._context, batch.gap_cost, meters.queue_seconds(parts, batch)
+        steps, load = self._costs, (self._context, batch.gap_cost)
         model = (*steps.table.decode_seconds, *steps.table.prompt_seconds) if steps.table else ()
         values = *rest, *long, *load, limit.gap_target, *model, *steps.factors
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in values)

@@ -126,8 +126,6 @@ class StepStats:
     """Positions that the requests which decode read in a step."""
     gap_cost: float = 0.0
     """Of the requests that decode, as in `EngineRequest`."""
-    queue_seconds: float = 0.0
-    """Until all `tokens_waiting` are computed, as expected. 0: none, or not known."""
     gap_target_seconds: float = 0.0
     """0 before the first step that only decoded, if the target is given in such steps."""
     mixed_step_tokens: int = 0

@@ -262,18 +262,6 @@ class Meters:
         """Mean position of the tokens in `prefill_tokens_per_s`."""
         return self._position.value
 
-    def queue_seconds(self, parts: Iterable[tuple[int, float]], batch: Batch) -> float:
-        """Seconds in which these parts of prompts are computed: (tokens, position of the first). With decodes
-        it is in long steps. 0: none, or not known."""
-        model, parts = self.model, list(parts)
-        tokens = sum(count for count, _ in parts)
-        if model is None or not tokens:
-            return 0.0
-        position = sum(count * (first + count / 2) for count, first in parts) / tokens
-        if batch.rows and (step := self.chunk_limit.long_step(batch._replace(position=position))).tokens:
-            return tokens * step.seconds / step.tokens
-        return model.prefill(tokens, position - tokens / 2)
-
     def prompt_seconds(self, tokens: int, uncached: int, batch: Batch) -> float:
         """Seconds by which a prompt is computed sooner if the `tokens` from `batch.position` on have KV
         already, and the `uncached` ones behind them have not. 0: not known.

@@ -345,17 +345,16 @@ def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
     engine.add(request_of(1, range(1, 9), max_tokens=4))
     engine.add(request_of(2, range(1, 31), max_tokens=4))
     stats = engine.stats()
-    assert (stats.queue_seconds > 0) == measured
     if stats.step_table is not None:
-        assert stats.queue_seconds < 5 * stats.step_table.prompt_seconds[-1], "38 tokens are three steps"
+        largest = stats.step_table.prompt_seconds[-1]
+        assert stats.step_table.prefill(38, 0) < 5 * largest, "38 tokens are three steps"
     engine.loop.step()
     stats = engine.stats()
     assert stats.step_table is not None
-    assert stats.tokens_waiting > 0 < stats.queue_seconds
+    assert stats.tokens_waiting > 0
     while engine.stats().tokens_waiting:
         engine.loop.step()
     stats = engine.stats()
-    assert stats.queue_seconds == 0
     decoding = [live for live in engine.lives.running if live.decodes]
     assert stats.decode_context == sum(len(live.token_ids) - 1 for live in decoding) > 0
     while engine.loop.has_work:

@@ -75,7 +75,7 @@ NOTHING, FOREVER = (StepModel((1,), (cost,), cost, (1,), (cost,), cost, 1.0) for
 @pytest.mark.parametrize(
     ("nonsense", "model"),
     [
-        ({"tokens_waiting": 10**15, "queue_seconds": 1e300}, None),
+        ({"tokens_waiting": 10**15}, None),
         ({"prefill_tokens_per_s": 1e300, "step_seconds": 1e-300, "long_chunk_tokens": 2**31}, None),
         ({"prefill_tokens_per_s": float("nan"), "step_seconds": -1.0}, None),
         ({"requests_running": 2**31, "requests_decoding": 2**32 - 1, "blocks_free": 2**32 - 1}, None),

@@ -72,7 +72,6 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 step_factors=(2.0, 0.5),
                 decode_context=100,
                 gap_cost=2.5,
-                queue_seconds=0.75,
                 experts=ExpertStats([1, 2], 1.5, 2.0),
                 offload=[OffloadStats(Tier.HOST, 1, 2, 0.5, 3, 4, 5, 6, 7)],
                 speculation=SpeculationStats(3, 9, 5),
