@@ -201,7 +201,7 @@ class MixedSteps:
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
         tokens = int(min(tokens, self._graph - rows * self._rows))
-        shares = max(1, len(prompts))  # a preempted request, which is none of them, computes its own again
+        shares = max(1, len(prompts))  # 0: a preempted request computes its prompt again
         tokens = max(tokens, self._chunk * shares)
         return max(self._rows, prompt_limit(tokens, 1, self._in_a_row, ()) // shares)
 

@@ -347,7 +347,7 @@ def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
     stats = engine.stats()
     if stats.step_table is not None:
         largest = stats.step_table.prompt_seconds[-1]
-        assert stats.step_table.prefill(38, 0) < 5 * largest, "38 tokens are three steps"
+        assert stats.step_table.prefill(38) < 5 * largest, "38 tokens are three steps"
     engine.loop.step()
     stats = engine.stats()
     assert stats.step_table is not None

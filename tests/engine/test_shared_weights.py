@@ -25,7 +25,6 @@ from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.execution.start import Started, start_rank
 from baton.engine.kernels.scratch import Scratch
 from baton.engine.layers.in_place import tensors
-from baton.engine.layers.linear import packed_memory
 from baton.engine.layers.ranks import Ranks
 from baton.machine.kept_pages import KeptMemory, close
 from baton.worker.kept_files import KeptFiles
@@ -202,11 +201,7 @@ def test_an_engine_that_is_alone_makes_its_pages(
 
 
 KINDS = (torch.Tensor, torch.nn.Parameter)
-"""With memory. Those of other tests may be alive, such as tensors without."""
-
-
-def storage_of(x: torch.Tensor) -> tuple[int, int]:
-    return x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+"""Other kinds, such as fake tensors that tests before have left, have no memory."""
 
 
 def own_bytes(shared: list[SharedWeights]) -> int:
@@ -218,12 +213,8 @@ def own_bytes(shared: list[SharedWeights]) -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return total - free
-    found: dict[int, int] = {}
-    for x in gc.get_objects():
-        if type(x) in KINDS and x.device.type == "cpu" and not any(has(each, x) for each in shared):
-            address, size = packed_memory(x) if x.is_mkldnn else storage_of(x)
-            found[address] = size
-    return sum(found.values())
+    apart = [x for x in gc.get_objects() if type(x) in KINDS and not any(has(each, x) for each in shared)]
+    return sum(piece.size for piece in shared_weights._pieces(apart, torch.device("cpu")))
 
 
 LARGE = 512 if DEVICE == "cpu" else 2048

@@ -192,7 +192,6 @@ def test_costs_are_said_once() -> None:
 def test_the_model_of_steps_is_learned_from_mixed_steps_too() -> None:
     vllm = VLLM(target=0.05).learned()
     vllm.ask("a", 5_000, within=0.0)
-    vllm.step()
     while vllm.left:
         vllm.step()
     model = vllm.steps._meters.model
