@@ -102,7 +102,7 @@ vllm_kinds() { # on one GPU: a handover of each kind of cache that vLLM register
     export BATON_TEST_DEVICE=cuda
     python3 -m pytest --collect-only -m gpu tests/vllm_worker/test_kinds.py | grep :: | xargs -P 5 -I{} bash -c '
         log=$1/vllm_kinds_$(tr -c "[:alnum:]\n" _ <<< "${0##*::test_tokens_}").log
-        timeout --signal INT 280 python3 -m pytest -rA "$0" > "$log" 2>&1
+        timeout --signal INT 540 python3 -m pytest -rA "$0" > "$log" 2>&1
         status=$?
         ((status)) && said=FAILED || said=ok
         echo "$said ${0##*::}: $(grep -m1 -E "^E  |Error: |Exception: |answers are|^SKIPPED" "$log" || echo "see $log")"

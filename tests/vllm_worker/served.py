@@ -144,7 +144,7 @@ class Front:
         return {worker["role"]: worker for worker in found}
 
     def assert_whole(self) -> None:
-        assert leaks_when_idle(self.url) == {}
+        assert not (leaks := leaks_when_idle(self.url)), f"left when idle: {leaks}"
 
 
 class VLLMCluster(Front):
@@ -235,10 +235,11 @@ class VLLMCluster(Front):
         processes = tree(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(STOP_S) == 0, self.output()
-        assert self.output().endswith("Stopped.\n")
+        assert self.output().endswith("Stopped.\n"), self.output()
         assert "did not end in time" not in self.output(), "no process of vLLM outlives its worker"
-        assert not any(map(alive, processes))
-        assert not [log for log in self.logs.iterdir() if "unhandled exception" in log.read_text()]
+        assert not (living := [*filter(alive, processes)]), f"{living} outlive the cluster"
+        unread = [log for log in self.logs.iterdir() if "unhandled exception" in log.read_text()]
+        assert not unread, f"unhandled exceptions in {unread}"
 
     def kill(self) -> None:
         if self.process.poll() is None:

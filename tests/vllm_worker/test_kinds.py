@@ -196,10 +196,10 @@ def answer_about(front: Front, *parts: Any) -> Answer:
     return Answer(choice["token_ids"], [token["token"] for token in content], likely)
 
 
-def compare(alone: list[Answer], handed: list[Answer]) -> None:
+def compare(alone: list[Answer], handed: list[Answer], how: str) -> None:
     """Answers are equal up to a tie, and most of them are to the end."""
     equal = 0
-    for one, other in zip(alone, handed, strict=True):
+    for i, (one, other) in enumerate(zip(alone, handed, strict=True)):
         assert len(one.tokens) == len(other.tokens) == TOKENS
         same = [x == y for x, y in zip(one.tokens, other.tokens, strict=True)]
         if all(same):
@@ -208,15 +208,15 @@ def compare(alone: list[Answer], handed: list[Answer]) -> None:
         first = same.index(False)
         likely = one.likely[first]
         missed = max(likely.values()) - likely.get(other.texts[first], -float("inf"))
-        assert missed < TIE, f"{one.tokens} alone, {other.tokens} handed over"
+        assert missed < TIE, f"prompt {i}, token {first}: {one.tokens} alone, {other.tokens} {how}"
     assert 2 * equal > len(alone), f"{equal} of {len(alone)} answers are equal"
     assert len({tuple(each.tokens) for each in alone}) == len(alone), "answers depend on the prompts"
-    print(f"{equal} of {len(alone)} answers are equal to the end, others to a tie of {TIE} nats")
+    print(f"{equal} of {len(alone)} answers {how} are equal to the end, others to a tie of {TIE} nats")
 
 
 def hand_over(cluster: VLLMCluster, ask: Callable[[Front, int], Answer], count: int) -> None:
-    """The decode worker alone answers `count` questions, and then with the KV of the prefill worker: one by
-    one in another order, since each finds what the last one has left in its blocks, and at once."""
+    """The decode worker alone answers `count` questions twice, and then with the KV of the prefill worker:
+    one by one and at once. The order changes, since each finds what the last one has left in its blocks."""
 
     def computed() -> tuple[int, int]:
         status = cluster.workers()["decode"]["status"]
@@ -224,12 +224,13 @@ def hand_over(cluster: VLLMCluster, ask: Callable[[Front, int], Answer], count: 
 
     with routed(cluster, cluster.workers()["decode"]["address"]) as front:
         alone = [ask(front, i) for i in reversed(range(count))][::-1]
+        compare(alone, [ask(front, i) for i in range(count)], "alone, a second time,")
         front.assert_whole()
     before = computed()
     assert before[0] > 0, "it has computed the prompts"
-    compare(alone, [ask(cluster, i) for i in range(count)])
+    compare(alone, [ask(cluster, i) for i in range(count)], "handed over")
     with ThreadPoolExecutor() as pool:
-        compare(alone, [*pool.map(lambda i: ask(cluster, i), range(count))])
+        compare(alone, [*pool.map(lambda i: ask(cluster, i), range(count))], "handed over at once")
     assert computed() == before, "all KV was handed over"
     cluster.assert_whole()
 
