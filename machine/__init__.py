@@ -7,9 +7,9 @@ of a GPU or CPU whose pages move, `kept_pages` pages that outlive a process, `cu
 and its handles, `system` ports, directories and child processes, `connections` the bound of those to a port,
 `background` what gives way to other processes, `logs` the lines that every process logs, `tracing` the spans
 of requests, `grammars` a compiler of clients' grammars that has limits, `step_model` what the steps of an
-engine cost, `learned_steps` what measures and corrects that, `trainer_files` files that stand for weights on
-a trainer's GPU, `link` what loading KV costs, `averages` what work has cost lately, `quantiles` what a
-quantile is.
+engine cost, `measured_steps` what measures that at the start, `learned_steps` what learns and corrects it,
+`trainer_files` files that stand for weights on a trainer's GPU, `link` what loading KV costs, `averages` what
+work has cost lately, `quantiles` what a quantile is.
 The package imports no other package of Baton, and no torch.
 """
 

@@ -1,6 +1,5 @@
-"""Makes the model of the steps of one engine (`step_model`): a table, and factors that follow the steps.
+"""Learns the model of the steps of one engine (`step_model`): a table, and factors that follow the steps.
 
-    measure         makes a table from a few steps, at the start of an engine
     ObservedSteps   makes one from any steps, as far as it was not measured
     Correction      follows an engine that is slower or faster than its table
     LearnedSteps    all of them, for one engine
@@ -8,9 +7,8 @@
 Pure.
 """
 
-import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from baton.machine.averages import Average
@@ -23,9 +21,6 @@ LARGEST_ERROR = 0.5
 process."""
 DECAY = 0.95
 """Factor on the weight of an observed step with each later one of about its size."""
-
-Step = Callable[[int, float, int, float], float]
-"""Seconds of a step with (rows, context, tokens, position), as in `StepModel.step`."""
 
 
 class _Bin:
@@ -223,45 +218,13 @@ class ObservedSteps:
             )
 
 
-def measure(
-    step: Step,
-    rows: Sequence[int],
-    tokens: Sequence[int],
-    context: int,
-    position: int,
-    *,
-    budget: float = math.inf,
-) -> StepModel:
-    """Measures a model with a few calls of `step`.
-
-    `rows`, `tokens`: sizes to measure, ascending; the most important are the first and the last. `context`:
-    positions of a decode in steps with a long context. `position`: of long prompts.
-    `budget`: seconds of all steps but the smallest decode, the smallest prompt and the largest one. Others
-    that are expected to exceed it are left out. Without a large prompt each token would count as a step:
-    prompts would seem to wait a hundred times as long as they do."""
-    step(rows[0], rows[0], 0, 0.0)  # a device that had no work is slow at first
-    observed, spent = ObservedSteps(rows, tokens), 0.0
-    always = (rows[0], rows[0], 0, 0.0), (0, 0.0, tokens[0], 0.0), (0, 0.0, tokens[-1], 0.0)
-    for size in dict.fromkeys(always):
-        observed.add(*size, step(*size))
-    for size in _grid(rows, tokens, context, position):
-        model = observed.model
-        if size in always or model is None or spent + model.step(*size) > budget:
-            continue
-        seconds = step(*size)
-        spent += seconds
-        observed.add(*size, seconds)
-    assert observed.model is not None, "three steps were measured"
-    return observed.model
-
-
 def row_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of decodes to measure."""
+    """Numbers of decodes from which on steps count together."""
     return _sizes(1, most)
 
 
 def token_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of prompt tokens to measure."""
+    """The same of prompt tokens."""
     return _sizes(16, most)
 
 
@@ -272,34 +235,6 @@ def _sizes(first: int, most: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= 2
     return *sizes, most
-
-
-def _grid(
-    rows: Sequence[int], tokens: Sequence[int], context: int, position: int
-) -> Iterator[tuple[int, float, int, float]]:
-    """The other steps to measure, the most important first: a budget may end before the others. In a mixed
-    step the prompt is one of the requests, and its tokens and the decodes are at most as many as those of a
-    prompt."""
-    middle, chunk = rows[len(rows) // 2], tokens[len(tokens) // 2]
-
-    def with_slopes(size: int, count: int) -> Iterator[tuple[int, float, int, float]]:
-        yield size, size, 0, 0.0
-        yield 0, 0.0, count, 0.0
-        yield size, size * context, 0, 0.0
-        yield 0, 0.0, count, position
-        decodes = min(size, rows[-1] - 1)
-        more = max(tokens[0], chunk - decodes)  # so many rows in all need no padding
-        if decodes and decodes + more <= tokens[-1]:
-            yield decodes, decodes, more, 0.0
-
-    steps = [
-        *with_slopes(middle, chunk),
-        (rows[-1], rows[-1], 0, 0.0),
-        *((size, size, 0, 0.0) for size in rows),
-        *((0, 0.0, size, 0.0) for size in tokens),
-        *with_slopes(rows[-1], tokens[-1]),
-    ]
-    yield from dict.fromkeys(steps)
 
 
 class Correction:

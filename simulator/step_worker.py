@@ -18,7 +18,8 @@ from baton.content import CHUNK_TOKENS
 from baton.engine.core.meters import MIXED_STEPS, Batch, ChunkLimit, Meters, may_join, prompt_limit
 from baton.engine.core.pace import EARLY
 from baton.engine.core.state_copies import Wanted
-from baton.machine.learned_steps import LearnedSteps, measure, row_sizes, token_sizes
+from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
+from baton.machine.measured_steps import measure
 from baton.machine.step_model import StepModel
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.cache import KvMemory, Lease

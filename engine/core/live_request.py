@@ -14,7 +14,7 @@ import numpy as np
 from baton.content import packed
 from baton.content.cache_kinds import Window, first_read
 from baton.engine.api.request import EngineRequest, Logprobs
-from baton.engine.core.prefix_cache import PrefixNames
+from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.prompt_images import PromptImages
 from baton.engine.core.state_copies import Copy, CopyLease
 from baton.engine.core.window_blocks import WindowSpan

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
-from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import CopyLease
 from baton.engine.core.window_blocks import WindowSpan
 

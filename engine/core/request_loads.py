@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.request_memory import RequestMemory
 
 

@@ -7,7 +7,8 @@ from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
-from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.request_states import RequestStates
 from baton.engine.core.step_builder import Schedule
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan

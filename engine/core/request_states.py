@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from baton.engine.core.block_pool import StatePool
 from baton.engine.core.live_request import LiveRequest, Phase, States
-from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import Copy, CopyLease, Save, Wanted
 from baton.engine.core.step_builder import Schedule
 

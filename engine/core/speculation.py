@@ -21,7 +21,7 @@ from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.request_memory import RequestMemory
 from baton.engine.core.request_states import RequestStates
 from baton.engine.core.step_builder import Schedule
-from baton.engine.step import Draft
+from baton.engine.step_drafts import Draft
 
 FORGET = 0.98
 """Factor on the weight of what became of drafts, with each later step. So a request without drafts gets some

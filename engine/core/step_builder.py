@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from baton.engine.arrange import arrange
 from baton.engine.core.live_request import DRAW, LiveRequest
 from baton.engine.core.prompt_images import with_images
 from baton.engine.core.state_copies import CopyLease, Save
-from baton.engine.step import ARRAYS, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
+from baton.engine.step import ARRAYS, NOT_SCORED, Draws, Scored, Step, Variant
+from baton.engine.step_drafts import Draft
 
 NO_TOP_P = np.float32(2)
 """Rounded sums of probabilities may pass 1, so "no limit" must be above it."""

@@ -24,11 +24,14 @@ import numpy as np
 import torch
 
 from baton.engine.api.config import EngineConfig
+from baton.engine.arrange import arrange
 from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.step import NOT_FINITE, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
+from baton.engine.step import NOT_FINITE, NOT_SCORED, Draws, Scored, Step, Variant
 from baton.engine.step_adjustments import Adjustments, Penalties
-from baton.machine.learned_steps import measure, row_sizes, token_sizes
+from baton.engine.step_drafts import Draft
+from baton.machine.learned_steps import row_sizes, token_sizes
+from baton.machine.measured_steps import measure
 from baton.machine.step_model import StepModel
 
 TOP_LOGPROBS = 20

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.arrange import arrange
 from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels import KV, AttentionMetadata, HeadNorm, Kernels
 from baton.engine.kernels.attention.paged import first_seen
 from baton.engine.kernels.attention.tiles import NO_IMAGES, Images
 from baton.engine.model_config import Span
-from baton.engine.step import Draws, Variant, arrange
+from baton.engine.step import Draws, Variant
 from tests.engine.kernel_checks import F32, close, normal
 
 LARGEST_TILE = 128  # keys that a kernel loads at once

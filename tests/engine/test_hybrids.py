@@ -15,7 +15,7 @@ from baton.engine import Engine, EngineConfig, EngineRequest, step_loop
 from baton.engine.core import state_copies
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
-from baton.engine.core.prefix_cache import PrefixNames
+from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.request_loads import RequestLoads
 from baton.engine.core.state_copies import StateCopies, Wanted
 from baton.engine.core.step_builder import Schedule

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from baton.cluster.tools.sizing import MODELS
 from baton.content.cache_kinds import FP8, INDEX, LATENT, CacheArray
 from baton.engine import EngineRequest, SamplingParams
+from baton.engine.arrange import arrange
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels import AttentionMetadata, Kernels
@@ -25,7 +26,7 @@ from baton.engine.kernels.upload import upload
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import LatentConfig
 from baton.engine.models import cache_bytes_per_token
-from baton.engine.step import Draws, Step, Variant, arrange
+from baton.engine.step import Draws, Step, Variant
 from baton.kv_transfer.layout import KVLayout
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton.content import CHUNK_TOKENS, extend_names, salted
-from baton.engine.core.prefix_cache import PrefixNames
+from baton.engine.core.prefix_names import PrefixNames
 
 TOKENS = random.Random(0).choices(range(50000), k=1000)
 

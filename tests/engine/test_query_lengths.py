@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from baton.engine import Engine
+from baton.engine.arrange import arrange
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.step import Draws, Step, Variant, arrange
+from baton.engine.step import Draws, Step, Variant
 from tests.engine.conftest import MakeEngine, save_tiny
 
 BLOCK = 16

@@ -12,13 +12,15 @@ import torch
 
 from baton.engine import Engine, EngineRequest, SpeculativeConfig, StructuredOutput
 from baton.engine.api.stats import SpeculationStats
+from baton.engine.arrange import arrange
 from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.execution.inputs import read_by_device
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs, follow
 from baton.engine.kernels.sampling.reference import with_sampled
-from baton.engine.step import Draft, Draws, Variant, arrange
+from baton.engine.step import Draws, Variant
+from baton.engine.step_drafts import Draft
 from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
 from tests.engine.drafting import draft_always
 from tests.engine.mixed_requests import mixed_requests

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig
+from baton.engine.arrange import arrange
 from baton.engine.execution import commands, host_ranks
 from baton.engine.execution.commands import SLOTS, Commands, Sample, Stage, Stop
 from baton.engine.execution.host_ranks import HostRanks
@@ -31,7 +32,7 @@ from baton.engine.execution.rank import open_store
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Fp8Experts, parts
 from baton.engine.loader import check_model
-from baton.engine.step import NOT_SCORED, Draws, Scored, Step, Variant, arrange
+from baton.engine.step import NOT_SCORED, Draws, Scored, Step, Variant
 from tests.engine.checkpoints import assert_refused
 from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests

@@ -15,11 +15,10 @@ from baton.machine.learned_steps import (
     Correction,
     LearnedSteps,
     ObservedSteps,
-    Step,
-    measure,
     row_sizes,
     token_sizes,
 )
+from baton.machine.measured_steps import Step, measure
 from baton.machine.step_model import LARGEST_FACTOR, MOST_ROWS, StepModel, long_seconds
 from baton.router.policy.pace import Pace
 from baton.simulator.steps import step_seconds

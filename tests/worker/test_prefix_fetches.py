@@ -7,8 +7,8 @@ import pytest
 
 from baton.content import CHUNK_TOKENS
 from baton.engine import Engine, EngineRequest
-from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
+from baton.engine.core.prefix_names import PrefixNames
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.machine.link import RETRY, Link

@@ -1,0 +1,59 @@
+"""The names of what a request begins with: of its full blocks and chunks. Pure."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from baton.content import CHUNK_TOKENS, ImageSpan, extend_names, name_of_prefix, packed, salted
+from baton.engine.api.request import CachedBlock
+
+
+class PrefixNames:
+    """Names of the beginning of a request. They grow with the request, and no token is hashed again.
+
+    Attributes:
+        blocks: of each full block, the name of all tokens up to its end.
+        chunks: of each full chunk (`content`).
+        salt, tenant: of the request.
+    """
+
+    def __init__(
+        self,
+        root: bytes,
+        salt: bytes,
+        block_size: int,
+        tenant: bytes = b"",
+        images: Sequence[ImageSpan] = (),
+    ) -> None:
+        self.salt = salt
+        self.tenant = tenant
+        self.blocks: list[bytes] = []
+        self.chunks: list[bytes] = []
+        self._root = salted(root, salt)
+        self._block_size = block_size
+        self._images = images
+        self._token_ids = array("i")  # of `blocks` at least
+
+    def extend(self, token_ids: Sequence[int], count: int) -> None:
+        """Names all full blocks and chunks within the first `count` tokens."""
+        if count < (len(self.blocks) + 1) * self._block_size:
+            return
+        tokens = self._token_ids
+        tokens.extend(packed(token_ids[len(tokens) : count]))
+        extend_names(self.chunks, tokens, count, self._root, self._images)
+        for index in range(len(self.blocks) + 1, count // self._block_size + 1):
+            end = index * self._block_size
+            self.blocks.append(name_of_prefix(self.chunks, tokens, end, self._root, self._images))
+
+    def of_chunk(self, token_ids: Sequence[int], end: int) -> bytes:
+        """The name of the first `end` tokens, which are full chunks."""
+        self._token_ids.extend(packed(token_ids[len(self._token_ids) : end]))
+        extend_names(self.chunks, self._token_ids, end, self._root, self._images)
+        return self.chunks[end // CHUNK_TOKENS - 1]
+
+    def cached(self, indices: Sequence[int]) -> Iterator[CachedBlock]:
+        """These blocks, with the chunks that end in them."""
+        for index in indices:
+            start, stop = (end * self._block_size // CHUNK_TOKENS for end in (index, index + 1))
+            before = self.blocks[index - 1] if index else b""
+            tokens = self._token_ids[index * self._block_size : (index + 1) * self._block_size]
+            yield CachedBlock(self.blocks[index], self.chunks[start:stop], start, self.salt, before, tokens)
