@@ -5,6 +5,9 @@ What they leave in /dev/shm has the prefix of the run of the tests (`tests.lefto
 The wheel of torchvision that PyPI has is for CUDA, and a torch for CPUs cannot load its operators. Nothing
 here uses these, so they are not declared.
 
+Sparse attention reads the positions that it has chosen in their order. Kernels of vLLM write them in any
+order (vLLM #55122), so sums differ between equal calls, and with random weights answers, too.
+
 Without `FRESH_VLLM` they take less CPU time, too. On CPUs vLLM spawns processes, and each would import all
 again, which takes 7 seconds: here they are forks. A process would spin for a second after each message: here
 it sleeps for moments. Nothing is compiled, since that takes longer than all that tests compute.
@@ -15,13 +18,52 @@ import os
 import sys
 import time
 import types
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from multiprocessing import shared_memory
+from typing import Any
 from unittest.mock import patch
 
 prefix = f"/{os.environ['SHARED_MEMORY_OF_TESTS']}"
 patch.multiple(shared_memory, _SHM_NAME_PREFIX=prefix, _SHM_SAFE_NAME_LENGTH=len(prefix) + 8).start()
 _OPERATORS = "torchvision._meta_registrations"
 sys.modules[_OPERATORS] = types.ModuleType(_OPERATORS)
+
+
+class InOrder(MetaPathFinder):
+    """Changes the module in which sparse attention looks up the slots of chosen positions."""
+
+    MODULE = "vllm.v1.attention.backends.mla.sparse_utils"
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self.MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(fullname)
+        execute = spec.loader.exec_module
+
+        def execute_in_order(module: Any) -> None:
+            execute(module)
+            module.triton_convert_req_index_to_global_index = in_order(
+                module.triton_convert_req_index_to_global_index
+            )
+
+        spec.loader.exec_module = execute_in_order
+        return spec
+
+
+def in_order(look_up: Any) -> Any:
+    """`chosen`: int32 [tokens, positions]; -1, which comes last then: none."""
+
+    def ordered(requests: Any, tables: Any, chosen: Any, *given: Any, **named: Any) -> Any:
+        none = chosen < 0
+        chosen = chosen.masked_fill(none, 2**31 - 1).sort(1).values
+        return look_up(requests, tables, chosen.masked_fill(none.sort(1).values, -1), *given, **named)
+
+    return ordered
+
+
+sys.meta_path.insert(0, InOrder())
 if "FRESH_VLLM" not in os.environ:
     patch("multiprocessing.get_context", return_value=multiprocessing.get_context("fork")).start()
     patch("os.sched_yield", lambda: time.sleep(0.0005)).start()
