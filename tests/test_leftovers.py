@@ -19,10 +19,9 @@ from tests.system.machine import Machine
 from tests.within import WITHIN
 
 SLEEP = "import time; time.sleep(3600)"
-STARTER = f"""
-import subprocess, sys
-print(subprocess.Popen([sys.executable, "-S", "-c", {SLEEP!r}], stdout=subprocess.DEVNULL).pid)
-"""
+ORPHAN = f"import os; print(os.getpid(), flush=True); os.close(1); {SLEEP}"
+"""It says itself that it runs: before that, its command line may be empty."""
+STARTER = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {ORPHAN!r}])"
 
 
 def test_an_orphan_of_the_run_is_found_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
