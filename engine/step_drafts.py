@@ -30,7 +30,7 @@ class Draft(NamedTuple):
 def with_drafts(
     token_ids: Sequence[int] | np.ndarray, drafts: Mapping[int, Draft], ends: np.ndarray
 ) -> np.ndarray:
-    """The token ids of a step whose requests end at these rows, if the step before accepts no draft."""
+    """The token ids of a step, if the step before accepts no draft. Request i ends before row ends[i]."""
     is_draft = np.zeros(ends[-1], dtype=bool)
     ids = np.zeros(ends[-1], dtype=np.int32)
     for i, draft in drafts.items():

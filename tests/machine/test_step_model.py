@@ -11,13 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.machine.learned_steps import (
-    Correction,
-    LearnedSteps,
-    ObservedSteps,
-    row_sizes,
-    token_sizes,
-)
+from baton.machine.learned_steps import Correction, LearnedSteps, ObservedSteps, row_sizes, token_sizes
 from baton.machine.measured_steps import Step, measure
 from baton.machine.step_model import LARGEST_FACTOR, MOST_ROWS, StepModel, long_seconds
 from baton.router.policy.pace import Pace
