@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from baton.machine.averages import Average
-from baton.machine.step_model import LARGEST_FACTOR, MOST_IN_PAIRS, StepModel
+from baton.machine.step_model import LARGEST_FACTOR, MOST_IN_PAIRS, StepModel, interpolated
 
 ADAPTS = 0.1
 """Share of the error of a step by which the factors of its parts change."""
@@ -80,6 +80,11 @@ class _Bins:
         """Whether steps of this size were measured, or counted."""
         index = self._index(size)
         return self._sizes[index] in self._measured or self._bins[index].weight > 0
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The sizes that `knows` is true of."""
+        return tuple(size for size in self._sizes if self.knows(size))
 
     def _index(self, size: int) -> int:
         return max(0, bisect_right(self._sizes, size) - 1)
@@ -156,6 +161,21 @@ class ObservedSteps:
     def model(self) -> StepModel | None:
         """None: no step was there yet."""
         return self._model
+
+    @property
+    def at_sizes(self) -> StepModel:
+        """The model of a measurement: it has the sizes from which on steps count together. There were steps
+        with prompts, and steps that only decoded."""
+        model = self._model
+        assert model is not None, "there were steps"
+        rows, tokens = self._decodes.known, tuple(sorted({*self._prompts.known, *self._mixed.known}))
+        return replace(
+            model,
+            rows=rows,
+            decode_seconds=tuple(interpolated(model.rows, model.decode_seconds, size) for size in rows),
+            tokens=tokens,
+            prompt_seconds=tuple(interpolated(model.tokens, model.prompt_seconds, size) for size in tokens),
+        )
 
     def learns(self, rows: int, tokens: int) -> bool:
         """Whether a step of this size changes the model."""

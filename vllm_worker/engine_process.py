@@ -154,7 +154,7 @@ class EngineProcess:
         if self._config.engine.enable_prefix_caching:
             self._events = await _subscribed(vllm.events)
         self._send(messages.Progress("warming up vLLM", 0.8))
-        await vllm.warm_up()
+        await vllm.warm_up(attach.pool)
         adapters = await vllm.load_adapters()
         return vllm, await asyncio.to_thread(vllm.ready, attach, adapters), attach.pool
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +33,8 @@ from baton.content import content_root, vocabulary_fingerprint
 from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_source
 from baton.engine.loader.tokenizer_json import vocabulary
 from baton.vllm_worker.adapters import Adapters
-from baton.vllm_worker.attachment import Attach, events_address
+from baton.vllm_worker.attachment import Attach, Pool, events_address
+from baton.vllm_worker.chosen_steps import PROMPT, Chosen, Kind, rounds
 from baton.vllm_worker.connector import check_config
 from baton.vllm_worker.coordinator import tie_coordinators
 from baton.vllm_worker.grammars import Gate
@@ -51,7 +54,6 @@ _WARM_UP = (
 )
 
 MOST_ADAPTERS = 1024
-_LARGE = engine.SamplingParams(max_tokens=10, ignore_eos=True)
 
 
 class VLLM:
@@ -103,28 +105,74 @@ class VLLM:
         self.adapters = Adapters(self._add_adapter, self._remove_adapter, most)
         self._gate = Gate(vllm_config.model_config.get_vocab_size())
         settings = settings_of(self._llm, checkpoint_path(config.engine))
+        drafts = vllm_config.speculative_config
+        self._drafts = 0 if drafts is None else drafts.num_speculative_tokens
         self._images = None if settings is None else Images(self._llm, settings)
         # It would compile again what the gate has tried, and hold up the event loop meanwhile.
         backend_guidance.validate_guidance_grammar = lambda *_, **__: None
 
-    async def warm_up(self) -> None:
+    async def warm_up(self, pool: Pool) -> None:
         """vLLM compiles some functions when they are first needed, for longer than a step may take. On a GPU,
-        large prompts show what a token costs. Raises ValueError if images have other tokens than in routers.
-        """
+        steps are measured, as those of Baton's engine. Raises ValueError if images have other tokens than in
+        routers."""
         if self._images is not None:
             await self._images.check()
-        requests = [([0, 0], params) for params in _WARM_UP]
-        if self._engine.device == "cuda":
-            config, model = self._llm.vllm_config.scheduler_config, self._llm.model_config
-            size = min(config.max_num_batched_tokens, model.max_model_len - _LARGE.max_tokens)
-            requests += [([i] * size, _LARGE) for i in range(3)]  # no prefix of another, which is cached
-        for ids, wanted in requests:
-            drafts = self._llm.vllm_config.speculative_config is not None
-            params = replace(wanted, min_p=0.0) if drafts else wanted  # vLLM has no min_p with drafts
-            request = engine.EngineRequest(os.urandom(16), ids, sampling=params)
-            fields = sampling(request, only_first=False, scores_prompt=True)
-            async for _ in self.generate(request, fields, 0):
+        for wanted in _WARM_UP:
+            params = replace(wanted, min_p=0.0) if self._drafts else wanted  # vLLM has no min_p with drafts
+            async for _ in self._rehearse([0, 0], params):
                 pass
+        if self._engine.device == "cuda":
+            await self.measure(pool)
+
+    async def measure(self, pool: Pool) -> None:
+        """Measures what steps cost, unless vLLM computes each prompt in one step."""
+        config = self._llm.vllm_config
+        scheduler, graph = config.scheduler_config, config.compilation_config.max_cudagraph_capture_size
+        if not scheduler.enable_chunked_prefill:
+            return
+        chosen = rounds(
+            seats=scheduler.max_num_seqs,
+            budget=scheduler.max_num_batched_tokens,
+            graph=graph or 0,
+            longest=self._llm.model_config.max_model_len,
+            block=pool.block_size,
+            room=pool.num_blocks // 2 * pool.block_size,
+            drafts=self._drafts,
+        )
+        for _ in range(2):  # the first time vLLM may compile
+            seed = os.urandom(8).hex()
+            for counts, requests in chosen:
+                async with contextlib.AsyncExitStack() as while_decoding:
+                    if counts == "mixed":
+                        beside = self._chosen(Chosen(-1, PROMPT, 1 << 16), counts, seed)
+                        await anext(await while_decoding.enter_async_context(contextlib.aclosing(beside)))
+                    await asyncio.gather(*(self._until_end(each, counts, seed) for each in requests))
+            if chosen:
+                await self._until_end(Chosen(-2, PROMPT, 1), None, seed)
+
+    async def _until_end(self, chosen: Chosen, counts: Kind | None, seed: str) -> None:
+        async for _ in self._chosen(chosen, counts, seed):
+            pass
+
+    def _chosen(self, chosen: Chosen, counts: Kind | None, seed: str) -> AsyncGenerator[Any, None]:
+        """Tokens are random: equal ones would all have the same experts. Special ones, as for images, are at
+        the ends of vocabularies."""
+        number, tokens, answer = chosen
+        vocabulary = self._llm.model_config.get_vocab_size()
+        ids = Random(f"{seed} {number}").choices(range(vocabulary // 4, vocabulary // 2), k=tokens)
+        most = self._llm.model_config.max_model_len - tokens
+        wanted = engine.SamplingParams(max_tokens=min(answer, most), ignore_eos=True)
+        return self._rehearse(ids, wanted, {"counts": counts})
+
+    def _rehearse(
+        self, ids: list[int], wanted: engine.SamplingParams, params: dict[str, Any] | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """`params`: for the connector."""
+        request = engine.EngineRequest(os.urandom(16), ids, sampling=wanted)
+        fields = sampling(request, only_first=False, scores_prompt=True)
+        if params is not None:
+            fields["extra_args"] = {"kv_transfer_params": params}
+        return self.generate(request, fields, 0)
 
     async def load_adapters(self) -> list[Adapter]:
         """Loads those of --lora-modules. Raises ValueError."""

@@ -12,6 +12,10 @@ Where no CUDA graph holds a whole step with a chunk, Python launches the attenti
 chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that. A
 step with more tokens than the largest graph takes several times as long, so none with decodes has more.
 
+On a GPU steps of chosen sizes are measured at the start (`chosen_steps`). Their table stays, and factors
+follow the steps of requests, as in Baton's engine. A table that is learned from requests alone has few sizes,
+from different times: routers then err about which of two workers takes longer.
+
 vLLM encodes an image whole, in the step that computes its first token. Such a step says what images cost, and
 not what tokens cost.
 """
@@ -23,7 +27,9 @@ from dataclasses import dataclass
 from baton.engine.api.stats import StepStats
 from baton.engine.core.meters import DECAY, LEAST, LONG, Batch, ChunkLimit, Meters, prompt_limit
 from baton.machine.averages import Average
-from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
+from baton.machine.learned_steps import LearnedSteps, ObservedSteps, row_sizes, token_sizes
+from baton.machine.step_model import StepModel
+from baton.vllm_worker.chosen_steps import Kind
 
 ALIKE = 8
 """Steps in a row that only decode, and of which the mean says what such a step takes. vLLM learns late of the
@@ -51,6 +57,12 @@ class _Step:
     scheduled_at: float = 0.0
 
 
+def _kind(step: _Step) -> Kind:
+    if not step.prompt_tokens:
+        return "decodes"
+    return "mixed" if step.decodes else "prompts"
+
+
 class MixedSteps:
     """Times are in seconds of any clock.
 
@@ -70,8 +82,9 @@ class MixedSteps:
         self._rows = 1 + drafts
         self._chunk = chunk
         self._largest = beside_decodes = min(usual or most, most, graph or most)
-        self._costs = LearnedSteps(row_sizes(MOST_DECODES), token_sizes(max(usual, most, 1)))
-        self._meters = Meters(ChunkLimit(self._costs, target, beside_decodes, target_steps))
+        self._sizes = row_sizes(MOST_DECODES), token_sizes(max(usual, most, 1))
+        self._limits = target, beside_decodes, target_steps
+        self._start(None)
         self._context = 0  # of the last step
         self._usual = usual
         self._graph = graph or math.inf
@@ -86,10 +99,27 @@ class MixedSteps:
         self._joined = False
         self._spared = False  # the last step had no part of the prompts that wait
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
-        self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
+        self._measured: ObservedSteps | None = None  # None: no steps are chosen
+        self._counts: Kind | None = None
         self._told = ""
         self._encoding = Average(DECAY)
         self.encode_seconds = 0.0
+
+    def _start(self, measured: StepModel | None) -> None:
+        """What was learned of steps is forgotten: some may have compiled functions."""
+        self._costs = LearnedSteps(*self._sizes, measured)
+        largest = (0, 0.0) if measured is None else (measured.tokens[-1], measured.prompt_seconds[-1])
+        self._meters = Meters(ChunkLimit(self._costs, *self._limits), largest)
+        self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
+
+    def measure(self, counts: Kind | None) -> None:
+        """The next steps are chosen, and those of one kind are measured. None: the table has them."""
+        if counts is None and self._measured is not None:
+            self._start(self._measured.at_sizes)
+            self._measured = None
+        elif self._measured is None:
+            self._measured = ObservedSteps(*self._sizes)
+        self._counts = counts
 
     @property
     def encode_token_seconds(self) -> float:
@@ -139,6 +169,8 @@ class MixedSteps:
         """All requests of the step are scheduled. Returns its number."""
         step, self._step = self._step, _Step(number=self._step.number + 1)
         step.scheduled_at = now
+        if not self._under_way:
+            self._meters.rest(now - self._over_at)
         self._under_way.append(step)
         self._joined = False
         self._spared = bool(self._prompts) and not step.prompt_tokens
@@ -154,6 +186,10 @@ class MixedSteps:
             if not step.decodes and not step.prompt_tokens:
                 continue
             seconds, self._over_at = now - max(self._over_at, step.scheduled_at), now
+            if step.prompt_tokens:
+                self._decodes.clear()
+            if self._measured is not None and self._counts != _kind(step):
+                continue
             limit = self._meters.chunk_limit
             if step.image_tokens:
                 self._encoded(step, seconds)
@@ -163,13 +199,15 @@ class MixedSteps:
                 seconds = sum(self._decodes) / len(self._decodes)
                 if len(self._decodes) < ALIKE and seconds < (limit.fastest_seconds or math.inf):
                     continue
-            else:
-                self._decodes.clear()
-                if step.decodes:
-                    self._launches.add(max(0.0, seconds - self._expected(step)))
-                elif step.prompt_tokens < LEAST:
-                    continue  # vLLM may have compiled functions: that is no speed
+            elif step.decodes:
+                self._launches.add(max(0.0, seconds - self._expected(step)))
+            elif step.prompt_tokens < LEAST:
+                continue  # vLLM may have compiled functions: that is no speed
             position = step.positions / step.prompt_tokens if step.prompt_tokens else 0.0
+            size = step.decodes, step.context, step.prompt_tokens, position - step.prompt_tokens / 2
+            if self._measured is not None:
+                self._measured.add(*size, seconds)
+                continue
             self._meters.record(step.decodes, step.prompt_tokens, seconds, position, step.context)
 
     def _encoded(self, step: _Step, seconds: float) -> None:
@@ -192,6 +230,8 @@ class MixedSteps:
         rows = len(self._decoding) + len(self._coming)
         if not rows or not self._most:
             return self._usual
+        if self._measured is not None:
+            return max(self._rows, int(min(self._most, self._graph - rows * self._rows)))
         if self._joined and not self._spared:
             return self._rows
         limit, prompts = self._meters.chunk_limit, self._prompts.values()
@@ -220,6 +260,8 @@ class MixedSteps:
 
     def news(self) -> list[StepStats]:
         """Returns what steps cost, if it differs in two digits from what was returned before."""
+        if self._measured is not None:
+            return []
         meters, limit = self._meters, self._meters.chunk_limit
         batch = self._batch
         long = limit.long_step(batch)

@@ -153,9 +153,16 @@ class VLLMCluster(Front):
     tokens."""
 
     def __init__(
-        self, model: Path, directory: Path, *flags: str, fresh: bool = False, sees: bool = False
+        self,
+        model: Path,
+        directory: Path,
+        *flags: str,
+        fresh: bool = False,
+        sees: bool = False,
+        measured: bool = False,
     ) -> None:
-        """`sees`: vLLM can import what it needs for images."""
+        """`sees`: vLLM can import what it needs for images. `measured`: workers measure steps at their start,
+        as on GPUs."""
         assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
         assert not sees or VISION.exists(), "run `make venv-vllm`"
         super().__init__(free_port())
@@ -167,6 +174,7 @@ class VLLMCluster(Front):
         paths = f"{PATHS}:{VISION}" if sees else PATHS
         environment |= {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
         environment |= {"FRESH_VLLM": "1"} if fresh else {}
+        environment |= {"MEASURED_VLLM": "1"} if measured else {}
         environment |= {"CUDA_VISIBLE_DEVICES": "0,0"} if DEVICE == "cuda" else {}  # both workers on one GPU
         with self._output.open("wb") as out:
             self.process = (FreshPopen if fresh else ForkedPopen)(
@@ -248,9 +256,11 @@ class VLLMCluster(Front):
 
 
 @contextlib.contextmanager
-def serving(model: Path, directory: Path, *flags: str, sees: bool = False) -> Iterator[VLLMCluster]:
+def serving(
+    model: Path, directory: Path, *flags: str, sees: bool = False, measured: bool = False
+) -> Iterator[VLLMCluster]:
     """A cluster that is ready. Asserts how it ends."""
-    served = VLLMCluster(model, directory, *flags, sees=sees)
+    served = VLLMCluster(model, directory, *flags, sees=sees, measured=measured)
     try:
         served.until_ready()
         yield served

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.system.machine import tree
+from tests.system.machine import tree, until
+from tests.within import WITHIN
 
 from .served import Front, Reference, VLLMCluster, joined, prompts_of, save_model, serving
 
@@ -33,7 +34,7 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMCluster]:
-    with serving(model, tmp_path_factory.mktemp("served"), *FLAGS) as served:
+    with serving(model, tmp_path_factory.mktemp("served"), *FLAGS, measured=True) as served:
         yield served
 
 
@@ -56,6 +57,14 @@ def goes_on(
     assert tokens == right
     cluster.until_restarted(role, restarts + 1)
     cluster.assert_whole()
+
+
+@pytest.mark.timeout(900)
+def test_steps_are_measured_at_the_start(cluster: VLLMCluster) -> None:
+    for role in ("prefill", "decode"):
+        steps = until(lambda role=role: cluster.workers()[role]["status"]["step_model"], WITHIN, "a report")
+        assert (steps["rows"], steps["tokens"]) == ([1, 2, 4, 8, 16, 32], [16, 32, 64, 128, 256])
+        assert 0 < steps["decode_seconds"][0] <= steps["decode_seconds"][-1]
 
 
 @pytest.mark.timeout(900)

@@ -8,6 +8,8 @@ here uses these, so they are not declared.
 Sparse attention reads the positions that it has chosen in their order. Kernels of vLLM write them in any
 order (vLLM #55122), so sums differ between equal calls, and with random weights answers, too.
 
+With `MEASURED_VLLM` a worker measures steps at its start, as on a GPU.
+
 Without `FRESH_VLLM` they take less CPU time, too. On CPUs vLLM spawns processes, and each would import all
 again, which takes 7 seconds: here they are forks. A process would spin for a second after each message: here
 it sleeps for moments. Nothing is compiled, since that takes longer than all that tests compute.
@@ -18,6 +20,7 @@ import os
 import sys
 import time
 import types
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from multiprocessing import shared_memory
@@ -30,26 +33,32 @@ _OPERATORS = "torchvision._meta_registrations"
 sys.modules[_OPERATORS] = types.ModuleType(_OPERATORS)
 
 
-class InOrder(MetaPathFinder):
-    """Changes the module in which sparse attention looks up the slots of chosen positions."""
+class Changed(MetaPathFinder):
+    """Calls a function with a module when it is first imported."""
 
-    MODULE = "vllm.v1.attention.backends.mla.sparse_utils"
+    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
+        self._module = module
+        self._change = change
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self.MODULE:
+        if fullname != self._module:
             return None
         sys.meta_path.remove(self)
         spec: Any = find_spec(fullname)
         execute = spec.loader.exec_module
 
-        def execute_in_order(module: Any) -> None:
+        def execute_and_change(module: Any) -> None:
             execute(module)
-            module.triton_convert_req_index_to_global_index = in_order(
-                module.triton_convert_req_index_to_global_index
-            )
+            self._change(module)
 
-        spec.loader.exec_module = execute_in_order
+        spec.loader.exec_module = execute_and_change
         return spec
+
+
+def choose_in_order(module: Any) -> None:
+    module.triton_convert_req_index_to_global_index = in_order(
+        module.triton_convert_req_index_to_global_index
+    )
 
 
 def in_order(look_up: Any) -> Any:
@@ -63,7 +72,19 @@ def in_order(look_up: Any) -> Any:
     return ordered
 
 
-sys.meta_path.insert(0, InOrder())
+def measure(llm: Any) -> None:
+    warm_up = llm.VLLM.warm_up
+
+    async def warm_up_and_measure(vllm: Any, pool: Any) -> None:
+        await warm_up(vllm, pool)
+        await vllm.measure(pool)
+
+    llm.VLLM.warm_up = warm_up_and_measure
+
+
+sys.meta_path.insert(0, Changed("vllm.v1.attention.backends.mla.sparse_utils", choose_in_order))
+if "MEASURED_VLLM" in os.environ:
+    sys.meta_path.insert(0, Changed("baton.vllm_worker.llm", measure))
 if "FRESH_VLLM" not in os.environ:
     patch("multiprocessing.get_context", return_value=multiprocessing.get_context("fork")).start()
     patch("os.sched_yield", lambda: time.sleep(0.0005)).start()

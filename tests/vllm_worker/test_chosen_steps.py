@@ -1,0 +1,186 @@
+"""Which requests vLLM gets at its start, and what `mixed_steps` learns from their steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.engine.core.meters import LONG
+from baton.machine.step_model import StepModel
+from baton.simulator.steps import H200_8B
+from baton.vllm_worker.chosen_steps import CONTEXTS, DECODES, PROMPT, Chosen, Round, rounds
+from baton.vllm_worker.mixed_steps import MixedSteps
+
+SIZES: dict[str, Any] = {
+    "seats": 256, "budget": 8192, "graph": 512, "longest": 49152, "block": 16, "room": 400_000,
+}  # fmt: skip
+SLOW_LAUNCH = 0.012
+"""Seconds that a step beyond the largest graph is launched longer."""
+
+
+SIDE = Chosen(-1, PROMPT, 1 << 16)
+"""Decodes beside the prompts of a round."""
+
+
+class VLLM:
+    """Computes rounds as vLLM does: all that fits into a step, and prompts in chunks beside decodes."""
+
+    def __init__(self, compiles: float = 0.0) -> None:
+        """`compiles`: seconds more of a step with so many decodes and prompt tokens as none before."""
+        self.compiles = compiles
+        self.now = 0.0
+        self.steps = MixedSteps(0, SIZES["budget"], None, graph=SIZES["graph"])
+        self._seen: set[tuple[int, int]] = set()
+
+    def seconds(self, decodes: int, context: int, chunks: list[tuple[int, int]]) -> float:
+        """`chunks`: tokens, and the position of the first."""
+        rows = decodes + sum(tokens for tokens, _ in chunks)
+        return H200_8B.step(decodes, context, chunks) + SLOW_LAUNCH * (rows > SIZES["graph"])
+
+    def measure(self, chosen: list[Round]) -> None:
+        cached: dict[int, int] = {}
+        for counts, requests in chosen:
+            self.steps.measure(counts)
+            computed: dict[Chosen, int] = {}
+            if counts == "mixed":
+                self._come(computed, {SIDE: 0})
+                self._step(computed)
+            self._come(
+                computed, {each: min(cached.get(each.number, 0), each.tokens - 1) for each in requests}
+            )
+            while computed.keys() - {SIDE}:
+                self._step(computed)
+            self.steps.finished(str(SIDE))
+            cached |= {each.number: each.tokens for each in requests}
+        self.steps.measure(None)
+
+    def _come(self, computed: dict[Chosen, int], cached: dict[Chosen, int]) -> None:
+        for each in cached:
+            self.steps.expect(str(each), each.tokens, self.now, 0.0 if each.answer > 1 else None)
+        computed |= cached
+
+    def _step(self, computed: dict[Chosen, int]) -> None:
+        """`computed`: tokens of each request."""
+        left, bound = SIZES["budget"], self.steps.bound(self.now) or SIZES["budget"]
+        decodes = context = 0
+        chunks: list[tuple[int, int]] = []
+        for each, start in [*computed.items()]:
+            count = 1 if start >= each.tokens else min(each.tokens - start, bound, left)
+            left -= count
+            self.steps.scheduled(str(each), start, count)
+            computed[each] += count
+            if start >= each.tokens:
+                decodes, context = decodes + 1, context + start
+            elif count:
+                chunks.append((count, start))
+        number, size = self.steps.begins(self.now), (decodes, sum(tokens for tokens, _ in chunks))
+        self.now += self.seconds(decodes, context, chunks) + self.compiles * (size not in self._seen)
+        self._seen.add(size)
+        self.steps.over(number, self.now)
+        for each, end in [*computed.items()]:
+            if end >= each.tokens + each.answer - 1:
+                self.steps.finished(str(each))
+                del computed[each]
+
+    @property
+    def learned(self) -> StepModel:
+        [costs] = self.steps.news()
+        assert costs.step_table is not None
+        return costs.step_table
+
+
+def test_steps_cost_what_is_measured() -> None:
+    """Those of agents: beside decodes with long contexts up to the largest graph, and prompts alone."""
+    vllm = VLLM()
+    vllm.measure(rounds(**SIZES))
+    model = vllm.learned
+    assert model.rows == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert model.tokens == (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    for rows, context, tokens, position in (
+        (1, 100, 0, 0), (24, 2_000, 0, 0), (4, 60_000, 0, 0), (24, 370_000, 0, 0), (8, 800, 100, 0),
+        (8, 120_000, 400, 8_000), (24, 370_000, 480, 8_000), (0, 0, 1_200, 14_000), (0, 0, 8_000, 4_000),
+    ):  # fmt: skip
+        chunks = [(tokens, position)] if tokens else []
+        right = vllm.seconds(rows, context, chunks)
+        assert model.step(rows, context, tokens, position) == pytest.approx(right, rel=0.1), (rows, tokens)
+
+
+def test_steps_that_compiled_are_forgotten() -> None:
+    fast, slow = VLLM(), VLLM(compiles=3.0)
+    for vllm in (fast, slow, slow):
+        vllm.measure(rounds(**SIZES))
+    found, right = slow.learned, fast.learned
+    assert found.decode_seconds == pytest.approx(right.decode_seconds)
+    assert found.prompt_seconds == pytest.approx(right.prompt_seconds)
+
+
+def test_the_table_stays_and_factors_follow() -> None:
+    vllm = VLLM()
+    vllm.measure(rounds(**SIZES))
+    table = vllm.learned
+    vllm.steps.expect("d", 100, vllm.now, 1.0)
+    for i in range(100):
+        vllm.steps.scheduled("d", 99 + i, 1)
+        number = vllm.steps.begins(vllm.now)
+        vllm.now += 1.5 * table.step(1, 100 + i)
+        vllm.steps.over(number, vllm.now)
+    [costs] = vllm.steps.news()
+    assert costs.step_table == table
+    assert costs.step_factors[0] == pytest.approx(1.5, rel=0.05)
+    assert costs.gap_target_seconds == pytest.approx(LONG * table.decode_seconds[0])
+    vllm.steps.finished("d")
+    vllm.now += 100 * table.step(1, 200)  # nothing runs
+    vllm.steps.expect("e", 100, vllm.now, 1.0)
+    vllm.steps.scheduled("e", 0, 100)
+    vllm.steps.begins(vllm.now)
+    [costs] = vllm.steps.news()
+    assert costs.step_factors == (1, 1), "what made it slow may be over"
+
+
+def test_routers_are_told_when_all_is_measured() -> None:
+    vllm = VLLM()
+    vllm.steps.measure("prompts")
+    vllm.steps.expect("p", 512, 0.0, None)
+    vllm.steps.scheduled("p", 0, 512)
+    vllm.steps.over(vllm.steps.begins(0.0), 0.1)
+    assert not vllm.steps.news()
+
+
+@pytest.mark.parametrize(
+    ("changes", "most_rows", "contexts", "longest"),
+    [
+        ({}, 256, CONTEXTS, 12_288),
+        ({"seats": 1}, 1, 1, 12_288),
+        ({"longest": 9_000}, 256, CONTEXTS, 8_192),
+        ({"longest": 4_096}, 256, CONTEXTS, 4_096 - DECODES),
+        ({"room": 20_000}, 256, 2, 12_288),
+        ({"room": 19_008, "block": 1_056}, 18, 2, 12_288),
+        ({"room": 4_992}, 104, 0, 4_992),
+    ],
+)
+def test_no_round_needs_more_than_there_is(
+    changes: dict[str, int], most_rows: int, contexts: int, longest: int
+) -> None:
+    sizes = SIZES | changes
+    found = rounds(**sizes)
+    together = [each.requests for each in found if each.counts == "decodes"]
+    assert max(len(requests) for requests in together) == most_rows
+    assert (len(together[-1]) if together[-1][0].tokens > PROMPT else 0) == contexts
+    assert max(each.tokens for each in found for each in each.requests) == longest
+    for _, requests in found:
+        blocks = (-(-(each.tokens + each.answer - 1) // sizes["block"]) for each in requests)
+        assert sum(blocks) * sizes["block"] <= max(sizes["room"], sizes["block"] * len(requests))
+        assert all(each.tokens + each.answer <= sizes["longest"] for each in requests)
+    numbers = [each.number for each in found for each in each.requests if each.tokens < longest // 2]
+    assert len(numbers) == len({*numbers}), "no prompt is in the prefix cache"
+
+
+def test_drafts_need_longer_answers() -> None:
+    [first, *_] = rounds(**SIZES, drafts=3)
+    assert [each.answer for each in first.requests] == [4 * DECODES]
+
+
+@pytest.mark.parametrize("changes", [{"longest": 30}, {"room": 16}])
+def test_nothing_is_measured_where_nothing_fits(changes: dict[str, int]) -> None:
+    assert rounds(**SIZES | changes) == []
