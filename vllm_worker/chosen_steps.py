@@ -7,8 +7,8 @@ prompts as far as the largest CUDA graph has room, and others take what the toke
 1. 1, 2, 4, … requests decode.
 2. Beside one decode, a prompt in each size up to the largest graph: such steps compute prompts of agents.
 3. A prompt in each larger size, alone.
-4. The longest prompts decode together, for what the context costs.
-5. Longer prompts, for what a chunk far behind the beginning costs.
+4. Prompts that go on behind the largest of these, for what a chunk far behind the beginning costs.
+5. Many long prompts decode together, for what the context costs.
 """
 
 import itertools
@@ -21,11 +21,13 @@ PROMPT = 16
 """Tokens of a prompt whose decode counts."""
 DECODES = 24
 """Steps that a request decodes: enough that the last ones are not beside the prompts of the round."""
-CONTEXTS = 4
-"""Requests that decode with a long context."""
-
-
-Kind = Literal["decodes", "mixed", "prompts"]
+TIMES = 3
+"""A step with a prompt is measured so often, and the median counts."""
+CONTEXT = 2_048
+"""Tokens of a prompt that decodes with a long context."""
+CONTEXTS = 32
+"""Of these: enough to read as fast as the memory allows."""
+Kind = Literal["decodes", "mixed", "prompts", "nothing"]
 """Steps of a round that count: those that only decode, those with both, or those with prompts alone."""
 
 
@@ -68,13 +70,16 @@ def rounds(
 
     rows = row_sizes(min(seats, room // each))
     found = [Round("decodes", tuple(new(PROMPT, answer) for _ in range(size))) for size in rows]
-    if seats > 1:
-        found += [Round("mixed", (new(size - 1),)) for size in token_sizes(small)]
-    larger = [size for size in token_sizes(most) if size > small or seats == 1]
-    found += [Round("prompts", (new(size),)) for size in larger]
-    prompts = [new(most) for _ in range(min(CONTEXTS, seats, room // (most + answer)))]
-    found += [Round("prompts", (prompt,)) for prompt in prompts]
-    if prompts:
-        found.append(Round("decodes", tuple(prompt._replace(answer=answer) for prompt in prompts)))
-    behind = [most + more for more in (most // 4, most // 2) if most + more < min(longest, room)]
-    return found + [Round("prompts", (prompts[0]._replace(tokens=tokens),)) for tokens in behind if prompts]
+    sizes = [size for size in token_sizes(small) if seats > 1 for _ in range(TIMES)]
+    found += [Round("mixed", (new(size - 1),)) for size in sizes]
+    sizes = [size for size in token_sizes(most) if size > small or seats == 1 for _ in range(TIMES)]
+    found += [Round("prompts", (new(size),)) for size in sizes]
+    largest = [requests[0] for _, requests in found if requests[0].tokens == most]
+    if (longer := most + most // 4) < min(longest, room):
+        found += [Round("prompts", (prompt._replace(tokens=longer),)) for prompt in largest]
+    context = min(CONTEXT, most)
+    contexts = tuple(new(context) for _ in range(min(CONTEXTS, seats, room // (context + answer + block))))
+    if contexts:
+        decoding = tuple(prompt._replace(answer=answer) for prompt in contexts)
+        found += [Round("nothing", contexts), Round("decodes", decoding)]
+    return found

@@ -21,7 +21,8 @@ not what tokens cost.
 """
 
 import math
-from collections import deque
+import statistics
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from baton.engine.api.stats import StepStats
@@ -100,6 +101,8 @@ class MixedSteps:
         self._spared = False  # the last step had no part of the prompts that wait
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
         self._measured: ObservedSteps | None = None  # None: no steps are chosen
+        # Decodes, prompt tokens and position of chosen steps → context and seconds of each such step.
+        self._with_prompts = defaultdict[tuple[int, int, float], list[tuple[float, float]]](list)
         self._counts: Kind | None = None
         self._told = ""
         self._encoding = Average(DECAY)
@@ -114,12 +117,17 @@ class MixedSteps:
 
     def measure(self, counts: Kind | None) -> None:
         """The next steps are chosen, and those of one kind are measured. None: the table has them."""
-        if counts is None and self._measured is not None:
-            self._start(self._measured.at_sizes)
-            self._measured = None
-        elif self._measured is None:
+        if self._measured is None:
             self._measured = ObservedSteps(*self._sizes)
         self._counts = counts
+        if counts is None:
+            for size, samples in self._with_prompts.items():
+                context, seconds = (statistics.median(values) for values in zip(*samples, strict=True))
+                rows, tokens, position = size
+                self._measured.add(rows, context, tokens, position, seconds)
+            self._start(self._measured.at_sizes)
+            self._measured = None
+            self._with_prompts.clear()
 
     @property
     def encode_token_seconds(self) -> float:
@@ -180,35 +188,44 @@ class MixedSteps:
         return step.number
 
     def over(self, number: int, now: float) -> None:
-        """The step is over. vLLM may have scheduled others before it was."""
+        """The step is over. vLLM may have scheduled others before it was. It does not say so of a step whose
+        requests were all aborted. So the end of several steps says nothing of each."""
+        over = list[_Step]()
         while self._under_way and self._under_way[0].number <= number:
             step = self._under_way.popleft()
-            if not step.decodes and not step.prompt_tokens:
-                continue
-            seconds, self._over_at = now - max(self._over_at, step.scheduled_at), now
-            if step.prompt_tokens:
-                self._decodes.clear()
-            if self._measured is not None and self._counts != _kind(step):
-                continue
-            limit = self._meters.chunk_limit
-            if step.image_tokens:
-                self._encoded(step, seconds)
-                continue
-            if not step.prompt_tokens:
-                self._decodes.append(seconds)
-                seconds = sum(self._decodes) / len(self._decodes)
-                if len(self._decodes) < ALIKE and seconds < (limit.fastest_seconds or math.inf):
-                    continue
-            elif step.decodes:
-                self._launches.add(max(0.0, seconds - self._expected(step)))
-            elif step.prompt_tokens < LEAST:
-                continue  # vLLM may have compiled functions: that is no speed
-            position = step.positions / step.prompt_tokens if step.prompt_tokens else 0.0
-            size = step.decodes, step.context, step.prompt_tokens, position - step.prompt_tokens / 2
-            if self._measured is not None:
-                self._measured.add(*size, seconds)
-                continue
+            if step.decodes or step.prompt_tokens:
+                over.append(step)
+        if len(over) == 1:
+            self._learn(over[0], now - max(self._over_at, over[0].scheduled_at))
+        if over:
+            self._over_at = now
+
+    def _learn(self, step: _Step, seconds: float) -> None:
+        if step.prompt_tokens:
+            self._decodes.clear()
+        if self._measured is not None and self._counts != _kind(step):
+            return
+        limit = self._meters.chunk_limit
+        if step.image_tokens:
+            self._encoded(step, seconds)
+            return
+        if not step.prompt_tokens:
+            self._decodes.append(seconds)
+            seconds = sum(self._decodes) / len(self._decodes)
+            if len(self._decodes) < ALIKE and seconds < (limit.fastest_seconds or math.inf):
+                return
+        elif step.decodes:
+            self._launches.add(max(0.0, seconds - self._expected(step)))
+        elif step.prompt_tokens < LEAST:
+            return  # vLLM may have compiled functions: that is no speed
+        position = step.positions / step.prompt_tokens if step.prompt_tokens else 0.0
+        if self._measured is None:
             self._meters.record(step.decodes, step.prompt_tokens, seconds, position, step.context)
+        elif step.prompt_tokens:
+            size = step.decodes, step.prompt_tokens, position - step.prompt_tokens / 2
+            self._with_prompts[size].append((step.context, seconds))
+        else:
+            self._measured.add(step.decodes, step.context, 0, 0.0, seconds)
 
     def _encoded(self, step: _Step, seconds: float) -> None:
         if self._alone:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -401,3 +402,16 @@ def test_images_have_no_costs_until_those_of_tokens_are_known() -> None:
     vllm.steps.encodes(200)
     vllm.steps.over(vllm.steps.begins(vllm.now), vllm.now + 1.0)
     assert (vllm.steps.encode_token_seconds, vllm.steps.encode_seconds) == (0.0, 0.0)
+
+
+def test_steps_whose_end_is_said_together_say_nothing() -> None:
+    """vLLM does not say when a step was over whose requests were all aborted."""
+    vllm = VLLM().learned()
+    [costs] = vllm.steps.news()
+    for request_id, computed, count in (("d", 100, 1), ("p", 0, 1_000)):
+        vllm.steps.scheduled(request_id, computed, count)
+        number = vllm.steps.begins(vllm.now)
+    vllm.now += 0.5
+    vllm.steps.over(number, vllm.now)
+    [after] = vllm.steps.news()  # the context of decodes has changed
+    assert replace(after, decode_context=costs.decode_context) == costs
