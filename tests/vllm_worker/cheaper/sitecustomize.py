@@ -5,9 +5,6 @@ What they leave in /dev/shm has the prefix of the run of the tests (`tests.lefto
 The wheel of torchvision that PyPI has is for CUDA, and a torch for CPUs cannot load its operators. Nothing
 here uses these, so they are not declared.
 
-Sparse attention reads the positions that it has chosen in their order. Kernels of vLLM write them in any
-order (vLLM #55122), so sums differ between equal calls, and with random weights answers, too.
-
 With `MEASURED_VLLM` a worker measures steps at its start, as on a GPU.
 
 Without `FRESH_VLLM` they take less CPU time, too. On CPUs vLLM spawns processes, and each would import all
@@ -20,7 +17,6 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from multiprocessing import shared_memory
@@ -33,15 +29,13 @@ _OPERATORS = "torchvision._meta_registrations"
 sys.modules[_OPERATORS] = types.ModuleType(_OPERATORS)
 
 
-class Changed(MetaPathFinder):
-    """Calls a function with a module when it is first imported."""
+class Measuring(MetaPathFinder):
+    """Changes the module that starts vLLM when it is imported."""
 
-    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
-        self._module = module
-        self._change = change
+    MODULE = "baton.vllm_worker.llm"
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._module:
+        if fullname != self.MODULE:
             return None
         sys.meta_path.remove(self)
         spec: Any = find_spec(fullname)
@@ -49,42 +43,20 @@ class Changed(MetaPathFinder):
 
         def execute_and_change(module: Any) -> None:
             execute(module)
-            self._change(module)
+            warm_up = module.VLLM.warm_up
+
+            async def warm_up_and_measure(vllm: Any, pool: Any) -> None:
+                await warm_up(vllm, pool)
+                await vllm.measure(pool)
+
+            module.VLLM.warm_up = warm_up_and_measure
 
         spec.loader.exec_module = execute_and_change
         return spec
 
 
-def choose_in_order(module: Any) -> None:
-    module.triton_convert_req_index_to_global_index = in_order(
-        module.triton_convert_req_index_to_global_index
-    )
-
-
-def in_order(look_up: Any) -> Any:
-    """`chosen`: int32 [tokens, positions]; -1, which comes last then: none."""
-
-    def ordered(requests: Any, tables: Any, chosen: Any, *given: Any, **named: Any) -> Any:
-        none = chosen < 0
-        chosen = chosen.masked_fill(none, 2**31 - 1).sort(1).values
-        return look_up(requests, tables, chosen.masked_fill(none.sort(1).values, -1), *given, **named)
-
-    return ordered
-
-
-def measure(llm: Any) -> None:
-    warm_up = llm.VLLM.warm_up
-
-    async def warm_up_and_measure(vllm: Any, pool: Any) -> None:
-        await warm_up(vllm, pool)
-        await vllm.measure(pool)
-
-    llm.VLLM.warm_up = warm_up_and_measure
-
-
-sys.meta_path.insert(0, Changed("vllm.v1.attention.backends.mla.sparse_utils", choose_in_order))
 if "MEASURED_VLLM" in os.environ:
-    sys.meta_path.insert(0, Changed("baton.vllm_worker.llm", measure))
+    sys.meta_path.insert(0, Measuring())
 if "FRESH_VLLM" not in os.environ:
     patch("multiprocessing.get_context", return_value=multiprocessing.get_context("fork")).start()
     patch("os.sched_yield", lambda: time.sleep(0.0005)).start()
