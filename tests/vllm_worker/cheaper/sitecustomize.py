@@ -47,7 +47,8 @@ class Measuring(MetaPathFinder):
 
             async def warm_up_and_measure(vllm: Any, pool: Any) -> None:
                 await warm_up(vllm, pool)
-                await vllm.measure(pool)
+                if "MEASURED_VLLM" in os.environ:  # this process may be a fork
+                    await vllm.measure(pool)
 
             module.VLLM.warm_up = warm_up_and_measure
 
@@ -55,8 +56,7 @@ class Measuring(MetaPathFinder):
         return spec
 
 
-if "MEASURED_VLLM" in os.environ:
-    sys.meta_path.insert(0, Measuring())
+sys.meta_path.insert(0, Measuring())
 if "FRESH_VLLM" not in os.environ:
     patch("multiprocessing.get_context", return_value=multiprocessing.get_context("fork")).start()
     patch("os.sched_yield", lambda: time.sleep(0.0005)).start()
