@@ -50,6 +50,7 @@ from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
 from baton.vllm_worker.mixed_steps import MixedSteps
 from baton.vllm_worker.state_chunks import compute_as_decodes, least_chunk
+from baton.vllm_worker.supported import check_config, check_groups
 from baton.vllm_worker.transfer_process import Settings, TransferProcess
 from baton.vllm_worker.transfers import Transfers
 from baton.vllm_worker.version import check_version
@@ -106,7 +107,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._groups = kv_cache_config.kv_cache_groups
         self._has_states = any(keeps_states(group.kv_cache_spec) for group in self._groups)
-        self._refuse_what_is_not_supported()
+        check_groups(vllm_config, self._groups, attached=bool(self._settings.attach))
         if not self._settings.attach:  # else the worker has checked it
             check_version(
                 untested=self._settings.untested,
@@ -153,30 +154,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._layers_written = 0
         self._first_tokens: dict[str, int] = {}  # as in the `StepMetadata` of the step
         self._process: TransferProcess | None = None
-
-    def _refuse_what_is_not_supported(self) -> None:
-        groups = self._groups
-        if self._has_states and self._vllm_config.speculative_config is not None:
-            raise ValueError(
-                "BatonConnector does not support speculative decoding of a model with states, which in vLLM "
-                "itself gives other tokens (vLLM #39273, #56531): start vLLM without it"
-            )
-        within = any(getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0) for group in groups)
-        if (
-            within
-            and current_platform.is_cpu()
-            and self._vllm_config.cache_config.mamba_cache_mode == "align"
-        ):
-            raise ValueError(
-                "vLLM for CPUs cannot cache prefixes of a model with Mamba-2: add --no-enable-prefix-caching"
-            )
-        if self._settings.attach:
-            return
-        if len(groups) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
-            raise ValueError(
-                f"this vLLM cannot be told that KV of {len(groups)} groups of layers is lost: use vLLM 0.30, "
-                "`baton serve --engine vllm`, or, for a model with windows, --disable-hybrid-kv-cache-manager"
-            )
 
     # ------------------------------------------------------------ in the scheduler
 
@@ -430,26 +407,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._process is not None:
             self._process.close()
             self._process = None
-
-
-def check_config(config: VllmConfig) -> None:
-    """Raises ValueError for options that are not supported."""
-    parallel = config.parallel_config
-    if parallel.world_size != parallel.tensor_parallel_size:
-        raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
-    refused = {
-        "microbatches": parallel.use_ubatching,  # a layer would be saved in parts
-        # Ranks would share out the tokens of a block, too.
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "ranks on several machines": getattr(parallel, "nnodes_within_dp", 1) > 1,
-        # Each server would find scales of its own.
-        "--calculate-kv-scales": getattr(config.cache_config, "calculate_kv_scales", False),
-        # The last inputs of a state would not travel with it.
-        "--use-replayssm": getattr(config.cache_config, "use_replayssm", False),
-    }
-    for name, setting in refused.items():
-        if setting:
-            raise ValueError(f"BatonConnector does not support {name}: start vLLM without it")
 
 
 def _leave_out_the_last(request: Request) -> None:

@@ -35,13 +35,13 @@ from baton.engine.loader.tokenizer_json import vocabulary
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Attach, Pool, events_address
 from baton.vllm_worker.chosen_steps import PROMPT, Chosen, Kind, rounds
-from baton.vllm_worker.connector import check_config
 from baton.vllm_worker.coordinator import tie_coordinators
 from baton.vllm_worker.grammars import Gate
 from baton.vllm_worker.images import Images, settings_of
 from baton.vllm_worker.options import command_line, computes_other_kv
 from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import sampling
+from baton.vllm_worker.supported import check_config
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import Adapter, EngineReady
 
