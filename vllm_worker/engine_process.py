@@ -104,6 +104,8 @@ class EngineProcess:
             self._link.send(messages.StartFailed(str(error)))
             self._link.close()
             return EXIT_START_FAILED
+        gc.collect()
+        gc.freeze()  # what vLLM's modules have made: scanning it would hold up all streams for half a second
         self._adapters = vllm.adapters
         cached = CachedBlocks(ready.content_root, pool.complete)
         self._roles = Roles(

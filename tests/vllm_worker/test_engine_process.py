@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -112,6 +113,24 @@ def test_a_status_has_the_adapters_that_are_on_the_device(tmp_path: Path) -> Non
 
     with closing(EngineLink(None)) as service, asyncio.Runner() as runner:
         runner.run(within(main()))
+
+
+def test_what_the_start_has_made_is_not_scanned_again() -> None:
+    """The modules of vLLM have 600,000 objects."""
+    gc.unfreeze()
+
+    async def main() -> None:
+        with closing(Process(config_of(service, Heartbeat.create()))) as process:
+            running = asyncio.create_task(process.run())
+            assert isinstance(await service.receive(), EngineReady)
+            assert gc.get_freeze_count() > len(gc.get_objects())
+            running.cancel()
+
+    try:
+        with closing(EngineLink(None)) as service, asyncio.Runner() as runner:
+            runner.run(within(main()))
+    finally:
+        gc.unfreeze()
 
 
 def test_a_vllm_that_does_not_start_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
