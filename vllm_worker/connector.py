@@ -171,8 +171,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.attach:
             if "decode_id" in params or "first_token" in params:
                 self._beginning[request.request_id] = request
-            if "counts" in params:
-                self._steps.measure(params["counts"])
+            if "measures" in params:
+                self._steps.measure(*params["measures"])
             now, tokens = time.monotonic(), 0 if "decode_id" in params else request.num_prompt_tokens
             due = now + params.get("first_token_within", math.inf)
             gap_cost = params.get("gap_cost", 0.0) if request.max_tokens > 1 else None

@@ -141,28 +141,31 @@ class VLLM:
         )
         for _ in range(2):  # the first time vLLM may compile
             seed = os.urandom(8).hex()
-            for counts, requests in chosen:
+            for number, (counts, requests) in enumerate(chosen):
+                measures = number, counts
                 async with contextlib.AsyncExitStack() as while_decoding:
                     if counts == "mixed":
-                        beside = self._chosen(Chosen(-1, PROMPT, 1 << 16), counts, seed)
+                        beside = self._chosen(Chosen(-1, PROMPT, 1 << 16), measures, seed)
                         await anext(await while_decoding.enter_async_context(contextlib.aclosing(beside)))
-                    await asyncio.gather(*(self._until_end(each, counts, seed) for each in requests))
+                    await asyncio.gather(*(self._until_end(each, measures, seed) for each in requests))
             if chosen:
-                await self._until_end(Chosen(-2, PROMPT, 1), None, seed)
+                await self._until_end(Chosen(-2, PROMPT, 1), (len(chosen), None), seed)
 
-    async def _until_end(self, chosen: Chosen, counts: Kind | None, seed: str) -> None:
-        async for _ in self._chosen(chosen, counts, seed):
+    async def _until_end(self, chosen: Chosen, measures: tuple[int, Kind | None], seed: str) -> None:
+        async for _ in self._chosen(chosen, measures, seed):
             pass
 
-    def _chosen(self, chosen: Chosen, counts: Kind | None, seed: str) -> AsyncGenerator[Any, None]:
-        """Tokens are random: equal ones would all have the same experts. Special ones, as for images, are at
-        the ends of vocabularies."""
+    def _chosen(
+        self, chosen: Chosen, measures: tuple[int, Kind | None], seed: str
+    ) -> AsyncGenerator[Any, None]:
+        """`measures`: of `MixedSteps.measure`. Tokens are random: equal ones would all have the same experts.
+        Special ones, as for images, are at the ends of vocabularies."""
         number, tokens, answer = chosen
         vocabulary = self._llm.model_config.get_vocab_size()
         ids = Random(f"{seed} {number}").choices(range(vocabulary // 4, vocabulary // 2), k=tokens)
         most = self._llm.model_config.max_model_len - tokens
         wanted = engine.SamplingParams(max_tokens=min(answer, most), ignore_eos=True)
-        return self._rehearse(ids, wanted, {"counts": counts})
+        return self._rehearse(ids, wanted, {"measures": measures})
 
     def _rehearse(
         self, ids: list[int], wanted: engine.SamplingParams, params: dict[str, Any] | None = None

@@ -64,6 +64,11 @@ def _kind(step: _Step) -> Kind:
     return "mixed" if step.decodes else "prompts"
 
 
+def _medians(samples: list[tuple[float, float]]) -> tuple[float, float]:
+    first, second = zip(*samples, strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
 class MixedSteps:
     """Times are in seconds of any clock.
 
@@ -103,6 +108,9 @@ class MixedSteps:
         self._measured: ObservedSteps | None = None  # None: no steps are chosen
         # Decodes, prompt tokens and position of chosen steps → context and seconds of each such step.
         self._with_prompts = defaultdict[tuple[int, int, float], list[tuple[float, float]]](list)
+        # Decodes of steps of the round that only decoded → the same.
+        self._decoded = defaultdict[int, list[tuple[float, float]]](list)
+        self._round = -1
         self._counts: Kind | None = None
         self._told = ""
         self._encoding = Average(DECAY)
@@ -115,19 +123,30 @@ class MixedSteps:
         self._meters = Meters(ChunkLimit(self._costs, *self._limits), largest)
         self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
 
-    def measure(self, counts: Kind | None) -> None:
-        """The next steps are chosen, and those of one kind are measured. None: the table has them."""
+    def measure(self, number: int, counts: Kind | None) -> None:
+        """The next steps are those of a round, and one kind of them is measured. None: the table has all."""
         if self._measured is None:
             self._measured = ObservedSteps(*self._sizes)
-        self._counts = counts
+        if number != self._round:
+            self._end_round()
+        self._round, self._counts = number, counts
         if counts is None:
-            for size, samples in self._with_prompts.items():
-                context, seconds = (statistics.median(values) for values in zip(*samples, strict=True))
-                rows, tokens, position = size
+            for (rows, tokens, position), samples in self._with_prompts.items():
+                context, seconds = _medians(samples)
                 self._measured.add(rows, context, tokens, position, seconds)
             self._start(self._measured.at_sizes)
             self._measured = None
             self._with_prompts.clear()
+
+    def _end_round(self) -> None:
+        """Of the steps that only decoded, those with all of its requests count, as one. Others, and what the
+        context grows by, would say more of noise than of contexts."""
+        if self._decoded:
+            assert self._measured is not None
+            rows = max(self._decoded)
+            context, seconds = _medians(self._decoded[rows])
+            self._measured.add(rows, context, 0, 0.0, seconds)
+            self._decoded.clear()
 
     @property
     def encode_token_seconds(self) -> float:
@@ -225,7 +244,7 @@ class MixedSteps:
             size = step.decodes, step.prompt_tokens, position - step.prompt_tokens / 2
             self._with_prompts[size].append((step.context, seconds))
         else:
-            self._measured.add(step.decodes, step.context, 0, 0.0, seconds)
+            self._decoded[step.decodes].append((step.context, seconds))
 
     def _encoded(self, step: _Step, seconds: float) -> None:
         if self._alone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -26,8 +27,10 @@ SIDE = Chosen(-1, PROMPT, 1 << 16)
 class VLLM:
     """Computes rounds as vLLM does: all that fits into a step, and prompts in chunks beside decodes."""
 
-    def __init__(self, compiles: float = 0.0) -> None:
-        """`compiles`: seconds more of a step with so many decodes and prompt tokens as none before."""
+    def __init__(self, compiles: float = 0.0, noise: float = 0.0) -> None:
+        """`compiles`: seconds more of a step with so many decodes and prompt tokens as none before. `noise`:
+        share by which a step takes more or less."""
+        self.noise, self._random = noise, random.Random(0)
         self.compiles = compiles
         self.now = 0.0
         self.steps = MixedSteps(0, SIZES["budget"], None, graph=SIZES["graph"])
@@ -40,8 +43,8 @@ class VLLM:
 
     def measure(self, chosen: list[Round]) -> None:
         cached: dict[int, int] = {}
-        for counts, requests in chosen:
-            self.steps.measure(counts)
+        for number, (counts, requests) in enumerate(chosen):
+            self.steps.measure(number, counts)
             computed: dict[Chosen, int] = {}
             if counts == "mixed":
                 self._come(computed, {SIDE: 0})
@@ -53,7 +56,7 @@ class VLLM:
                 self._step(computed)
             self.steps.finished(str(SIDE))
             cached |= {each.number: each.tokens for each in requests}
-        self.steps.measure(None)
+        self.steps.measure(len(chosen), None)
 
     def _come(self, computed: dict[Chosen, int], cached: dict[Chosen, int]) -> None:
         for each in cached:
@@ -75,7 +78,10 @@ class VLLM:
             elif count:
                 chunks.append((count, start))
         number, size = self.steps.begins(self.now), (decodes, sum(tokens for tokens, _ in chunks))
-        self.now += self.seconds(decodes, context, chunks) + self.compiles * (size not in self._seen)
+        seconds = self.seconds(decodes, context, chunks) * self._random.uniform(
+            1 - self.noise, 1 + self.noise
+        )
+        self.now += seconds + self.compiles * (size not in self._seen)
         self._seen.add(size)
         self.steps.over(number, self.now)
         for each, end in [*computed.items()]:
@@ -115,6 +121,14 @@ def test_steps_that_compiled_are_forgotten() -> None:
     assert found.prompt_seconds == pytest.approx(right.prompt_seconds)
 
 
+def test_small_contexts_say_nothing_of_what_the_context_costs() -> None:
+    """They grow by a few positions, and steps differ by more than what these cost."""
+    noisy, right = VLLM(noise=0.03), VLLM()
+    for each in (noisy, right):
+        each.measure(rounds(**SIZES))
+    assert noisy.learned.context_seconds == pytest.approx(right.learned.context_seconds, rel=0.2)
+
+
 def test_the_table_stays_and_factors_follow() -> None:
     vllm = VLLM()
     vllm.measure(rounds(**SIZES))
@@ -140,7 +154,7 @@ def test_the_table_stays_and_factors_follow() -> None:
 
 def test_routers_are_told_when_all_is_measured() -> None:
     vllm = VLLM()
-    vllm.steps.measure("prompts")
+    vllm.steps.measure(0, "prompts")
     vllm.steps.expect("p", 512, 0.0, None)
     vllm.steps.scheduled("p", 0, 512)
     vllm.steps.over(vllm.steps.begins(0.0), 0.1)
