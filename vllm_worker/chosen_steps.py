@@ -18,7 +18,7 @@ from baton.machine.learned_steps import row_sizes, token_sizes
 from baton.machine.step_model import LARGE
 
 PROMPT = 16
-"""Tokens of a prompt whose decode counts."""
+"""Tokens of each prompt in a round of decodes."""
 DECODES = 24
 """Steps that a request decodes: enough that the last ones are not beside the prompts of the round."""
 TIMES = 3

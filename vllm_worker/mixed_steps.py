@@ -207,8 +207,8 @@ class MixedSteps:
         return step.number
 
     def over(self, number: int, now: float) -> None:
-        """The step is over. vLLM may have scheduled others before it was. It does not say so of a step whose
-        requests were all aborted. So the end of several steps says nothing of each."""
+        """The step is over. vLLM may have scheduled others before it was. If all requests of a step are
+        aborted, vLLM reports its end with that of the next step. Then neither is measured."""
         over = list[_Step]()
         while self._under_way and self._under_way[0].number <= number:
             step = self._under_way.popleft()

@@ -405,7 +405,7 @@ def test_images_have_no_costs_until_those_of_tokens_are_known() -> None:
 
 
 def test_steps_whose_end_is_said_together_say_nothing() -> None:
-    """vLLM does not say when a step was over whose requests were all aborted."""
+    """If all requests of a step are aborted, vLLM reports its end with that of the next step."""
     vllm = VLLM().learned()
     [costs] = vllm.steps.news()
     for request_id, computed, count in (("d", 100, 1), ("p", 0, 1_000)):
