@@ -3,6 +3,7 @@ service process is real, and the test plays its process trees."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,13 @@ from baton.worker.config import WorkerConfig
 from baton.worker.messages import Decode, EngineReady, FromEngine, ToEngine
 from baton.worker.processes import EngineError, EngineRestart, StandbyError, StartError, TreeError
 from baton.worker.service_process import backend, service
-from baton.worker.service_process.backend import Refused
+from baton.worker.service_process.backend import SHUTTING_DOWN, Refused
+from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.service import Service
 from baton.worker.service_process.standby import MOST_ENDS, Standby
+from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
+from baton.worker.service_process.weights import REASON, WeightsReplacement
 from tests.stand_in import implements, stand_in
 from tests.within import within
 
@@ -40,7 +44,8 @@ class Tree:
         self.engine_link = SimpleNamespace(send=self._send)
         self.transfer = SimpleNamespace(stats=self._stats)
         self.is_standby, self.standby_bytes = False, 0
-        self.stands_by = asyncio.Event()
+        self.stands_by, self.may_count = asyncio.Event(), asyncio.Event()
+        self.may_count.set()
         self._may_start, self._started = asyncio.Event(), asyncio.Event()
         self._sent: list[ToEngine] = []
         self._asked = asyncio.Event()
@@ -52,18 +57,24 @@ class Tree:
         self._sent.append(message)
         if isinstance(message, messages.AskStatus | messages.Pause):
             self._asked.set()
-            if self._answers:
-                self._answer(message)
+        if self._answers:
+            self._answer(message)
 
-    def _answer(self, asked: messages.AskStatus | messages.Pause) -> None:
-        if isinstance(asked, messages.Pause):
-            self._deliver(messages.Paused(asked.question, computing=False, error=""))
-            return
-        status = engine_status(1, [], running=0)
-        status.question = asked.question
-        self._deliver(status)
+    def _answer(self, asked: ToEngine) -> None:
+        match asked:
+            case messages.Pause(question):
+                self._deliver(messages.Paused(question, computing=False, error=""))
+            case messages.AskStatus(question):
+                status = engine_status(1, [], running=0)
+                status.question = question
+                self._deliver(status)
+            case messages.StageWeights(question):
+                self._deliver(messages.WeightsStaged(question, 1, "", "files"))
+            case messages.ReplaceWeights(question):
+                self._deliver(messages.WeightsReplaced(question, "files", b"root"))
 
     async def _stats(self) -> TransferStats:
+        await self.may_count.wait()
         return TRANSFERS
 
     async def start_engine(self, progress: Callable[[str, float], None]) -> EngineReady:
@@ -278,6 +289,61 @@ async def test_a_drain_meanwhile_waits_for_the_attempts(worker: Worker) -> None:
     assert worker.decodes_of(1) == [A]
     await within(draining)
     assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_DRAINING
+
+
+async def test_a_status_of_an_engine_that_has_ended_meanwhile_does_not_say_that_the_worker_serves(
+    worker: Worker,
+) -> None:
+    worker.first.may_count.clear()
+    asked = asyncio.create_task(worker.backend.status())
+    await within(worker.first._asked.wait())
+    second = await worker.dies(0)
+    worker.first.may_count.set()
+    assert (await within(asked)).health == pb.WorkerStatus.HEALTH_DRAINING
+    second._may_start.set()
+    await within(worker.backend._settled.wait())
+    assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_SERVING
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["its call ends", "it is applied"])
+@pytest.mark.parametrize("signal", ["staged", "closed"])
+async def test_a_worker_that_shuts_down_stays_closed_after_a_replacement_of_weights(
+    worker: Worker, tmp_path: Path, signal: str, applied: bool
+) -> None:
+    """Routers must not send it requests again, whichever of the two began first."""
+    backend, routers = worker.backend, Routers()
+    weights = WeightsReplacement(backend, routers, WorkerPause(backend), pb.WorkerDescription())
+    commands = asyncio.Queue[pb.WeightsCommand | None]()
+
+    async def asked() -> AsyncIterator[pb.WeightsCommand]:
+        while (command := await commands.get()) is not None:
+            yield command
+
+    reports = weights.run(asked())
+
+    async def report(**kind: Any) -> None:
+        commands.put_nowait(pb.WeightsCommand(**kind))
+        await within(anext(reports))
+
+    await report(stage=pb.StageWeights(path=str(tmp_path), version="1"))
+    if signal == "staged":
+        await within(worker.service._drain())
+    await report(close=True)
+    if signal == "closed":
+        assert backend.draining == REASON
+        await within(worker.service._drain())
+    if applied:
+        await report(apply=True)
+        assert await within(anext(reports, None)) is None
+    else:
+        commands.put_nowait(None)
+        with pytest.raises(Refused, match="the call ended before apply"):
+            await within(anext(reports))
+    assert weights.is_open, "routers may attach, and learn that it shuts down"
+    assert backend.draining == SHUTTING_DOWN
+    assert (await backend.status()).health == pb.WorkerStatus.HEALTH_DRAINING
+    with pytest.raises(Refused, match=SHUTTING_DOWN):
+        await backend.restart_engine()
 
 
 async def test_a_signal_meanwhile_ends_the_worker(worker: Worker) -> None:

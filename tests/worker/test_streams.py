@@ -113,7 +113,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
 
     async def send(message: messages.ToEngine) -> None: ...
 
-    backend = stand_in(Backend, cache_snapshot=feed.snapshot, send=send, draining=False)
+    backend = stand_in(Backend, cache_snapshot=feed.snapshot, send=send, draining="")
     limits: Any = None
     routers = Routers()
     service = AttachService(backend, routers, limits, pb.WorkerDescription())
@@ -157,7 +157,7 @@ def test_a_snapshot_begins_again_when_events_are_dropped_meanwhile(monkeypatch: 
 async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
     async def send(message: messages.ToEngine) -> None: ...
 
-    backend = stand_in(Backend, cache_snapshot=CacheFeed().snapshot, send=send, draining=False)
+    backend = stand_in(Backend, cache_snapshot=CacheFeed().snapshot, send=send, draining="")
     limits: Any = None
     routers = Routers()
     service, ended = AttachService(backend, routers, limits, pb.WorkerDescription()), []
@@ -189,11 +189,11 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
         assert routers.report_seconds == expected
 
 
-async def test_routers_learn_at_once_that_a_worker_drains() -> None:
+def test_routers_learn_at_once_that_a_worker_drains() -> None:
     routers = Routers()
     router = routers.open(1.0)
     last = pb.WorkerStatus(blocks_free=7)
-    await Backend.drain(stand_in(Backend, _routers=routers, _last_status=last, draining=False))
+    Backend.drain(stand_in(Backend, _routers=routers, _last_status=last, _drains=set()), "it ends")
     told = router.next_message()
     assert told is not None
     assert told.status == pb.WorkerStatus(blocks_free=7, health=pb.WorkerStatus.HEALTH_DRAINING)

@@ -91,7 +91,7 @@ class WorkerAdapters:
 
     def _check(self, asked: pb.AdapterSet) -> None:
         if self._backend.draining:
-            raise Refused("the worker is shutting down")
+            raise Refused(self._backend.draining)
         most, names = self._description.max_adapters, set[str]()
         if asked.adapters and not most:
             raise Refused("it loads no adapters: start it with --engine vllm --enable-lora")

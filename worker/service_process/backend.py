@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 STILL_CHECK = 0.002
 """Seconds between two questions whether a step is over."""
+SHUTTING_DOWN = "the worker is shutting down"
 LONG_LIFE = 60.0
 """Seconds after which the end of an engine process has other causes than its start."""
 
@@ -87,7 +88,7 @@ class Backend:
         self._metrics = metrics
         self._journal = journal
         self._kv_events = kv_events
-        self.draining = False
+        self._drains = set[str]()
         self.pause: pb.Pause = pb.PAUSE_NONE
         self.released: Sequence[str] = ()
         """Memory, as in `MemoryRequest`."""
@@ -153,7 +154,7 @@ class Backend:
         if self._open is None:
             raise Refused("it was started without --replace-engine: restart the whole worker")
         if self.draining:
-            raise Refused("it is shutting down")
+            raise Refused(self.draining)
         if self.standby is not None and not self.replacing:
             self.standby.renew()  # Baton on the disk may be newer
             await self.standby.settled()
@@ -206,16 +207,21 @@ class Backend:
 
     # ------------------------------------------------------------ questions
 
-    async def drain(self) -> None:
-        """Refuses new attempts."""
-        self.draining = True
+    @property
+    def draining(self) -> str:
+        """Why the worker refuses new attempts. Empty: it takes them."""
+        return "; ".join(sorted(self._drains))
+
+    def drain(self, reason: str) -> None:
+        """Refuses new attempts, until `serve_again` with each reason."""
+        self._drains.add(reason)
         # Routers get the last status at once, because a new one must wait for the engine's step.
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
         self._routers.tell(self._last_status)
 
-    async def serve_again(self) -> None:
-        """Takes new attempts, as before `drain`."""
-        self.draining = False
+    async def serve_again(self, reason: str) -> None:
+        """Takes new attempts, unless the worker drains for another reason."""
+        self._drains.discard(reason)
         await self.status()
 
     def tell_pause(self, pause: "pb.Pause") -> None:
@@ -290,6 +296,8 @@ class Backend:
         try:
             engine, transfer = await asyncio.gather(self.engine_status(), self._tree.transfer.stats())
         except TreeError:
+            return self._last_status
+        if self.replacing:  # the engine process has answered, and ended meanwhile
             return self._last_status
         engine, transfer = added(self._counted[0], engine), added(self._counted[1], transfer)
         self._metrics.engine_status = engine

@@ -223,7 +223,7 @@ class AttachService:
     def _encode(self, stream: RouterStream, encode_id: bytes, submit: pb.SubmitEncode) -> messages.Encode:
         pixels = stream.take_pixels()
         if self._encodes and self._backend.draining:
-            raise RefusedAttempt(Code.DRAINING, "the worker is shutting down")
+            raise RefusedAttempt(Code.DRAINING, self._backend.draining)
         return validation.encode(stream.number, encode_id, submit, self._limits, pixels)
 
     def _retarget(self, stream: RouterStream, decode_id: bytes, retarget: pb.Retarget) -> messages.Retarget:
@@ -233,7 +233,7 @@ class AttachService:
 
     def _require_accepting(self, asked: pb.Request) -> None:
         if self._backend.draining:
-            raise RefusedAttempt(Code.DRAINING, "the worker is shutting down")
+            raise RefusedAttempt(Code.DRAINING, self._backend.draining)
         if self._memory.is_closed:
             raise RefusedAttempt(Code.DRAINING, "the memory of the worker is released")
         if asked.adapter and not self._adapters.has(asked.adapter):

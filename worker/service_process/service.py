@@ -25,7 +25,7 @@ from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import Code, EngineReady
 from baton.worker.processes import EngineError, EngineRestart, StartError, TreeError
 from baton.worker.service_process import streams
-from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.backend import SHUTTING_DOWN, Backend
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
@@ -204,7 +204,7 @@ class Service:
         log.info("draining, for %.0f s at most", timeout)
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         end = time.monotonic() + timeout
-        await self._backend.drain()
+        self._backend.drain(SHUTTING_DOWN)
         while not await self._is_idle():
             if self._backend.pause == pb.PAUSE_STEPS:
                 log.info("paused: the requests are handed back")

@@ -88,7 +88,7 @@ class WeightsReplacement:
         if not self._free.is_set():
             raise Refused("another replacement of the weights is under way")
         if self._backend.draining:
-            raise Refused("the worker is shutting down")
+            raise Refused(self._backend.draining)
         self._free.clear()
         applying: asyncio.Task[CheckpointFiles | None] | None = None
         files: CheckpointFiles | None = None
@@ -219,7 +219,7 @@ class WeightsReplacement:
 
     async def _close(self, *, keeps_kv: bool) -> None:
         self._is_open.clear()
-        await self._backend.drain()
+        self._backend.drain(REASON)
         end = time.monotonic() + CLOSE_WITHIN
         while True:
             # Again with each turn: an attempt that was accepted before may have waited for a full socket.
@@ -236,7 +236,7 @@ class WeightsReplacement:
 
     async def _open(self) -> None:
         if not self._is_open.is_set():
-            await self._backend.serve_again()
+            await self._backend.serve_again(REASON)
             self._is_open.set()
 
 
