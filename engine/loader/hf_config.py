@@ -8,7 +8,7 @@ from typing import Any
 from baton.content.images import image_settings, processor_settings
 from baton.engine.loader.families import family_of
 from baton.engine.loader.families.family import Family
-from baton.engine.loader.rope_config import local_rope, rope_scaling, rope_theta, ropes, rotary_dim
+from baton.engine.loader.rope_config import local_rope, one_rope, rope_scaling, rope_theta, ropes, rotary_dim
 from baton.engine.loader.settings import Settings, read_json
 from baton.engine.model_config import (
     ModelConfig,
@@ -155,7 +155,11 @@ def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:
             # As in transformers: the text model alone may say otherwise.
             present["tie_word_embeddings"] = tied
         config = {**config, **present}
-    return Settings(family.settings(Settings(config, source)), source)
+    settings = Settings(family.settings(Settings(one_rope(config, source), source)), source)
+    if settings.get("rope_parameters") and (scaling := settings.get("rope_scaling")):
+        # The family reads the rotation of each type of layers from other keys.
+        raise ValueError(f"{source}: rope_scaling {scaling!r} of {settings.architecture} is not supported")
+    return settings
 
 
 def _eos_ids(settings: Settings, generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -7,6 +7,30 @@ from typing import Any
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import LocalRope, LongRopeScaling, RopeScaling, YarnScaling
 
+OF_NO_SCALING = "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"
+"""Settings of `rope_parameters` that say nothing about scaling."""
+
+
+def one_rope(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Settings in which `rope_scaling` and `rope_parameters` do not contradict each other.
+
+    As in transformers 5.23, `rope_scaling` replaces `rope_parameters`. Model cards say to add it for longer
+    prompts. transformers then forgets what only `rope_parameters` says and takes defaults, such as a
+    `rope_theta` of 10,000. That, and settings of several types of layers, raise `ValueError`."""
+    scaling, rope = values.get("rope_scaling"), values.get("rope_parameters")
+    if not (isinstance(scaling, Mapping) and isinstance(rope, Mapping) and scaling and rope):
+        return values
+    if any(isinstance(each, Mapping) for each in (*scaling.values(), *rope.values())):
+        lost, remedy = scaling != rope, "move its settings into those of full_attention there"
+    else:
+        lost = [
+            key for key in OF_NO_SCALING if key in rope and key not in scaling and values.get(key) is None
+        ]
+        remedy = f"name {', '.join(lost)} in rope_scaling, too, or move its settings into rope_parameters"
+    if lost:
+        raise ValueError(f"{source}: rope_scaling contradicts rope_parameters: {remedy}")
+    return {**values, "rope_parameters": None}
+
 
 def ropes(settings: Settings) -> tuple[Any, Any]:
     """The settings of rotation, and those of layers with a window where they have their own (Gemma 3).

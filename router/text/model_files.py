@@ -87,7 +87,7 @@ def context_length(model: str, revision: str | None) -> int:
     length = config.get("max_position_embeddings", named)
     if not isinstance(length, int) or length < 1:
         raise ValueError(f"{path / 'config.json'} has no max_position_embeddings")
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = config.get("rope_scaling") or config.get("rope_parameters")  # as the engine's loader
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
         return length
     original = rope.get("original_max_position_embeddings") or length

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from baton.engine import EngineConfig
 from baton.engine.loader import choose_format
 from baton.engine.loader.hf import HFCheckpoint
-from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import LocalRope, RopeScaling, Span
 from baton.router.text.model_files import context_length
 from tests.engine.checkpoints import assert_refused, config_of, edited_copy, edited_tensors, is_refused, load
 from tests.engine.conftest import TinyOf
 
+NEW = {"rope_type": "default", "rope_theta": 50.0}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"num_hidden_layers": 4}, r"tensor model\.layers\.3\.self_attn\.q_proj\.weight is missing"),
     ("Llama", {"num_hidden_layers": 2},
@@ -127,6 +130,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types must name the type of each of the 3 layers"),
     ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
      r"config\.json: rope scaling 'dynamic' .* supported \(default, linear, llama3, longrope, yarn are\)"),
+    ("Llama", {"rope_parameters": {"rope_theta": 50.0}, "rope_scaling": {"type": "linear", "factor": 8.0}},
+     r"rope_scaling contradicts rope_parameters: name rope_theta in rope_scaling, too, or move its settings"),
+    ("Gemma3Text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+     r"rope_scaling contradicts rope_parameters: move its settings into those of full_attention there"),
+    ("Gemma4Text", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+     r"rope_scaling {'rope_type': 'linear', 'factor': 8\.0} of Gemma4ForCausalLM is not supported"),
+    ("MiMoV2Flash", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+     r"rope_scaling {.*} of MiMoV2FlashForCausalLM is not supported"),
     ("Llama", {"architectures": ["GemmaForCausalLM"]},
      r"architecture GemmaForCausalLM is not supported \(LlamaForCausalLM.*vLLM"),
 ]  # fmt: skip
@@ -179,6 +190,36 @@ def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(kind: str, 
                 partial(model_config_from_hf, {**config, **change}, {}, "a/config.json"), "a/config.json"
             )
     assert 100 < refused < read - 100
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_parameters": NEW, "rope_scaling": LINEAR, "rope_theta": 70.0},
+        {"rope_parameters": NEW, "rope_scaling": {**LINEAR, "rope_theta": 70.0}},
+        {"rope_parameters": NEW, "rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 70.0},
+        {"rope_parameters": NEW, "rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 4.0,
+                                                  "rope_theta": 50.0}},
+        {"rope_parameters": LINEAR, "rope_scaling": {}, "rope_theta": 70.0},
+        {"rope_parameters": LINEAR, "rope_scaling": None, "rope_theta": 70.0},
+        {"rope_parameters": {}, "rope_scaling": LINEAR, "rope_theta": 70.0},
+        {"rope_parameters": NEW, "rope_theta": 70.0},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+         "original_max_position_embeddings": 64},
+    ],
+)  # fmt: skip
+def test_old_and_new_keys_of_rotation_count_as_in_transformers(
+    settings: dict[str, Any], tiny_path: Path, tmp_path: Path
+) -> None:
+    """transformers 5.23 puts them into one `rope_parameters`, from which the same model is read."""
+    both = edited_copy(tiny_path, tmp_path / "both", **{"rope_theta": None, **settings})
+    alone = {"rope_theta": None, "rope_scaling": None, "original_max_position_embeddings": None}
+    alone["rope_parameters"] = AutoConfig.from_pretrained(both).rope_parameters
+    one = edited_copy(tiny_path, tmp_path / "one", **alone)
+    assert read_config(both) == read_config(one)
+    assert (
+        context_length(str(both), None) == context_length(str(one), None) == read_config(both).max_model_len
+    )
 
 
 def test_any_value_in_a_quantization_config_is_accepted_or_refused_by_name(tiny_path: Path) -> None:

@@ -80,7 +80,7 @@ def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
         }
         if isinstance(scaling := fields.get("rope_scaling"), Mapping) and "full_attention" in rope:
             rope["full_attention"].update(scaling)
-        fields |= {"rope_parameters": rope, "rope_theta": None}
+        fields |= {"rope_parameters": rope, "rope_theta": None, "rope_scaling": None}
     return fields
 
 
