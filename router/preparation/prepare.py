@@ -371,17 +371,10 @@ class _Preparation:
         if body.continue_final_message and messages[-1].tool_calls:
             text = "continue_final_message: the last message has tool_calls, and no text can follow them"
             raise InvalidRequest(text, param="continue_final_message")
-        entries, tool_format = [message.for_template() for message in messages], self.tokenizer.tool_format
         try:
             template = self.tokenizer.chat_template
-            if tool_format is not None and not template.shows_calls:  # as older ones of LFM 2
-                for message in entries:
-                    called = [call["function"] for call in message.get("tool_calls", ())]
-                    if called:
-                        calls = [(call["name"], call["arguments"]) for call in called]
-                        message["content"] = tool_format.written.text(calls) + message["content"]
             return template.render(
-                entries,
+                self._entries(messages, with_calls=template.shows_calls),
                 [tool.for_template() for tool in tools],
                 body.template_settings,
                 add_generation_prompt=body.ends_with_generation_prompt,
@@ -389,6 +382,23 @@ class _Preparation:
             )
         except ValueError as error:
             raise InvalidRequest(f"messages: {error}", param="messages") from error
+
+    def _entries(self, messages: Sequence[Message], *, with_calls: bool) -> list[dict[str, Any]]:
+        """Returns the messages as the chat template takes them. `with_calls`: it shows earlier calls.
+        Otherwise, as in older templates of LFM 2, these are a part of the content."""
+        entries, tool_format = [message.for_template() for message in messages], self.tokenizer.tool_format
+        if tool_format is None:
+            return entries
+        for entry in entries:
+            if "tool_call_id" in entry:
+                entry["tool_call_id"] = tool_format.shown_id(entry["tool_call_id"])
+            calls = entry.get("tool_calls", ())
+            for call in calls:
+                call["id"] = tool_format.shown_id(call["id"])
+            if calls and not with_calls:
+                called = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+                entry["content"] = tool_format.written.text(called) + entry["content"]
+        return entries
 
     def _encoded(
         self, text: str, body: ChatOptions | CompletionOptions, encode: Callable[[str], list[int]]

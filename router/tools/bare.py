@@ -26,6 +26,10 @@ class BareParser(ToolParser):
     starts: ClassVar[str]
     """The characters that begin a call."""
     reader: ClassVar[type[CallReader] | type[PythonReader]]
+    opening: ClassVar[str]
+    """May precede calls. It is not content then. In most tokenizers it is a special token."""
+    closing: ClassVar[str | None] = None
+    """May follow calls, likewise."""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         super().__init__(tools)
@@ -33,15 +37,15 @@ class BareParser(ToolParser):
         self._follows = False  # a call has ended, and nothing but space and separators has come
         self._has_content = False  # there is content
         self._object: JsonText | None = None  # that is no call: what is in it is no call either
-        self._fence = Marker("```")
+        self._around = Marker("```", self.opening, *filter(None, [self.closing]))
         self._language = False  # the name of a language may follow a fence
         self._fenced = False  # a call has ended in a block of Markdown that is not
         starts = "" if self.in_lists or self._strict else self.starts
-        self._begin = Marker("`", self.before, *starts)
+        self._begin = Marker("`", self.before, self.opening, *starts)
 
     def _plain_end(self, text: str, at: int) -> int:
         # Behind other text than space. What else is pending has set one of these.
-        waits = self._listed or self._follows or self._language or self._fenced or self._fence.pending
+        waits = self._listed or self._follows or self._language or self._fenced or self._around.pending
         return (
             at if waits or self._object is not None or not self._has_content else self._begin.begin(text, at)
         )
@@ -54,8 +58,8 @@ class BareParser(ToolParser):
             return
         if self._strict and self._has_content:
             yield from self._content(character)
-        elif self._fence.pending or character == "`":
-            yield from self._take_fence(character)
+        elif self._around.begin(character) == 0:
+            yield from self._take_around(character)
         elif self._language and character.isalpha():
             self._space.append(character)
         elif character in self.starts and (self._listed or not self.in_lists):
@@ -77,18 +81,21 @@ class BareParser(ToolParser):
             else:
                 yield from self._content(character)
 
-    def _take_fence(self, character: str) -> Iterator[Part]:
-        """Blocks of Markdown around calls are not content."""
-        text, fence = self._fence.take(character)
+    def _take_around(self, character: str) -> Iterator[Part]:
+        """Marks around calls, and blocks of Markdown, are not content."""
+        text, complete = self._around.take(character)
         if text:
             yield from self._give_up("")
-            yield from self._content(text[:-1] if character != "`" else text)
-            if character != "`":
+            yield from self._content(text if self._around.pending else text[:-1])
+            if not self._around.pending:
                 yield from self._take_outside(character)
-        elif fence and self._fenced:
+        elif complete and self._around.mark != "```":
+            if not (self._follows and self._around.mark == self.closing):
+                self._space.append(self._around.mark)
+        elif complete and self._fenced:
             self._space.clear()
             self._fenced = False
-        elif fence:
+        elif complete:
             self._space.append("```")
             self._language = True
 
@@ -109,6 +116,6 @@ class BareParser(ToolParser):
         return self._content(text)
 
     def _end(self) -> Iterator[Part]:
-        text = "".join(self._space) + self._fence.pending
+        text = "".join(self._space) + self._around.pending
         if text.strip(SPACE + self.between) or not self.num_calls:
             yield Part("content", text)

@@ -232,12 +232,10 @@ class HarmonyParser(MarkedParser):
 
 
 class LlamaParser(BareParser):
-    """Llama 3.x: {"name": …, "parameters": {…}}, or several of these.
-
-    The special token <|python_tag|> may precede the calls. It is not part of the text.
-    """
+    """Llama 3.x: {"name": …, "parameters": {…}}, or several of these."""
 
     name = "llama3_json"
+    opening = "<|python_tag|>"
     before, end, in_lists = "[", "]", False
     between, starts, mark = ";,", "{", "{"
     reader = CallReader
@@ -248,6 +246,7 @@ class PythonicParser(BareParser):
     """Llama 3.2 and 4, ToolACE: a list of calls in Python, [NAME(KEY=VALUE, …), …]."""
 
     name = "pythonic"
+    opening, closing = "<|python_start|>", "<|python_end|>"
     mark = before = "["
     between, end, starts = ",", "]", string.ascii_letters + "_"
     reader = PythonReader

@@ -1,5 +1,6 @@
 """The formats of Mistral's models, old and new."""
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +12,8 @@ from baton.router.tools.parser import Part
 from baton.router.tools.readers import NAME, CallReader, NamedCallReader, Reader
 
 CALLS = "[TOOL_CALLS]"
-_ID = r"(\[CALL_ID\]\s*+((?P<id>[a-zA-Z0-9]{9})\s*|[^\[\]{}]*))?"
+ID = r"[a-zA-Z0-9]{9}"
+_ID = rf"(\[CALL_ID\]\s*+((?P<id>{ID})\s*|[^\[\]{{}}]*))?"
 
 
 class MistralParser(MarkedParser):
@@ -25,6 +27,14 @@ class MistralParser(MarkedParser):
     specials = (CALLS, "[ARGS]", "[CALL_ID]")
     head = re.compile(rf"\s*+{NAME}\s*+{_ID}(\[ARGS\]\s*+)?+")
     written = Written('{"name": "{name}", "arguments": {arguments}}', ", ", begin=CALLS + "[", end="]")
+
+    @classmethod
+    def shown_id(cls, call_id: str) -> str:
+        """The vendor's templates refuse ids that are not nine letters or digits. Clients send those of other
+        models. A digest is the same in each turn, for the call and for its result."""
+        if re.fullmatch(ID, call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         super().__init__(tools)

@@ -67,6 +67,11 @@ class ToolParser:
         return self._call is not None and self._call.begun
 
     @classmethod
+    def shown_id(cls, call_id: str) -> str:
+        """Returns the id of an earlier call as the model's chat template takes it."""
+        return call_id
+
+    @classmethod
     def grammar(
         cls, tools: Sequence[Tool], *, many: bool, spell: Callable[[str], str], text: bool = False
     ) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,39 @@ async def test_earlier_calls_are_in_the_prompt_of_a_template_that_knows_none(
         _, tokens = await made.post("/tokenize", messages=[*CHAT, said])
     text = tokenizer.decode(tokens["tokens"], skip_special_tokens=False)
     assert text.endswith('|<|tool_call_start|>[now(a="x"), now(a="x")]<|tool_call_end|>Wait.')
+
+
+async def test_ids_of_other_models_in_a_history_of_mistral(
+    small_directory: Path, tmp_path: Path, forks_fd: int
+):
+    """Its vendor's templates refuse an id that is not nine letters or digits."""
+    (tmp_path / "t.jinja").write_text(
+        "{% macro shown(id) %}{% if id | length != 9 %}{{ raise_exception('nine, please') }}{% endif %}"
+        "({{ id }}){% endmacro %}{{ tools }}{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "[TOOL_CALLS]{{ shown(call.id) }}{% endfor %}{% if m.role == 'tool' %}{{ shown(m.tool_call_id) }}"
+        "{% endif %}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "t.jinja"))
+    function = {"name": "now", "arguments": "{}"}
+    calls = [{"id": id_, "type": "function", "function": function} for id_ in ("call_1", "abcDEF123")]
+    chat = [*CHAT, {"role": "assistant", "tool_calls": calls}]
+    chat += [{"role": "tool", "content": "noon", "tool_call_id": call["id"]} for call in calls]
+    use = [{"type": "tool_use", "id": call["id"], "name": "now", "input": {}} for call in calls]
+    results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "noon"} for call in calls]
+    messages = [*CHAT, {"role": "assistant", "content": use}, {"role": "user", "content": results}]
+    items = [{"type": "function_call", "call_id": call["id"], **function} for call in calls]
+    outputs = [{"type": "function_call_output", "call_id": call["id"], "output": "noon"} for call in calls]
+    async with make_cluster(tokenizer, tmp_path, forks_fd=forks_fd) as made:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": chat, "max_tokens": 1}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 1}),
+            ("/v1/responses", {"input": [*CHAT, *items, *outputs], "max_output_tokens": 1}),
+        ):
+            status, result = await made.post(path, **body)
+            assert status == 200, result
+            one, two, of_one, of_two = re.findall(r"\((\w+)\)", made.prompt)
+            assert (of_one, of_two) == (one, two)
+            assert (len(one), two) == (9, "abcDEF123")
 
 
 async def test_template_variables_of_the_client(small_directory: Path, tmp_path: Path, forks_fd: int):
