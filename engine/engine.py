@@ -37,6 +37,7 @@ from baton.engine.execution.memory_sizing import COPY_TOKENS, PoolSize, tier_pla
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank
+from baton.engine.execution.threads import device_names
 from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
 from baton.engine.loader.live_weights import NewWeights
@@ -404,6 +405,10 @@ class Engine:
         if not future.done():
             future.add_done_callback(self.loop.wake)
         return future
+
+    @property
+    def computes_on(self) -> list[str]:
+        return device_names(self._runner.device)
 
     @property
     def kept_image_tokens(self) -> int:

@@ -27,14 +27,37 @@ def usable_cpus(root: Path = _ROOT) -> int:
 
     With more threads than its quota a process is stopped for the rest of each period, often 100 ms.
     `os.cpu_count` and `os.process_cpu_count` do not know quotas. `root` has /proc and /sys."""
-    cpus = len(os.sched_getaffinity(0))
+    return _cpus_and_group(root)[0]
+
+
+def cpu_names(root: Path = _ROOT) -> list[str]:
+    """Names of the CPUs that this process computes on. Two processes share CPUs if they share a name. No CPU
+    of another machine has such a name.
+
+    With a quota it is one name, that of the cgroup: the processes of a cgroup share its quota, and those of
+    others have CPU time of their own. `root` has /proc and /sys."""
+    boot, (_, group) = "".join(_words(root / "proc/sys/kernel/random/boot_id"))[:8], _cpus_and_group(root)
+    if not boot:
+        return []
+    if group is None:
+        return [f"{boot} cpu {number}" for number in sorted(os.sched_getaffinity(0))]
+    # The path is as the namespace shows it: "/" in most containers.
+    namespace = (root / "proc/self/ns/cgroup").stat().st_ino
+    return [f"{boot} cgroup {namespace} {group}"]
+
+
+def _cpus_and_group(root: Path) -> tuple[int, Path | None]:
+    """As `usable_cpus`, and the cgroup whose quota is below the affinity. None: none is."""
+    cpus, limiting = len(os.sched_getaffinity(0)), None
     for group in _cgroups(root, "cpu"):
         quota = _words(group / "cpu.max") or (
             _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
         )
         if quota and quota[0] not in ("max", "-1"):
-            cpus = min(cpus, math.ceil(int(quota[0]) / int(quota[1])))
-    return max(1, cpus)
+            most = math.ceil(int(quota[0]) / int(quota[1]))
+            if most < cpus:
+                cpus, limiting = most, group
+    return max(1, cpus), limiting
 
 
 def available_memory(root: Path = _ROOT) -> int:

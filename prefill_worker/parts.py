@@ -233,6 +233,7 @@ class PartAttempt(PrefillAttempt):
         self.output = output
         if not self.is_final:  # its token means nothing: it says that the part is computed
             self.attempts.counts.count_prompt(self.part_tokens, 0, 0)
+            self.attempts.prefilled(self, output)
             self.attempts.token(self, output._replace(finish_reason="length"))
         if not self.closed:
             self.to(State.COMPUTED)

@@ -292,6 +292,7 @@ class EngineReady(_Message):
     image_layout: KVLayout | None = None
     image_fingerprint: str = ""
     kept_image_tokens: int = 0  # as in WorkerDescription
+    computes_on: list[str] = []  # as there
 
 
 class Tokens(_Message):

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,7 +52,15 @@ class Worker:
         flags: of the next process.
     """
 
-    def __init__(self, cluster: "LocalCluster", role: str, index: int, flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        cluster: "LocalCluster",
+        role: str,
+        index: int,
+        flags: Sequence[str],
+        cpus: Collection[int] = (),
+    ) -> None:
+        """`cpus`: that its processes may use; empty: those of this one."""
         self.role, self.index = role, index
         self.name = f"{role} {index}"
         self.log = cluster.directory / f"{role}-{index}.log"
@@ -61,6 +69,7 @@ class Worker:
         self.ready = False
         self._cluster = cluster
         self.flags = flags
+        self._cpus = cpus
         self._popen: subprocess.Popen[bytes] | None = None
         self._stopping = False
         # A process dies with the thread that started it, so one thread starts all of them.
@@ -123,6 +132,8 @@ class Worker:
         self._thread.join()
 
     def _supervise(self) -> None:
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)  # of this thread; what it starts has the same
         while not self._stopping:
             self._live()
 
@@ -163,6 +174,7 @@ class LocalCluster:
         decode_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
         devices: Sequence[str] = (),
+        cpus: Sequence[Collection[int]] = (),
         secret: str = "",
     ) -> None:
         """Makes no process yet.
@@ -171,6 +183,7 @@ class LocalCluster:
             encode: encoders. With some, all workers have --encoder-pool.
             router: False: the workers alone.
             devices: of the prefill workers, then of the decode workers; empty: what `--device` says.
+            cpus: that each may use, in the same order; empty: those of this process.
             secret: of the cluster; empty: a new one.
         """
         self.directory = directory
@@ -184,7 +197,7 @@ class LocalCluster:
             "decode": [*worker_flags, *pooled, *decode_flags],
         }
         self._has_router, self._router_flags = router, tuple(router_flags)
-        self._devices = devices
+        self._devices, self._cpus = devices, cpus
         self._routers: list[Worker] = []  # one, or none
         self._file = directory / "workers"
         self._news = threading.Condition()
@@ -210,8 +223,9 @@ class LocalCluster:
             unless_it_is_up.push(self)
             named = [(role, i) for role, count in self._counts.items() for i in range(count)]
             device_flags = [("--device", device) for device in self._devices] or [()] * len(named)
-            for (role, i), device in zip(named, device_flags, strict=True):
-                self.workers.append(Worker(self, role, i, (*self._flags[role], *device)))
+            cpus = self._cpus or [()] * len(named)
+            for (role, i), device, allowed in zip(named, device_flags, cpus, strict=True):
+                self.workers.append(Worker(self, role, i, (*self._flags[role], *device), allowed))
             if self._has_router:
                 port = str(free_port())  # the same for all of its lives
                 # With a model name the router can start while all workers are down.

@@ -314,6 +314,8 @@ class Generation:
     def _failed(self, attempt: Attempt, cause: str, *, counts: bool, message: str) -> None:
         """An attempt failed. The generation goes on from what workers still hold of it."""
         pair, worker = self.pair, attempt.worker
+        # A part of a prompt that was late, or that needed one: one worker computes all of it again.
+        part_failed = cause == "dropped" and attempt.plan.place == "split" and not pair.output_ids
         if self.done or not pair.drop(attempt, cause):
             return
         self.metrics.retries[cause].inc()
@@ -329,6 +331,10 @@ class Generation:
             total, fields = pair.failures.total, of_request(self.name)
             log.info("%r: attempt %d failed (%s): %s", self, total, cause, message, extra=fields)
             self.metrics.history.attempt_failed(self.name, cause, str(worker), message)
+        elif part_failed:
+            text = "%r: the part of its prompt at %s failed, so one worker computes all of it: %s"
+            log.warning(text, self, worker, message, extra=of_request(self.name))
+            self.metrics.history.attempt_failed(self.name, "part_failed", str(worker), message)
         if pair.failures.exhausted:
             times = f"{pair.failures.total} times without a new token"
             self.fail(Failed(f"{self} failed {times}; the last failure: {message}"))

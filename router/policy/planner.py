@@ -29,6 +29,9 @@ from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefixes import Prefixes
 from baton.rpc import worker_pb2 as pb
 
+_MOST_NAMES = 4096
+"""Of what a worker computes on. No machine has more CPUs."""
+
 
 class Lack(Enum):
     """Why there is no plan."""
@@ -266,6 +269,7 @@ def _split_worker(worker: Seen, first: Seen, fleet: Fleet) -> split.SplitWorker:
         floor=status.fastest_step_seconds,
         link=math.inf if link is None else link.tokens_per_s,
         utilisation=loads.utilisation(worker.row),
+        computes_on=frozenset(worker.description.computes_on[:_MOST_NAMES]),
     )
 
 

@@ -16,7 +16,7 @@ that of this prompt. Pure.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.content import CHUNK_TOKENS
@@ -50,6 +50,8 @@ class SplitWorker:
     """Tokens/s at which KV of other workers comes. Infinite: not known, and so not limited."""
     utilisation: float = 0.0
     """Share of its recent time in which it computed prompts."""
+    computes_on: frozenset[str] = frozenset()
+    """Names of its CPUs or GPUs. Workers that share one take time from each other, so only one takes part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,10 @@ def split(
         last: the worker that decodes, if it may have the last range. It is the last of `workers`.
         alone: seconds until a token, if one worker computes the whole prompt and decodes.
     """
-    rows = [row for row in workers if row != last]
+    rows = list[int]()
+    for row in workers:
+        if row != last and not _shares(workers, rows, row):
+            rows.append(row)
     first = workers[rows[0]]
     work = cost.work(cost.cached, cost.tokens)
     unsplit = first.wait + work / first.speed
@@ -117,7 +122,7 @@ def split(
         ways: list[tuple[list[int], int | None]] = []
         if count <= len(rows):
             ways.append((rows[:count], None))
-        if last is not None and count - 1 <= len(rows):
+        if last is not None and count - 1 <= len(rows) and not _shares(workers, rows[: count - 1], last):
             ways.append(([*rows[: count - 1], last], last))
         for chosen, ends in ways:
             taking = [workers[row] for row in chosen]
@@ -129,6 +134,11 @@ def split(
         if best is before is not None:
             break  # still fewer workers take longer still
     return best
+
+
+def _shares(workers: Mapping[int, SplitWorker], chosen: Sequence[int], row: int) -> bool:
+    """Whether a worker computes on what one of the chosen ones computes on."""
+    return any(not workers[row].computes_on.isdisjoint(workers[each].computes_on) for each in chosen)
 
 
 def _best_of(

@@ -179,6 +179,7 @@ class ForkedPopen(subprocess.Popen[AnyStr]):
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
             "ignored": [int(number) for number in ENDS if signal.getsignal(number) is signal.SIG_IGN],
             "numbers": [0, 1, 2, *pass_fds],
+            "cpus": sorted(os.sched_getaffinity(0)),
         }
         if (pid := server.start(request, [*fds, *pass_fds])) is None:
             return False

@@ -281,6 +281,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(_set_by_imports | request["env"])
     os.chdir(request["cwd"])
+    os.sched_setaffinity(0, request["cpus"])
     if request["session"]:
         os.setsid()
     for number in popen.ENDS:

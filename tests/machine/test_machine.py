@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.machine import available_memory, memory_limit, oom_kills, usable_cpus
+from baton.machine import available_memory, cpu_names, memory_limit, oom_kills, usable_cpus
 from baton.machine.averages import Average
 
 GIB = 1 << 30
@@ -76,6 +76,31 @@ def test_cpus_are_those_of_the_affinity_within_each_quota(
 
 def test_a_kernel_without_cgroups_has_no_quota(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path) == 16
+
+
+def test_processes_share_cpus_if_they_have_a_name_in_common(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names(machine: str, cpus: set[int], group: str = "/", quota: str = "max 100000") -> set[str]:
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: cpus)
+        files = {
+            "proc/sys/kernel/random/boot_id": f"{machine}-6d1c-4b09", "proc/self/cgroup": f"0::{group}",
+            "proc/self/ns/cgroup": "", f"sys/fs/cgroup{group}/cpu.max": quota,
+        }  # fmt: skip
+        return set(cpu_names(written(tmp_path, files)))
+
+    first = names("11111111", {0, 1})
+    assert first & names("11111111", {1, 2})
+    assert not first & names("11111111", {2, 3})
+    assert not first & names("22222222", {0, 1})
+    quota = names("11111111", {0, 1, 2, 3}, "/a", "200000 100000")
+    assert quota == names("11111111", {0, 1, 2, 3}, "/a", "200000 100000")
+    assert not quota & names("11111111", {0, 1, 2, 3}, "/b", "200000 100000")
+    assert first & names("11111111", {0, 1}, "/c", "800000 100000"), "this quota limits nothing"
+
+
+def test_a_kernel_that_does_not_name_itself_shares_nothing(tmp_path: Path) -> None:
+    assert cpu_names(tmp_path) == []
 
 
 @pytest.mark.parametrize(

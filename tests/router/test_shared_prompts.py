@@ -139,6 +139,16 @@ async def test_a_prompt_that_a_decode_worker_computes_sooner_is_not_split(cluste
     assert not any(prefills(worker) for worker in cluster.workers)
 
 
+async def test_workers_of_one_machine_that_share_its_cpus_share_no_prompt(cluster: Cluster) -> None:
+    for worker in cluster.workers:
+        cluster.connection(worker).description.computes_on[:] = ["machine cpu 0", "machine cpu 1"]
+    await answered(cluster)
+    assert await splits(cluster) == 0
+    cluster.connection(cluster.prefills[1]).description.computes_on[:] = ["machine cpu 2"]
+    await answered(cluster)
+    assert await splits(cluster) == 1
+
+
 @pytest.mark.parametrize("flags", [{"split_prompts": False}])
 async def test_a_flag_turns_it_off(cluster: Cluster) -> None:
     await answered(cluster)
@@ -154,9 +164,12 @@ async def test_a_flag_turns_it_off(cluster: Cluster) -> None:
         (2, pb.FAILURE_CODE_DROPPED),
     ],
 )
-async def test_a_failed_part_ends_the_plan(cluster: Cluster, number: int, code: "pb.FailureCode") -> None:
+async def test_a_failed_part_ends_the_plan(
+    cluster: Cluster, number: int, code: "pb.FailureCode", caplog: pytest.LogCaptureFixture
+) -> None:
     """Of a prefill worker, and of the decode worker."""
     worker = cluster.workers[number]
+    worker.failure = "KV of layer 3 below position 1024 did not come from another worker in time"
     worker.fail = 1, code
     [last] = cluster.decodes
     last.steps = asyncio.Semaphore(0)  # its token would show that it has all of the KV
@@ -174,6 +187,13 @@ async def test_a_failed_part_ends_the_plan(cluster: Cluster, number: int, code: 
     shared = [(of, submit) for of in cluster.workers for submit in prefills(of) if submit.plan]
     for of, submit in shared:
         assert submit.prefill_id in of.cancelled or of is worker
+    if code == pb.FAILURE_CODE_DROPPED:  # no failure of the request, but its client has waited for it
+        name, message = str(cluster.connection(worker)), worker.failure
+        [failure] = (await cluster.get("/status"))["router"]["failures"]
+        assert [failure[of] for of in ("code", "worker", "message")] == ["part_failed", name, message]
+        assert "--no-split-prompts" in failure["remedy"]
+        [line] = [record.getMessage() for record in caplog.records if message in record.getMessage()]
+        assert name in line
 
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["first worker", "second worker", "decode worker"])

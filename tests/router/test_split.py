@@ -91,6 +91,26 @@ def test_one_worker_computes_a_prompt_that_gains_nothing(tokens: int, workers: l
     assert split(cost_of(tokens), workers) is None
 
 
+def on(names: str, wait: float = 0.0) -> SplitWorker:
+    return SplitWorker(wait, SPEED, STEP, FLOOR, computes_on=frozenset(names))
+
+
+def test_workers_that_share_cpus_do_not_share_a_prompt() -> None:
+    assert split(cost_of(30_000), [on("ab"), on("bc")]) is None
+    plan = split(cost_of(30_000), [on("ab"), on("bc"), on("de"), on("d"), on("f")])
+    assert plan is not None
+    assert {part.worker for part in plan.ranges} == {0, 2, 4}
+
+
+def test_a_decode_worker_takes_the_place_of_one_that_shares_its_cpus() -> None:
+    """As the last one it has no handover, but it must not compute beside a worker on the same CPUs."""
+    workers = {0: on("a"), 1: on("b", wait=0.3), 2: on("b")}
+    plan = split_by_row(cost_of(30_000), workers, last=2)
+    assert plan is not None
+    assert {part.worker for part in plan.ranges} == {0, 2}
+    assert split_by_row(cost_of(30_000), {0: on("a"), 1: on("a")}, last=1) is None
+
+
 def test_a_plan_is_as_fast_as_a_worker_that_decodes() -> None:
     plan = split(cost_of(8_000), idle(2))
     assert plan is not None

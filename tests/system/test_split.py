@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 
+import aiohttp
 import pytest
 
 from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
@@ -38,8 +40,9 @@ CONNECTORS = "auto", "tcp", "nixl"
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
 ) -> Iterator[LocalCluster]:
+    one, other, *_ = sorted(os.sched_getaffinity(0))
     with LocalCluster(
-        tmp_path_factory.mktemp("split"), prefill=2, decode=1,
+        tmp_path_factory.mktemp("split"), prefill=2, decode=1, cpus=[{one}, {other}, {other}],
         worker_flags=[*FLAGS, *shallow_model, "--kv-connector", request.param],
         router_flags=[*PATIENT, *shallow_model],
     ) as started:  # fmt: skip
@@ -68,16 +71,33 @@ async def test_the_tokens_are_those_of_one_worker(whole: Broken) -> None:
     async with new_session() as http:
         turns = splits = 0
         while turns < 2 or not splits:  # a report may be old: the prompt then has one worker
-            for case in ASKED:
-                stream = await read(http, cluster.url, case)
+            for number, case in enumerate(ASKED):
+                shared, name = split(), f"turn-{turns}-{number}"
+                stream = await read(http, cluster.url, case, name=name)
                 assert not stream.failed, stream.error
                 assert stream.token_ids == whole.right[case]
+                if split() > shared:
+                    await shows_all_workers(http, cluster.url, name)
             turns, splits = turns + 1, split() - before
     # It asks each worker for its status, which the worker's metrics follow.
     assert not await asyncio.to_thread(leaks_when_idle, cluster.url, WITHIN)
     parts = [worker.metric("baton:prompt_parts_total") for worker in cluster.workers]
     assert sum(parts) >= 2 * splits
     assert not any(worker.metric("baton:prompt_parts_failed_total") for worker in cluster.workers)
+
+
+async def shows_all_workers(http: aiohttp.ClientSession, url: str, name: str) -> None:
+    """The timeline of a split prompt has the prefill of each worker that computed a part."""
+    async with http.get(f"{url}/status/requests/{name}") as response:
+        timeline = await response.json()
+    [planned] = [event for event in timeline["events"] if event["what"] == "planned: split"]
+    computed = {
+        worker
+        for worker, phases in timeline["phases"].items()
+        if any(phase["kind"] == "prefill" for phase in phases)
+    }
+    assert len(computed) > 1, timeline
+    assert computed <= {*planned["worker"].split(", ")}
 
 
 ENDS: dict[str, Callable[[Worker], None]] = {

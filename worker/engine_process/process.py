@@ -84,4 +84,5 @@ def _ready(engine: Engine) -> messages.EngineReady:
         image_layout=None if made is None else embedding_layout(made),
         image_fingerprint="" if made is None else made.fingerprint,
         kept_image_tokens=engine.kept_image_tokens,
+        computes_on=engine.computes_on,
     )
