@@ -23,7 +23,15 @@ from baton.cluster.roles import supervised
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
-from baton.machine.system import cannot_listen, describe_exit, die_with_parent, free_port, report, try_port
+from baton.machine.system import (
+    cannot_listen,
+    describe_exit,
+    die_with_parent,
+    free_port,
+    report,
+    try_port,
+    url_host,
+)
 from baton.rpc.auth import load_secret
 
 START_WITHIN = 60.0
@@ -86,7 +94,7 @@ def _serve(options: StoreRole) -> int:
         shared_store.check("mooncake://localhost:1")  # says how to install it
         raise AssertionError("the package is there")
     directory, size = Path(wheel.submodule_search_locations[0]), size_in_bytes(store.size)
-    master, commands, ports = f"{store.host}:{store.port}", [], []
+    master, commands, ports = f"{url_host(store.host)}:{store.port}", [], []
     if store.kv_store is None:
         try:
             try_port(store.host, store.port)
@@ -136,7 +144,7 @@ def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready
                 raise ValueError(f"{Path(command[0]).name} does not listen on port {port}; see its log above")
             time.sleep(LOOK)
     if not stop_signals and ended() is None:
-        report(ready_fd, {"ready": {"store": f"{store.host}:{store.port}"}})
+        report(ready_fd, {"ready": {"store": f"{url_host(store.host)}:{store.port}"}})
     while not stop_signals and ended() is None:
         time.sleep(LOOK)
     lost = None if stop_signals else ended()

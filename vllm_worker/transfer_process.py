@@ -12,6 +12,7 @@ from typing import Self
 
 from baton.kv_transfer import Heartbeat, PagedKV, TransferConfig, WorkerEnds, channel_pair, spawn_transfer
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
+from baton.machine.system import url_host
 from baton.vllm_worker.attachment import ConnectorLink
 from baton.vllm_worker.mixed_steps import LONG
 
@@ -74,7 +75,7 @@ class TransferProcess:
             raise RuntimeError(f"{name}: the transfer process ended with exit code {self.process.wait()}")
         ready = decode_from_transfer(data)
         assert isinstance(ready, Ready), ready
-        self.address = f"{settings.host}:{ready.port}", incarnation
+        self.address = f"{url_host(settings.host)}:{ready.port}", incarnation
         self._directory = TemporaryDirectory(prefix="baton-")
         arenas = ends.copied(exports=True, adopts=False)
         ends.close()

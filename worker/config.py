@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.heartbeat import MAX_STEP_IDS
 from baton.kv_transfer.memory_reader import MemoryReader, reader_of
 from baton.machine import logs
-from baton.machine.system import family
+from baton.machine.system import family, numeric_address
 
 if TYPE_CHECKING:
     from baton.engine import EngineConfig
@@ -209,12 +210,12 @@ class WorkerConfig:
             return self.host
         name = socket.gethostname()
         try:
-            address = socket.gethostbyname(name)
+            address = numeric_address(name)
         except OSError as error:
             raise ValueError(
                 f"--host {self.host}: the host name {name} has no address ({error}); give an address"
             ) from error
-        if address.startswith("127."):
+        if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             raise ValueError(
                 f"--host {self.host}: the host name {name} has only the loopback address {address}; "
                 "give an address"
@@ -222,18 +223,21 @@ class WorkerConfig:
         return address
 
     def kv_address(self) -> str | None:
-        """Returns `kv_host` as a numeric address, or the IPv4 address of the interface of that name.
+        """Returns `kv_host` as a numeric address, or an address of the interface of that name: an IPv4
+        address if it has one.
 
-        Raises ValueError if it is neither, or the interface has no IPv4 address.
+        Raises ValueError if it is neither, or the interface has no address that reaches further than a link.
         """
         if self.kv_host is None:
             return None
         if (addresses := psutil.net_if_addrs().get(self.kv_host)) is None:
             return _numeric("--kv-host", self.kv_host)
-        ipv4 = next((each.address for each in addresses if each.family == socket.AF_INET), None)
-        if ipv4 is None:
-            raise ValueError(f"--kv-host: the interface {self.kv_host} has no IPv4 address; give an address")
-        return ipv4
+        found = [each for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+        # Only this machine knows which link an address such as fe80::1%eth0 is of.
+        routed = [each for each in found if "%" not in each.address]
+        if not routed:
+            raise ValueError(f"--kv-host: the interface {self.kv_host} has no IP address; give an address")
+        return min(routed, key=lambda each: each.family != socket.AF_INET).address
 
     def reachable_kv_host(self) -> str:
         """Returns the numeric address that decode workers connect to. Raises ValueError if there is none."""
@@ -264,14 +268,11 @@ def _numeric(flag: str, host: str) -> str:
     """The address of `host`, which may be a name. Peers look up no name, as that would block their lanes.
 
     Raises ValueError if it has no address."""
-    host = host.strip("[]")
-    if ":" in host:  # IPv6
-        return host
     try:
-        return socket.gethostbyname(host)
+        return numeric_address(host)
     except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"{flag}: {host!r} is neither an interface of this machine nor a name with an IPv4 address "
+            f"{flag}: {host!r} is neither an interface of this machine nor a name with an address "
             f"({error}); give an address"
         ) from error
 

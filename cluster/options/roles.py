@@ -226,7 +226,7 @@ class DrainOptions:
 @dataclass(frozen=True)
 class FrontOptions(ServerTlsOptions):
     panel: ClassVar[str] = "Clients"
-    host: str = opt("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.", "ADDRESS")
+    host: str = opt("127.0.0.1", "Address to listen on; :: is all addresses, of IPv4, too.", "ADDRESS")
     port: int = opt(8000, "Port of the OpenAI API.", "PORT", **PORT)
     grpc_port: int | None = opt(None, "Port of the gRPC API (baton.v1.Inference).", "PORT", **PORT)
     router_processes: int = opt(
@@ -370,7 +370,7 @@ class FrontOptions(ServerTlsOptions):
 @dataclass(frozen=True)
 class PickerOptions(ServerTlsOptions):
     panel: ClassVar[str] = "Gateways and routers"
-    host: str = opt("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.", "ADDRESS")
+    host: str = opt("127.0.0.1", "Address to listen on; :: is all addresses, of IPv4, too.", "ADDRESS")
     port: int = opt(9002, "Port of gRPC (Envoy's ext_proc), for gateways.", "PORT", **PORT)
     router: list[str] = opt([], "HTTP address of a router, as the gateway names it; repeat it.", "IP:PORT")
     kubernetes_service: list[str] = opt(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from baton.cluster.options.parameters import size_in_bytes, to_argv
 from baton.cluster.options.pools import PoolOptions, PoolSize, RayOptions
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import available_memory, usable_cpus
-from baton.machine.system import cannot_listen, family, free_port
+from baton.machine.system import cannot_listen, free_port, listening_socket, url_host
 from baton.machine.words import counted
 
 if TYPE_CHECKING:
@@ -99,10 +98,10 @@ class Blueprint:
     @property
     def url(self) -> str:
         """The URL at which clients on this machine reach the router."""
-        everywhere = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not listened on
+        everywhere = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - compared, not listened on
         host = "127.0.0.1" if self.front.host in everywhere else self.front.host
         scheme = "http" if self.front.ssl_certfile is None else "https"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.front.port}"
+        return f"{scheme}://{url_host(host)}:{self.front.port}"
 
     @property
     def title(self) -> str:
@@ -387,6 +386,6 @@ def check_ports(front: options.FrontOptions) -> None:
             if port is None:
                 continue
             try:
-                probes.enter_context(socket.create_server((host, port), family=family(host)))
+                probes.enter_context(listening_socket(host, port))
             except OSError as error:
                 raise ValueError(cannot_listen(f"--{flag}", host, port, error)) from error

@@ -10,6 +10,7 @@ from grpc import RpcError
 from grpc.aio import Channel
 
 from baton.cluster.supervision.blueprint import Pool
+from baton.machine.system import split_address
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import check_health, connect
 from baton.rpc.stubs import WorkerStub
@@ -145,11 +146,11 @@ async def _check_of(
     Any answer will do: a draining worker answers "not serving".
     """
     if "store" in ready:
-        host, _, port = ready["store"].rpartition(":")
+        host, port = split_address(ready["store"])
 
         async def connected() -> None:
             async with asyncio.timeout(DEAD_AFTER):
-                _, writer = await asyncio.open_connection(host, int(port))
+                _, writer = await asyncio.open_connection(host, port)
             writer.close()
 
         return connected

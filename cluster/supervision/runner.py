@@ -19,6 +19,7 @@ from baton.cluster.supervision.calls import tokens_held, until_silent
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess, RoleState
 from baton.cluster.supervision.rundir import RunDir
 from baton.machine.python_path import python_path
+from baton.machine.system import family, numeric_address, split_address
 from baton.rpc.auth import SECRET_VARIABLE
 
 BATON = (sys.executable, "-m", "baton.cluster.cli")
@@ -32,9 +33,10 @@ log = logging.getLogger(__name__)
 
 def own_address(peer: str) -> str:
     """The address of the local interface that leads to `peer` ("host:port"). Sends no packet."""
-    host, _, port = peer.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
+    host, port = split_address(peer)
+    address = numeric_address(host)
+    with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
         return probe.getsockname()[0]
 
 

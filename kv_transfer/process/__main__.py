@@ -41,7 +41,7 @@ from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import spins
-from baton.machine.system import die_with_parent, family, raise_descriptor_limit
+from baton.machine.system import die_with_parent, listening_socket, raise_descriptor_limit
 
 log = logging.getLogger("baton.kv")
 
@@ -246,7 +246,7 @@ def _flush_due(channel: Channel) -> float | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.create_server((host, port), family=family(host), backlog=128)
+    listener = listening_socket(host, port, backlog=128)
     listener.setblocking(False)
     use_cubic(listener)
     return listener

@@ -10,6 +10,7 @@ from baton.kv_transfer.process.tcp_session import CROWDED, Session
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import MENDABLE, PeerKey
 from baton.kv_transfer.protocol.messages import Ack
+from baton.machine.system import split_address
 
 log = logging.getLogger("baton.kv")
 
@@ -123,8 +124,7 @@ class Peers:
         wanted = self._config.lanes + bool(self._config.movers)  # lane 0 carries no KV then
         lanes = max(1, min(wanted, MAX_LANES, self._config.max_lanes // len(self._peers)))
         try:
-            host, port = peer.address.rsplit(":", 1)
-            peer.session = self._open_session((host.strip("[]"), int(port)), peer.key, lanes)
+            peer.session = self._open_session(split_address(peer.address), peer.key, lanes)
         except (OSError, ValueError) as e:
             log.warning("cannot connect to %s: %s", printable(peer.address), e)
             self._back_off(peer, now)

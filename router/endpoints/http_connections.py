@@ -17,7 +17,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from baton.machine.connections import Connection, Connections
-from baton.machine.system import cannot_listen, cannot_write, family
+from baton.machine.system import cannot_listen, cannot_write, listening_socket
 from baton.router import errors
 from baton.router.endpoints.frontend import request_name
 from baton.router.errors import ApiError
@@ -267,7 +267,7 @@ def listen(flag: str, host: str, port: int, *, share: bool = False) -> socket.so
     Raises ValueError naming the flag.
     """
     try:
-        listener = socket.create_server((host, port), family=family(host), backlog=BACKLOG, reuse_port=share)
+        listener = listening_socket(host, port, backlog=BACKLOG, share=share)
     except OSError as error:
         raise ValueError(cannot_listen(flag, host, port, error)) from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it

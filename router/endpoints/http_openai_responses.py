@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from baton.machine.system import url_host
+from baton.machine.system import url_host, without_mapping
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.entry import Entry
 from baton.router.config import RouterConfig
@@ -228,4 +228,4 @@ class OpenAIResponses:
 def _new_id(request: web.Request) -> str:
     """Returns an id that leads an endpoint picker back to this router."""
     host, port, *_ = request.get_extra_info("sockname", ("", 0))
-    return home_tag(f"{url_host(host)}:{port}") + os.urandom(14).hex()
+    return home_tag(f"{url_host(without_mapping(host))}:{port}") + os.urandom(14).hex()

@@ -12,7 +12,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-from baton.machine.system import cannot_listen, family, waited_for_cpu
+from baton.machine.system import binding, cannot_listen, family, waited_for_cpu
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung. The time in which it waits for a CPU does not count."""
@@ -91,18 +91,22 @@ def reserve(flag: str, host: str, port: int) -> socket.socket:
     It does not listen, so it gets no connections. Raises ValueError naming the flag when another program has
     the port, even with SO_REUSEPORT.
     """
-    reserved = socket.socket(family(host), socket.SOCK_STREAM)
+    address, both = binding(host)
+    reserved = socket.socket(family(address), socket.SOCK_STREAM)
     try:
-        with socket.socket(family(host), socket.SOCK_STREAM) as probe:
+        with socket.socket(family(address), socket.SOCK_STREAM) as probe:
+            for each in (reserved, probe):
+                if each.family == socket.AF_INET6:
+                    each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allows TIME_WAIT
-            probe.bind((host, port))
-            address = probe.getsockname()
+            probe.bind((address, port))
+            bound = probe.getsockname()
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
-            reserved.bind(address)
+            reserved.bind(bound)
         except OSError:  # connections in TIME_WAIT, of a router that did not share the port
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind(address)
+            reserved.bind(bound)
     except OSError as error:
         reserved.close()
         raise ValueError(cannot_listen(flag, host, port, error)) from error

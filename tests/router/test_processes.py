@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from baton.content import prompt_hints
-from baton.machine.system import report
+from baton.machine.system import report, url_host
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen
@@ -428,11 +428,13 @@ def test_connections_in_time_wait_refuse_no_start() -> None:
         pass
 
 
-def test_a_port_is_reserved_for_all_processes_or_not_at_all():
-    with reserve("--port", "127.0.0.1", 0) as held:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_a_port_is_reserved_for_all_processes_or_not_at_all(host: str):
+    with reserve("--port", host, 0) as held:
         port = held.getsockname()[1]
-        with listen("--port", "127.0.0.1", port, share=True), listen("--port", "127.0.0.1", port, share=True):
-            with pytest.raises(ValueError, match=f"--grpc-port {port}: cannot listen on 127.0.0.1:{port}"):
-                reserve("--grpc-port", "127.0.0.1", port)
+        with listen("--port", host, port, share=True), listen("--port", host, port, share=True):
+            said = re.escape(f"--grpc-port {port}: cannot listen on {url_host(host)}:{port}")
+            with pytest.raises(ValueError, match=said):
+                reserve("--grpc-port", host, port)
             with pytest.raises(ValueError, match="cannot listen"):
-                listen("--port", "127.0.0.1", port)
+                listen("--port", host, port)

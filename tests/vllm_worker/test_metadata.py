@@ -61,6 +61,13 @@ def test_a_prompt_that_has_finished_can_be_fetched_with_its_parameters(scheduler
     assert scheduler.to_fetch("b", 0) == 0, "after a preemption it is computed"
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:7000", "[::1]:7000", "a.name:7000"])
+def test_the_address_of_a_prefill_is_the_same_after_its_parameters(address: str) -> None:
+    source = Source(address, 5, prefill_id(1))
+    assert source.params["remote_host"] == address.removesuffix(":7000")
+    assert Source.parse(source.params) == source
+
+
 def test_what_lies_behind_fetched_kv_is_cleared_in_the_first_step(scheduler: ConnectorScheduler) -> None:
     params, clearing = params_of(scheduler), ConnectorScheduler(clears=True)
     for name in ("comes", "fails", "ends"):

@@ -1,5 +1,7 @@
 """Wrong values of a worker's configuration, and the addresses that it derives."""
 
+import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +106,29 @@ def test_kv_host_may_name_an_interface() -> None:
     assert config(host="10.0.0.1").reachable_kv_host() == "10.0.0.1"
 
 
+def test_an_interface_may_have_addresses_of_ipv6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_link = SimpleNamespace(family=socket.AF_INET6, address="fe80::1%net9")
+    routed = SimpleNamespace(family=socket.AF_INET6, address="fd00::1")
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"net9": [of_link, routed]})
+    assert config(kv_host="net9").reachable_kv_host() == "fd00::1"
+
+
+@pytest.mark.parametrize(
+    ("address", "message"), [("fd00::1", None), ("::1", "only the loopback address ::1")]
+)
+def test_all_addresses_of_a_host_that_has_ipv6_alone(
+    address: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (address, 0, 0, 0))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    if message is None:
+        assert config(host="::").reachable_host() == address
+    else:
+        with pytest.raises(ValueError, match=message):
+            config(host="::").reachable_host()
+
+
 def test_kv_host_may_not_name_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"net9": []})
-    with pytest.raises(ValueError, match="--kv-host: the interface net9 has no IPv4 address"):
+    with pytest.raises(ValueError, match="--kv-host: the interface net9 has no IP address"):
         config(kv_host="net9")

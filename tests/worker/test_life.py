@@ -95,6 +95,19 @@ async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerPr
     await assert_whole(worker)
 
 
+async def test_addresses_of_ipv6_stand_in_brackets(tmp_path: Path) -> None:
+    """Prometheus puts the address of metrics into a URL."""
+    model = tiny_model(tmp_path / "model")
+    with start_worker("prefill", model, tmp_path, host="::1", engine=TINY) as worker:
+        worker.wait_ready()
+        assert probed(worker) == 200
+        async with connect(worker.address, SECRET) as channel:
+            described = await WorkerStub(channel).Describe(pb.DescribeRequest())
+        assert described.metrics_address == worker.ready["metrics_address"]
+        for address in (worker.address, described.metrics_address, described.kv_address):
+            assert address.startswith("[::1]:")
+
+
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": Path("/nonexistent/model")}, "--model /nonexistent/model"),
     # This is no mistake on a machine that has a GPU.

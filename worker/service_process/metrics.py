@@ -5,7 +5,6 @@ metrics. Only the histograms are kept here.
 """
 
 import asyncio
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from baton.engine import EncoderStats, ExpertStats, MemoryStats, OffloadStats, S
 from baton.kv_transfer import InjectStats, TransferStats
 from baton.kv_transfer.memory_reader import READERS, reader_of
 from baton.machine.connections import Connections
-from baton.machine.system import family
+from baton.machine.system import listening_socket
 from baton.worker.messages import Decoded, Encoded, EngineReady, EngineStatus, Prefilled, StoreStats
 
 disable_created_metrics()  # each counter and histogram would get one more series
@@ -111,7 +110,7 @@ class Metrics(Collector):
         /health has the status 200 if `serves` says so, and else 503. A kubelet can ask here, since it has no
         certificate for the gRPC port. An event loop that hangs gives no answer.
         """
-        listening = socket.create_server((host, port), family=family(host))
+        listening = listening_socket(host, port)
         self._server = await asyncio.start_server(partial(self._answer, serves), sock=listening)
         return listening.getsockname()[1]
 

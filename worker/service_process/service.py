@@ -13,7 +13,7 @@ from itertools import pairwise
 import setproctitle
 from grpc_health.v1 import health_pb2
 
-from baton.machine.system import cannot_listen, report, try_port
+from baton.machine.system import cannot_listen, report, try_port, url_host
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
 from baton.rpc.health import HealthServicer
@@ -139,6 +139,7 @@ class Service:
         port, metrics_port, host = await self._open_ports()
         engine, kv_address = await self._start_tree(self._ready.stage)
         self._engine, self._kv_port = engine, int(kv_address.rpartition(":")[2])
+        host = url_host(host)
         metrics_address = f"{host}:{metrics_port}"
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
         service = AttachService(
