@@ -62,6 +62,12 @@ def pair_id(sender: bytes, receiver: bytes) -> bytes:
     return hashlib.blake2b(sender + receiver, digest_size=16).digest()
 
 
+def pair_ids(part: bytes, plan: Sequence[PlanRange]) -> set[bytes]:
+    """The ids under which a part may move KV, from and to the other parts of its plan."""
+    others = {of.prefill_id for of in plan} - {part}
+    return {pair_id(*pair) for other in others for pair in ((part, other), (other, part))}
+
+
 class LayerWaits:
     """The waits of one step at a time, inside the engine's hook of its layers."""
 

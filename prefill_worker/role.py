@@ -7,7 +7,7 @@ from typing import Any
 import baton.kv_transfer as kv
 from baton.engine.core.live_request import LiveRequest
 from baton.prefill_worker.attempt import PrefillAttempt
-from baton.prefill_worker.parts import LayerWaits, PartAttempt
+from baton.prefill_worker.parts import LayerWaits, PartAttempt, pair_ids
 from baton.prefill_worker.serving import ServedPrefixes
 from baton.worker import messages
 from baton.worker.engine_process.engine_attempt import Reading, Resources
@@ -105,7 +105,10 @@ class PrefillRole(Role):
             "handover": message.handover,
             "awaited": message.handover and message.report_start,
         }
-        prefill = PartAttempt(waits=self._waits, **fields) if message.plan else PrefillAttempt(**fields)
+        prefill = PrefillAttempt(**fields)
+        if message.plan:
+            ids = pair_ids(request.id, message.plan)
+            prefill = PartAttempt(waits=self._waits, other_ids=ids, **fields)
         if not self._attempts.open(prefill):
             return
         self._shared.trace.instant("taken", attempt=request.id.hex())

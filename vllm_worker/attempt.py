@@ -38,8 +38,8 @@ class Sending(Lease["VLLMAttempt"]):
 @dataclass(slots=True, eq=False, kw_only=True)
 class VLLMAttempt(Attempt):
     request: EngineRequest
-    needed: "NeededBlocks"
-    """Of all attempts."""
+    ended: Callable[["VLLMAttempt"], None]
+    """Is called when nothing uses the attempt any more."""
     chunks: Sequence[bytes]
     """Names of the full chunks in full blocks of the prompt, which requests share. Empty: they share none."""
     uncached: int
@@ -49,6 +49,8 @@ class VLLMAttempt(Attempt):
     decode: bool
     source: PrefillSource | None = None
     """Of a decode: the prefill that has sampled its first token."""
+    taken: "VLLMAttempt | None" = None
+    """That prefill, if it is on this worker."""
     computing: Computing | None = None
     """None: vLLM has finished the request."""
     sending: Sending | None = None
@@ -74,6 +76,22 @@ class VLLMAttempt(Attempt):
     def decodes(self) -> bool:
         return self.computing is not None and self.answered
 
+    @property
+    def awaits_kv(self) -> bool:
+        """A decode whose KV is not used yet."""
+        return self.source is not None and not self.answered
+
+    def gives_token_to(self, decode: "VLLMAttempt") -> bool:
+        """Whether it is a prefill, held with its token, that may have been computed for this decode."""
+        asked, images = decode.request, [image.span for image in decode.request.images]
+        return (
+            self.handover
+            and self.first_token.done()
+            and not self.closed
+            and self.tokens == len(asked.prompt_ids) + len(asked.output_ids)
+            and [image.span for image in self.request.images] == images
+        )
+
     def end_if_unused(self) -> None:
         """Ends the attempt if neither vLLM nor the connector uses it."""
         if not self.leases:
@@ -81,7 +99,7 @@ class VLLMAttempt(Attempt):
 
     def over(self) -> None:
         Attempt.over(self)
-        self.needed.left(self)
+        self.ended(self)
 
 
 class NeededBlocks:

@@ -27,6 +27,8 @@ from typing import Any
 from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine import EngineRequest, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
+from baton.kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.protocol.shared import Tombstones
 from baton.vllm_worker.attachment import (
     Blind,
     Commit,
@@ -99,6 +101,7 @@ class Roles:
         self._ready = ready
         self._blocks = ready.num_blocks - 1  # one of vLLM's pool is never used
         self._needed = needed
+        self._used = Tombstones[bool](TransferDeadlines().tombstone)
         self._moved = asyncio.Event()  # an attempt has a token, or has ended
 
     @property
@@ -131,7 +134,7 @@ class Roles:
                 self._decode(message)
             case messages.Retarget(stream, decode_id):
                 attempt = self._attempts.find(decode_id)
-                if attempt is not None and attempt.stream == stream:
+                if attempt is not None and attempt.stream == stream and attempt.awaits_kv:
                     attempt.lost(Code.HANDED_BACK, "a vLLM worker cannot change the source of a request")
             case messages.Cancel(stream, attempt_id):
                 self._attempts.cancel(stream, attempt_id)
@@ -166,12 +169,14 @@ class Roles:
                 params = {**held.params, "decode_id": attempt.id.hex(), "attempt": source.attempt}
                 if attempt.request.images:
                     params["unseen_until"] = attempt.request.images[-1].stop
-            elif (prefill := self._attempts.find(source.prefill_id)) is None or not prefill.answered:
+            elif (prefill := self._attempts.find(source.prefill_id)) is None or not prefill.gives_token_to(
+                attempt
+            ):
                 text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
                 attempt.lost(Code.HANDED_BACK, text)
                 return
             else:
-                attempt.first_token = prefill.first_token
+                attempt.taken, attempt.first_token = prefill, prefill.first_token
                 attempt.request.images = prefill.request.images  # with their pixels
                 params = {"first_token": prefill.first_token.result().token_id}
         needed = self._needed.of(self._attempts)
@@ -195,7 +200,7 @@ class Roles:
         uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
         return VLLMAttempt(
             stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks,
-            uncached=uncached, needed=self._needed, **more,
+            uncached=uncached, ended=self._ended, **more,
         )  # fmt: skip
 
     def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any]) -> bool:
@@ -224,11 +229,21 @@ class Roles:
         return True
 
     def _open(self, attempt: VLLMAttempt) -> bool:
-        """As `AttemptTable.open`."""
+        """As `AttemptTable.open`. An id that vLLM has had is not used again: vLLM aborts a request later
+        than its attempt ends, and the connector would take what comes then for the new attempt."""
+        self._used.expire(time.monotonic())
+        if self._used.get(attempt.id):
+            self._attempts.fail(attempt, *UNREAD["reused"])
+            return False
         is_new = self._attempts.open(attempt)
         if is_new:
             self._needed.came(attempt)
         return is_new
+
+    def _ended(self, attempt: VLLMAttempt) -> None:
+        self._needed.left(attempt)
+        if attempt.submitted:
+            self._used.bury(attempt.id, True, time.monotonic())
 
     def stop(self) -> None:
         """The worker ends. All attempts have failed."""
@@ -288,7 +303,7 @@ class Roles:
         if output.prompt_logprobs:
             for piece in prompt_logprobs(attempt.request, output.prompt_logprobs):
                 self._attempts.scored(piece)
-        if attempt.source is not None and not attempt.answered and completion.token_ids:
+        if attempt.awaits_kv and completion.token_ids:
             self._joined(attempt)
         index = len(attempt.request.output_ids) + (attempt.source is not None) + attempt.num_sampled
         for token in tokens(attempt.request, index, output, reason, prefilled=not attempt.answered):
@@ -301,11 +316,9 @@ class Roles:
         self._answered(attempt)
         first, index = attempt.first_token.result(), len(attempt.request.output_ids)
         self._attempts.token(attempt, Output(attempt.id, index, first.token_id, logprobs_of(first)))
-        assert attempt.source is not None
-        taken = self._attempts.find(attempt.source.prefill_id)
-        if taken is not None:  # a prefill of this worker
-            taken.stream = None
-            taken.close("cancelled")
+        if attempt.taken is not None:
+            attempt.taken.stream = None
+            attempt.taken.close("cancelled")
 
     def _answered(self, attempt: VLLMAttempt) -> None:
         attempt.joined_at, attempt.answered = time.monotonic(), True

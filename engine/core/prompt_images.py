@@ -61,11 +61,12 @@ class PromptImages:
             image = self._images[i]
             if image.start >= start + count:
                 break
-            asked = self._asked(i)
-            if asked.done() and asked.exception() is None:
+            asked, tokens = self._asked(i), image.stop - image.start
+            if asked.done() and asked.exception() is None and len(asked.result()) == tokens:
                 continue
             if asked.done():
-                self.failure = f"images[{i}]: {asked.exception()}"
+                why = asked.exception() or f"another image of this name has {len(asked.result())} tokens"
+                self.failure = f"images[{i}]: {why}"
             elif i + 1 < len(self._images):
                 self._asked(i + 1)
             return max(0, image.start - start)

@@ -170,6 +170,15 @@ def test_an_encoder_is_timed_from_the_first_question_to_the_last_answer() -> Non
     assert images.asked_at == first
 
 
+def test_an_image_with_the_name_of_another_one_fails_its_request() -> None:
+    """A step that took what is kept under the name would have too few rows."""
+    kept = Future[np.ndarray]()
+    kept.set_result(np.zeros((4, 1), dtype=np.uint8))
+    images = PromptImages([Image(bytes(32), 3, 2, 4, b"")], lambda _: kept)
+    assert images.computable(0, 20) == 3
+    assert images.failure == "images[0]: another image of this name has 4 tokens"
+
+
 def test_an_encoder_beside_decodes_gets_what_a_step_leaves(
     seeing: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ an id. `states` has the rules.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -35,6 +35,8 @@ class Attempt:
     origin: Origin
     tokens: int
     """Of the prompt, and of the output before this attempt."""
+    other_ids: Collection[bytes] = ()
+    """Under which it moves KV, beside its own. They follow from ids that routers choose."""
     state: State = field(default=State.NEW, init=False)
     joined_at: float = 0.0
     """time.monotonic() at which a decode joined the batch with its prompt computed."""
@@ -86,7 +88,7 @@ class Attempt:
     def over(self) -> None:
         """Its last lease has ended."""
         self.to(State.ENDED)
-        del self.attempts.by_id[self.id]
+        self.attempts.remove(self)
 
 
 A = TypeVar("A", bound=Attempt)
@@ -123,6 +125,7 @@ class AttemptTable(Generic[A]):
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         self._send = send
         self.by_id: dict[bytes, A] = {}  # until the attempt has ended
+        self._other_ids = set[bytes]()  # of all attempts
         self.decoding = 0
         self.counts = RequestCounts()
         self._tokens: defaultdict[int, list[Output]] = defaultdict(list)  # by stream
@@ -141,12 +144,19 @@ class AttemptTable(Generic[A]):
 
         If the id is in use, returns False and tells the router. The attempt that uses the id goes on.
         """
-        if attempt.id in self.by_id:
+        ids = {attempt.id, *attempt.other_ids}
+        if not (ids.isdisjoint(self.by_id) and ids.isdisjoint(self._other_ids)):
             self.fail(attempt, Code.INVALID, "this id is in use")
             return False
         attempt.attempts, attempt.leases = self, Leases(attempt.over)
         self.by_id[attempt.id] = attempt
+        self._other_ids.update(attempt.other_ids)
         return True
+
+    def remove(self, attempt: Attempt) -> None:
+        """It has ended."""
+        del self.by_id[attempt.id]
+        self._other_ids.difference_update(attempt.other_ids)
 
     def cancelled(self, attempt: Attempt) -> None:
         """The router needs it no more."""
