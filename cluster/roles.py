@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from baton.cluster import model
 from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
 from baton.cluster.supervision.processes import tie_to_parent
 from baton.machine import available_memory
+from baton.machine.cpu_engines import share_of_cpus
 from baton.machine.system import report
 
 if TYPE_CHECKING:
@@ -72,12 +74,14 @@ def worker_config(
     chosen = choose(flags.engine, device, memory)
     host_bytes = host_cache(flags.engine, device, present_gpus(), available_memory())
     group = None if flags.network.group is None else Group.parse(flags.network.group)
+    shares_cpus = device == "cpu" and flags.engine.engine == "baton"
     experts_of_group = flags.engine.tensor_parallel_size == 1 < flags.engine.data_parallel_size
     engine = _configured(
         EngineConfig,
         flags,
         model=resolved.location,
         device=device,
+        num_threads=flags.engine.num_threads or (share_of_cpus(os.getpid()) if shares_cpus else None),
         max_num_seqs=chosen.max_num_seqs,
         enable_expert_parallel=flags.engine.enable_expert_parallel and not experts_of_group,
         max_num_batched_tokens=chosen.max_num_batched_tokens,

@@ -2,7 +2,8 @@
 
 A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use.
 
-`leases` has what keeps an object after its end, `memory` what gives freed memory back, `device_memory` memory
+`leases` has what keeps an object after its end, `cpu_engines` engines that compute on the same CPUs,
+`memory` what gives freed memory back, `device_memory` memory
 of a GPU or CPU whose pages move, `kept_pages` pages that outlive a process, `cuda_driver` raw memory of a GPU
 and its handles, `system` ports, directories and child processes, `connections` the bound of those to a port,
 `background` what gives way to other processes, `logs` the lines that every process logs, `tracing` the spans
@@ -28,6 +29,11 @@ def usable_cpus(root: Path = _ROOT) -> int:
     With more threads than its quota a process is stopped for the rest of each period, often 100 ms.
     `os.cpu_count` and `os.process_cpu_count` do not know quotas. `root` has /proc and /sys."""
     return _cpus_and_group(root)[0]
+
+
+def limited_by_quota() -> bool:
+    """Whether a quota gives this process less than its affinity."""
+    return _cpus_and_group(_ROOT)[1] is not None
 
 
 def cpu_names(root: Path = _ROOT) -> list[str]:

@@ -545,6 +545,15 @@ def test_engines_share_the_cpus(served: list[Blueprint], monkeypatch: pytest.Mon
     assert {role.cpus for role in served[1].roles()} == {1}
 
 
+def test_a_worker_alone_takes_what_other_engines_leave(
+    started: list[WorkerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.cluster.roles.share_of_cpus", lambda worker: 3)
+    for flags in ((), ("--num-threads", "5")):
+        run_baton("prefill", "--device", "cpu", *flags)
+    assert [config.engine.num_threads for config in started] == [3, 5]
+
+
 def test_pools_and_their_places(served: list[Blueprint], tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(

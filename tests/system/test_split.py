@@ -13,6 +13,7 @@ import pytest
 from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
 from baton.bench.harness.streams import Case, Stream, cases, expected, new_session, read
 from baton.bench.harness.workers import metric
+from baton.machine import cpu_engines
 from tests.within import WITHIN
 
 from .recovery import PATIENT, UNHURRIED, Broken, each_has
@@ -84,6 +85,12 @@ async def test_the_tokens_are_those_of_one_worker(whole: Broken) -> None:
     parts = [worker.metric("baton:prompt_parts_total") for worker in cluster.workers]
     assert sum(parts) >= 2 * splits
     assert not any(worker.metric("baton:prompt_parts_failed_total") for worker in cluster.workers)
+
+
+def test_engines_say_how_many_threads_they_have(cluster: LocalCluster) -> None:
+    """So a worker that is started later leaves them their CPUs."""
+    threads = {each.pid: each.threads for each in cpu_engines.other_engines()}
+    assert [threads.get(worker.processes()["engine"]) for worker in cluster.workers] == [1, 1, 1]
 
 
 async def shows_all_workers(http: aiohttp.ClientSession, url: str, name: str) -> None:

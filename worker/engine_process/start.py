@@ -24,6 +24,7 @@ from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas
 from baton.kv_transfer.wait import end_waits_on_time
+from baton.machine import cpu_engines
 from baton.machine.background import at_low_priority, killed_first
 from baton.machine.memory import trim
 from baton.machine.system import die_with_parent
@@ -103,6 +104,7 @@ def start(kind: type[C], run: Callable[[C], int]) -> NoReturn:
     """Runs a process and ends it with the exit code that `run` returns. `run` may import torch."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
     begin(config.process_title + (" standby" if config.standby else ""), config.parent_pid)
+    _announce(config)
     logging.config.dictConfig(config.logging)
     gc.disable()  # until the engine is built: imports make no garbage, and collection slows them by a fifth
     if config.standby:
@@ -122,8 +124,15 @@ def stand_by(config: RankProcessConfig, turn: Callable[[], None]) -> Callable[[]
         turn()
         killed_first(config.parent_pid, first=False)
         setproctitle.setproctitle(config.process_title)
+        _announce(config)
 
     return wait
+
+
+def _announce(config: RankProcessConfig) -> None:
+    """Not before the title is set, which gives the main thread another name."""
+    if config.rank == 0 and config.engine.device == "cpu" and config.engine.num_threads:
+        cpu_engines.announce(config.engine.num_threads)
 
 
 def begin(title: str, parent_pid: int) -> None:

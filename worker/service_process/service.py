@@ -13,6 +13,7 @@ from itertools import pairwise
 import setproctitle
 from grpc_health.v1 import health_pb2
 
+from baton.machine import cpu_engines
 from baton.machine.system import cannot_listen, report, try_port, url_host
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
@@ -156,6 +157,10 @@ class Service:
         self._serving = True
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         log.info("ready at %s:%d, KV lanes at %s", host, port, kv_address)
+        if config.engine.device == "cpu":
+            engines = cpu_engines.other_engines()  # that of this worker is one of them
+            if advice := cpu_engines.remedy(engines):
+                log.warning("%s: %s", cpu_engines.shown(engines), advice)
         self._ready.ready(
             role=config.role,
             index=config.index,

@@ -17,7 +17,7 @@ from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.roles import FrontOptions
 from baton.cluster.supervision.blueprint import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
-from baton.machine import available_memory, usable_cpus
+from baton.machine import available_memory, cpu_engines, usable_cpus
 from baton.machine.python_path import python_path
 from baton.machine.words import counted
 
@@ -47,6 +47,7 @@ def node(options: DoctorOptions) -> Iterator[Finding]:
     yield from versions()
     yield from gpus()
     yield from memory(ROOT)
+    yield from engines()
     yield from cards(ROOT)
     yield from limits(ROOT)
     yield from ports(options)
@@ -111,6 +112,14 @@ def memory(root: Path) -> Iterator[Finding]:
         yield bad("memory", text, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop other processes.")
     else:
         yield good("memory", text)
+
+
+def engines() -> Iterator[Finding]:
+    running = cpu_engines.other_engines()
+    if advice := cpu_engines.remedy(running):
+        yield warning("engines on CPUs", cpu_engines.shown(running), f"{advice[0].upper()}{advice[1:]}.")
+    elif running:
+        yield good("engines on CPUs", cpu_engines.shown(running))
 
 
 def cards(root: Path) -> Iterator[Finding]:
