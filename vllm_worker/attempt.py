@@ -73,6 +73,11 @@ class VLLMAttempt(Attempt):
         return self.computing is not None and self.source is None and not self.answered
 
     @property
+    def is_suspect(self) -> bool:
+        """A prompt that may have crashed engines, and has no token yet."""
+        return self.request.alone and self.computes_prompt
+
+    @property
     def decodes(self) -> bool:
         return self.computing is not None and self.answered
 
@@ -133,11 +138,18 @@ class NeededBlocks:
 def waits(attempt: VLLMAttempt, attempts: Collection[VLLMAttempt]) -> bool:
     """Whether vLLM may not have an attempt yet. `attempts`: all, in order of arrival.
 
-    A prompt that may have crashed engines is computed without others, and later prompts wait for its token.
-    But vLLM may take in decodes whose KV comes meanwhile, so these wait for nothing."""
+    A prompt that may have crashed engines is computed without others. It waits for all that came before.
+    Decodes that come later are refused until it has its token. Prompts that come later go on while decodes
+    that came before run, which may take minutes. From then on they wait, so the prompt has its turn."""
     if attempt.source is not None:
         return False
-    before = [other for other in takewhile(lambda x: x is not attempt, attempts) if other.computes_prompt]
+    earlier = [*takewhile(lambda x: x is not attempt, attempts)]
     if attempt.request.alone:
-        return bool(before) or any(other.decodes for other in attempts)
-    return any(other.request.alone for other in before)
+        later_in_vllm = (x for x in attempts if x.submitted and x is not attempt)
+        return any(x.computing is not None for x in (*earlier, *later_in_vllm))
+    decodes = False
+    for other in earlier:
+        if other.is_suspect and not decodes:
+            return True
+        decodes |= other.decode and other.computing is not None
+    return False

@@ -6,11 +6,13 @@
      refused               failed, cancelled
 
 Blocks are vLLM's. A decode is accepted if the blocks of all attempts fit beside it, and fewer decodes than
-`max_num_seqs` are in vLLM, so that vLLM starts it soon. What waits for what:
+`max_num_seqs` are in vLLM, so that vLLM starts it soon. While an `alone` prompt has no token, none is
+accepted. What waits for what:
 
     prompt in vLLM's queue ─▶ blocks of a held prefill ─▶ FETCH of its decode ─▶ room on another worker
     decode in vLLM's queue ─▶ blocks of running requests ─▶ nothing
-    prompt ─▶ token of an earlier `alone` prompt ─▶ earlier prompts in vLLM, decodes with tokens ─▶ nothing
+    `alone` prompt ─▶ decodes that came before it ─▶ their KV ─▶ prompts, which wait for no such prompt yet
+    prompt ─▶ token of an earlier `alone` prompt without such decodes ─▶ prompts in vLLM
 
 Decodes go before prompts in vLLM's queue, and their blocks are counted before. So no decode waits for a
 prompt. Two workers that both hold prefills for the other may both have no room: the hold deadline ends that.
@@ -22,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from baton.content import CHUNK_TOKENS, extend_names, salted
@@ -114,8 +117,15 @@ class Roles:
             self._moved.clear()
             await self._moved.wait()
 
+    @property
+    def _has_suspect(self) -> bool:
+        """Whether no decode is accepted, since a prompt must share no step with others."""
+        return any(attempt.is_suspect for attempt in self._attempts)
+
     def status(self, question: int) -> messages.EngineStatus:
         stats = self.load.stats(self._blocks, [*self._attempts])
+        if self._has_suspect:
+            stats = replace(stats, blocks_free=0, blocks_spare=0)
         waiting = Counter[int]()
         for attempt in self._attempts:
             if attempt.stream is not None and attempt.computes_prompt:
@@ -182,9 +192,13 @@ class Roles:
         needed = self._needed.of(self._attempts)
         seated = sum(other.decode and other.computing is not None for other in self._attempts)
         seats = self._config.engine.max_num_seqs
+        text = ""
         if needed > self._blocks or seated >= seats:
-            self._attempts.counts.no_room += 1
             text = f"needs {needed} of {self._blocks} blocks, and seat {seated + 1} of {seats}"
+        elif self._has_suspect:
+            text = "a prompt that must share no step with others has its turn next"
+        if text:
+            self._attempts.counts.no_room += 1
             attempt.lost(Code.NO_ROOM, text)
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)

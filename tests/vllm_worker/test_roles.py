@@ -484,18 +484,67 @@ async def test_a_prompt_that_may_have_crashed_engines_is_computed_alone(worker: 
     suspect, later = work(P), work(E)
     suspect.request.alone = True
     worker.roles.handle(messages.Prefill(7, suspect, handover=True))
-    worker.roles.handle(messages.Prefill(7, later, handover=True))
     await worker.settle()
     assert worker.computing == [D], "no other request is blamed for a crash"
     await worker.says(D, output([7], "stop"))
     assert worker.computing == [P]
-    waits = work(name("w"))
-    worker.roles.handle(messages.Decode(7, waits, source()))
+    worker.roles.handle(messages.Prefill(7, later, handover=True))
     await worker.settle()
-    assert worker.computing == [P, name("w")], "it is in no step yet"
+    assert worker.computing == [P]
     await worker.says(P, output([5], "length"))
-    assert worker.computing == [E, name("w")]
+    assert worker.computing == [E]
     assert [token for _, token, _ in worker.tokens()] == [5, 6, 7, 5]
+
+
+async def test_a_prompt_that_must_run_alone_has_its_turn_on_a_busy_worker(worker: Worker) -> None:
+    """Decodes come and end all the time, and so do prompts: it waits for those that were there before it.
+    Later prompts do not wait for these decodes."""
+    first, last, suspect = name("1"), name("2"), work(P)
+    worker.roles.handle(messages.Decode(7, work(first), source()))  # its KV has not come
+    worker.roles.handle(messages.Decode(7, work(last), None))
+    await worker.says(last, output([6]))
+    suspect.request.alone = True
+    worker.roles.handle(messages.Prefill(7, suspect, handover=True))
+    for decode in (D, E):
+        worker.roles.handle(messages.Decode(7, work(decode), source() if decode is D else None))
+    assert worker.failures() == [Code.NO_ROOM] * 2
+    stats = worker.roles.status(0).stats
+    assert (stats.blocks_free, stats.blocks_spare) == (0, 0), "routers send decodes elsewhere"
+    for letter in "ab":
+        worker.roles.handle(messages.Prefill(7, work(name(letter)), handover=True))
+    await worker.settle()
+    assert worker.computing == [first, last, name("a"), name("b")]
+    worker.roles.heard(Injected(first, FIRST, STATS))
+    await worker.says(last, output([7], "stop"))
+    await worker.says(name("a"), output([5], "length"))
+    worker.roles.handle(messages.Prefill(7, work(name("c")), handover=True))
+    await worker.settle()
+    assert worker.computing == [first, name("b"), name("c")]
+    await worker.says(first, output([6], "stop"))
+    worker.roles.handle(messages.Prefill(7, work(name("d")), handover=True))
+    await worker.says(name("b"), output([5], "length"))
+    assert worker.computing == [name("c")], "no other prompt starts from now on"
+    await worker.says(name("c"), output([5], "length"))
+    assert worker.computing == [P]
+    await worker.says(P, output([5], "length"))
+    assert worker.computing == [name("d")]
+    worker.roles.heard(Released(P, "acked"))
+    worker.roles.handle(messages.Decode(7, work(E), source()))
+    assert worker.failures() == [Code.NO_ROOM] * 2
+    assert worker.roles.status(0).stats.blocks_free
+
+
+async def test_two_prompts_that_must_run_alone_take_turns(worker: Worker) -> None:
+    for letter in "ab":
+        suspect = work(name(letter))
+        suspect.request.alone = True
+        worker.roles.handle(messages.Prefill(7, suspect, handover=True))
+    worker.roles.handle(messages.Prefill(7, work(E), handover=True))
+    await worker.settle()
+    for letter, after in (("a", name("b")), ("b", E)):
+        assert worker.computing == [name(letter)]
+        await worker.says(name(letter), output([5], "length"))
+        assert worker.computing == [after]
 
 
 async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> None:
