@@ -56,13 +56,13 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def browser(url: str, profile: Path) -> AsyncIterator[Page]:
+async def browser(url: str, profile: Path, locale: str = "en_US.UTF-8") -> AsyncIterator[Page]:
     """Opens the page at `url`. `profile`: a new directory."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     flags += ["--remote-debugging-port=0", f"--user-data-dir={profile}"]
     program = next(filter(None, BROWSERS))
     process = await asyncio.create_subprocess_exec(
-        program, *flags, url, stderr=asyncio.subprocess.PIPE, env={**os.environ, "LC_ALL": "en_US.UTF-8"}
+        program, *flags, url, stderr=asyncio.subprocess.PIPE, env={**os.environ, "LC_ALL": locale}
     )
     assert process.stderr is not None
     try:

@@ -69,3 +69,28 @@ async def test_a_killed_worker_is_seen_with_the_request_that_it_failed(
         assert await page.run("document.documentElement.scrollWidth <= 390"), (
             "a phone scrolls tables, not the page"
         )
+
+
+async def test_a_posix_locale_has_all_plots(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    """The language of such a browser is no tag of a language."""
+    async with (
+        make_cluster(tokenizer, tmp_path) as cluster,
+        browser(f"{cluster.url}/dashboard", tmp_path / "profile", locale="POSIX") as page,
+    ):
+        await page.until("document.querySelectorAll('.uplot').length >= 6")
+        assert await page.run("defect.hidden && state.textContent.startsWith('serving')")
+
+
+async def test_a_plot_that_fails_hides_no_table(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    """And the page does not blame the cluster."""
+    async with (
+        make_cluster(tokenizer, tmp_path, api_keys=api_keys(["k"], None)) as cluster,
+        browser(f"{cluster.url}/dashboard", tmp_path / "profile") as page,
+    ):
+        await page.until("globalThis.ask && !ask.hidden")
+        await page.run("uPlot = class { constructor() { throw new Error('no canvas') } }; key.value = 'k'")
+        await page.run("ask.requestSubmit()")
+        await page.until("defect.textContent.endsWith('this page fails: drawPlots: no canvas')")
+        assert await page.run("!defect.hidden && !main.hidden && state.textContent.startsWith('serving')")
+        assert await page.run("[workers, failures, requests].map(each => each.rows.length)") == [3, 1, 1]
+        await page.keep_picture("dashboard-defect.png")

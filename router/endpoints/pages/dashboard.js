@@ -4,7 +4,7 @@ import { api, element, fill, number, percent, seconds, short, table } from "./pa
 
 const PERIOD = 2000, MINUTES = 15, POINTS = MINUTES * 60_000 / PERIOD;
 const ids = ["main", "model", "state", "ask", "key", "cards", "workers", "plots", "failures", "requests", "pools",
-  "sizes", "timeline", "title", "lanes", "close"];
+  "sizes", "defect", "timeline", "title", "lanes", "close"];
 const at = Object.fromEntries(ids.map(id => [id, document.getElementById(id)]));
 
 // ---------------------------------------------------------------- scrapes
@@ -286,22 +286,9 @@ async function scrape() {
 
 async function update() {
   if (document.hidden) return;
+  let now;
   try {
-    const before = scrapes.at(-1), now = await scrape();
-    record(now);
-    const { router } = now.status;
-    at.main.hidden = false;
-    at.ask.hidden = true;
-    at.model.textContent = router.model;
-    at.state.textContent = `${router.state} · Baton ${router.version} · up ${uptime(router.uptime_seconds)} · ` +
-      `${now.status.workers.filter(each => each.state === "ready").length} of ${now.status.workers.length + absent(now.status).length} workers ready`;
-    at.state.className = router.ready ? "good" : "bad";
-    drawCards(now, before);
-    drawWorkers(now, before);
-    drawRecords(now);
-    drawPlots();
-    // Of scrapes that no rate needs any more only the histograms stay: a thousand workers are megabytes.
-    Object.assign(scrapes.at(-10) ?? {}, { status: { router: {}, workers: [] }, workers: new Map() });
+    now = await scrape();
   } catch (error) {
     at.state.className = "bad";
     at.state.textContent = error.status === 401 ? "This cluster has API keys." : `No answer: ${error.message}`;
@@ -309,7 +296,31 @@ async function update() {
       at.ask.hidden = false;
       at.main.hidden = true;
     }
+    return;
   }
+  const before = scrapes.at(-1);
+  at.main.hidden = false;
+  at.ask.hidden = true;
+  // What fails is a defect of this page. The rest is drawn all the same.
+  const failed = [];
+  for (const draw of [record, drawState, drawCards, drawWorkers, drawRecords, drawPlots]) {
+    try {
+      draw(now, before);
+    } catch (error) {
+      failed.push(`${draw.name}: ${error.message}`);
+    }
+  }
+  at.defect.hidden = !failed.length;
+  at.defect.textContent = `The cluster answers, but this page fails: ${failed.join("; ")}`;
+  // Of scrapes that no rate needs any more only the histograms stay: a thousand workers are megabytes.
+  Object.assign(scrapes.at(-10) ?? {}, { status: { router: {}, workers: [] }, workers: new Map() });
+}
+
+function drawState({ status: { router, workers, ...rest } }) {
+  const ready = workers.filter(each => each.state === "ready").length, all = workers.length + absent({ workers, ...rest }).length;
+  at.model.textContent = router.model;
+  at.state.textContent = `${router.state} · Baton ${router.version} · up ${uptime(router.uptime_seconds)} · ${ready} of ${all} workers ready`;
+  at.state.className = router.ready ? "good" : "bad";
 }
 
 const uptime = value => value < 3600 ? `${Math.floor(value / 60)} min` : value < 86400 ? `${(value / 3600).toFixed(1)} h`
