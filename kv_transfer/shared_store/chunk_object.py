@@ -69,7 +69,8 @@ class ObjectSeal:
     """Seals and opens the objects of one cluster and one layout, in place."""
 
     def __init__(self, secret: bytes, identity: str, *, encrypt: bool) -> None:
-        """`identity`: what the KV depends on beside its content name."""
+        """`identity`: what the bytes depend on beside the content name of the KV, which stands for the
+        weights of now. It stays the same while they change."""
         self.keys = StoreKeys(secret)
         self._identity = f"{VERSION} {encrypt} {identity} ".encode()
         self._encrypt = encrypt

@@ -22,6 +22,7 @@ from tests.cluster_helpers import (
     assert_whole,
     attached,
     metrics,
+    paired,
     request,
     sampling,
     start_worker,
@@ -31,6 +32,9 @@ from tests.engine.conftest import save_tiny
 from tests.kv_transfer.conftest import until
 from tests.mooncake import Mooncake, libraries, mooncake
 from tests.within import WITHIN
+
+from .test_replaced_engine import kill, next_engine, status
+from .test_weights import replaced, saved
 
 ENGINE = {"load_format": "dummy", "num_blocks": 80, "block_size": 16, "enable_prefix_caching": True}
 
@@ -99,6 +103,31 @@ async def test_a_restarted_worker_finds_its_kv_in_the_store(store: Mooncake, tmp
                 assert found == (tokens, 448), "in its own blocks, and half of the next one"
         await assert_whole(second)
         assert await asyncio.to_thread(second.stop) == 0
+
+
+async def test_a_replaced_engine_shares_kv_with_its_peers_after_weights_were_replaced(
+    store: Mooncake, tmp_path: Path
+) -> None:
+    """Its peers began with other weights: it finds their objects in the store, and its lanes reach them."""
+    model, trained = tiny_model(tmp_path / "model"), saved(tmp_path / "trained", 7)
+    asked, params = prompts(1, 460)[0], sampling(max_tokens=8, ignore_eos=True)
+    with (
+        worker(model, tmp_path / "1", store, replace_engine=True) as first,
+        worker(model, tmp_path / "2", store) as peer,
+    ):
+        for each in (first, peer):
+            await replaced(each, trained, "1")
+        async with paired(peer, first) as pair, attached(first) as gone:
+            expected, _ = await generate(pair.prefill, asked)
+            await next_engine(first, kill(first))
+            while (await status(gone)).health != pb.WorkerStatus.HEALTH_SERVING:
+                await asyncio.sleep(0.01)
+            await measured(gone)
+            assert await generate(gone, asked) == (expected, 448), "what the peer has written"
+            handed_over = prompts(2, 100)[1]
+            right, _ = await generate(pair.prefill, handed_over)
+            assert (await pair.generate(handed_over, params)).tokens == right
+        await assert_whole(first, peer)
 
 
 def prompts(count: int, length: int = 400) -> list[list[int]]:

@@ -60,7 +60,7 @@ class StoreSource:
                 kv,
                 fds,
                 ranks,
-                f"{kv.layout.fingerprint} {engine.content_root.hex()}",
+                kv.layout.fingerprint,
                 lend=source.lend,
                 known=cached_chunks.stored,
                 answered=lambda seconds: source._link.waited.add(seconds),  # a probe makes a new average

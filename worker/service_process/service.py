@@ -181,7 +181,8 @@ class Service:
         stage("waking the standby" if self._tree.is_standby else "starting the engine process", 0.0)
         engine = await self._tree.start_engine(stage)
         stage("starting the transfer process", 0.0)
-        kv_address = await self._tree.start_transfer(engine)
+        # Lanes keep the fingerprint of the start, as those of peers do, whose weights were replaced, too.
+        kv_address = await self._tree.start_transfer(self._engine or engine)
         self._tree.follow(self._backend.deliver)
         return engine, kv_address
 
