@@ -254,12 +254,15 @@ class ByType:
 
     default: str | None = None
     """The type of a value that has none."""
+    what: str = "parts"
+    """What such values are, for the error of an unknown type."""
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         # The brackets tell a type from the name of a field in the location of an error.
         choices = {
-            f"<{get_args(model.model_fields['type'].annotation)[0]}>": handler.generate_schema(model)
+            f"<{kind}>": handler.generate_schema(model)
             for model in get_args(union)
+            for kind in get_args(model.model_fields["type"].annotation)
         }
 
         def tag(value: Any) -> str:
@@ -269,7 +272,9 @@ class ByType:
             if not isinstance(value, dict):
                 raise invalid("must be an object")
             if tag(value) not in choices:
-                raise unsupported(f"parts of type {value.get('type') or self.default!r} are not supported")
+                raise unsupported(
+                    f"{self.what} of type {value.get('type') or self.default!r} are not supported"
+                )
             return value
 
         tagged = core_schema.tagged_union_schema(choices, tag)

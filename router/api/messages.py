@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AliasChoices,
@@ -15,11 +15,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from baton.router.api.fields import Content, Items, Part, ShownImage, invalid
+from baton.router.api.fields import Content, Items, Part, ShownImage, ShownText, invalid
 from baton.router.api.validation import refusing
 
 MAX_TOOLS = 128
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+
+
+UNSEEN = "[an image, which this model cannot see]"
 
 
 def _arguments(value: Any) -> str:
@@ -109,6 +112,13 @@ class Message(Part):
             return []
         return [part for part in self.content if isinstance(part, ShownImage)]
 
+    def without_images(self) -> Self:
+        """The same message with a text in the place of each image."""
+        if isinstance(self.content, str):
+            return self
+        texts = (part.text if isinstance(part, ShownText) else UNSEEN for part in self.content)
+        return self.model_copy(update={"content": "\n".join(texts)})
+
     @property
     def about_tools(self) -> bool:
         """True if it has tool calls or the result of one."""
@@ -140,8 +150,6 @@ class Message(Part):
 
 SPACED = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,32}"}}
 """What a schema says of the space between the parts of JSON. Workers allow the same in other JSON."""
-# The model would see a tool that the client wants to hide from it.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"defer_loading": (False,)}
 
 
 class Function(Part):
@@ -156,8 +164,8 @@ class Function(Part):
     parameters: dict[str, Any] | None = None
     """JSON schema of an object. None: the function takes no arguments."""
     strict: bool | None = None
-
-    _refuse_unsupported = refusing(_UNSUPPORTED, nested=True)
+    defer_loading: bool | None = None
+    """The prompt does not describe the function. Behind it the result of a search does."""
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Self:
@@ -170,10 +178,12 @@ class Tool(Part):
     type: Literal["function"] = "function"
     function: Function
 
-    _refuse_unsupported = refusing(_UNSUPPORTED, nested=True)
+    # The model would see a tool that the client wants to hide from it.
+    _refuse_unsupported = refusing({"defer_loading": (False,)}, nested=True)
 
     def for_template(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+        function = self.function.model_dump(exclude_none=True, exclude={"defer_loading"})
+        return {"type": "function", "function": function}
 
     def with_parameters(self, parameters: dict[str, Any]) -> "Tool":
         function = self.function.model_copy(update={"parameters": parameters})
@@ -228,7 +238,7 @@ def choice_of(
         try:
             if kind == "allowed_tools":
                 return allowed.model_validate(value)
-            if kind == "function":
+            if kind in get_args(named.model_fields["type"].annotation):
                 return named.model_validate(value)
         except ValidationError:
             needs = "must have the name of the function"

@@ -8,6 +8,7 @@ provider, and each of their requests would fail. Known and not listed:
 - `spaces_between_special_tokens` (no effect on byte-exact text)
 - `mm_payload`, `return_mm_kwargs` and `return_token_offsets` (of endpoints that only render)
 - `custom_labels` (of metrics), `ngram_corpus_id` (for speculation)
+- `max_tool_calls` (of tools that OpenAI runs itself) and `prompt_cache_options` (prefixes are always cached)
 - `client_metadata`, `access_programs` and `reasoning.context` (what Codex sends to OpenAI)
 """
 
@@ -71,8 +72,8 @@ MESSAGES: dict[str, tuple[Any, ...]] = GENERATION | _OF_CHATS | COUNT_TOKENS | {
 }  # fmt: skip
 RESPONSES: dict[str, tuple[Any, ...]] = GENERATION | _OF_CHATS | {
     "context_management": ([],), "conversation": (), "enable_response_messages": (False,), "image": (),
-    "max_tokens": (), "max_tool_calls": (), "messages": (), "previous_input_messages": ([],), "prompt": (),
-    "prompt_cache_options": ({},), "stop_sequences": ([],), "system": (), "thinking": (),
+    "max_tokens": (), "messages": (), "previous_input_messages": ([],), "prompt": (),
+    "stop_sequences": ([],), "system": (), "thinking": (),
     "verbosity": ("medium",),
 }  # fmt: skip
 REFUSED = {
@@ -101,7 +102,6 @@ REMEDIES = {
     "kv_transfer_params": _ROUTED,
     "max_completion_tokens": "use max_tokens, or max_output_tokens of /v1/responses",
     "max_tokens": "use max_output_tokens",
-    "max_tool_calls": "there are no built-in tools",
     "messages": "use input",
     "output_format": "use output_config.format",
     "previous_input_messages": "use previous_response_id",

@@ -30,7 +30,7 @@ from baton.router.endpoints.request_body import read_body
 from baton.router.endpoints.stored_responses import Events, StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
 from baton.router.generation.output import MAX_TAKEN, Delta
-from baton.router.preparation.prepare import Peek
+from baton.router.preparation.prepare import Peek, resolved
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,9 @@ class OpenAIResponses:
             await asyncio.wait([running.task])
 
     async def _turn(self, raw: bytearray, entry: Entry) -> _Turn:
-        """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
+        """Puts stored items in the places of their references into the body.
+
+        Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
         packed = await self._frontend.convert("peek", raw, entry)
         peek = msgspec.msgpack.decode(packed, type=Peek)
         key, previous = entry.account.key.name, peek.previous_response_id
@@ -178,6 +180,14 @@ class OpenAIResponses:
         if len(raw) + sum(map(len, earlier)) > self._config.max_body_bytes:
             text = f"the conversation is larger than {self._config.max_body_bytes} bytes"
             raise BodyTooLarge(text, param="previous_response_id")
+        if peek.references:
+            input = bytes(memoryview(raw)[peek.start : peek.stop])
+            input = resolved(input, self._stored.items(key, peek.references))
+            raw[peek.start : peek.stop] = input
+            peek.stop = peek.start + len(input)
+            if len(raw) > self._config.max_body_bytes:
+                text = f"input with its stored items is larger than {self._config.max_body_bytes} bytes"
+                raise BodyTooLarge(text, param="input")
         input = bytes(memoryview(raw)[peek.start : peek.stop]) if peek.stored else None
         return _Turn(key, earlier, input, peek.background)
 
@@ -187,7 +197,8 @@ class OpenAIResponses:
         def keep(response: dict[str, Any]) -> None:
             if turn.input is not None:
                 conversation = (*turn.earlier, turn.input, encode(response["output"]))
-                stored = StoredResponse(encode(response), conversation, turn.background, events)
+                items = tuple(item["id"] for item in response["output"])
+                stored = StoredResponse(encode(response), conversation, turn.background, items, events)
                 self._stored.put(turn.key, response["id"], stored)
 
         return OpenAIResponsesBuilder(active, _new_id(request), keep)

@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from baton.machine import memory_share
@@ -26,6 +27,14 @@ def home_tag(address: str) -> str:
     clients the address. The ids of different routers may begin alike; then the picker may be wrong.
     """
     return f"resp_{xxhash.xxh3_64_intdigest(address.encode()) & 0xFFFF:04x}"
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+_parts = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_named = msgspec.json.Decoder(_Named).decode
 
 
 class Events:
@@ -69,6 +78,8 @@ class StoredResponse:
     conversation: tuple[bytes, ...]
     """The inputs and outputs up to this response, each as the JSON of an `input`. Responses share them."""
     background: bool
+    items: tuple[str, ...] = ()
+    """The ids of its output items."""
     events: Events | None = None
     """Those of a stream in the background. Its last event, which holds the response, may follow later."""
 
@@ -116,6 +127,22 @@ class StoredResponses:
             raise NotFound(text, param=param)
         return shelf.responses[id][0]
 
+    def items(self, key: str, ids: Iterable[str]) -> dict[str, bytes]:
+        """Returns output items of stored responses as JSON, by their ids. Raises NotFound."""
+        shelf = self._of_key.get(key)
+        found: dict[str, bytes] = {}
+        for id in ids:
+            if id in found:
+                continue
+            if shelf is None or (response := shelf.of_item.get(id)) is None:
+                text = (
+                    f"Item with id {id[:80]!r} not found: it must be of a stored response, or be sent itself"
+                )
+                raise NotFound(text, param="input")
+            output = shelf.responses[response][0].conversation[-1]
+            found |= {_named(raw).id: bytes(raw) for raw in _parts(output)}
+        return found
+
     def delete(self, key: str, id: str) -> None:
         """Raises NotFound."""
         self.get(key, id)
@@ -127,14 +154,20 @@ class _Shelf:
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, tuple[StoredResponse, float, int]] = OrderedDict()
+        self.of_item: dict[str, str] = {}
+        """The response of each output item, by their ids."""
         self._bytes = 0
 
     def put(self, id: str, response: StoredResponse, expires: float) -> None:
         self.responses[id] = response, expires, response.size
+        self.of_item |= dict.fromkeys(response.items, id)
         self._bytes += response.size
 
     def pop(self, id: str) -> None:
-        self._bytes -= self.responses.pop(id)[2]
+        response, _, size = self.responses.pop(id)
+        for item in response.items:
+            self.of_item.pop(item, None)
+        self._bytes -= size
 
     def shrink(self, max_bytes: int, now: float) -> None:
         while self.responses:

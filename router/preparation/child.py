@@ -21,6 +21,7 @@ from typing import Any
 from baton.machine import memory_share
 from baton.router.admission.keys import ApiKey
 from baton.router.api.bodies import ChatOptions, CompletionOptions
+from baton.router.api.openai_responses.tools import Called
 from baton.router.child_pool import ChildPool, ForkServer
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation import pipe
@@ -129,7 +130,7 @@ def read_prepared(
         return answer
     if isinstance(answer, dict):
         raise NeedsFiles(answer["urls"])
-    is_chat, options, *ids, echoes, starts, beginning, repeated, images = answer
+    is_chat, options, *ids, echoes, starts, beginning, repeated, called, images = answer
     expect(sum(map(len, ids[0])) // 4)
     kind = ChatOptions if is_chat else CompletionOptions
     prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
@@ -142,7 +143,8 @@ def read_prepared(
             if isinstance(size := image[-1], int):
                 image[-1], unread = unread[:size], unread[size:]
             placed[-1].append(PlacedImage(*image))
-    return Prepared(chosen, prompts, echoes, starts, beginning, repeated, placed, bad_words)
+    calls = {name: Called(*call) for name, call in called.items()}
+    return Prepared(chosen, prompts, echoes, starts, beginning, repeated, calls, placed, bad_words)
 
 
 def main(title: str, memory_bytes: str, control: str) -> None:
@@ -213,7 +215,7 @@ def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
     )
     is_chat = isinstance(chosen, ChatOptions)
     columns = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
-    return [is_chat, options, *ids, *columns, prepared.images]
+    return [is_chat, options, *ids, *columns, prepared.called, prepared.images]
 
 
 if __name__ == "__main__":

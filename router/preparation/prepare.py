@@ -23,6 +23,7 @@ from baton.router.api.fields import MAX_IMAGES
 from baton.router.api.jobs import output_room
 from baton.router.api.messages import Message
 from baton.router.api.openai_responses.body import ResponsesBody
+from baton.router.api.openai_responses.tools import Called
 from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
@@ -83,6 +84,8 @@ class Prepared:
     """Whether the outputs begin with reasoning."""
     repeated: bytes = b""
     """The fields of /v1/responses that the response repeats, as a JSON object."""
+    called: dict[str, Called] = field(default_factory=dict)
+    """What calls of functions are to a client of /v1/responses, by the functions' names."""
     images: list[list[PlacedImage]] = field(default_factory=list)
     """Those of each prompt, in order. Empty: there are none."""
     bad_words: list[list[int]] = field(default_factory=list)
@@ -111,10 +114,20 @@ class Peek(msgspec.Struct, array_like=True):
     start: int = 0
     """Where the JSON of the input begins in the body."""
     stop: int = 0
+    references: list[str] = []
+    """The ids of stored items that the input refers to."""
+
+
+class _Item(msgspec.Struct):
+    type: str | None = None
+    id: str | None = None
+    role: msgspec.Raw | None = None
 
 
 _invocation = msgspec.json.Decoder(_Invocation).decode
 _responses = msgspec.json.Decoder(_Responses).decode
+_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_item = msgspec.json.Decoder(_Item).decode
 
 
 def kind_of(raw: Raw) -> Literal["chat", "completion"]:
@@ -136,7 +149,32 @@ def peek(raw: Raw) -> Peek:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     input, stored = bytes(fields.input), fields.store is not False
     start = raw.find(input)  # the same bytes may also stand before the input
-    return Peek(fields.previous_response_id, bool(fields.background), stored, start, start + len(input))
+    place = start, start + len(input)
+    references = [id for _, id in referring(input)] if b'"id"' in input else []
+    return Peek(fields.previous_response_id, bool(fields.background), stored, *place, references)
+
+
+def referring(input: bytes) -> list[tuple[int, str]]:
+    """Returns the indices and ids of the items of an input that only refer to stored ones."""
+    if not input.startswith(b"["):
+        return []
+    found = list[tuple[int, str]]()
+    for index, raw in enumerate(_items(input)):
+        try:
+            item = _item(raw)
+        except msgspec.ValidationError:
+            continue  # `prepare` raises the error
+        if item.id is not None and item.role is None and item.type in (None, "item_reference"):
+            found.append((index, item.id))
+    return found
+
+
+def resolved(input: bytes, items: Mapping[str, bytes]) -> bytes:
+    """Returns an input with stored items in the places of their references. `items`: all, by their ids."""
+    parts = [bytes(raw) for raw in _items(input)]
+    for index, id in referring(input):
+        parts[index] = items[id]
+    return b"[" + b",".join(parts) + b"]"
 
 
 class NeedsChild(Exception):
@@ -210,9 +248,11 @@ class _Preparation:
             case ChatBody():
                 prepared = self._chat(body)
             case ResponsesBody() if kind == "input_tokens":
-                prepared = self._count_tokens(body.chat(history), {"object": "response.input_tokens"})
+                chat, _ = body.chat(history)
+                prepared = self._count_tokens(chat, {"object": "response.input_tokens"})
             case ResponsesBody():
-                prepared = replace(self._chat(body.chat(history)), repeated=body.repeated)
+                chat, called = body.chat(history)
+                prepared = replace(self._chat(chat), repeated=body.repeated, called=called)
             case MessagesBody():
                 prepared = self._chat(body.chat())
             case CompletionBody():
@@ -232,8 +272,9 @@ class _Preparation:
         if len(body.messages) > self.context:
             count = len(body.messages)
             raise ContextLengthExceeded.of_prompt(field, count, "messages", self.context, self.context)
-        images = self._images(body.messages)
-        text = self._rendered(body, body.messages)
+        messages = self._readable(body.messages)
+        images = self._images(messages)
+        text = self._rendered(body, messages)
         encode = partial(self.tokenizer.encode_chat, scope=(self.salt, body.cache_salt))
         if body.add_special_tokens:
             encode = self.tokenizer.encode
@@ -252,6 +293,13 @@ class _Preparation:
             elif isinstance(last := body.messages[-1].content, str) and way.continues_reasoning(last):
                 beginning = "reasoning"
         return Prepared(body, [prompt], [], beginning=beginning, images=[placed] if placed else [])
+
+    def _readable(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Returns messages in which a text stands for each image that is the result of a call, if the model
+        takes no images. The client cannot know what a tool returns, and each later turn would be refused."""
+        if self.tokenizer.images is not None or not any(message.images for message in messages):
+            return messages
+        return [message.without_images() if message.role == "tool" else message for message in messages]
 
     def _images(self, messages: Sequence[Message]) -> list[Decoded]:
         """The images of a chat. Raises InvalidRequest for one that is broken, NeedsChild and NeedsFiles."""
@@ -314,9 +362,10 @@ class _Preparation:
         return token_ids
 
     def _tokenize(self, body: TokenizeBody) -> bytes:
-        images = self._images(body.messages or ())
+        messages = self._readable(body.messages or ())
+        images = self._images(messages)
         if body.messages is not None:
-            text, special = self._rendered(body, body.messages), bool(body.add_special_tokens)
+            text, special = self._rendered(body, messages), bool(body.add_special_tokens)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
         self._check_length(text, "prompt" if body.messages is None else "messages")
@@ -334,8 +383,9 @@ class _Preparation:
         return msgspec.json.encode({"prompt": text})
 
     def _count_tokens(self, body: ChatBody, more: dict[str, str] | None = None) -> bytes:
-        images = self._images(body.messages)
-        text = self._rendered(body, body.messages)
+        messages = self._readable(body.messages)
+        images = self._images(messages)
+        text = self._rendered(body, messages)
         self._check_length(text, body.prompt_field)
         tokens, _ = self._placed(self.tokenizer.encode(text, add_special_tokens=False), images)
         count = len(tokens)
@@ -375,7 +425,7 @@ class _Preparation:
             template = self.tokenizer.chat_template
             return template.render(
                 self._entries(messages, with_calls=template.shows_calls),
-                [tool.for_template() for tool in tools],
+                [tool.for_template() for tool in tools if not tool.function.defer_loading],
                 body.template_settings,
                 add_generation_prompt=body.ends_with_generation_prompt,
                 continue_final_message=body.continue_final_message,

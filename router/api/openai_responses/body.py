@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BeforeValidator,
     Field,
     TypeAdapter,
@@ -22,12 +23,19 @@ from baton.router.api.fields import (
     Nullable,
     Part,
     TemplateSettings,
-    Text,
     invalid,
     text,
     unsupported,
 )
-from baton.router.api.messages import MAX_TOOLS, Arguments, Function, choice_of
+from baton.router.api.messages import MAX_TOOLS, Arguments, Tool, choice_of
+from baton.router.api.openai_responses.tools import (
+    INPUT,
+    AnyTool,
+    Called,
+    flat_name,
+    functions,
+    without_hosted,
+)
 from baton.router.api.sampling import OpenAIBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import RESPONSES, refusing, validate
@@ -65,41 +73,128 @@ class ReasoningItem(Part):
     """Stands for the content if that is missing."""
 
 
-class FunctionCallItem(Part):
-    type: Literal["function_call"]
+class CallItem(Part):
+    """A call of an earlier response: of a function, or of what stands for one (`tools`)."""
+
     call_id: str
+    namespace: str | None = None
+
+    @property
+    def function(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @property
+    def message(self) -> dict[str, Any]:
+        calls = [{"id": self.call_id, "type": "function", "function": self.function}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+class FunctionCallItem(CallItem):
+    type: Literal["function_call"]
     name: str
     arguments: Arguments
 
+    @property
+    def function(self) -> dict[str, Any]:
+        return {"name": flat_name(self.name, self.namespace), "arguments": self.arguments}
 
-class FunctionCallOutputItem(Part):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Text
+
+class CustomCallItem(CallItem):
+    type: Literal["custom_tool_call"]
+    name: str
+    input: str
+
+    @property
+    def function(self) -> dict[str, Any]:
+        return {"name": flat_name(self.name, self.namespace), "arguments": json.dumps({INPUT: self.input})}
+
+
+class LocalShellCallItem(CallItem):
+    type: Literal["local_shell_call"]
+    action: dict[str, Any]
+
+    @property
+    def function(self) -> dict[str, Any]:
+        given = {
+            key: value for key, value in self.action.items() if key != "type" and value not in (None, {})
+        }
+        return {"name": "local_shell", "arguments": json.dumps(given)}
+
+
+class ToolSearchCallItem(CallItem):
+    type: Literal["tool_search_call"]
+    call_id: Nullable[str] = ""
+    """Empty: OpenAI searched."""
+    arguments: Arguments
+
+    @property
+    def function(self) -> dict[str, Any]:
+        return {"name": "tool_search", "arguments": self.arguments}
+
+
+class CallOutputItem(Part):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
+    call_id: Annotated[str, Field(validation_alias=AliasChoices("call_id", "id"))]
+    output: Content
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": "tool", "content": self.output, "tool_call_id": self.call_id}
+
+
+class ToolsItem(Part):
+    """Tools that the model may call from here on. The request does not name them among its tools."""
+
+    tools: Annotated[Items[AnyTool], BeforeValidator(without_hosted)]
+
+    @property
+    def shown(self) -> str:
+        """The tools as a text for the model."""
+        found, _ = functions(self.tools, ())
+        tools = [Tool.model_validate(each).for_template() for each in found]
+        return json.dumps(tools, ensure_ascii=False)
+
+
+class AdditionalToolsItem(ToolsItem):
+    type: Literal["additional_tools"]
+    role: Literal["developer", "system", "user", "assistant"] = "developer"
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": "developer", "content": f"More tools:\n{self.shown}"}
+
+
+class ToolSearchOutputItem(ToolsItem):
+    type: Literal["tool_search_output"]
+    call_id: Nullable[str] = ""
+    """Empty: OpenAI searched."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": "tool", "content": self.shown, "tool_call_id": self.call_id}
 
 
 AnyItem = Annotated[
-    MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem, ByType(default="message")
+    MessageItem
+    | ReasoningItem
+    | FunctionCallItem
+    | CustomCallItem
+    | LocalShellCallItem
+    | ToolSearchCallItem
+    | CallOutputItem
+    | ToolSearchOutputItem
+    | AdditionalToolsItem,
+    ByType(default="message", what="items"),
 ]
 """Members that only responses have, such as `id` and `status`, have no effect."""
-
-
-_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation")
-"""How the types of tools begin that OpenAI runs itself, and those of items with their calls. Clients send
-them to each provider. The model answers without them, as it does not see them."""
-
-
-def _without_hosted(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    kinds = (each.get("type") if isinstance(each, dict) else None for each in tools)
-    return [each for each, kind in zip(tools, kinds, strict=True) if not str(kind).startswith(_HOSTED)]
 
 
 def _items(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise invalid("must be a string or a list of items")
-    return [{"role": "user", "content": value}] if isinstance(value, str) else _without_hosted(value)
+    return [{"role": "user", "content": value}] if isinstance(value, str) else without_hosted(value)
 
 
 Input = Annotated[Items[AnyItem], BeforeValidator(_items, json_schema_input_type=str | Items[AnyItem])]
@@ -126,7 +221,7 @@ def chat_messages(instructions: str | None, items: Iterable[Part]) -> list[dict[
 
 def _ends(message: dict[str, Any], item: Part) -> bool:
     """Returns whether `item` begins another message of the assistant than `message`."""
-    if isinstance(item, FunctionCallItem):
+    if isinstance(item, CallItem):
         return False
     return isinstance(item, ReasoningItem) or bool(message["content"]) or "tool_calls" in message
 
@@ -137,12 +232,8 @@ def _message(item: Part) -> dict[str, Any]:
             return {"role": item.role, "content": item.content}
         case ReasoningItem():
             return {"role": "assistant", "content": "", "reasoning": item.content or item.summary}
-        case FunctionCallItem():
-            function = {"name": item.name, "arguments": item.arguments}
-            calls = [{"id": item.call_id, "type": "function", "function": function}]
-            return {"role": "assistant", "content": "", "tool_calls": calls}
-        case FunctionCallOutputItem():
-            return {"role": "tool", "content": item.output, "tool_call_id": item.call_id}
+        case CallItem() | CallOutputItem() | ToolSearchOutputItem() | AdditionalToolsItem():
+            return item.message
     raise AssertionError(item)
 
 
@@ -177,23 +268,16 @@ class TextConfig(Part):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class FunctionTool(Function):
-    type: Literal["function"]
-
-    _refuse_other_tools = refusing({"allowed_callers": (["direct"],)}, nested=True, tools=("function",))
-
-    @property
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_unset=True)}
-
-
 class NamedFunctionTool(Part):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    """A function of a namespace may be named without it, if no other function has the name."""
 
-    @property
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
+    def for_chat(self, called: dict[str, Called]) -> dict[str, Any]:
+        """`called`: as `functions` returns it."""
+        flat = [name for name, call in called.items() if call.name == self.name]
+        name = flat[0] if self.name not in called and len(flat) == 1 else self.name
+        return {"type": "function", "function": {"name": name}}
 
 
 class AllowedFunctionTools(Part):
@@ -201,9 +285,9 @@ class AllowedFunctionTools(Part):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
-    @property
-    def for_chat(self) -> dict[str, Any]:
-        allowed = {"mode": self.mode, "tools": [tool.for_chat for tool in self.tools]}
+    def for_chat(self, called: dict[str, Called]) -> dict[str, Any]:
+        """`called`: as `functions` returns it."""
+        allowed = {"mode": self.mode, "tools": [tool.for_chat(called) for tool in self.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
@@ -226,7 +310,7 @@ class ResponsesStreamOptions(Part):
 class ResponsesBody(OpenAIBody):
     """POST /v1/responses."""
 
-    input: Annotated[Input, Field(description="only messages of text, reasoning and functions")]
+    input: Annotated[Input, Field(description="items of tools that OpenAI runs have no effect")]
     instructions: str | None = None
     previous_response_id: str | None = None
     background: Nullable[bool] = False
@@ -242,8 +326,8 @@ class ResponsesBody(OpenAIBody):
     reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` has no effect")] = Reasoning()
     text: Nullable[TextConfig] = TextConfig()
     tools: Annotated[
-        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_without_hosted)] | None,
-        Field(description="only functions; tools that OpenAI runs itself have no effect"),
+        Annotated[list[AnyTool], Field(max_length=MAX_TOOLS), BeforeValidator(without_hosted)] | None,
+        Field(description="tools that OpenAI runs itself have no effect"),
     ] = None
     tool_choice: Annotated[Choice, choice_of(NamedFunctionTool, AllowedFunctionTools, unsupported)] = None
     parallel_tool_calls: bool | None = None
@@ -260,7 +344,10 @@ class ResponsesBody(OpenAIBody):
         str | None, Field(description="no effect: prefixes are always cached")
     ] = None
     service_tier: Annotated[str | None, Field(description="no effect: there is one tier")] = None
-    truncation: Annotated[Literal["disabled"] | None, Field(description="`auto` is refused")] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None,
+        Field(description="no effect: a conversation longer than the context is refused"),
+    ] = None
 
     _refuse_unsupported = refusing(RESPONSES)
 
@@ -276,15 +363,18 @@ class ResponsesBody(OpenAIBody):
     def logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ())
 
-    def chat(self, history: bytes) -> ChatBody:
-        """Returns the chat completion. `history`: earlier inputs and outputs, as a JSON array of inputs.
+    def chat(self, history: bytes) -> tuple[ChatBody, dict[str, Called]]:
+        """Returns the chat completion, and what calls of its functions are to the client.
+
+        `history`: earlier inputs and outputs, as a JSON array of inputs.
 
         Raises InvalidRequest, which names fields of a chat completion.
         """
         earlier = _earlier(history) if history else []
         items = [item for items in [*earlier, self.input] for item in items]
         _check_outputs(items)
-        choice = self.tool_choice
+        loaded = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
+        tools, called = functions(self.tools or (), loaded)
         fields = {
             **self.given(OpenAIBody),
             "messages": chat_messages(self.instructions, items),
@@ -294,14 +384,19 @@ class ResponsesBody(OpenAIBody):
             "reasoning_effort": self.reasoning.effort,
             "verbosity": self.text.verbosity,
             "response_format": self.text.format and self.text.format.for_chat,
-            "tools": [tool.for_chat for tool in self.tools or ()],
-            "tool_choice": (
-                choice.for_chat if isinstance(choice, NamedFunctionTool | AllowedFunctionTools) else choice
-            ),
+            "tools": tools,
+            "tool_choice": self._choice(called),
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        return validate(ChatBody, fields)
+        return validate(ChatBody, fields), called
+
+    def _choice(self, called: dict[str, Called]) -> Any:
+        """The `tool_choice` of the chat completion."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            return choice.for_chat(called)
+        return choice.for_chat(called) if isinstance(choice, AllowedFunctionTools) else choice
 
     @property
     def repeated(self) -> bytes:
@@ -317,9 +412,9 @@ def _check_outputs(items: Iterable[Part]) -> None:
     """Raises InvalidRequest in OpenAI's words, by which clients know the error."""
     called: set[str] = set()
     for item in items:
-        if isinstance(item, FunctionCallItem):
+        if isinstance(item, CallItem):
             called.add(item.call_id)
-        elif isinstance(item, FunctionCallOutputItem) and item.call_id not in called:
+        elif isinstance(item, CallOutputItem | ToolSearchOutputItem) and item.call_id not in called:
             text = f"No tool call found for function call output with call_id {item.call_id}."
             raise InvalidRequest(text, param="input")
 
@@ -341,6 +436,7 @@ _REPEATED = {
 }  # fmt: skip
 _DEFAULTS = {
     "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
-    "previous_response_id": None, "tool_choice": "auto", "tools": [], "truncation": "disabled",
+    "previous_response_id": None, "tool_choice": "auto", "tools": [],
+    "truncation": "disabled",
 }  # fmt: skip
 """What the response has for fields that the client left out."""

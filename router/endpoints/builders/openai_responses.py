@@ -7,19 +7,25 @@ from typing import Any, Literal
 import msgspec
 
 from baton.router.active_request import ActiveRequest
+from baton.router.api.messages import parsed_arguments
+from baton.router.api.openai_responses.tools import Called, CustomInput
 from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, LogprobEntries, written
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.tools.parser import Part
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-_PREFIXES = {"reasoning": "rs_", "content": "msg_", "call": "fc_"}
+_PREFIXES = {
+    "reasoning": "rs_", "content": "msg_", "function": "fc_", "custom": "ctc_", "local_shell": "lsh_",
+    "tool_search": "tsc_",
+}  # fmt: skip
 _EVENTS = {
     "reasoning": "response.reasoning_text",
     "content": "response.output_text",
-    "call": "response.function_call_arguments",
+    "function": "response.function_call_arguments",
+    "custom": "response.custom_tool_call_input",
 }
-"""For each kind of block: how the names of its events begin."""
+"""For each kind of item: how the names of its events begin. Others are sent as a whole."""
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -34,6 +40,8 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         """`on_end` gets the response when it is complete, incomplete or failed, before the client does."""
         super().__init__(request)
         self.id = id
+        self._called = request.prepared.called
+        self._input = CustomInput()  # of the open block, if that is a call of a custom tool
         self._on_end = on_end
         self._entries = LogprobEntries(request, kept=True)
         self._logprobs = request.body.logprobs_wanted is not None
@@ -125,6 +133,7 @@ class OpenAIResponsesBuilder(BlocksBuilder):
 
     def _opened(self, block: Block) -> Iterator[Event]:
         place = {"output_index": block.index}
+        self._input = CustomInput()
         item = self._item(block, "in_progress")
         yield from self._numbered({"type": "response.output_item.added", **place, "item": item})
         if block.head.kind != "call":
@@ -133,20 +142,26 @@ class OpenAIResponsesBuilder(BlocksBuilder):
             yield from self._numbered({"type": "response.content_part.added", **place, "part": part})
 
     def _grown(self, block: Block, text: str) -> Iterator[Event]:
-        if not text:
+        kind = self._kind(block)
+        text = self._input.push(text) if kind == "custom" else text
+        if not text or kind not in _EVENTS:
             return  # the first part of a call may have no arguments yet
-        event = {"type": f"{_EVENTS[block.head.kind]}.delta", **_place(block), "delta": text}
+        event = {"type": f"{_EVENTS[kind]}.delta", **self._place(block), "delta": text}
         if block.head.kind == "content":
             event["logprobs"] = self._taken(text)
             block.logprobs += event["logprobs"]
         yield from self._numbered(event)
 
     def _closed(self, block: Block, *, cut: bool) -> Iterator[Event]:
-        place, kind, name = _place(block), block.head.kind, _EVENTS[block.head.kind]
+        place, kind = self._place(block), self._kind(block)
         item = self._item(block, "incomplete" if cut else "completed")
         item_done = {"type": "response.output_item.done", "output_index": block.index, "item": item}
-        if kind == "call":
-            done = {"type": f"{name}.done", **place, "name": block.head.name, "arguments": block.text}
+        if (name := _EVENTS.get(kind)) is None:
+            yield from self._numbered(item_done)
+            return
+        if block.head.kind == "call":
+            said = ("name", "arguments") if kind == "function" else ("input",)
+            done = {"type": f"{name}.done", **place, **{each: item[each] for each in said}}
             yield from self._numbered(done, item_done)
             return
         done = {"type": f"{name}.done", **place, "text": block.text}
@@ -163,16 +178,48 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         ]
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
-        head = {"id": _id(block), "status": status}
+        head = {"id": self._id(block), "status": status}
         content = [] if status == "in_progress" else [_part(block)]
         match block.head.kind:
             case "reasoning":
-                return {"type": "reasoning", **head, "summary": [], "content": content}
+                return head | {"type": "reasoning", "summary": [], "content": content}
             case "content":
-                return {"type": "message", **head, "role": "assistant", "content": content}
+                return head | {"type": "message", "role": "assistant", "content": content}
             case "call":
-                call = {"call_id": block.head.call_id, "name": block.head.name, "arguments": block.text}
-                return {"type": "function_call", **head, **call}
+                return head | self._call(block)
+
+    def _call(self, block: Block) -> dict[str, Any]:
+        """What the item of a call has beside its id and status."""
+        name, call_id, arguments = block.head.name or "", block.head.call_id, block.text
+        called = self._called.get(name) or Called("function", name)
+        group = {} if called.namespace is None else {"namespace": called.namespace}
+        match called.kind:
+            case "custom":
+                said = {"name": called.name, **group, "input": CustomInput().push(arguments)}
+                return {"type": "custom_tool_call", "call_id": call_id, **said}
+            case "local_shell":
+                action = {"type": "exec", "command": [], "env": {}, **parsed_arguments(arguments)}
+                return {"type": "local_shell_call", "call_id": call_id, "action": action}
+            case "tool_search":
+                said = {"execution": "client", "arguments": parsed_arguments(arguments)}
+                return {"type": "tool_search_call", "call_id": call_id, **said}
+            case "function":
+                said = {"name": called.name, **group, "arguments": arguments}
+                return {"type": "function_call", "call_id": call_id, **said}
+
+    def _kind(self, block: Block) -> str:
+        """A key of `_PREFIXES`."""
+        if block.head.kind != "call":
+            return block.head.kind
+        called = self._called.get(block.head.name or "")
+        return "function" if called is None else called.kind
+
+    def _id(self, block: Block) -> str:
+        return _PREFIXES[self._kind(block)] + block.id
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._id(block), "output_index": block.index}
+        return place if block.head.kind == "call" else {**place, "content_index": 0}
 
     def _usage(self) -> dict[str, Any]:
         used = self._request.usage()
@@ -184,15 +231,6 @@ class OpenAIResponsesBuilder(BlocksBuilder):
             "total_tokens": used.prompt_tokens + used.completion_tokens,
             **used.weights,
         }
-
-
-def _id(block: Block) -> str:
-    return _PREFIXES[block.head.kind] + block.id
-
-
-def _place(block: Block) -> dict[str, Any]:
-    place: dict[str, Any] = {"item_id": _id(block), "output_index": block.index}
-    return place if block.head.kind == "call" else {**place, "content_index": 0}
 
 
 def _part(block: Block) -> dict[str, Any]:
