@@ -1,4 +1,5 @@
 """Writes the generated blocks of pages: the commands from their help, the others from the code of the router.
+Also writes the flags of commands for the Helm chart, which refuses others.
 
 Run it with `make reference`. A test compares the pages with `pages()`.
 """
@@ -15,6 +16,8 @@ import typer
 
 from baton.bench.load import cli as bench
 from baton.cluster.cli import app as baton_app
+from baton.cluster.options import parameters
+from baton.cluster.options.roles import FrontOptions
 from baton.router.api import validation
 from baton.router.api.openapi import OPERATIONS, REQUEST_ERRORS, description
 from baton.worker.engine_process.states import ENDS, TRANSITIONS, State
@@ -89,6 +92,27 @@ def cli() -> Iterator[str]:
     yield from commands(baton_app, "baton", "Shared options")
     yield prose((bench.__doc__ or "").partition("\n\n")[2])
     yield from commands(bench.app, "baton bench", "Shared options of baton bench")
+
+
+CHART = "../../deploy/helm/baton/files/options.json"
+IN_PODS = ("router", "prefill", "decode", "encode", "picker", "store", "serve")
+"""The commands that pods of the chart run."""
+
+
+def chart_options() -> str:
+    """JSON: the flags of each command by their kind. `values` may repeat, and `aliases` have no variable."""
+    group: Any = typer.main.get_command(baton_app)
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in IN_PODS:
+        kinds = found[name] = {"switch": [], "value": [], "values": [], "aliases": []}
+        for each in group.commands[name].params:
+            if each.param_type_name == "option" and not each.hidden:
+                kind = "switch" if each.is_flag else "values" if each.multiple else "value"
+                kinds[kind] += (flags := [*each.opts, *each.secondary_opts])
+                kinds["aliases"] += [flag for flag in flags if flag != parameters.flag(each.name)]
+    refused = {parameters.flag(name): remedy for name, (_, remedy) in parameters.REFUSED.items()}
+    options = {"commands": found, "refused": refused, "request_timeout": FrontOptions.request_timeout}
+    return json.dumps(options, indent=1) + "\n"
 
 
 def type_of(schema: Schema) -> str:
@@ -215,13 +239,13 @@ BLOCKS = {
 
 
 def pages() -> dict[str, str]:
-    """File name → the page with new blocks."""
+    """File name → the page with new blocks, and the file of the chart."""
 
     def filled(block: re.Match[str]) -> str:
         return block[1] + "\n\n".join(BLOCKS[block[2]]()) + block[3]
 
     names = ("cli.md", "api.md", "../compatibility.md", "../architecture.md")
-    return {name: BLOCK.sub(filled, (HERE / name).read_text()) for name in names}
+    return {name: BLOCK.sub(filled, (HERE / name).read_text()) for name in names} | {CHART: chart_options()}
 
 
 if __name__ == "__main__":

@@ -151,8 +151,8 @@ def test_a_full_decode_pool_grows_by_what_waits_for_room(
         'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="b"}': "0.5 0.5",
         'vllm:num_requests_running{job="baton-decode",namespace="n",pod="a"}': "60 60",
         'vllm:num_requests_running{job="baton-decode",namespace="n",pod="b"}': "20 20",
-        'baton:requests_waiting_for_room{job="baton",namespace="n",pod="r"}': "120 120",
-        'baton:paused{job="baton",namespace="n",pod="r"}': "0 2",
+        'baton:requests_waiting_for_room{job="baton-router",namespace="n",pod="r"}': "120 120",
+        'baton:paused{job="baton-router",namespace="n",pod="r"}': "0 2",
     }
     name = 'baton_decode_kv_usage{namespace="n",pod="%s"}'
     asked = {

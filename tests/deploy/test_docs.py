@@ -12,9 +12,12 @@ import pytest
 import yaml
 
 from .conftest import K8S, ROOT, Object, build, of_kind, pod_templates, settings_of
+from .test_helm import rendered
+from .test_schemas import VERSIONS, validate
 
 TEXT = (ROOT / "docs" / "kubernetes.md").read_text()
 EXAMPLES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.S)]
+[VALUES] = (yaml.safe_load(block) for block in re.findall(r"```yaml values\n(.*?)```", TEXT, re.S))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def test_an_overlay_of_ones_own(customized: list[Object]) -> None:
     assert settings["data"]["BATON_SERVED_MODEL_NAME"] == "llama-3.1-8b"
     assert settings["data"]["BATON_KV_CONNECTOR"] == "tcp", "what is not overridden stays"
     drain = int(settings["data"]["BATON_DRAIN_TIMEOUT"])
-    assert drain == 300
+    assert drain == int(settings["data"]["BATON_REQUEST_TIMEOUT"]) == 1800
     for pod in pod_templates(customized):
         assert pod.spec["terminationGracePeriodSeconds"] == drain + 30
         [weights] = [volume for volume in pod.spec["volumes"] if volume["name"] == "weights"]
@@ -44,6 +47,13 @@ def test_an_overlay_of_ones_own(customized: list[Object]) -> None:
             assert container["image"] == "REGISTRY/baton:0.1.0-cuda"
     for each in of_kind(customized, "Deployment"):
         kubernetes_validate.validate(each, "1.35", strict=True)
+
+
+def test_the_values_of_a_cluster_render() -> None:
+    objects = list(rendered(VALUES).values())
+    for each in objects:
+        validate(each, VERSIONS[0])
+    assert {"Ingress", "HorizontalPodAutoscaler"} <= {each["kind"] for each in objects}
 
 
 def test_the_job_that_fills_the_volume(overlays: dict[str, list[Object]]) -> None:

@@ -174,7 +174,7 @@ def test_values_change_what_they_name() -> None:
         "volumes"
     ]
     settings = objects["ConfigMap", "baton-settings"]["data"]
-    assert settings == VALUES["settings"] | values["settings"]
+    assert settings == VALUES["settings"] | {"BATON_DRAIN_TIMEOUT": "600"} | values["settings"]
     assert objects["HTTPRoute", "baton"]["spec"]["parentRefs"] == [{"name": "shared"}]
     kinds = {kind for kind, _ in objects}
     assert not {"Gateway", "HorizontalPodAutoscaler", "PersistentVolumeClaim", "NetworkPolicy"} & kinds
@@ -200,7 +200,7 @@ def test_a_store_is_where_its_etcd_and_the_settings_say() -> None:
     assert rule["to"] == [{"podSelector": {"matchLabels": labels}}]
     mine = {"BATON_KV_STORE": "mooncake://mine:1"}
     settings = rendered({"store": {"enabled": True}, "settings": mine})["ConfigMap", "baton-settings"]
-    assert settings["data"] == VALUES["settings"] | mine
+    assert settings["data"] == VALUES["settings"] | {"BATON_DRAIN_TIMEOUT": "600"} | mine
 
 
 def test_a_ray_cluster_has_the_workers_of_both_pools() -> None:
@@ -259,6 +259,10 @@ def test_encoders_are_workers_of_each_workload(workload: str) -> None:
         ({"workload": "RoleBasedGroup"}, "set autoscaling.enabled to false"),
         ({"workload": "RayCluster", "store": {"enabled": True}}, "no gateway and no store"),
         ({"workload": "RayCluster", "gateway": {"enabled": True}}, "no gateway and no store"),
+        ({"workload": "RayCluster", "router": {"args": ["--max-wait=5"]}}, "router.args: .* into settings"),
+        ({"monitoring": {"enabled": False}}, "set autoscaling.enabled to false, or monitoring.enabled"),
+        ({"gateway": {"enabled": True}, "secrets": {"tls": "router-tls"}}, "an InferencePool has no TLS"),
+        ({"secrets": {"hub": "hub"}}, "set settings.HF_HUB_OFFLINE to null"),
     ],
 )
 def test_values_that_no_workload_has_are_refused(values: dict[str, Any], message: str) -> None:

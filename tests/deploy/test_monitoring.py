@@ -56,7 +56,7 @@ def test_rules_read_what_services_are_scraped_for(overlay: list[Object]) -> None
         assert len(read) == len(re.findall(r"[a-z_]+:[a-z_]+", expression)), f"{name}: each of one job"
         for series, job in read:
             assert job in services, name
-            if job == "baton":  # the router's
+            if job == "baton-router":
                 assert f"`{series}`" in DOCUMENTED.read_text(), name
             else:
                 assert series in exported(job.removeprefix("baton-")), name
@@ -102,7 +102,11 @@ def test_alerts_and_dashboards_are_those_of_grafana(overlays: dict[str, list[Obj
 def test_actors_are_scraped_where_the_router_says(overlays: dict[str, list[Object]]) -> None:
     [config] = of_kind(overlays["kuberay"], "ScrapeConfig")
     [source] = config["spec"]["httpSDConfigs"]
-    [service] = of_kind(overlays["kuberay"], "Service")
-    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
-    [port] = [port["port"] for port in service["spec"]["ports"] if port["name"] == "metrics"]
+    ports = [
+        (each["metadata"]["name"], each["metadata"]["namespace"], port["port"])
+        for each in of_kind(overlays["kuberay"], "Service")
+        for port in each["spec"]["ports"]
+        if port["name"] == "metrics"
+    ]
+    [(name, namespace, port)] = ports
     assert source["url"] == f"http://{name}.{namespace}.svc:{port}/metrics/targets"

@@ -82,7 +82,17 @@ prefill decode{{ if gt (int .Values.encode.replicas) 0 }} encode{{ end }}
 {{- define "baton.settings" -}}
 {{- $store := .Values.store.enabled | ternary (dict "BATON_KV_STORE" (include "baton.store" .)) dict -}}
 {{- $encoders := gt (int .Values.encode.replicas) 0 | ternary (dict "BATON_ENCODER_POOL" "true") dict -}}
-{{- merge dict .Values.settings $store $encoders | toYaml -}}
+{{- $drain := dict "BATON_DRAIN_TIMEOUT" (min 86400 (include "baton.requestTimeout" .) | toString) -}}
+{{- merge dict .Values.settings $store $encoders $drain | toYaml -}}
+{{- end }}
+
+{{/* The longest duration of a request, in whole seconds: what routers are told, or their default. */}}
+{{- define "baton.requestTimeout" -}}
+{{- $timeout := default (include "baton.options" . | fromJson).request_timeout .Values.settings.BATON_REQUEST_TIMEOUT -}}
+{{- range .Values.router.args -}}
+{{- if hasPrefix "--request-timeout=" . }}{{ $timeout = trimPrefix "--request-timeout=" . }}{{ end -}}
+{{- end -}}
+{{- float64 $timeout | ceil | int -}}
 {{- end }}
 
 {{/* Takes the dict of "baton.pod". The image of the cluster, unless the component has its own. */}}
@@ -100,7 +110,7 @@ prefill decode{{ if gt (int .Values.encode.replicas) 0 }} encode{{ end }}
 
 {{/* Takes the dict of "baton.pod". Seconds until Kubernetes kills a pod: its drain, preStop (at most 5 s) and an end. */}}
 {{- define "baton.gracePeriod" -}}
-{{- $drain := .root.Values.settings.BATON_DRAIN_TIMEOUT -}}
+{{- $drain := (include "baton.settings" .root | fromYaml).BATON_DRAIN_TIMEOUT -}}
 {{- range .values.args -}}
 {{- if hasPrefix "--drain-timeout=" . -}}{{- $drain = trimPrefix "--drain-timeout=" . -}}{{- end -}}
 {{- end -}}
@@ -124,8 +134,38 @@ quarter down: a component of three pods or fewer loses none before a new one is 
 {{- if and .Values.autoscaling.enabled (eq .Values.workload "Deployment") }}yes{{ end -}}
 {{- end }}
 
-{{/* Refuses what no template renders. */}}
+{{/* Takes (list $ component). Nodes are drained one pod of it at a time, however many it has. A pod that is not ready holds up no drain. */}}
+{{- define "baton.budget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ include "baton.fullname" (first .) }}-{{ last . }}
+  labels: { {{- include "baton.labels" (list (first .)) -}} }
+spec:
+  maxUnavailable: 1
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector: {{ include "baton.pods" . }}
+{{- end }}
+
+{{/* Refuses what no template renders, and what cannot work. */}}
 {{- define "baton.check" -}}
+{{- include "baton.options.settings" . -}}
+{{- if and (include "baton.autoscaled" .) (not .Values.monitoring.enabled) -}}
+{{- fail "autoscaling reads metrics of workers from Prometheus: set autoscaling.enabled to false, or monitoring.enabled to true" -}}
+{{- end -}}
+{{- if and .Values.secrets.tls .Values.gateway.enabled -}}
+{{- fail "an InferencePool has no TLS to its endpoints: leave out secrets.tls, or set gateway.enabled to false" -}}
+{{- end -}}
+{{- if and .Values.secrets.hub (eq (toString .Values.settings.HF_HUB_OFFLINE) "1") -}}
+{{- fail "secrets.hub: HF_HUB_OFFLINE is 1, so nothing asks the hub: set settings.HF_HUB_OFFLINE to null" -}}
+{{- end -}}
+{{- if eq .Values.workload "RayCluster" -}}
+{{- range $role := list "router" "prefill" "decode" "encode" "picker" -}}
+{{- if (get $.Values $role).args -}}
+{{- fail (printf "%s.args: in a RayCluster `baton serve` starts all roles: put its flags into settings" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.autoscaling.enabled (eq .Values.workload "RoleBasedGroup") -}}
 {{- fail "a RoleBasedGroup has no autoscaler: set autoscaling.enabled to false" -}}
 {{- end -}}

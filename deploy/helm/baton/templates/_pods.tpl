@@ -1,10 +1,12 @@
 {{/*
 The pod template of a component. Takes a dict: root; component; values (those of the component); container (the template
 that is its container); account; token (if it uses the API server); the mounts of the container: weights, cluster, keys, shm
-(a size), tmp (a size); settings, if it reads them; labels, if its own are not those of the component.
+(a size), tmp (a size); settings, if it reads them; podIP, if its arguments have it; env (a template); labels, if its own are
+not those of the component.
 */}}
 {{- define "baton.pod" -}}
 {{- $root := .root -}}
+{{- include "baton.options.check" . -}}
 {{- $labels := default (include "baton.selector" (list $root .component)) .labels -}}
 metadata:
   labels: { {{- $labels -}} {{- include "baton.more" .values.podLabels -}} }
@@ -40,8 +42,20 @@ spec:
   {{- with .values.tolerations }}
   tolerations: {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- with .values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .values.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
   containers:
     - {{ include .container . | indent 6 | trim }}
+      {{- with $root.Values.image.pullPolicy }}
+      imagePullPolicy: {{ . }}
+      {{- end }}
+      {{- with include "baton.env" . }}
+      env: {{- nindent 8 . }}
+      {{- end }}
       {{- if .settings }}
       envFrom:
         - configMapRef: {name: {{ include "baton.fullname" $root }}-settings}
@@ -50,6 +64,21 @@ spec:
       securityContext: {{ include "baton.unprivileged" . }}
       volumeMounts: {{- include "baton.mounts" . | nindent 8 }}
   volumes: {{- include "baton.volumes" . | nindent 4 }}
+{{- end }}
+
+{{/* Takes the dict of "baton.pod". */}}
+{{- define "baton.env" -}}
+{{- $found := list -}}
+{{- if .podIP -}}
+{{- $found = append $found (dict "name" "POD_IP" "valueFrom" (dict "fieldRef" (dict "fieldPath" "status.podIP"))) -}}
+{{- end -}}
+{{- with .env }}{{ $found = include . $ | fromYamlArray | concat $found }}{{ end -}}
+{{- if and .weights .root.Values.secrets.hub -}}
+{{- $key := dict "name" .root.Values.secrets.hub "key" "token" -}}
+{{- $found = append $found (dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" $key)) -}}
+{{- end -}}
+{{- with .values.env }}{{ $found = concat $found . }}{{ end -}}
+{{- with $found }}{{ toYaml . }}{{ end -}}
 {{- end }}
 
 {{- define "baton.mounts" -}}
@@ -61,10 +90,16 @@ spec:
 {{ end }}
 {{- if .keys -}}
 - {name: api-keys, mountPath: /etc/baton/api-keys, readOnly: true}
+{{ if .root.Values.secrets.tls -}}
+- {name: tls, mountPath: /etc/baton/tls, readOnly: true}
+{{ end -}}
 {{ end -}}
 - {name: tmp, mountPath: /tmp}
 {{- if .shm }}
 - {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -80,12 +115,19 @@ spec:
 {{- if .keys -}}
 - name: api-keys  # routers follow its changes
   secret: {secretName: {{ .root.Values.secrets.apiKeys }}, defaultMode: 0440}
+{{ with .root.Values.secrets.tls -}}
+- name: tls
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{ end -}}
 {{ end -}}
 - name: tmp
   emptyDir: {sizeLimit: {{ .tmp }}}
 {{- with .shm }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+{{- end }}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -101,16 +143,20 @@ name: router
 image: {{ include "baton.image" . }}
 args:
   - router
-  - --host=0.0.0.0
+  - "--host=::"
   - --port=8000
   - --grpc-port=8001
-  - --admin-host=0.0.0.0
+  - "--admin-host=::"
   - --admin-port=8002
   {{- range include "baton.workers" .root | splitList " " }}
   - --kubernetes-service={{ include "baton.fullname" $.root }}-{{ . }}
   {{- end }}
   - --cluster-secret-file=/etc/baton/cluster/secret
   - --api-key-file=/etc/baton/api-keys/keys.toml
+  {{- if .root.Values.secrets.tls }}
+  - --ssl-certfile=/etc/baton/tls/tls.crt
+  - --ssl-keyfile=/etc/baton/tls/tls.key
+  {{- end }}
   {{- with .values.args }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -141,7 +187,7 @@ lifecycle:
 {{- $values := get $root.Values (last .) -}}
 {{- $pod := dict
   "root" $root "component" (last .) "values" $values "container" "baton.worker.container" "account" "worker"
-  "settings" true "weights" true "cluster" true "tmp" "8Gi" "shm" $values.sharedMemory -}}
+  "settings" true "podIP" true "weights" true "cluster" true "tmp" "8Gi" "shm" $values.sharedMemory -}}
 {{- if and (eq (last .) "decode") (eq $root.Values.workload "RoleBasedGroup") -}}
 {{- $_ := set $pod "affinity" (include "baton.worker.affinity" $root) -}}
 {{- end -}}
@@ -204,10 +250,6 @@ args:
   {{- with .values.args }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-env:
-  - name: POD_IP
-    valueFrom:
-      fieldRef: {fieldPath: status.podIP}
 ports:
   {{- range $ports.all }}
   - {name: {{ .name }}, containerPort: {{ .port }}}
