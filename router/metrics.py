@@ -4,7 +4,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 from baton.router.admission.queue import Admission
 from baton.router.errors import ApiError, all_errors, error_code
 from baton.router.history import History
-from baton.router.policy.plan import REASONS
+from baton.router.policy.plan import REASONS, Reason, why
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import WorkerState
 from baton.rpc import worker_pb2 as pb
@@ -166,6 +166,7 @@ class Metrics:
         self.overflow = self._counters(
             "baton:overflow", "Requests that one worker prefills and decodes.", "reason", REASONS
         )
+        self._costs: dict[Reason, Mapping[str, float]] = {}  # of the last plan with this reason
         self.split_prompts = self._counter(
             "baton:split_prompts", "Prompts that several workers computed at the same time."
         )
@@ -223,6 +224,11 @@ class Metrics:
         self._errors[error_code(type(error))].inc()
         self.history.failed(error, request_id)
 
+    def on_one_worker(self, reason: Reason, costs: Mapping[str, float]) -> None:
+        """Counts a request that one worker computes. `costs`: of its plan."""
+        self.overflow[reason].inc()
+        self._costs[reason] = costs
+
     def paths(self) -> dict[str, Any]:
         """How the requests so far went through the workers, for the status of the router."""
         errors = {code: _count(counter) for code, counter in self._errors.items()}
@@ -232,6 +238,7 @@ class Metrics:
             "handovers": _count(self.handover_gap),
             "split_prompts": _count(self.split_prompts),
             "overflow": {reason: _count(counter) for reason, counter in self.overflow.items()},
+            "overflow_why": {reason: why(reason, costs) for reason, costs in self._costs.items()},
         }
 
     def exposition(self) -> bytes:

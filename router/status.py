@@ -30,7 +30,7 @@ _COUNTS = (
 _BY_LABEL = ("overflow", "errors", "retries")
 _MOST = ("expected_wait_seconds", "pool_changes")
 """Every process reports the same."""
-_LISTS = ("failures", "recent_requests")
+_LISTS = ("failures", "recent_requests", "overflow_why")
 
 
 async def router_status(services: Services, draining: bool) -> dict[str, Any]:
@@ -77,6 +77,7 @@ def merged_status(statuses: dict[int, Any], config: RouterConfig) -> dict[str, A
     counts = {name: sum(router[name] for router in routers) for name in _COUNTS}
     by_label = {name: dict(sum((Counter(r[name]) for r in routers), Counter())) for name in _BY_LABEL}
     by_label["overflow"] = dict.fromkeys(REASONS, 0) | by_label["overflow"]
+    why = {reason: text for each in routers for reason, text in each["overflow_why"].items()}
     most = {name: max((router[name] for router in routers), default=0) for name in _MOST}
     return {
         "router": {
@@ -94,6 +95,7 @@ def merged_status(statuses: dict[int, Any], config: RouterConfig) -> dict[str, A
             **counts,
             **most,
             **by_label,
+            "overflow_why": why,
             **history.merged(routers),
         },
         "processes": [

@@ -134,7 +134,8 @@ def requests(router: dict[str, Any]) -> str:
     text = f"Requests: {router['handovers']} with a handover"
     text += f" ({counted(split, 'prompt')} split)" if split else ""
     text += f", {sum(alone.values())} on one worker"
-    return text + (f" ({', '.join(f'{why} {n}' for why, n in alone.items())})" if alone else "")
+    words = router.get("overflow_why", {})
+    return "\n".join([text, *(f"  {n} {words.get(reason, '')} ({reason})" for reason, n in alone.items())])
 
 
 def merged(report: dict[str, Any]) -> list[dict[str, Any]]:

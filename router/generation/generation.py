@@ -146,7 +146,7 @@ class Generation:
 
     def _submit(self, planned: Plan) -> TurnResult:
         if planned.reason is not None:
-            self.metrics.overflow[planned.reason].inc()
+            self.metrics.on_one_worker(planned.reason, planned.costs)
         self.metrics.split_prompts.inc(planned.place == "split")
         self.pair.submit(planned)
         rows = dict.fromkeys(part.worker for part in planned.ranges)

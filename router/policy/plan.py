@@ -13,12 +13,32 @@ Reason = Literal["short", "cached", "saturated", "no_prefill", "no_handover", "n
 """Why there is no handover. The last three: a prefill worker computes the prompt and decodes. The others: a
 decode worker does. For `short`, `cached` and `saturated` see `placement`."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
+_WHY: Mapping[Reason, str] = {
+    "short": "on a decode worker: the prompt is short",
+    "cached": "on a decode worker: it has most of the prompt in its cache",
+    "saturated": "on a decode worker: a prefill worker and a handover would have taken longer",
+    "no_prefill": "on a decode worker: there was no prefill worker",
+    "no_handover": "on a prefill worker, though a decode worker had room: a handover costs more now "
+    "(--no-overflow allows only handovers)",
+    "no_room": "on a prefill worker: no decode worker had room",
+    "no_decode": "on a prefill worker: the decode pool had lost its last worker",
+}
+
 Place = Literal["handover", "decode", "prefill", "split", "held", "one_token"]
 """A handover, a decode or prefill worker alone, several workers, or a prefill worker that has the KV already.
 The last one: a prefill worker computes the only token that is needed now."""
 Order = Literal["together", "prefill", "decode"]
 """What is submitted first, if no worker holds anything. The decode follows when the prompt starts, or the
 prompt when the decode has reserved its memory."""
+
+
+def why(reason: Reason, costs: Mapping[str, float]) -> str:
+    """Says in words where one worker computes prompt and answer, and why. `costs`: of the last such plan."""
+    known = ((name, cost) for name, cost in costs.items() if cost < math.inf)
+    numbers = ", ".join(
+        f"{'handover' if name == 'handover' else f'{name} worker'} {cost:.3f} s" for name, cost in known
+    )
+    return _WHY[reason] + (f"; costs of the last one: {numbers}" if "handover" in costs and numbers else "")
 
 
 class Range(NamedTuple):

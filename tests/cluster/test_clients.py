@@ -337,6 +337,7 @@ def test_status_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, url: str
     ]
     roles = [role | {name: worker[name] for name in ("role", "index", "address")} for worker in workers]
     router = {"ready": True, "handovers": 7, "split_prompts": 2, "overflow": {"short": 3, "cached": 0}}
+    router["overflow_why"] = {"short": "on a decode worker: the prompt is short"}
     monkeypatch.setitem(STATUS, "workers", workers)
     monkeypatch.setitem(STATUS, "cluster", {"roles": roles, "pools": {}})
     monkeypatch.setitem(STATUS, "router", router)
@@ -346,7 +347,8 @@ def test_status_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, url: str
         assert max(map(len, (default + wide).splitlines())) <= columns
         assert "…" not in default + wide
         assert "--wide: " in default
-        requests = "Requests: 7 with a handover (2 prompts split), 3 on one worker (short 3)"
+        requests = "Requests: 7 with a handover (2 prompts split), 3 on one worker "
+        requests += "3 on a decode worker: the prompt is short (short)"
         assert requests in " ".join(default.split())
         assert {"decode 120", "running", "KV used"} <= set(re.split(r"\s{2,}", default.replace("\n", "  ")))
         for word in ("incarnation", "7cd5cd6aa2f23fee", "SIGKILL", "node-17", "12345"):

@@ -78,7 +78,11 @@ async def test_a_posix_locale_has_all_plots(tokenizer: ModelTokenizer, tmp_path:
         browser(f"{cluster.url}/dashboard", tmp_path / "profile", locale="POSIX") as page,
     ):
         await page.until("document.querySelectorAll('.uplot').length >= 6")
-        assert await page.run("defect.hidden && state.textContent.startsWith('serving')")
+        assert await page.run("defect.hidden && alone.hidden && state.textContent.startsWith('serving')")
+        cluster.router.services.metrics.on_one_worker("no_room", {})
+        await page.until("why.rows.length === 2")
+        told = "1on a prefill worker: no decode worker had roomno_room"
+        assert await page.run("!alone.hidden && why.rows[1].textContent") == told
 
 
 async def test_a_plot_that_fails_hides_no_table(tokenizer: ModelTokenizer, tmp_path: Path) -> None:

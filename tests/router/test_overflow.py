@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,12 @@ async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> N
     assert submit.request.first_token_within > 0
     assert not decodes(decode)
     assert await counted(cluster, "no_handover") == 1
+    why = (await cluster.get("/status"))["router"]["overflow_why"]
+    assert re.fullmatch(
+        r"on a prefill worker, though a decode worker had room: .*--no-overflow.*; costs of the last one: "
+        r"handover [\d.]+ s, decode worker [\d.]+ s, prefill worker [\d.]+ s",
+        why["no_handover"],
+    )
 
 
 async def test_a_full_prefill_worker_hands_over(cluster: Cluster) -> None:

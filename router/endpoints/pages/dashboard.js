@@ -4,7 +4,7 @@ import { api, element, fill, number, percent, seconds, short, table } from "./pa
 
 const PERIOD = 2000, MINUTES = 15, POINTS = MINUTES * 60_000 / PERIOD;
 const ids = ["main", "model", "state", "ask", "key", "cards", "workers", "plots", "failures", "requests", "pools",
-  "sizes", "defect", "timeline", "title", "lanes", "close"];
+  "sizes", "alone", "why", "defect", "timeline", "title", "lanes", "close"];
 const at = Object.fromEntries(ids.map(id => [id, document.getElementById(id)]));
 
 // ---------------------------------------------------------------- scrapes
@@ -184,6 +184,10 @@ function drawRecords({ status: { router, cluster } }) {
       "ms/token": each.output_tokens ? short(each.seconds * 1000 / each.output_tokens) : "–",
       end: element("span", { className: each.error ? "bad" : "", title: each.error }, each.finish_reason),
       route: each.route.join(" → ") })), ["time", "request", "end", "route"], "None has ended yet.");
+  const alone = Object.entries(router.overflow).filter(([, count]) => count);
+  at.alone.hidden = !alone.length;
+  table(at.why, ["requests", "where, and why", "reason"], alone.map(([reason, count]) => ({ requests: number(count),
+    "where, and why": router.overflow_why?.[reason], reason })), ["where, and why", "reason"], "");
   const pools = Object.entries(cluster?.pools ?? {});
   at.pools.hidden = !pools.length;
   table(at.sizes, ["pool", "workers", "needed", "why"], pools.map(([name, pool]) => ({ pool: name,
