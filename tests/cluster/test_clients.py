@@ -336,7 +336,12 @@ def test_status_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, url: str
         STATUS["workers"][0] | {"index": index, "address": f"10.200.100.{index}:7001"} for index in (0, 120)
     ]
     roles = [role | {name: worker[name] for name in ("role", "index", "address")} for worker in workers]
-    router = {"ready": True, "handovers": 7, "split_prompts": 2, "overflow": {"short": 3, "cached": 0}}
+    router: dict[str, Any] = {
+        "ready": True,
+        "handovers": 7,
+        "split_prompts": 2,
+        "overflow": {"short": 3, "cached": 0},
+    }
     router["overflow_why"] = {"short": "on a decode worker: the prompt is short"}
     monkeypatch.setitem(STATUS, "workers", workers)
     monkeypatch.setitem(STATUS, "cluster", {"roles": roles, "pools": {}})
