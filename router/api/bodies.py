@@ -343,6 +343,25 @@ class DetokenizeBody(Body):
 Short = Annotated[str, Field(max_length=512)]
 
 
+class ExpiresAfter(BaseModel):
+    """When a file expires."""
+
+    model_config = ConfigDict(strict=True)
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=30 * 24 * 3600)]
+
+
+class FileForm(BaseModel):
+    """The form of POST /v1/files, without the file."""
+
+    model_config = ConfigDict(strict=True)
+
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+    """The fields `expires_after[anchor]` and `expires_after[seconds]`."""
+
+
 class BatchBody(BaseModel):
     """POST /v1/batches."""
 
@@ -352,6 +371,8 @@ class BatchBody(BaseModel):
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+    """Of the files with the results, from the end of the batch on."""
 
 
 WeightLabel = Annotated[str, Field(pattern=r"^[!-:<-~]{1,64}$")]

@@ -40,6 +40,8 @@ UPLOAD = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"type": "string", "const": "batch"},
+        "expires_after[anchor]": {"type": "string", "const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
     },
     "required": ["file", "purpose"],
 }
@@ -129,7 +131,8 @@ OPERATIONS = (
         _JSON, body=InvocationBody,
     ),
     Operation(
-        "post", "/v1/files", "Keep a file of requests (fields `file` and `purpose`, which is batch).", _JSON,
+        "post", "/v1/files", "Keep a file of requests (fields `file`, `purpose`, which is batch, and"
+        " optionally `expires_after[anchor]`, which is created_at, and `expires_after[seconds]`).", _JSON,
         uploads=True,
     ),
     Operation("get", "/v1/files", "The files of this API key.", _JSON, also=(400, 404)),

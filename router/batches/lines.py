@@ -24,7 +24,7 @@ def request_of(line: bytes) -> RequestLine:
     """Parses a line. Raises ValueError that says what a line must have."""
     try:
         request = msgspec.json.decode(line, type=RequestLine)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"give custom_id, method, url (/v1/…) and body ({error})") from None
     if not request.url.startswith("/"):
         raise ValueError(f"give custom_id, method, url (/v1/…) and body: the url is {request.url[:80]!r}")

@@ -1,6 +1,7 @@
 """The endpoints /v1/files and /v1/batches, if the router keeps them (`--batch-dir`)."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,19 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.router import errors
-from baton.router.api.bodies import BatchBody
-from baton.router.api.validation import parse
-from baton.router.batches.runner import MAX_WAIT, Batches
-from baton.router.batches.storage import (
-    MAX_FILE_BYTES,
+from baton.router.api.bodies import BatchBody, FileForm
+from baton.router.api.validation import parse, validate
+from baton.router.batches.objects import (
+    MAX_SECONDS,
     BatchObject,
     FileObject,
-    Storage,
     file_object,
     new_id,
     owner_of,
     timestamp,
 )
+from baton.router.batches.runner import MAX_WAIT, Batches
+from baton.router.batches.storage import MAX_FILE_BYTES, Storage
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend
@@ -69,12 +70,8 @@ class HttpBatches:
 
     async def start(self) -> None:
         """Goes on with batches that have not ended. Raises ValueError for a directory that cannot be used."""
-        if (storage := self._storage) is not None:
-            await storage.call(storage.open)
-            for owner in storage.owners():
-                for batch in await storage.call(storage.all_of, owner, BatchObject):
-                    if not batch.ended:
-                        self._batches.start(owner, batch)
+        if self._storage is not None:
+            await self._batches.open()
 
     async def close(self) -> None:
         if self._storage is not None:
@@ -103,13 +100,12 @@ class HttpBatches:
         with self._frontend.admit(http.ACCOUNT.get()):
             try:
                 name, size = await self._receive(request, storage, owner, id, fields)
-                if fields.get("purpose") != "batch":
-                    text = f"purpose: must be batch, not {fields.get('purpose', 'none')[:40]!r}"
-                    raise errors.InvalidRequest(text, param="purpose")
-                described = file_object(id, size, name, "batch")
+                form = _form(fields)
+                seconds = form.expires_after.seconds if form.expires_after else MAX_SECONDS
+                described = file_object(id, size, name, form.purpose, timestamp(), seconds)
                 await storage.call(storage.put, owner, described)
             except BaseException:
-                await asyncio.shield(storage.call(storage.drop, owner, id))
+                await asyncio.shield(storage.call(storage.forget, owner, id))
                 raise
         return _json(described)
 
@@ -193,9 +189,9 @@ class HttpBatches:
                 created_at=now,
                 expires_at=now + WINDOW_SECONDS,
                 metadata=body.metadata,
+                output_expires_after=body.model_dump()["output_expires_after"],
             )
-            await storage.call(storage.put, owner, batch)
-        self._batches.start(owner, batch)
+            await self._batches.create(owner, batch)
         return _json(batch)
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -221,13 +217,30 @@ class HttpBatches:
         return await self._generation.whole(ENDPOINTS[path], body, account, headers, name)
 
 
+def _form(fields: dict[str, str]) -> FileForm:
+    """Validates the fields of an upload. Those of an object are named `object[field]`.
+
+    Raises InvalidRequest.
+    """
+    parsed: dict[str, Any] = {}
+    for name, text in fields.items():
+        value = int(text) if re.fullmatch("[0-9]{1,10}", text) else text
+        if (inner := re.fullmatch(r"(\w+)\[(\w+)\]", name)) is None:
+            parsed[name] = value
+        elif isinstance(outer := parsed.setdefault(inner[1], {}), dict):
+            outer[inner[2]] = value
+    return validate(FileForm, parsed)
+
+
 def _json(answer: Any) -> web.Response:
     return http.json_response(msgspec.json.encode(answer))
 
 
 def _page(request: web.Request, objects: list[Any], most: int) -> web.Response:
     """A part of a list, the newest first unless `order` is asc."""
-    if request.query.get("order", "desc") != "asc":
+    if (order := request.query.get("order", "desc")) not in ("asc", "desc"):
+        raise errors.InvalidRequest(f"order: must be asc or desc, not {order[:20]!r}", param="order")
+    if order == "desc":
         objects = objects[::-1]
     if (after := request.query.get("after")) is not None:
         ids = [each.id for each in objects]

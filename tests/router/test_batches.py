@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,13 +15,15 @@ import openai
 import pytest
 
 from baton.router.admission.keys import api_keys
-from baton.router.batches import runner, storage
-from baton.router.batches.storage import BatchObject, Storage, new_id
+from baton.router.batches import disk, runner, storage
+from baton.router.batches.objects import MAX_SECONDS, BatchObject, new_id, result_id
+from baton.router.batches.storage import Storage
 from baton.router.errors import BodyTooLarge
 from baton.router.text.tokenizer import ModelTokenizer
 from tests.within import WITHIN, within
 
 from .conftest import TEXT, Cluster, make_cluster
+from .fragile_disk import Disk
 
 BODY = {"model": "fake", "prompt": "Hello", "max_tokens": 200}
 LINE = {"method": "POST", "url": "/v1/completions", "body": BODY}
@@ -130,13 +133,16 @@ async def test_files_belong_to_the_key_that_made_them(cluster: Cluster, client_o
         (jsonl(LINE | {"custom_id": "a", "body": []}), "line 1: body: must be an object"),
         (jsonl(LINE | {"custom_id": "a", "body": {"prompt": "x" * 9000}}), "line 1: a line has at most"),
         (b"\n\n", "line 1: the file has no request"),
+        (b"\n" * 100_000, "line 50001: the file of a batch has at most 50000 lines, blank ones included"),
+        (jsonl(LINE | {"custom_id": "a"}) + b"\n" * 50_001, "line 50001: the file of a batch has at most"),
+        (b'{"url": "/v1", "body": ' + b"[" * 5000, "line 1: give custom_id"),
     ],
 )
 def test_lines_are_checked(tmp_path: Path, lines: bytes, told: str) -> None:
     path = tmp_path / "lines"
     path.write_bytes(lines)
     with pytest.raises(runner.InvalidFile) as caught:
-        runner.check(path, "/v1/completions", 8000)
+        list(runner.check(path, "/v1/completions", 8000))
     (error, *_) = caught.value.errors
     assert f"line {error['line']}: {error['message']}".startswith(told)
 
@@ -174,7 +180,9 @@ async def test_a_router_that_starts_again_goes_on(
         await cluster.until(lambda: len(cluster.router.services.active) > 0)
     folder = tmp_path / "kept" / "any"
     done = {"custom_id": "r1", "response": {}}
-    (folder / f"{batch.id}.jsonl.out").write_text(json.dumps(done) + '\n{"custom_id": "r2", "resp')
+    (folder / f"{result_id(batch.id, 'output')}.jsonl").write_text(
+        json.dumps(done) + '\n{"custom_id": "r2", "resp'
+    )
     async with make_cluster(tokenizer, tmp_path, **kept) as cluster:
         client = client_of(cluster)
         found = await ended(client, batch.id)
@@ -197,6 +205,133 @@ async def test_a_batch_is_cancelled_and_its_results_stay(
         assert (await ended(client, batch.id)).status == "cancelled"
 
 
+async def test_a_full_disk_leaves_no_batch_that_nothing_can_end(
+    tokenizer: ModelTokenizer, tmp_path: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"batch_dir": str(tmp_path / "kept"), "ends_idle": False}
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0, **kept) as cluster:
+        client = client_of(cluster)
+        first = await batch_of(client, LINE | {"custom_id": "a"})
+        second = await batch_of(client, LINE | {"custom_id": "b", "body": BODY | {"max_tokens": -1}})
+        await cluster.until(lambda: len(cluster.router.services.active) > 0)
+        monkeypatch.setattr(disk, "os", full := Disk(float("inf")))
+        full.full = True
+        for refused in (
+            client.files.create(file=("in.jsonl", b"{}"), purpose="batch"),
+            client.batches.create(
+                input_file_id=first.input_file_id, endpoint="/v1/completions", completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.APIStatusError, match="No space left") as error:
+                await refused
+            assert error.value.status_code == 413
+        await client.batches.cancel(first.id)
+        assert (await ended(client, first.id)).status == "cancelled"
+        found = await ended(client, second.id)
+        assert (found.status, found.output_file_id, found.error_file_id) == ("failed", None, None)
+        assert "No space left" in found.errors.data[0].message
+        await client.files.delete(first.input_file_id)
+        await client.files.delete(second.input_file_id)
+        assert not [each async for each in client.files.list()]
+        full.full = False
+    async with make_cluster(tokenizer, tmp_path, **kept) as cluster:
+        client = client_of(cluster)
+        assert {each.id: each.status async for each in client.batches.list()} == {
+            first.id: "cancelled",
+            second.id: "failed",
+        }
+
+
+async def test_files_expire_when_their_client_says(cluster: Cluster, client_of: ClientOf) -> None:
+    client, lines = client_of(cluster, "first"), jsonl(LINE | {"custom_id": "a"}, LINE | {"custom_id": "b"})
+    hour: Any = {"anchor": "created_at", "seconds": 3600}
+    day: Any = {"anchor": "created_at", "seconds": 86400}
+    file = await client.files.create(file=("in.jsonl", lines), purpose="batch", expires_after=hour)
+    assert file.expires_at == file.created_at + 3600
+    batch = await client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        output_expires_after=day,
+    )
+    batch = await ended(client, batch.id)
+    output = await client.files.retrieve(batch.output_file_id)
+    assert output.expires_at == output.created_at + 86400
+    kept = await client.files.create(file=("in.jsonl", lines), purpose="batch")
+    assert kept.expires_at == kept.created_at + 30 * 86400
+    cases: tuple[tuple[Any, str], ...] = (
+        (hour | {"seconds": 3599}, "expires_after.seconds: input should be greater than or equal to 3600"),
+        (hour | {"seconds": 2592001}, "expires_after.seconds: input should be less than or equal to 2592000"),
+        (hour | {"seconds": "soon"}, "expires_after.seconds: input should be a valid integer"),
+        (hour | {"anchor": "last_active_at"}, "expires_after.anchor: input should be 'created_at'"),
+        ({"seconds": 3600}, "expires_after.anchor: field required"),
+        ("1h", "expires_after: input should be"),
+    )
+    for wrong, told in cases:
+        with pytest.raises(openai.BadRequestError, match=told):
+            await client.files.create(file=("in.jsonl", lines), purpose="batch", expires_after=wrong)
+        with pytest.raises(openai.BadRequestError, match=f"output_{told}"):
+            await client.batches.create(
+                input_file_id=file.id,
+                endpoint="/v1/completions",
+                completion_window="24h",
+                output_expires_after=wrong,
+            )
+
+
+async def test_expired_files_are_removed_although_no_client_asks(
+    tokenizer: ModelTokenizer, tmp_path: Path, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "TIDY_SECONDS", 0.01)
+    async with make_cluster(tokenizer, tmp_path, batch_dir=str(tmp_path / "kept")) as cluster:
+        file = await client_of(cluster).files.create(file=("in.jsonl", b"{}"), purpose="batch")
+        (path,) = (tmp_path / "kept").rglob("*.jsonl")
+        expired = file.created_at + MAX_SECONDS + 1
+        monkeypatch.setattr(storage, "timestamp", lambda: expired)
+        await cluster.until(lambda: not path.exists())
+
+
+async def test_the_order_of_a_list_is_checked(cluster: Cluster) -> None:
+    key = {"Authorization": "Bearer first"}
+    for path in ("files", "batches"):
+        async with cluster.http.get(f"{cluster.url}/v1/{path}?order=up", headers=key) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, "order")
+
+
+async def test_an_upload_that_its_client_leaves_is_not_kept(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The client leaves while the description is written."""
+    entered, go, forgotten = asyncio.Event(), threading.Event(), asyncio.Event()
+    loop, put, call = asyncio.get_running_loop(), Storage.put, Storage.call
+
+    def slow_put(*arguments: Any) -> None:
+        loop.call_soon_threadsafe(entered.set)
+        assert go.wait(WITHIN)
+        put(*arguments)
+
+    async def noted_call(self: Storage, function: Callable[..., Any], *arguments: Any) -> Any:
+        calling = call(self, function, *arguments)
+        if function == self.forget:
+            loop.call_soon(forgotten.set)
+        return await calling
+
+    monkeypatch.setattr(Storage, "put", slow_put)
+    monkeypatch.setattr(Storage, "call", noted_call)
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", b"{}", filename="f")
+    key = {"Authorization": "Bearer first"}
+    uploading = asyncio.ensure_future(cluster.http.post(f"{cluster.url}/v1/files", data=form, headers=key))
+    await within(entered.wait())
+    uploading.cancel()
+    await within(forgotten.wait())
+    go.set()
+    async with cluster.http.get(f"{cluster.url}/v1/files", headers=key) as response:
+        assert (await response.json())["data"] == []
+    assert not list((tmp_path / "kept").rglob("file-*"))
+
+
 async def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Storage(tmp_path / "kept", 10, lambda: 2)
     try:
@@ -206,7 +341,7 @@ async def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BodyTooLarge, match="of this API key have 5 bytes, of 5"):
             kept.append("a", first, b"6")
         kept.append("b", new_id("file"), b"12345")
-        kept.drop("a", first)
+        kept.forget("a", first)
         kept.append("a", first, b"12345")
         monkeypatch.setattr(storage, "MAX_FILES", 1)
         batch = BatchObject(
@@ -234,7 +369,7 @@ async def test_uploads_are_checked(cluster: Cluster, monkeypatch: pytest.MonkeyP
     status, told = await upload(purpose="batch", file=b"123456789")
     assert (status, "at most 8 bytes" in told) == (413, True)
     status, told = await upload(purpose="vision", file=b"1")
-    assert (status, "purpose: must be batch" in told) == (400, True)
+    assert (status, "purpose: input should be 'batch'" in told) == (400, True)
     assert (await upload(purpose="batch"))[0] == 415, "without a file it is another form"
     assert (await upload(key | {"Origin": "http://elsewhere"}, purpose="batch", file=b"1"))[0] == 400
     async with cluster.http.post(
