@@ -23,11 +23,11 @@ import signal
 import socket
 import struct
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from baton.content.images import CHANNELS, MOST_PIXELS
 from baton.machine import oom_kills
 from baton.machine.python_path import python_path
 from baton.machine.system import process_end
-from baton.router.admission.fairness import FairQueue
+from baton.router.admission.slots import Slots
 from baton.router.errors import ApiError, InvalidRequest, all_errors
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ sleeps."""
 _DYING_SECONDS = 1.0
 _RESTART_SECONDS = 0.5
 _CHECK_SECONDS = 10.0
-_LONG_SECONDS = 0.1
 MOST_SHARED_BYTES = CHANNELS * MOST_PIXELS
 """Beside a reply."""
 _PIECE_BYTES = 1 << 20
@@ -299,30 +298,17 @@ class Child:
             await process.end()
 
 
-class _Waiting(NamedTuple):
-    """A request that waits for a child."""
-
-    acquired: asyncio.Future[Child]
-    is_long: bool
-
-
 class ChildPool:
-    """Up to `count` children of one kind. API keys take turns by the time of their requests.
-
-    With several children, at most `count - 1` work on long requests: those above `long_bytes`, and those of
-    keys of which the last request took long. Otherwise two clients with long requests would block all others.
+    """Up to `count` children of one kind. API keys take turns, as in `Slots`. A request above `long_bytes` is
+    long.
 
     Wait-for graph: a request waits for a child. A child waits only for its process, which replies or dies.
     """
 
     def __init__(self, server: ForkServer, kind: str, count: int, *, long_bytes: float = math.inf) -> None:
-        self._count = count
         self._long_bytes = long_bytes
-        self._slow: set[str] = set()  # keys of which the last request took long
         self._idle = [Child(server, kind) for _ in range(count)]
-        self._waiting: FairQueue[str, _Waiting] = FairQueue()
-        self._busy_long: set[Child] = set()
-        self._calls: set[asyncio.Task[tuple[bytes, memoryview]]] = set()
+        self._slots = Slots(count)
 
     async def ask(self, key: str, *parts: Frame, too_much: InvalidRequest) -> tuple[Any, memoryview]:
         """As `call`, but also raises ApiErrors in place of ChildDied: `too_much` if the child died of the
@@ -352,59 +338,20 @@ class ChildPool:
         return _read(*await self._call(key, parts))
 
     async def _call(self, key: str, parts: Sequence[Frame]) -> tuple[bytes, memoryview]:
-        size = sum(map(len, parts))
-        is_long = self._count > 1 and (size > self._long_bytes or key in self._slow)
-        child = await self._acquire(key, is_long)
-        began = time.monotonic()
+        is_long = sum(map(len, parts)) > self._long_bytes
+        return await self._slots.run(key, partial(self._by_child, parts), is_long=is_long)
 
-        def over(_: asyncio.Task[tuple[bytes, memoryview]]) -> None:
-            # The bytes of a request do not tell how long it takes.
-            seconds = time.monotonic() - began
-            self._waiting.charge(key, seconds)
-            (self._slow.add if seconds > _LONG_SECONDS else self._slow.discard)(key)
-            self._release(child)
-
-        call = asyncio.create_task(child.call(parts))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        call.add_done_callback(over)
-        return await asyncio.shield(call)
+    async def _by_child(self, parts: Sequence[Frame]) -> tuple[bytes, memoryview]:
+        child = self._idle.pop()
+        try:
+            return await child.call(parts)
+        finally:
+            self._idle.append(child)
 
     async def close(self) -> None:
         """Ends all children. No request may follow."""
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._slots.close()
         await asyncio.gather(*(child.end() for child in self._idle))
-
-    async def _acquire(self, key: str, is_long: bool) -> Child:
-        acquired: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-        ticket = self._waiting.push(key, 0, _Waiting(acquired, is_long), lane=is_long)
-        self._dispatch()
-        try:
-            return await acquired
-        except asyncio.CancelledError:
-            self._waiting.remove(ticket)
-            if not acquired.cancelled():  # the child was assigned at the same moment
-                self._release(acquired.result())
-            raise
-
-    def _release(self, child: Child) -> None:
-        self._idle.append(child)
-        self._busy_long.discard(child)
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        def may_go(key: str, waiting: _Waiting) -> bool:
-            return not waiting.is_long or len(self._busy_long) < self._count - 1
-
-        while self._idle and (first := self._waiting.pop(may_go)) is not None:
-            if first.acquired.done():
-                continue  # its caller was cancelled
-            child = self._idle.pop()
-            if first.is_long:
-                self._busy_long.add(child)
-            first.acquired.set_result(child)
 
 
 def _read(reply: bytes, shared: memoryview) -> tuple[Any, memoryview]:

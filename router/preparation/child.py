@@ -20,6 +20,7 @@ from typing import Any
 
 from baton.machine import memory_share
 from baton.router.admission.keys import ApiKey
+from baton.router.admission.slots import Slots
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.openai_responses.tools import Called
 from baton.router.child_pool import ChildPool, ForkServer
@@ -65,6 +66,7 @@ class Preparer:
         self._limits = f"{CPU_SECONDS} s or {child_bytes(processes) >> 20} MiB"
         self._children = ChildPool(server, "bodies", CHILDREN, long_bytes=LONG_BYTES)
         self._thread = ThreadPoolExecutor(1, "prepare")
+        self._turns = Slots(1)  # of the thread
 
     async def prepare(
         self,
@@ -81,17 +83,21 @@ class Preparer:
         `expect` is told the tokens of the prompts before this process makes lists of them, which take nine
         times their bytes. It may refuse them."""
         if len(raw) + len(history) <= SMALL_BYTES and not files:
-            loop, tokenizer, salt = asyncio.get_running_loop(), self._tokenizer, key.cache_salt
+            tokenizer, salt = self._tokenizer, key.cache_salt
             small = partial(prepare, kind, raw, tokenizer, served, history, salt, in_child=False)
             with suppress(NeedsChild):
-                return await loop.run_in_executor(self._thread, small)
+                return await self._turns.run(key.name, partial(self._in_thread, small))
         head = request_head(kind, served, history, key.cache_salt, files)
         too_much = InvalidRequest(f"the preparation of this request takes more than {self._limits}")
         parts = head, *files.values(), raw
         answer, pixels = await self._children.ask(key.name, *parts, too_much=too_much)
         return read_prepared(answer, expect, pixels)
 
+    async def _in_thread(self, small: Callable[[], Prepared | bytes]) -> Prepared | bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, small)
+
     async def close(self) -> None:
+        await self._turns.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self._children.close()
 

@@ -329,7 +329,7 @@ async def test_a_key_with_short_requests_that_take_long_waits_for_others(
         return await child_call(child, parts)
 
     monkeypatch.setattr(Child, "call", timed)
-    monkeypatch.setattr("baton.router.child_pool.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("baton.router.admission.slots.time", SimpleNamespace(monotonic=lambda: now))
 
     async def add(key: str, request: bytes) -> None:
         await call(pool, request, key=key)
@@ -345,7 +345,7 @@ async def test_one_child_stays_free_for_keys_with_short_requests(make: Make, tmp
     pool, opens = make(count=2), tmp_path / "opens"
     await call(pool, b"wait", key="slow")
     slow = [asyncio.create_task(call(pool, b"gate " + bytes(opens), key="slow")) for _ in range(4)]
-    while not pool._calls:  # noqa: ASYNC110
+    while not pool._slots._running:  # noqa: ASYNC110
         await asyncio.sleep(0)
     async with asyncio.timeout(WITHIN):
         await call(pool, b"a", key="other")
@@ -456,7 +456,7 @@ async def test_one_child_stays_free_for_short_requests(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """And a long request does not starve."""
-    monkeypatch.setattr("baton.router.child_pool._LONG_SECONDS", math.inf)
+    monkeypatch.setattr("baton.router.admission.slots._LONG_SECONDS", math.inf)
     pool, opens = make(count=2, long_bytes=8), tmp_path / "opens"
     order: list[bytes] = []
 
@@ -476,4 +476,4 @@ async def test_one_child_stays_free_for_short_requests(
         task.cancel()
     await asyncio.gather(*cancelled, return_exceptions=True)
     assert (await call(pool, b"b"))[1] == b"hello b "
-    assert not pool._waiting
+    assert not pool._slots._waiting

@@ -308,6 +308,32 @@ def test_the_fields_beside_the_prompt_have_limits(
         in_child("chat", json.dumps(CHAT | fields).encode(), tokenizer)
 
 
+async def test_small_bodies_of_keys_take_turns(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    """A body waits for the one that is prepared, not for all that another key has sent before."""
+    order: list[str] = []
+    first, all_wait = threading.Event(), threading.Event()
+
+    def noted(*given: Any, **more: Any) -> Prepared | bytes:
+        first.set()
+        assert all_wait.wait(WITHIN)
+        order.append(given[5].decode())
+        return b""
+
+    monkeypatch.setattr("baton.router.preparation.child.prepare", noted)
+    preparer = cluster.router.frontend._preparer
+
+    async def send(key: str) -> None:
+        await preparer.prepare("tokenize", b"{}", SERVED, ApiKey(key, b"", cache_salt=key.encode()))
+
+    async with asyncio.TaskGroup() as group:
+        for key in "a" * 200 + "b" + "a" * 20 + "c":
+            group.create_task(send(key))
+        await asyncio.to_thread(first.wait, WITHIN)
+        all_wait.set()
+    assert sorted(order[1:3]) == ["b", "c"]
+    assert len(order) == 222
+
+
 async def test_many_bodies_at_once_do_not_hold_the_event_loop_up(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
@@ -443,7 +469,7 @@ async def test_a_body_that_kills_a_child_is_refused(
     (process,) = processes(cluster)
     process.suspend()
     asked = asyncio.create_task(cluster.post("/tokenize", prompt=LONG))
-    await cluster.until(lambda: bool(cluster.router.frontend._preparer._children._calls))
+    await cluster.until(lambda: bool(cluster.router.frontend._preparer._children._slots._running))
     process.send_signal(number)
     with contextlib.suppress(psutil.NoSuchProcess):
         process.resume()

@@ -271,7 +271,7 @@ async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatc
 async def test_a_cancelled_check_does_not_affect_the_next(tokenizer: ModelTokenizer):
     async with running_checker(tokenizer) as checker:
         slow = asyncio.create_task(checked(checker, Structure("regex", "((a{1000}){1000}){1000}", "f")))
-        while not checker._children._calls:  # noqa: ASYNC110
+        while not checker._children._slots._running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         slow.cancel()
         assert await asyncio.gather(slow, return_exceptions=True)

@@ -1,0 +1,116 @@
+"""Slots for work of several API keys: a thread, child processes, connections.
+
+Keys take turns by the seconds in which their work held slots (`fairness`), so what waits for a key's turn is
+work of that key and, for each other key, the piece that runs.
+
+Wait-for graph: work waits for a slot. What holds a slot waits for no other slot of the same kind.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from baton.router.admission.fairness import FairQueue
+
+T = TypeVar("T")
+_LONG_SECONDS = 0.1
+
+
+class _Slot(NamedTuple):
+    """The slot of one piece of work, which waits for it or holds it."""
+
+    key: str
+    granted: asyncio.Future[None]
+    is_long: bool
+
+
+class Slots:
+    """Up to `count` pieces of work at a time.
+
+    With several slots, at most `count - 1` have long work: what the caller says is long, and that of keys of
+    which the last piece took long. Otherwise two keys with long work would hold up all others. Where all work
+    is long, `key_share` bounds instead what one key holds.
+    """
+
+    def __init__(self, count: int, *, key_share: float | None = None) -> None:
+        """`key_share`: a key may hold this many times the slots that it leaves free, and always one. None: it
+        may hold all, and long work is bounded."""
+        self._free = count
+        self._most_long = count - 1 if count > 1 and key_share is None else count
+        self._long = 0  # slots with long work
+        self._key_share = key_share
+        self._held = Counter[str]()  # slots by key
+        self._slow: set[str] = set()  # keys of which the last piece of work took long
+        self._waiting: FairQueue[str, _Slot] = FairQueue()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @asynccontextmanager
+    async def turn(self, key: str, *, is_long: bool = False) -> AsyncIterator[None]:
+        """Holds a slot for the client's API key `key`."""
+        slot = await self._acquire(key, is_long)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._release(slot, began)
+
+    async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, T]], *, is_long: bool = False) -> T:
+        """Returns what `work` returns, and raises what it raises. When the caller is cancelled, work that has
+        begun goes on to its end with its slot."""
+        slot = await self._acquire(key, is_long)
+        began = time.monotonic()
+        task = asyncio.create_task(work())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: self._release(slot, began))
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Cancels the work of `run`, and waits for its end. No work may follow."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _acquire(self, key: str, is_long: bool) -> _Slot:
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        slot = _Slot(key, granted, is_long or key in self._slow)
+        ticket = self._waiting.push(key, 0, slot, lane=slot.is_long)
+        self._dispatch()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            self._waiting.remove(ticket)
+            if not granted.cancelled():  # the slot was granted at the same moment
+                self._release(slot, time.monotonic())
+            raise
+        return slot
+
+    def _release(self, slot: _Slot, began: float) -> None:
+        # The size of a piece of work does not tell how long it takes.
+        seconds = time.monotonic() - began
+        self._waiting.charge(slot.key, seconds)
+        (self._slow.add if seconds > _LONG_SECONDS else self._slow.discard)(slot.key)
+        self._free += 1
+        self._long -= slot.is_long
+        self._held[slot.key] -= 1
+        if not self._held[slot.key]:
+            del self._held[slot.key]
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        def may_go(key: str, slot: _Slot) -> bool:
+            held, share = self._held[key], self._key_share
+            if held and share is not None and held + 1 > share * (self._free - 1):
+                return False
+            return not slot.is_long or self._long < self._most_long
+
+        while self._free and (slot := self._waiting.pop(may_go)) is not None:
+            if slot.granted.done():
+                continue  # its caller was cancelled
+            self._free -= 1
+            self._long += slot.is_long
+            self._held[slot.key] += 1
+            slot.granted.set_result(None)

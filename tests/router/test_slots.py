@@ -1,0 +1,115 @@
+"""Slots for which several keys wait."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from baton.router.admission.slots import Slots
+
+
+class Work:
+    """Pieces of work that take what the test says, on its own clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, key_share: float | None = None) -> None:
+        self.now = 0.0
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("baton.router.admission.slots.time", clock)
+        self.slots = Slots(count, key_share=key_share)
+        self.begun: list[str] = []
+        self._ends: list[asyncio.Event] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def add(self, *keys: str, is_long: bool = False) -> None:
+        """Pieces of work that wait for their slots, or have begun, when this returns."""
+        for key in keys:
+            self._tasks.append(asyncio.create_task(self._hold(key, is_long)))
+        await turns_of_the_loop()
+
+    async def _hold(self, key: str, is_long: bool) -> None:
+        async with self.slots.turn(key, is_long=is_long):
+            self.begun.append(key)
+            self._ends.append(end := asyncio.Event())
+            await end.wait()
+
+    async def end(self, number: int, seconds: float) -> None:
+        """Ends the piece that began as the one with this number, so many seconds later."""
+        self.now += seconds
+        self._ends[number].set()
+        await turns_of_the_loop()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert not self.slots._waiting
+        assert not self.slots._held
+
+
+async def turns_of_the_loop() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_keys_take_turns_by_the_time_of_their_work(monkeypatch: pytest.MonkeyPatch):
+    work = Work(monkeypatch, 1)
+    await work.add(*"aaaaaa", *"bbbbbb")
+    for number in range(9):
+        await work.end(number, 0.02 if work.begun[number] == "a" else 0.01)
+    assert "".join(work.begun) == "abbabbabba"
+    await work.close()
+
+
+async def test_a_key_holds_a_share_of_what_it_leaves_free(monkeypatch: pytest.MonkeyPatch):
+    """Also if all its work takes long. Where nothing else waits, slots stay free for other keys."""
+    work = Work(monkeypatch, 9, key_share=2)
+    await work.add(*"a" * 20)
+    assert "".join(work.begun) == "aaaaaa"
+    await work.add(*"b" * 20)
+    assert "".join(work.begun) == "aaaaaabb"
+    await work.add("c")
+    assert "".join(work.begun) == "aaaaaabbc", "a key always has one slot"
+    await work.end(0, 5.0)
+    assert "".join(work.begun) == "aaaaaabbc", "no key may hold the last one that is free but one without any"
+    await work.close()
+
+
+async def test_long_work_of_two_keys_leaves_a_slot(monkeypatch: pytest.MonkeyPatch):
+    work = Work(monkeypatch, 2)
+    await work.add("a", "b", is_long=True)
+    await work.add("c")
+    assert work.begun == ["a", "c"]
+    await work.end(1, 1.0)
+    await work.add("c", "d")
+    assert work.begun == ["a", "c", "d"], "the last work of c took long"
+    await work.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_work_that_has_begun_goes_on_when_its_caller_is_cancelled(begun: bool):
+    slots, done = Slots(1), asyncio.Event()
+
+    first = asyncio.create_task(slots.run("a", done.wait))
+    second = asyncio.create_task(slots.run("b", done.wait))
+    await turns_of_the_loop()
+    cancelled, other = (first, second) if begun else (second, first)
+    cancelled.cancel()
+    await turns_of_the_loop()
+    assert len(slots._running) == 1
+    assert len(slots._waiting) == begun
+    done.set()
+    assert await other
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert cancelled.cancelled()
+    assert not slots._held
+    assert not slots._waiting
+
+
+async def test_close_ends_what_runs():
+    slots = Slots(1)
+    task = asyncio.create_task(slots.run("a", asyncio.Event().wait))
+    await turns_of_the_loop()
+    await slots.close()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not slots._held
