@@ -232,7 +232,7 @@ class Frontend:
         try:
             return await prepare()
         except NeedsFiles as missing:
-            files = await self._media.fetch(missing.urls, entry.receive)
+            files = await self._media.fetch(entry.account.key.name, missing.urls, entry.receive)
         return await prepare(files)
 
     def _pair(self, sent: str) -> tuple[str, str]:

@@ -14,13 +14,15 @@ The files are decoded in child processes, like those of `data:` URLs.
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from ipaddress import IPv6Address, ip_address
 
 import aiohttp
 from yarl import URL
 
 from baton import version
+from baton.router.admission.slots import Slots
 from baton.router.config import host_of
 from baton.router.errors import InvalidRequest, Unsupported
 
@@ -28,6 +30,9 @@ MOST_REDIRECTS = 3
 MOST_CONNECTIONS = 64
 MOST_OF_HOST = 16
 """Connections at a time."""
+KEY_SHARE = 2.0
+"""One API key may have this many times the connections that it leaves free: a host that answers slowly holds
+them for long."""
 _CHUNK = 64 << 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = b"\x00\x64\xff\x9b" + bytes(8)
@@ -44,10 +49,13 @@ class MediaFetcher:
         self._most_bytes = most_bytes
         self._seconds = seconds
         self._session: aiohttp.ClientSession | None = None
+        self._connections = Slots(MOST_CONNECTIONS, key_share=KEY_SHARE)
+        self._of_host = {host: Slots(MOST_OF_HOST, key_share=KEY_SHARE) for host in self._domains}
 
-    async def fetch(self, urls: Sequence[str], receive: Callable[[int], None]) -> dict[str, bytes]:
-        """Fetches the files of these URLs at the same time. `receive` is told of all bytes, and may refuse
-        them. Raises InvalidRequest naming the URL, and what `receive` raises."""
+    async def fetch(self, key: str, urls: Sequence[str], receive: Callable[[int], None]) -> dict[str, bytes]:
+        """Fetches the files of these URLs at the same time. `key` names the client's API key: keys take turns
+        for connections. `receive` is told of all bytes, and may refuse them. Raises InvalidRequest naming the
+        URL, and what `receive` raises."""
         files: dict[str, bytes] = {}
         total = 0
 
@@ -60,7 +68,7 @@ class MediaFetcher:
             receive(size)
 
         async def one(url: str) -> None:
-            files[url] = await self._fetched(url, lambda size: count(url, size))
+            files[url] = await self._fetched(key, url, lambda size: count(url, size))
 
         try:
             async with asyncio.timeout(self._seconds), asyncio.TaskGroup() as group:
@@ -73,11 +81,11 @@ class MediaFetcher:
             raise failed.exceptions[0] from None
         return files
 
-    async def _fetched(self, sent: str, count: Callable[[int], None]) -> bytes:
+    async def _fetched(self, key: str, sent: str, count: Callable[[int], None]) -> bytes:
         try:
             target = self._allowed(URL(sent), sent)
             for _ in range(MOST_REDIRECTS + 1):
-                async with self._client.get(target, allow_redirects=False) as response:
+                async with self._connection(key, target) as response:
                     if response.status not in _REDIRECTS:
                         return await _body(response, sent, count)
                     location = response.headers.get("Location", "")
@@ -88,12 +96,24 @@ class MediaFetcher:
             raise _wrong(sent, f"cannot be fetched: {_reason(error)[:300]}") from None
         raise _wrong(sent, f"leads to more than {MOST_REDIRECTS} redirects")
 
+    @asynccontextmanager
+    async def _connection(self, key: str, target: URL) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Waits for a turn at the host, and then for one of all connections: what waits for a busy host holds
+        none of these."""
+        of_host = self._of_host[_host(target)]
+        async with (
+            of_host.turn(key),
+            self._connections.turn(key),
+            self._client.get(target, allow_redirects=False) as response,
+        ):
+            yield response
+
     def _allowed(self, target: URL, sent: str) -> URL:
-        if target.scheme not in ("http", "https") or not target.raw_host:
+        if target.scheme not in ("http", "https") or not _host(target):
             raise _wrong(sent, "does not lead to a URL of http or https")
         if target.user is not None or target.password is not None:
             raise _wrong(sent, "has a user or a password")
-        if target.raw_host.lower() not in self._domains:
+        if _host(target) not in self._domains:
             text = f"leads to {target.raw_host}, which is not one of --allowed-media-domains"
             raise Unsupported(f"messages: {_shown(sent)} {text}", param="messages")
         return target
@@ -102,8 +122,7 @@ class MediaFetcher:
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(
-                limit=MOST_CONNECTIONS,
-                limit_per_host=MOST_OF_HOST,
+                limit=0,  # `_connection` limits them
                 use_dns_cache=False,
                 socket_factory=public_socket,
             )
@@ -120,6 +139,10 @@ class MediaFetcher:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def _host(target: URL) -> str:
+    return (target.raw_host or "").lower()
 
 
 async def _body(response: aiohttp.ClientResponse, url: str, count: Callable[[int], None]) -> bytes:

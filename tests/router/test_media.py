@@ -35,6 +35,7 @@ class Host:
     headers: list[dict[str, str]] = field(default_factory=list)
     file: bytes = FILE
     location: str = ""
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     def url(self, path: str, name: str = "127.0.0.1") -> str:
         return f"http://{name}:{self.port}/{path}"
@@ -62,6 +63,8 @@ class Host:
                     while True:
                         await response.write(self.file)
                 return response
+        if path.startswith("gate/"):
+            await self.gate.wait()
         return web.Response(body=self.file)
 
 
@@ -90,7 +93,7 @@ async def fetch(*urls: str, domains: tuple[str, ...] = ("127.0.0.1",), **limits:
     receive = limits.pop("receive")
     fetcher = MediaFetcher(domains, **limits)
     try:
-        return await within(fetcher.fetch(urls, receive))
+        return await within(fetcher.fetch("key", urls, receive))
     finally:
         await fetcher.close()
 
@@ -137,6 +140,25 @@ async def test_all_files_of_a_request_share_a_limit(host: Host) -> None:
 
     with pytest.raises(Overloaded):
         await fetch(host.url("a"), receive=full)
+
+
+@pytest.mark.usefixtures("loopback")
+async def test_a_slow_host_holds_up_the_files_of_one_key_only(host: Host) -> None:
+    """Requests of one key wait at a host for more files than it may have connections."""
+    fetcher = MediaFetcher(("127.0.0.1",), 1 << 24, WITHIN)
+    slow = [host.url(f"gate/{number}") for number in range(2 * media.MOST_OF_HOST)]
+    held_up = asyncio.create_task(fetcher.fetch("a", slow, lambda size: None))
+    async with asyncio.timeout(WITHIN):
+        while len(host.asked) < media.MOST_OF_HOST // 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    quick = host.url("file")
+    assert await within(fetcher.fetch("b", [quick], lambda size: None)) == {quick: FILE}
+    assert len(host.asked) <= media.MOST_OF_HOST + 1
+    assert not held_up.done()
+    host.gate.set()
+    assert len(await within(held_up)) == len(slow)
+    assert not fetcher._connections._held
+    await fetcher.close()
 
 
 @pytest.mark.parametrize("location", ["http://other.example/", "//other.example/", "http://[::1]:9/"])
