@@ -11,15 +11,20 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from baton.router.admission.fairness import FairQueue
 
 T = TypeVar("T")
+KEY_SHARE = 2
+"""A key that holds slots may have this many times what it leaves free: 2 of 3, 10 of 16. Source: as
+`queue.KEY_SHARE`."""
 _LONG_SECONDS = 0.1
 
 
-class _Slot(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Slot:
     """The slot of one piece of work, which waits for it or holds it."""
 
     key: str
@@ -28,20 +33,16 @@ class _Slot(NamedTuple):
 
 
 class Slots:
-    """Up to `count` pieces of work at a time.
+    """Up to `count` pieces of work at a time. No key with slots gets the last one that is free.
 
     With several slots, at most `count - 1` have long work: what the caller says is long, and that of keys of
-    which the last piece took long. Otherwise two keys with long work would hold up all others. Where all work
-    is long, `key_share` bounds instead what one key holds.
+    which the last piece took long. Otherwise keys with long work would hold up all others. Of these slots,
+    too, no key gets the last one beside another.
     """
 
-    def __init__(self, count: int, *, key_share: float | None = None) -> None:
-        """`key_share`: a key may hold this many times the slots that it leaves free, and always one. None: it
-        may hold all, and long work is bounded."""
+    def __init__(self, count: int) -> None:
         self._free = count
-        self._most_long = count - 1 if count > 1 and key_share is None else count
-        self._long = 0  # slots with long work
-        self._key_share = key_share
+        self._free_for_long = max(1, count - 1)
         self._held = Counter[str]()  # slots by key
         self._slow: set[str] = set()  # keys of which the last piece of work took long
         self._waiting: FairQueue[str, _Slot] = FairQueue()
@@ -76,8 +77,8 @@ class Slots:
 
     async def _acquire(self, key: str, is_long: bool) -> _Slot:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        slot = _Slot(key, granted, is_long or key in self._slow)
-        ticket = self._waiting.push(key, 0, slot, lane=slot.is_long)
+        slot = _Slot(key, granted, is_long)
+        ticket = self._waiting.push(key, 0, slot, lane=is_long)
         self._dispatch()
         try:
             await granted
@@ -94,7 +95,7 @@ class Slots:
         self._waiting.charge(slot.key, seconds)
         (self._slow.add if seconds > _LONG_SECONDS else self._slow.discard)(slot.key)
         self._free += 1
-        self._long -= slot.is_long
+        self._free_for_long += slot.is_long
         self._held[slot.key] -= 1
         if not self._held[slot.key]:
             del self._held[slot.key]
@@ -102,15 +103,19 @@ class Slots:
 
     def _dispatch(self) -> None:
         def may_go(key: str, slot: _Slot) -> bool:
-            held, share = self._held[key], self._key_share
-            if held and share is not None and held + 1 > share * (self._free - 1):
+            held = self._held[key]
+            if held and held + 1 > KEY_SHARE * (self._free - 1):
                 return False
-            return not slot.is_long or self._long < self._most_long
+            return not self._is_long(slot) or self._free_for_long > bool(held)
 
         while self._free and (slot := self._waiting.pop(may_go)) is not None:
             if slot.granted.done():
                 continue  # its caller was cancelled
             self._free -= 1
-            self._long += slot.is_long
+            slot.is_long = self._is_long(slot)
+            self._free_for_long -= slot.is_long
             self._held[slot.key] += 1
             slot.granted.set_result(None)
+
+    def _is_long(self, slot: _Slot) -> bool:
+        return slot.is_long or slot.key in self._slow

@@ -43,8 +43,8 @@ SMALL_BYTES = 16 << 10
 that time the tokenizer computes without the GIL, and the event loop writes tokens meanwhile."""
 LONG_BYTES = 256 << 10
 """A body above this size may take half a second or more."""
-CHILDREN = 2
-"""At most one of them works on a body above `LONG_BYTES`, so the other stays free for smaller bodies."""
+CHILDREN = 3
+"""Of one key two work at most, and one of them on a body above `LONG_BYTES`."""
 CPU_SECONDS = 20
 """Of one body. A signal then ends the process, and the router starts another."""
 MEMORY_BYTES = 4 << 30
@@ -103,7 +103,7 @@ class Preparer:
 
 
 def child_bytes(processes: int) -> int:
-    """What a child may have: each router process has three, and they have half of the memory together."""
+    """What a child may have: each router process has three for bodies, and they have half of the memory."""
     return memory_share(6 * processes, MEMORY_BYTES)
 
 

@@ -16,8 +16,8 @@ _CACHED = 64
 """Valid demands that are remembered, the newest ones."""
 
 
-_CHILDREN = 2
-"""One of them stays free for keys with grammars that compile quickly."""
+_CHILDREN = 3
+"""One of them stays free for keys with grammars that compile quickly, and one key has two at most."""
 
 
 class GrammarChecker:

@@ -30,9 +30,6 @@ MOST_REDIRECTS = 3
 MOST_CONNECTIONS = 64
 MOST_OF_HOST = 16
 """Connections at a time."""
-KEY_SHARE = 2.0
-"""One API key may have this many times the connections that it leaves free: a host that answers slowly holds
-them for long."""
 _CHUNK = 64 << 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = b"\x00\x64\xff\x9b" + bytes(8)
@@ -49,8 +46,8 @@ class MediaFetcher:
         self._most_bytes = most_bytes
         self._seconds = seconds
         self._session: aiohttp.ClientSession | None = None
-        self._connections = Slots(MOST_CONNECTIONS, key_share=KEY_SHARE)
-        self._of_host = {host: Slots(MOST_OF_HOST, key_share=KEY_SHARE) for host in self._domains}
+        self._connections = Slots(MOST_CONNECTIONS)
+        self._of_host = {host: Slots(MOST_OF_HOST) for host in self._domains}
 
     async def fetch(self, key: str, urls: Sequence[str], receive: Callable[[int], None]) -> dict[str, bytes]:
         """Fetches the files of these URLs at the same time. `key` names the client's API key: keys take turns

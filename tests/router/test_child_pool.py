@@ -341,9 +341,12 @@ async def test_a_key_with_short_requests_that_take_long_waits_for_others(
     assert order == ["other", "slow", "other", "other", "slow", "slow", "slow"]
 
 
-async def test_one_child_stays_free_for_keys_with_short_requests(make: Make, tmp_path: Path):
-    pool, opens = make(count=2), tmp_path / "opens"
-    await call(pool, b"wait", key="slow")
+@pytest.mark.parametrize("known", [False, True])
+async def test_one_child_stays_free_for_other_keys(make: Make, tmp_path: Path, known: bool):
+    """Whether the requests of a key take long is known only when the first of them has ended."""
+    pool, opens = make(count=3), tmp_path / "opens"
+    if known:
+        await call(pool, b"wait", key="slow")
     slow = [asyncio.create_task(call(pool, b"gate " + bytes(opens), key="slow")) for _ in range(4)]
     while not pool._slots._running:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -447,7 +450,7 @@ async def test_the_process_that_forks_may_end_at_each_step(
 
 
 async def test_children_work_at_the_same_time(make: Make):
-    pool = make(count=2)
+    pool = make(count=3)
     (first, _), (second, _) = await asyncio.gather(call(pool, b"wait"), call(pool, b"wait"))
     assert first != second
 
@@ -457,13 +460,13 @@ async def test_one_child_stays_free_for_short_requests(
 ):
     """And a long request does not starve."""
     monkeypatch.setattr("baton.router.admission.slots._LONG_SECONDS", math.inf)
-    pool, opens = make(count=2, long_bytes=8), tmp_path / "opens"
+    pool, opens = make(count=3, long_bytes=8), tmp_path / "opens"
     order: list[bytes] = []
 
     async def add(request: bytes) -> None:
         order.append((await call(pool, request))[1].split()[1])
 
-    # Without the limit, the two long requests, which come first, would occupy both children.
+    # Without the limit, the two long requests, which come first, would occupy both children of a key.
     requests = [b"gate " + bytes(opens)] * 2 + [b"a"] * 10
     long = [asyncio.create_task(add(request)) for request in requests[:2]]
     await asyncio.gather(*map(add, requests[2:]))

@@ -11,11 +11,11 @@ from baton.router.admission.slots import Slots
 class Work:
     """Pieces of work that take what the test says, on its own clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, key_share: float | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.now = 0.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr("baton.router.admission.slots.time", clock)
-        self.slots = Slots(count, key_share=key_share)
+        self.slots = Slots(count)
         self.begun: list[str] = []
         self._ends: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -61,27 +61,42 @@ async def test_keys_take_turns_by_the_time_of_their_work(monkeypatch: pytest.Mon
 
 
 async def test_a_key_holds_a_share_of_what_it_leaves_free(monkeypatch: pytest.MonkeyPatch):
-    """Also if all its work takes long. Where nothing else waits, slots stay free for other keys."""
-    work = Work(monkeypatch, 9, key_share=2)
+    """So other keys need not wait for its work, however long that takes."""
+    work = Work(monkeypatch, 10)
     await work.add(*"a" * 20)
     assert "".join(work.begun) == "aaaaaa"
     await work.add(*"b" * 20)
     assert "".join(work.begun) == "aaaaaabb"
-    await work.add("c")
-    assert "".join(work.begun) == "aaaaaabbc", "a key always has one slot"
+    await work.add("c", "d")
+    assert "".join(work.begun) == "aaaaaabbcd", "a key always has one slot"
     await work.end(0, 5.0)
-    assert "".join(work.begun) == "aaaaaabbc", "no key may hold the last one that is free but one without any"
+    assert "".join(work.begun) == "aaaaaabbcd", "no key with slots gets the last one"
+    await work.add("e")
+    assert work.begun[-1] == "e"
     await work.close()
 
 
-async def test_long_work_of_two_keys_leaves_a_slot(monkeypatch: pytest.MonkeyPatch):
-    work = Work(monkeypatch, 2)
-    await work.add("a", "b", is_long=True)
-    await work.add("c")
-    assert work.begun == ["a", "c"]
+async def test_long_work_leaves_a_slot_to_short_work_and_to_other_keys(monkeypatch: pytest.MonkeyPatch):
+    work = Work(monkeypatch, 3)
+    await work.add("a", "a", is_long=True)
+    assert work.begun == ["a"]
+    await work.add("b", "c", is_long=True)
+    assert work.begun == ["a", "b"]
+    await work.add("d")
+    assert work.begun == ["a", "b", "d"]
+    await work.end(2, 1.0)
+    await work.add("d", "e")
+    assert work.begun == ["a", "b", "d", "e"], "the last work of d took long"
+    await work.close()
+
+
+async def test_work_that_waits_is_long_when_its_key_turns_out_to_be_slow(monkeypatch: pytest.MonkeyPatch):
+    work = Work(monkeypatch, 3)
+    await work.add("a", "a", "a", "a")
+    assert work.begun == ["a", "a"]
+    await work.end(0, 1.0)
     await work.end(1, 1.0)
-    await work.add("c", "d")
-    assert work.begun == ["a", "c", "d"], "the last work of c took long"
+    assert work.begun == ["a", "a", "a"]
     await work.close()
 
 
