@@ -198,7 +198,7 @@ def store(flags: roles.StoreRole) -> int:
 @command(
     ROLES,
     "baton picker --router 10.0.0.5:8000 --router 10.0.0.6:8000 --host 0.0.0.0",
-    "baton picker --kubernetes-service baton --router-metrics-port 8002 --host 0.0.0.0",
+    "baton picker --kubernetes-service baton --router-metrics-port 8002 --host ::",
 )
 def picker(picker: roles.PickerRole) -> int:
     """Run an endpoint picker: it tells a gateway to which router each request should go.

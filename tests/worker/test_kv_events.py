@@ -1,6 +1,8 @@
 """A worker publishes what enters and leaves its prefix cache, as vLLM documents it."""
 
 import random
+import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import zmq
 import zmq.asyncio
 
 from baton.engine import CachedBlock
+from baton.machine.system import free_port
 from baton.worker.engine_process.kv_events import KVEvents
 from baton.worker.service_process.kv_events import KVEventPublisher
 from tests.cluster_helpers import attached, request, sampling, start_worker, tiny_model
-from tests.within import within
+from tests.within import WITHIN, within
 
 BLOCK = 16
 TOPIC = "kv@worker"
@@ -52,6 +55,20 @@ def test_neighbours_are_one_event_and_their_order_is_kept() -> None:
         },
     ]  # fmt: skip
     assert events.take() is None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "hosts"), [("[::]", ("127.0.0.1", "[::1]")), ("0.0.0.0", ("127.0.0.1",))]
+)
+def test_subscribers_of_both_families(endpoint: str, hosts: tuple[str, ...]) -> None:
+    port = free_port("::")
+    publisher = KVEventPublisher(f"tcp://{endpoint}:{port}")
+    try:
+        for host in hosts:
+            with closing(socket.create_connection((host.strip("[]"), port), WITHIN)) as subscriber:
+                assert subscriber.recv(1) == b"\xff", "ZeroMQ greets"
+    finally:
+        publisher.close()
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -17,13 +17,14 @@ class KVEventPublisher:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(MOST_BATCHES)
+        self._socket.setsockopt(zmq.IPV6, 1)  # addresses of IPv4 as before, and those of IPv6
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ValueError(
                 f"--kv-events-endpoint {endpoint}: {error}; give an address of this machine, "
-                "as tcp://0.0.0.0:5557"
+                "as tcp://[::]:5557"
             ) from error
 
     def publish(self, batch: bytes) -> None:
