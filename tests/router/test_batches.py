@@ -413,3 +413,50 @@ async def test_a_router_that_keeps_none_says_so(
     async with make_cluster(tokenizer, tmp_path) as cluster:
         with pytest.raises(openai.NotFoundError, match="start it with --batch-dir DIR"):
             await batch_of(client_of(cluster), LINE)
+
+
+LARGE = {
+    "100 MiB of newlines": lambda: b"\n" * (100 << 20),
+    "one line of 200 MiB": lambda: b"x" * (200 << 20),
+    "50,000 requests of 4 kB": lambda: jsonl(
+        *(
+            LINE | {"custom_id": f"r{n}", "url": "/v1/other", "body": {"prompt": "x" * 3900}}
+            for n in range(18)
+        ),
+        *(LINE | {"custom_id": f"r{n}", "body": {"prompt": "x" * 3900}} for n in range(18, 50_000)),
+    ),
+    "12 requests of 16 MB": lambda: jsonl(
+        *(
+            LINE | {"custom_id": f"r{n}", "url": "/v1/other", "body": {"prompt": [1] * 5_500_000}}
+            for n in range(12)
+        ),
+    ),
+}
+"""Files whose check takes long. None has a request that can be sent."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LARGE)
+async def test_the_check_of_a_large_file_lets_other_keys_in(
+    cluster: Cluster, client_of: ClientOf, name: str
+) -> None:
+    """The figure is a bound of a long test: it is for the slowest of all calls that another key made."""
+    client, key = client_of(cluster, "first"), {"Authorization": "Bearer second"}
+    file = await client.files.create(file=("in.jsonl", LARGE[name]()), purpose="batch")
+    loop, slowest, calls = asyncio.get_running_loop(), 0.0, 0
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    found: Any = {"status": "validating"}
+    while found["status"] in ("validating", "finalizing"):
+        start = loop.time()
+        async with cluster.http.get(f"{cluster.url}/v1/files", headers=key) as response:
+            assert (await response.json())["data"] == []
+        slowest, calls = max(slowest, loop.time() - start), calls + 1
+        async with cluster.http.get(
+            f"{cluster.url}/v1/batches/{batch.id}", headers={"Authorization": "Bearer first"}
+        ) as response:
+            found = await response.json()
+    print(f"\n{name}: {calls} calls, slowest {slowest:.3f} s, {found['status']}")
+    assert found["status"] == "failed", found["errors"]
+    assert slowest < 0.3
