@@ -134,6 +134,8 @@ class ActiveRequest:
     """As the response names it: the model, or an adapter."""
     deadline: Deadline
     traceparent: str
+    unenforced: tuple[str, ...] = ()
+    """JSON pointers into the request: what of its schemas is left to the model."""
 
     def __post_init__(self) -> None:
         body = self.body = self.prepared.options

@@ -19,6 +19,8 @@ from baton.rpc import worker_pb2 as pb
 Schema = dict[str, Any]
 MAX_LENGTH = 1 << 17
 """Characters of a schema, regular expression or grammar. Workers have the same limit."""
+MAX_GIVEN = 8 * MAX_LENGTH
+"""Characters of the schemas of a request, which may become shorter: workers need no descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Structure:
     text: str
     field: str
     """The field of the request that demands it."""
+    strict: bool = False
+    """A schema is refused if workers cannot enforce all of it."""
 
     @property
     def message(self) -> pb.StructuredOutput:
@@ -52,9 +56,10 @@ def json_rule(structure: Structure) -> str:
 
 
 class JsonSchema(Part):
-    """Workers always enforce the schema, as one of draft 2020-12. `strict` has no effect.
+    """Workers enforce the schema, as one of draft 2020-12. Keywords of draft 3 are refused by name.
 
-    Keywords that workers cannot enforce are refused by name, and so are those of draft 3.
+    What workers cannot enforce is refused by name if `strict` is true. Else the response header
+    `x-baton-unenforced` names it.
     """
 
     name: str | None = None
@@ -108,7 +113,8 @@ class ResponseFormat(Part):
         if self.type == "json_schema":
             assert self.json_schema is not None
             field = "response_format.json_schema.schema"
-            return Structure("json_schema", json.dumps(self.json_schema.schema_), field)
+            schema, strict = json.dumps(self.json_schema.schema_), bool(self.json_schema.strict)
+            return Structure("json_schema", schema, field, strict)
         return _JSON_OBJECT if self.type == "json_object" else None
 
 

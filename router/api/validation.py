@@ -267,6 +267,14 @@ def field_in(kind: str, param: str) -> str:
     return param
 
 
+def pointer_in(kind: str, param: str) -> str:
+    """Returns the JSON pointer to a schema, in a body of this kind, of a field of a chat completion."""
+    name = field_in(kind, param)
+    if name in ("output_config.format", "text.format"):
+        name += ".schema"
+    return "/" + re.sub(r"\[(\d+)\]", r".\1", name).replace(".", "/")
+
+
 @contextmanager
 def named_as_in(kind: str) -> Iterator[None]:
     """Errors that are raised inside name the fields of a body of this kind, instead of a chat's."""

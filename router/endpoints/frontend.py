@@ -6,10 +6,12 @@ import math
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from urllib.parse import quote
 
 from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
@@ -17,21 +19,21 @@ from baton.router.admission.entry import Entry, entering
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.parked import Deadline
-from baton.router.api.bodies import ChatOptions, CompletionOptions
+from baton.router.api.bodies import ChatOptions
 from baton.router.api.jobs import Job, make_jobs
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.api.structured import Structure
-from baton.router.api.validation import field_in, named_as_in
+from baton.router.api.validation import field_in, named_as_in, pointer_in
 from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.child import Preparer, fork_server
-from baton.router.preparation.demand import demand_of
-from baton.router.preparation.grammar_checker import GrammarChecker
+from baton.router.preparation.grammar_checker import Answer, GrammarChecker
 from baton.router.preparation.media import MediaFetcher
 from baton.router.preparation.prepare import Converted, Generated, Kind, NeedsFiles, Prepared, Served
 from baton.rpc import worker_pb2 as pb
 
 TOKEN_BYTES = 4
 """Bytes of a body for each prompt token, as an estimate before the prompt is tokenized."""
+_MAX_HEADER = 4_000
 _VALID_NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -56,6 +58,15 @@ def seconds_of(headers: Mapping[str, str], name: str) -> float | None:
         text = f"{name}: must be seconds above 0, at most {MAX_TIMEOUT:g}, not {header[:20]!r}"
         raise InvalidRequest(text, param=name)
     return seconds
+
+
+def unenforced_header(pointers: Sequence[str]) -> str:
+    """Returns the value of the header x-baton-unenforced: JSON pointers as fragments of a URI (RFC 6901),
+    with a comma between them. If they are long, the last entry is `+N` for the N that are missing."""
+    quoted = [quote(pointer, safe="/~$-._") for pointer in pointers]
+    lengths = accumulate(len(each) + 1 for each in quoted)
+    shown = sum(length <= _MAX_HEADER for length in lengths)
+    return ",".join(quoted[:shown] + ([f"+{len(quoted) - shown}"] if shown < len(quoted) else []))
 
 
 class Frontend:
@@ -184,7 +195,7 @@ class Frontend:
             entry.max_wait = min(entry.max_wait, deadline.seconds)
             with named_as_in(kind):
                 async with _until(deadline):
-                    structure = await self._structure(body, entry.account.key.name)
+                    structure, unenforced = await self._structure(prepared, entry.account.key.name)
                 if structure is not None:
                     structure = replace(structure, field=field_in(kind, structure.field))
                 jobs: list[Job] = []
@@ -219,6 +230,7 @@ class Frontend:
             name=name,
             model=self._services.config.model_name if adapter is None else adapter.name,
             deadline=deadline,
+            unenforced=tuple(pointer_in(kind, field) + pointer for field, pointer in unenforced),
             traceparent=valid_traceparent(headers.get("traceparent")),
         )
 
@@ -276,10 +288,10 @@ class Frontend:
         start = tokenizer.token_id(way.start) if prepared.beginning == "either" else None
         return pb.Reasoning(end_id=tokenizer.token_id(way.end), start_id=start, budget=budget)
 
-    async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
+    async def _structure(self, prepared: Prepared, key: str) -> Answer:
         """Returns the constraint that workers must enforce on the output. Raises ApiError."""
-        demand = demand_of(body, self._services.tokenizer)
-        return None if demand is None else await self._checker.check(demand, key)
+        question = prepared.question
+        return Answer(None) if question is None else await self._checker.check(question, key)
 
 
 def _salt(of_key: bytes, sent: str | None) -> bytes:

@@ -12,7 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from baton.machine.system import cannot_listen, url_host
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.entry import Entry
-from baton.router.endpoints.frontend import Frontend, request_name
+from baton.router.endpoints.frontend import Frontend, request_name, unenforced_header
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.output import Delta
 from baton.rpc import inference_pb2 as pb
@@ -119,6 +119,9 @@ class GrpcEndpoint:
                 active = await self._frontend.prepare(
                     "grpc", raw, entry, metadata, name=name, timeout=context.time_remaining()
                 )
+                if active.unenforced:
+                    unenforced = ("x-baton-unenforced", unenforced_header(active.unenforced))
+                    context.set_trailing_metadata((("x-request-id", name), unenforced))
                 del raw  # frees the body, which may be large, before the generation, which may be long
                 with active.generating():
                     await _write(active, context, self._config.client_timeout)

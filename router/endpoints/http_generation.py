@@ -24,7 +24,7 @@ from baton.router.endpoints.builders.anthropic import AnthropicBuilder
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.completions import ChatBuilder, ChoicesBuilder, CompletionBuilder
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
-from baton.router.endpoints.frontend import Frontend, seconds_of
+from baton.router.endpoints.frontend import Frontend, seconds_of, unenforced_header
 from baton.router.endpoints.request_body import read_body
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 ACCOUNT: ContextVar[Account] = ContextVar("account")
+UNENFORCED = "x-baton-unenforced"
+"""Response header, and the key of its value in a request."""
 KEEPALIVE_SECONDS = 5.0
 """A stream that has sent nothing for this time sends a comment. Tokens may come whose text is hidden."""
 LOW_WATER_BYTES = 16 << 10
@@ -98,9 +100,12 @@ class HttpGeneration:
     ) -> ActiveRequest:
         """As `Frontend.prepare`."""
         name, timeout = REQUEST_ID.get(), seconds_of(request.headers, "x-request-timeout")
-        return await self._frontend.prepare(
+        active = await self._frontend.prepare(
             kind, raw, entry, request.headers, history=history, name=name, timeout=timeout
         )
+        if active.unenforced:
+            request[UNENFORCED] = unenforced_header(active.unenforced)
+        return active
 
     async def whole(
         self, kind: Generated, raw: bytes, account: Account, headers: Mapping[str, str], name: str

@@ -56,7 +56,9 @@ class Cors:
         if self._allows(request):
             allowed = "*" if "*" in self._origins else request.headers["Origin"]
             response.headers["Access-Control-Allow-Origin"] = allowed
-            response.headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
+            response.headers["Access-Control-Expose-Headers"] = (
+                "x-request-id, Retry-After, x-baton-unenforced"
+            )
 
     def _allows(self, request: web.Request) -> bool:
         origin = request.headers.get("Origin")
@@ -296,6 +298,8 @@ class HttpEndpoints:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Handles the signal `on_response_prepare`."""
     response.headers["x-request-id"] = http.REQUEST_ID.get()
+    if (unenforced := request.get(http.UNENFORCED)) is not None:
+        response.headers[http.UNENFORCED] = unenforced
     if is_extra(request):
         response.headers["Connection"] = "close"
         response.force_close()

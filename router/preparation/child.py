@@ -26,6 +26,7 @@ from baton.router.api.openai_responses.tools import Called
 from baton.router.child_pool import ChildPool, ForkServer
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation import pipe
+from baton.router.preparation.demand import Question
 from baton.router.preparation.images import PlacedImage, pillow
 from baton.router.preparation.prepare import (
     NO_FILES,
@@ -136,7 +137,7 @@ def read_prepared(
         return answer
     if isinstance(answer, dict):
         raise NeedsFiles(answer["urls"])
-    is_chat, options, *ids, echoes, starts, beginning, repeated, called, images = answer
+    is_chat, options, *ids, echoes, starts, beginning, repeated, called, question, images = answer
     expect(sum(map(len, ids[0])) // 4)
     kind = ChatOptions if is_chat else CompletionOptions
     prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
@@ -150,7 +151,8 @@ def read_prepared(
                 image[-1], unread = unread[:size], unread[size:]
             placed[-1].append(PlacedImage(*image))
     calls = {name: Called(*call) for name, call in called.items()}
-    return Prepared(chosen, prompts, echoes, starts, beginning, repeated, calls, placed, bad_words)
+    asked = None if question is None else Question(*question)
+    return Prepared(chosen, prompts, echoes, starts, beginning, repeated, calls, placed, bad_words, asked)
 
 
 def main(title: str, memory_bytes: str, control: str) -> None:
@@ -221,7 +223,7 @@ def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
     )
     is_chat = isinstance(chosen, ChatOptions)
     columns = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
-    return [is_chat, options, *ids, *columns, prepared.called, prepared.images]
+    return [is_chat, options, *ids, *columns, prepared.called, prepared.question, prepared.images]
 
 
 if __name__ == "__main__":

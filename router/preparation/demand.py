@@ -1,34 +1,45 @@
 """What a request demands of its output: an answer with a structure, calls of tools, or either of them.
 
-The router's loop writes down the demand. A child composes the one grammar that workers enforce, and compiles
-it (`preparation.grammar_child`).
+What prepares a body writes down the demand. A child composes the one grammar that workers enforce, and
+compiles it (`preparation.grammar_child`).
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import TypeAdapter
 
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.messages import Tool
-from baton.router.api.structured import MAX_LENGTH, Structure, calls_or_answer
+from baton.router.api.structured import MAX_GIVEN, MAX_LENGTH, Structure, calls_or_answer
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools import harmony
 from baton.router.tools.formats import FORMATS
+from baton.router.tools.grammar import OF_WHOLE
+
+
+class Parts(Protocol):
+    """Makes of what a client wrote what workers read, and keeps what they cannot enforce."""
+
+    def part(self, structure: Structure, *, forms_of_the_whole: bool = True) -> Structure:
+        """`forms_of_the_whole`: as of `schemas.enforce`. Raises InvalidRequest."""
+        ...
+
+    def left_out(self, field: str, pointer: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class OfferedTool:
+    """A tool that may be called."""
+
     tool: Tool
     field: str
     """Of its parameters in the request."""
     enforced: bool
     """The grammar enforces its parameters."""
-    callable: bool
 
 
 @dataclass(frozen=True)
@@ -51,42 +62,33 @@ class Demand:
     spelled: Mapping[str, str] = field(default_factory=dict)
     """The forms in a grammar of texts that are tokens."""
 
-    @cached_property
-    def text(self) -> bytes:
-        """JSON, for `read`."""
-        return _ADAPTER.dump_json(self, by_alias=True)
+    @property
+    def question(self) -> "Question":
+        return Question(_ADAPTER.dump_json(self, by_alias=True), self.param)
 
     @property
     def param(self) -> str:
         """The field to blame for what its parts together do."""
         return "tools" if self.calls is not None or self.answer is None else self.answer.field
 
-    def composed(self, checked: Callable[[Structure], Structure]) -> Structure | None:
-        """Returns what workers enforce; None: nothing.
-
-        `checked` returns a part that a client wrote as workers read it, or raises InvalidRequest. Also raises
-        Unsupported."""
-        answer = self.answer and checked(self.answer)
+    def composed(self, parts: Parts) -> Structure | None:
+        """Returns what workers enforce; None: nothing. Raises InvalidRequest and Unsupported."""
+        answer = self.answer and parts.part(self.answer)
         if self.calls is None:
             return harmony.in_final(answer, self._spell) if answer and self.in_messages else answer
-        calls, tools = self.calls, []
-        schemas = {offered.field: offered.tool.schema_text for offered in calls.tools if offered.enforced}
-        _check_length(sum(map(len, schemas.values())))
-        for offered in calls.tools:
-            parameters: dict[str, Any] = {"type": "object"}
-            if offered.enforced:
-                structure = Structure("json_schema", schemas[offered.field], offered.field)
-                parameters = json.loads(checked(structure).text)
-            if offered.callable:
-                tools.append(offered.tool.with_parameters(parameters))
+        calls = self.calls
+        tools = [offered.tool.with_parameters(self._parameters(offered, parts)) for offered in calls.tools]
         try:
             grammar = FORMATS[calls.format].grammar(
                 tools, many=calls.many, spell=self._spell, text=calls.free
             )
         except Unsupported:
-            if calls.free:
-                return None  # the model still calls its tools, as those that are not strict
-            raise
+            if not calls.free:
+                raise
+            for offered in calls.tools:  # the model still calls them, as those that are not strict
+                if offered.enforced:
+                    parts.left_out(offered.field, "")
+            return None
         if answer is not None:
             before = harmony.final(self._spell) if self.in_messages else ""
             grammar = calls_or_answer(grammar, answer, before)
@@ -95,8 +97,42 @@ class Demand:
         _check_length(len(grammar))
         return Structure("grammar", grammar, "tools")
 
+    def _parameters(self, offered: OfferedTool, parts: Parts) -> dict[str, Any]:
+        """Returns the schema that a grammar enforces."""
+        if not offered.enforced:
+            return {"type": "object"}
+        assert self.calls is not None
+        form, strict = FORMATS[self.calls.format], bool(offered.tool.function.strict)
+        structure = Structure("json_schema", offered.tool.schema_text, offered.field, strict)
+        as_json = form.written.pair is None
+        given = json.loads(parts.part(structure, forms_of_the_whole=as_json).text)
+        if strict or as_json:
+            return given
+        # The format writes arguments one by one, and cannot be held to each schema.
+        single = {name: value for name, value in given.items() if name not in OF_WHOLE}
+        whole = [name for name in given if name in OF_WHOLE]
+        for parameters, lost in ((given, []), (single, whole)):
+            try:
+                form.grammar([offered.tool.with_parameters(parameters)], many=False, spell=self._spell)
+            except Unsupported:
+                continue
+            for name in lost:
+                parts.left_out(offered.field, f"/{name}")
+            return parameters
+        parts.left_out(offered.field, "")
+        return {"type": "object"}
+
     def _spell(self, text: str) -> str:
         return self.spelled.get(text) or json.dumps(text)
+
+
+class Question(NamedTuple):
+    """A demand for the child that answers it."""
+
+    text: bytes
+    """JSON, for `read`."""
+    param: str
+    """As `Demand.param`."""
 
 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(Demand)
@@ -107,8 +143,13 @@ def read(text: bytes) -> Demand:
 
 
 def demand_of(body: ChatOptions | CompletionOptions, tokenizer: ModelTokenizer) -> Demand | None:
-    """Returns what a body demands; None: nothing. Raises Unsupported."""
+    """Returns what a body demands; None: nothing. Raises InvalidRequest and Unsupported."""
     structure, vocab_size = body.structure, tokenizer.vocab_size
+    if structure is not None:
+        most = MAX_GIVEN if structure.kind == "json_schema" else MAX_LENGTH
+        if not 0 < len(structure.text) <= most:
+            text = f"{structure.field}: must have 1 to {most} characters, not {len(structure.text)}"
+            raise InvalidRequest(text, param=structure.field)
     if not isinstance(body, ChatOptions):
         return None if structure is None else Demand(structure, vocab_size)
     in_messages = tokenizer.reasoning is not None and tokenizer.reasoning.in_messages
@@ -132,10 +173,11 @@ def demand_of(body: ChatOptions | CompletionOptions, tokenizer: ModelTokenizer) 
             tool,
             f"tools[{i}].function.parameters",
             enforced=not free or bool(tool.function.strict),
-            callable=tool.function.name in callable_,
         )
         for i, tool in enumerate(body.tools or ())
+        if tool.function.name in callable_
     )
+    _check_length(sum(len(each.tool.schema_text) for each in offered if each.enforced), MAX_GIVEN)
     return Demand(
         None if body.must_call else structure,
         vocab_size,
@@ -149,7 +191,7 @@ def _spelled(tokenizer: ModelTokenizer, specials: set[str]) -> dict[str, str]:
     return {text: tokenizer.lark(text) for text in specials}
 
 
-def _check_length(characters: int) -> None:
-    if characters > MAX_LENGTH:
-        text = f"tools: {characters} characters are too many for tool_choice; at most {MAX_LENGTH}"
+def _check_length(characters: int, most: int = MAX_LENGTH) -> None:
+    if characters > most:
+        text = f"tools: {characters} characters are too many for tool_choice; at most {most}"
         raise InvalidRequest(text, param="tools")

@@ -1,7 +1,7 @@
 """A child process that composes the grammars of requests, and compiles exactly what workers will compile.
 
 A grammar may take minutes to compile, or overflow the compiler's stack. Then this process dies, and
-`router.child_pool` starts another. A request is a `demand.Demand`. The answer is a `Structure`, or None.
+`router.child_pool` starts another. A request is a `demand.Demand`. The answer is a `grammar_checker.Answer`.
 """
 
 import json
@@ -14,12 +14,11 @@ from baton.machine.grammars import TOO_MUCH, Alphabet, error_of, limited
 from baton.router.api.structured import MAX_LENGTH, Structure
 from baton.router.errors import InvalidRequest
 from baton.router.preparation import demand, pipe
+from baton.router.schemas.enforce import enforceable
 from baton.router.tools.regex import of_ascii
-from baton.router.tools.schema import subschemas
 
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 2 << 30
-_OF_DRAFT_3 = {"divisibleBy", "extends", "disallow"}
 
 
 def serve() -> None:
@@ -27,23 +26,17 @@ def serve() -> None:
     pipe.serve(limited()(answer_to), CPU_SECONDS)
 
 
-def answer_to(request: bytes) -> Structure | None:
+def answer_to(request: bytes) -> tuple[Structure | None, list[tuple[str, str]]]:
     """Raises InvalidRequest and Unsupported."""
     question = demand.read(request)
-    alphabet = _alphabet(question.vocab_size)
-    checked: list[Structure] = []
-
-    def check(part: Structure) -> Structure:
-        checked.append(_checked(alphabet, part))
-        return checked[-1]
-
+    parts = _Parts(_alphabet(question.vocab_size))
     try:
-        structure = question.composed(check)
-        if structure is not None and structure not in checked:
-            _compile(alphabet, structure)
+        structure = question.composed(parts)
+        if structure is not None and structure not in parts.compiled:
+            parts.compile(structure)
     except (ValueError, RecursionError, MemoryError) as error:
         raise InvalidRequest(f"{question.param}: {str(error) or TOO_MUCH}", param=question.param) from error
-    return structure
+    return structure, parts.unenforced
 
 
 @cache
@@ -51,56 +44,61 @@ def _alphabet(vocab_size: int) -> LLTokenizer:
     return Alphabet(vocab_size).tokenizer()
 
 
-def _checked(alphabet: LLTokenizer, part: Structure) -> Structure:
-    """Returns a part that a client wrote as workers read it. Raises InvalidRequest."""
-    prefix = ""
-    try:
-        match part.kind:
-            case "json_schema":
-                prefix = f"invalid {part.field.rpartition('.')[2]!r} schema: "
-                text = as_latest_draft(part.text)
-            case "regex":
-                text = of_ascii(part.text)
-            case _:
-                text = any_to_lark(part.text)  # from GBNF, the format of llama.cpp and xgrammar
-    except Exception as error:  # the translator from GBNF raises bare ones
-        raise InvalidRequest(f"{part.field}: {prefix}{str(error) or TOO_MUCH}", param=part.field) from error
-    if len(text) > MAX_LENGTH:  # some texts became longer
-        raise InvalidRequest(f"{part.field}: {TOO_MUCH}", param=part.field)
-    latest = Structure(part.kind, text, part.field)
-    _compile(alphabet, latest, prefix)
-    return latest
+class _Parts:
+    """As `demand.Parts`, for one demand."""
 
+    def __init__(self, alphabet: LLTokenizer) -> None:
+        self._alphabet = alphabet
+        self.compiled: list[Structure] = []
+        self.unenforced: list[tuple[str, str]] = []
 
-def _compile(alphabet: LLTokenizer, structure: Structure, prefix: str = "") -> None:
-    """Raises InvalidRequest."""
-    structure.text.encode()  # a half of a character is no text
-    if error := error_of(alphabet, structure.kind, structure.text):
-        raise InvalidRequest(f"{structure.field}: {prefix}{error}", param=structure.field)
+    def part(self, structure: Structure, *, forms_of_the_whole: bool = True) -> Structure:
+        """As `demand.Parts.part`."""
+        prefix = ""
+        try:
+            match structure.kind:
+                case "json_schema":
+                    prefix = f"invalid {structure.field.rpartition('.')[2]!r} schema: "
+                    text = self._schema(structure, forms_of_the_whole)
+                case "regex":
+                    text = of_ascii(structure.text)
+                case _:
+                    text = any_to_lark(structure.text)  # from GBNF, the format of llama.cpp and xgrammar
+        except InvalidRequest:
+            raise
+        except Exception as error:  # the translator from GBNF raises bare ones
+            message = f"{structure.field}: {prefix}{str(error) or TOO_MUCH}"
+            raise InvalidRequest(message, param=structure.field) from error
+        if len(text) > MAX_LENGTH:  # some texts became longer
+            raise InvalidRequest(f"{structure.field}: {TOO_MUCH}", param=structure.field)
+        latest = Structure(structure.kind, text, structure.field)
+        if structure.kind != "json_schema":
+            self.compile(latest)
+        self.compiled.append(latest)
+        return latest
 
+    def left_out(self, field: str, pointer: str) -> None:
+        """As `demand.Parts.left_out`."""
+        self.unenforced.append((field, pointer))
 
-def as_latest_draft(text: str) -> str:
-    """Returns a schema without `$schema`, so that no keyword of a later draft is ignored, and without formats
-    that llguidance does not know: they are annotations.
+    def _schema(self, structure: Structure, forms_of_the_whole: bool) -> str:
+        """Returns the schema that workers enforce, which the compiler takes. Raises ValueError."""
+        schema = json.loads(structure.text)
+        made, error = enforceable(self._alphabet, schema, forms_of_the_whole=forms_of_the_whole)
+        if error:
+            raise ValueError(error)
+        for pointer in made.unenforced:
+            if structure.strict:
+                place, _, keyword = pointer.rpartition("/")
+                text = (
+                    f"{structure.field}: {keyword!r} at {place or '/'} cannot be enforced, and strict is true"
+                )
+                raise InvalidRequest(text, param=structure.field)
+            self.left_out(structure.field, pointer)
+        return structure.text if made.schema == schema else json.dumps(made.schema)
 
-    Raises ValueError for a keyword of an earlier draft that would be ignored.
-    """
-    schema = json.loads(text)
-    changed = False
-    supported: dict[str, bool] = {}
-    for part in subschemas(schema):
-        changed |= part.pop("$schema", None) is not None
-        for name, value in part.items():
-            exclusive = name in ("exclusiveMinimum", "exclusiveMaximum") and value is True
-            if exclusive and name.removeprefix("exclusive").lower() not in part:
-                raise ValueError(f"{name} must be a number")
-            if name in _OF_DRAFT_3 or (name == "required" and isinstance(value, bool)):
-                raise ValueError(f"{name} is of draft 3 of JSON Schema, which is not supported")
-        if isinstance(name := part.get("format"), str):
-            if name not in supported:
-                probe = json.dumps({"type": "string", "format": name})
-                supported[name] = not error_of(_alphabet(0), "json_schema", probe)
-            if not supported[name]:
-                del part["format"]
-                changed = True
-    return json.dumps(schema) if changed else text
+    def compile(self, structure: Structure) -> None:
+        """Raises InvalidRequest."""
+        structure.text.encode()  # a half of a character is no text
+        if error := error_of(self._alphabet, structure.kind, structure.text):
+            raise InvalidRequest(f"{structure.field}: {error}", param=structure.field)

@@ -27,6 +27,7 @@ from baton.router.api.openai_responses.tools import Called
 from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from baton.router.preparation.demand import Question, demand_of
 from baton.router.preparation.images import Decoded, PlacedImage, decode_images, is_remote, place
 from baton.router.preparation.input_items import Query, input_items
 from baton.router.text.tokenizer import ModelTokenizer
@@ -90,6 +91,8 @@ class Prepared:
     """Those of each prompt, in order. Empty: there are none."""
     bad_words: list[list[int]] = field(default_factory=list)
     """Token ids of each of `bad_words`, at the start of a text and after a space, as in vLLM."""
+    question: Question | None = None
+    """What the output must be. None: any text."""
 
 
 class _Invocation(msgspec.Struct):
@@ -224,9 +227,11 @@ def prepare(
     preparation = _Preparation(tokenizer, served, salt, files, in_child)
     with named_as_in(kind):
         prepared = preparation.of_body(body, kind, history)
-    if isinstance(prepared, Prepared) and prepared.options.bad_words:
-        return replace(prepared, bad_words=preparation.bad_words(prepared.options.bad_words))
-    return prepared
+        if not isinstance(prepared, Prepared):
+            return prepared
+        demand = demand_of(prepared.options, tokenizer)
+    bad_words = preparation.bad_words(prepared.options.bad_words) if prepared.options.bad_words else []
+    return replace(prepared, bad_words=bad_words, question=None if demand is None else demand.question)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ _ANNOTATIONS = (
     "writeOnly",
     "$comment",
 )
-_OF_WHOLE = {
+OF_WHOLE = {
     "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
     "maxProperties", "dependentRequired", "dependentSchemas",
 }  # fmt: skip
@@ -167,7 +167,7 @@ def _pairs(
     schema = resolved(root, root)
     if not isinstance(schema, dict):
         raise _unsupported(tool, "this $ref")
-    keywords = schema.keys() & _OF_WHOLE
+    keywords = schema.keys() & OF_WHOLE
     if schema is not root:  # no keyword beside a reference may be lost
         keywords |= root.keys() - {"$ref", "type", *_DEFINITIONS, *SPACED, *_ANNOTATIONS}
     if keywords:

@@ -14,7 +14,7 @@ from baton.router.api.messages import Tool
 from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation.demand import Calls, Demand, OfferedTool
-from baton.router.preparation.grammar_child import as_latest_draft
+from baton.router.schemas.enforce import enforceable
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.formats import FORMATS
 from baton.router.tools.marked import MarkedParser
@@ -27,10 +27,17 @@ VOCAB = 300
 
 
 def demand(
-    name: str, parameters: Any, *, answer: str | None = None, free: bool = False, many: bool = True
+    name: str,
+    parameters: Any,
+    *,
+    answer: str | None = None,
+    free: bool = False,
+    many: bool = True,
+    strict: bool = False,
 ) -> Demand:
-    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
-    offered = OfferedTool(tool, "tools[0].function.parameters", enforced=True, callable=True)
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    offered = OfferedTool(tool, "tools[0].function.parameters", enforced=True)
     structure = None if answer is None else Structure("json_schema", answer, "response_format")
     in_messages = name == "openai"
     return Demand(structure, VOCAB, Calls(name, (offered,), many, free), in_messages)
@@ -84,7 +91,6 @@ UNSAYABLE: list[dict[str, Any]] = [
     properties({"type": "string", "minLength": '0}/ | "evil" | /b{1'}),
     properties({"type": "string", "maxLength": 2.5}),
     properties({"type": "string", "minLength": True}),
-    properties({"$ref": "#/$defs/%20"}, **{"$defs": {" ": {"enum": ["x"]}, "%20": {"enum": ["y"]}}}),
     properties({"$ref": "#/properties/b"}),
     properties({"$ref": "#anchor"}, **{"$defs": {"b": {"$anchor": "anchor", "enum": ["x"]}}}),
     properties({"$id": "http://x/y", "$ref": "#/$defs/b", "$defs": {"b": {"enum": ["x"]}}},
@@ -102,8 +108,26 @@ async def test_what_a_format_cannot_say_is_refused_by_name(name: str, tokenizer:
             with pytest.raises(
                 (InvalidRequest, Unsupported), match=r"tools(\[0\].function.parameters)?: "
             ) as refusal:
-                await checker.check(demand(name, parameters), "")
+                await checker.check(demand(name, parameters, strict=True).question, "")
             assert "too much" not in str(refusal.value), parameters
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.written.pair])
+async def test_what_a_format_cannot_say_is_left_to_the_model(name: str, tokenizer: ModelTokenizer):
+    """Without `strict`. The rest is enforced."""
+    whole = {"properties": {"a": {"enum": ["x"]}}, "required": ["a"], "dependentRequired": {"b": ["c"]}}
+    whole["anyOf"] = [{"required": ["b"]}, {"required": ["c"]}]
+    cases = [
+        (whole, {"/anyOf", "/dependentRequired"}, True),
+        (properties({"$ref": "#b"}, **{"$defs": {"b": {"$anchor": "b", "enum": ["x"]}}}), {""}, False),
+    ]
+    async with running_checker(tokenizer) as checker:
+        for parameters, places, is_enforced in cases:
+            made, unenforced = await checker.check(demand(name, parameters).question, "")
+            assert {pointer for _, pointer in unenforced} == places
+            assert {field for field, _ in unenforced} == {"tools[0].function.parameters"}
+            assert made is not None
+            assert ('"x"' in made.text) == is_enforced
 
 
 @pytest.mark.parametrize(
@@ -112,6 +136,7 @@ async def test_what_a_format_cannot_say_is_refused_by_name(name: str, tokenizer:
         ({"$ref": "#/$defs/b", "maxLength": 2, "description": "x"}, ["xy"], ["x", "xyz", "ab"]),
         ({"allOf": [{"$ref": "#/$defs/c"}], "default": "r"}, ["r", "g"], ["b"]),
         ({"type": "string", "pattern": r"^\d/\\$"}, ["3/\\"], ["٣/\\", "33/\\"]),
+        ({"$ref": "#/$defs/%20"}, ["y"], ["z"]),
         ({"enum": ['"', "\\", "/", "\x7f", "é"]}, ['"', "\\", "/", "\x7f", "é"], ["e"]),
     ],
 )  # fmt: skip
@@ -119,10 +144,12 @@ async def test_strings_of_a_format_without_json_have_the_schema(
     value: Any, taken: list[str], refused: list[str], tokenizer: ModelTokenizer
 ):
     definitions = {
-        "b": {"type": "string", "pattern": "^x", "minLength": 2}, "c": {"enum": ["r", "g"], "type": "string"}
+        "b": {"type": "string", "pattern": "^x", "minLength": 2}, "c": {"enum": ["r", "g"], "type": "string"},
+        " ": {"enum": ["y"]}, "%20": {"enum": ["z"]},
     }  # fmt: skip
     async with running_checker(tokenizer) as checker:
-        made = await checker.check(demand("glm47", properties(value, **{"$defs": definitions})), "")
+        asked = demand("glm47", properties(value, **{"$defs": definitions}))
+        made, _ = await checker.check(asked.question, "")
     assert made is not None
     grammar = LLMatcher.grammar_from_lark(made.text)
 
@@ -157,7 +184,7 @@ async def test_arguments_have_the_order_of_the_schema_and_then_of_required(token
     flag = {"type": "boolean"}
     parameters = {"properties": {"c": flag, "a": flag}, "required": ["z", "a"]}
     async with running_checker(tokenizer) as checker:
-        made = await checker.check(demand("glm47", parameters), "")
+        made, _ = await checker.check(demand("glm47", parameters).question, "")
     assert made is not None
     grammar = LLMatcher.grammar_from_lark(made.text)
 
@@ -179,10 +206,10 @@ async def test_a_grammar_whose_parts_compile_is_refused_if_the_whole_does_not(
     the stack of a compiler."""
     many = {"properties": {f"p{i}": {"type": "integer"} for i in range(430)}}
     async with running_checker(tokenizer) as checker:
-        assert (await checker.check(demand("hermes", many), "")) is not None
+        assert (await checker.check(demand("hermes", many).question, "")).structure is not None
         with pytest.raises(InvalidRequest, match=f"tools: {TOO_MUCH}"):
-            await checker.check(demand("qwen3_coder", many), "")
-        made = await checker.check(demand("qwen3_coder", properties({"type": "integer"})), "")
+            await checker.check(demand("qwen3_coder", many).question, "")
+        made, _ = await checker.check(demand("qwen3_coder", properties({"type": "integer"})).question, "")
     assert made is not None, "the child works again"
 
 
@@ -280,7 +307,7 @@ async def test_composed_grammars_of_hostile_schemas(tokenizer: ModelTokenizer, s
             answer = None if rng.random() < 0.7 else json.dumps(drawn(rng))
             asked = demand(name, schema, answer=answer, free=answer is None and rng.random() < 0.3)
             try:
-                structure = await checker.check(asked, "")
+                structure, unenforced = await checker.check(asked.question, "")
             except (InvalidRequest, Unsupported):
                 continue
             if structure is None:
@@ -296,9 +323,11 @@ async def test_composed_grammars_of_hostile_schemas(tokenizer: ModelTokenizer, s
             parser = FORMATS[name]([asked.calls.tools[0].tool])
             parts = parser.push(said) + parser.finish()
             arguments = "".join(part.text for part in parts if part.call == 0).replace("\x7f", "\\u007f")
-            valid = LLMatcher.grammar_from_json_schema(
-                as_latest_draft(json.dumps({"type": "object", **schema}))
-            )
+            if unenforced:
+                continue
+            whole, error = enforceable(alphabet, {"type": "object", **schema})
+            assert not error
+            valid = LLMatcher.grammar_from_json_schema(json.dumps(whole.schema))
             assert accepts(valid, arguments), json.dumps([name, schema, said, arguments])
             called += 1
     trials.close()

@@ -34,7 +34,7 @@ DEEP = DEEP.replace("'", '"')  # overflows the compiler's stack
 
 
 async def checked(checker: GrammarChecker, given: Structure) -> Structure:
-    structure = await checker.check(Demand(given, 300), "")
+    structure, _ = await checker.check(Demand(given, 300).question, "")
     assert structure is not None
     return structure
 
@@ -136,9 +136,14 @@ DRAFT_6 = {"$schema": "http://json-schema.org/draft-06/schema#"}
         ({"$defs": {"a": {"items": {"divisibleBy": 3}}}, "$ref": "#/$defs/a"}, "divisibleBy"),
         ({"extends": {"type": "string"}}, "extends"),
         ({"additionalProperties": {"disallow": "string"}}, "disallow"),
-        (DRAFT_6 | {"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-        (DRAFT_6 | {"if": {"type": "string"}, "then": {"maxLength": 1}}, "if"),
-        (DRAFT_6 | {"unevaluatedProperties": False}, "unevaluatedProperties"),
+        (DRAFT_6 | {"uniqueItems": True}, "'uniqueItems' at /"),
+        (DRAFT_6 | {"items": {"contains": {"type": "string"}}}, "'contains' at /items"),
+        (DRAFT_6 | {"if": {"pattern": "a"}, "then": {"maxLength": 1}}, "'if' at /"),
+        (DRAFT_6 | {"anyOf": [{}, {}], "unevaluatedProperties": False}, "unevaluatedProperties"),
+        (
+            DRAFT_6 | {"$defs": {"a/b": {"not": {"pattern": "a"}}}, "$ref": "#/$defs/a~1b"},
+            "'not' at /.defs/a~1b",
+        ),
     ],
 )
 async def test_a_keyword_that_would_have_no_effect_is_refused_by_name(
@@ -146,7 +151,7 @@ async def test_a_keyword_that_would_have_no_effect_is_refused_by_name(
 ):
     async with running_checker(tokenizer) as checker:
         with pytest.raises(InvalidRequest, match=keyword):
-            await checked(checker, Structure("json_schema", json.dumps(schema), "f"))
+            await checked(checker, Structure("json_schema", json.dumps(schema), "f", strict=True))
 
 
 async def test_names_and_values_are_no_keywords(tokenizer: ModelTokenizer):
@@ -155,8 +160,9 @@ async def test_names_and_values_are_no_keywords(tokenizer: ModelTokenizer):
         "required": ["extends"],
     }
     async with running_checker(tokenizer) as checker:
-        text = json.dumps(schema)
-        assert (await checked(checker, Structure("json_schema", text, "f"))).text == text
+        made = await checked(checker, Structure("json_schema", json.dumps(schema), "f"))
+        properties = {"extends": {"enum": [{"disallow": 1}]}, "required": {}}  # a default changes nothing
+        assert json.loads(made.text) == schema | {"properties": properties}
         draft_4 = {"type": "number", "minimum": 3, "exclusiveMinimum": True}
         made = await checked(checker, Structure("json_schema", json.dumps(draft_4), "f"))
         assert [

@@ -174,11 +174,9 @@ async def test_calls_of_each_format_are_read_and_forced(
         assert accepts(grammar, WRITTEN[name])
         assert not accepts(grammar, WRITTEN[name].replace("Paris", "Oslo"))
         if name not in ("deepseek_v31", "kimi_k2"):
-            function = {"name": "f", "parameters": {"anyOf": [{"required": ["a"]}]}}
-            tools = [{"type": "function", "function": function}]
-            status, refused = await made.post(
-                "/v1/chat/completions", messages=CHAT, tools=tools, tool_choice="required"
-            )
+            function = {"name": "f", "strict": True, "parameters": {"anyOf": [{"required": ["a"]}]}}
+            body = {"messages": CHAT, "tools": [{"type": "function", "function": function}]}
+            status, refused = await made.post("/v1/chat/completions", **body, tool_choice="required")
             assert (status, refused["error"]["param"]) == (400, "tools")
             assert "anyOf at the top" in refused["error"]["message"]
 

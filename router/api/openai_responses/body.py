@@ -259,7 +259,8 @@ class TextFormat(Part):
 
     @property
     def for_chat(self) -> ResponseFormat:
-        schema = None if self.schema_ is None else JsonSchema.model_validate({"schema": self.schema_})
+        fields = {"schema": self.schema_, "strict": self.strict}
+        schema = None if self.schema_ is None else JsonSchema.model_validate(fields)
         return ResponseFormat(type=self.type, json_schema=schema)
 
 

@@ -1,0 +1,69 @@
+"""Regular expressions that begin with look-aheads, as others without them."""
+
+import re
+from typing import Any
+
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[=!]|\(|\)|[^\\]", re.DOTALL)
+"""An escape, a class of characters, the beginning of a group, or a character."""
+_BLANK = re.compile(r"\^?(\\[dwsDWS]|\[(?!\^?\])(?:\\.|[^\]\\\[&~-]|-)+\])\*\$")
+"""Text of one class of characters alone."""
+LOOK = ("(?=", "(?!", "(?<=", "(?<!")
+
+
+def without_lookahead(pattern: str) -> list[dict[str, Any]] | None:
+    """Returns schemas of strings that together say the same as a pattern. None: they cannot say it.
+
+    `^(?=A)(?!^[xy]*$)B` is `^(?:A)`, some character other than x and y, and `^(?:B)`."""
+    tokens = _TOKEN.findall(pattern)
+    if "".join(tokens) != pattern or tokens[:1] != ["^"]:
+        return None
+    schemas: list[dict[str, Any]] = []
+    place = 1
+    while place < len(tokens) and tokens[place] in ("(?=", "(?!"):
+        end = _end(tokens, place)
+        if end is None:
+            return None
+        body = "".join(tokens[place + 1 : end])
+        if tokens[place] == "(?=":
+            schemas.append({"pattern": f"^(?:{body.removeprefix('^')})"})
+        elif body in ("$", "^$"):
+            schemas.append({"minLength": 1})
+        elif (blank := _BLANK.fullmatch(body)) is not None:
+            schemas.append({"pattern": _others(blank[1])})
+        else:
+            return None
+        place = end + 1
+        if tokens[place : place + 1] and tokens[place] in ("*", "+", "?", "{"):
+            return None
+    rest = tokens[place:]
+    if _has_alternatives(rest):
+        return None
+    schemas.append({"pattern": "^" + "".join(rest)})
+    texts = [each.get("pattern", "") for each in schemas]
+    return None if any(look in text for look in LOOK for text in texts) else schemas
+
+
+def _end(tokens: list[str], begin: int) -> int | None:
+    """Returns where the group ends that begins at a place. None: it does not end."""
+    depth = 0
+    for place in range(begin, len(tokens)):
+        depth += tokens[place].startswith("(") - (tokens[place] == ")")
+        if not depth:
+            return place
+    return None
+
+
+def _has_alternatives(tokens: list[str]) -> bool:
+    depth = 0
+    for each in tokens:
+        depth += each.startswith("(") - (each == ")")
+        if each == "|" and not depth:
+            return True
+    return False
+
+
+def _others(characters: str) -> str:
+    """Returns the class of all other characters."""
+    if characters.startswith("\\"):
+        return characters.swapcase()
+    return f"[{characters[2:]}" if characters.startswith("[^") else f"[^{characters[1:]}"

@@ -1,0 +1,91 @@
+"""The places of a schema, and references to them."""
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+_HOPS = 16
+"""References that are followed one after another."""
+_OF_VALUES = ("enum", "const", "default", "examples")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_DYNAMIC = {"$dynamicRef", "$recursiveRef"}
+
+
+def token(name: str) -> str:
+    """Returns a name as a token of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+class Places:
+    """Finds the places of one schema that references name."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.plain = not any(_is_special(part, root) for part in _parts(root))
+        """References are pointers into this schema, and nothing changes their meaning."""
+
+    def target(self, reference: Any) -> Any:
+        """Returns the place that a reference names. None: it is unknown."""
+        if not self.plain or not isinstance(reference, str):
+            return None
+        place = self._root
+        for name in unquote(reference.removeprefix("#")).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(place, list):
+                place = place[int(name)] if name.isdecimal() and int(name) < len(place) else None
+            else:
+                place = place.get(name) if isinstance(place, dict) else None
+        return place
+
+    def resolved(self, schema: Any) -> Any:
+        """Follows references that stand alone. None: the place is unknown."""
+        for _ in range(_HOPS):
+            if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
+                return schema
+            schema = self.target(schema["$ref"])
+        return None
+
+    def values(self, schema: Any) -> list[Any] | None:
+        """Returns all values that may have a schema, if it lists them. None: it does not."""
+        schema = self.resolved(schema)
+        if not isinstance(schema, dict):
+            return None
+        if "const" in schema:
+            return [schema["const"]]
+        if isinstance(schema.get("enum"), list):
+            return schema["enum"]
+        if schema.get("type") in ("boolean", "null"):
+            return [True, False] if schema["type"] == "boolean" else [None]
+        lists = [self.values(each) for each in schema["anyOf"]] if _is_flat(schema.get("anyOf")) else [None]
+        return None if any(each is None for each in lists) else [v for each in lists for v in each or ()]
+
+
+def _is_flat(options: Any) -> bool:
+    """The options list values without further options, so that none is looked at twice."""
+    return (
+        isinstance(options, list)
+        and bool(options)
+        and all(isinstance(each, dict) and "anyOf" not in each and "$ref" not in each for each in options)
+    )
+
+
+def _is_special(part: dict[str, Any], root: Any) -> bool:
+    reference = part.get("$ref", "#")
+    is_pointer = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+    return not is_pointer or bool(_DYNAMIC & part.keys()) or ("$id" in part and part is not root)
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yields the schema and all schemas in it."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        if isinstance(part, dict):
+            yield part
+            for name, value in part.items():
+                if name in _OF_NAMES and isinstance(value, dict):
+                    left += value.values()
+                elif name not in _OF_VALUES:
+                    left.append(value)

@@ -1,0 +1,114 @@
+"""What the rules for single keywords share: one schema while it is rewritten, and what they may ask for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from baton.router.schemas.disjoint import Proof
+from baton.router.schemas.negation import Negation
+from baton.router.schemas.places import Places
+
+MAX_DEPTH = 64
+MAX_FORMS = 64
+"""Equal forms with alternatives, in one schema."""
+MAX_TOGETHER = 4
+"""Of these, in one object: their alternatives multiply."""
+MAX_NAMES = 1_000
+"""Properties that a keyword may add to an object."""
+
+CONDITIONAL = {"$dynamicRef", "$recursiveRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"}
+"""Keywords by which it depends on the value what a schema evaluates."""
+
+
+class Probe(Protocol):
+    """What only the compiler knows."""
+
+    def knows_format(self, name: str) -> bool: ...
+
+    def takes_pattern(self, pattern: str) -> bool: ...
+
+    def matching(self, pattern: str, names: list[str]) -> list[str]:
+        """Returns the names in which a pattern matches."""
+        ...
+
+    def others(self, pattern: str, names: list[str]) -> bool:
+        """Whether a pattern matches in some text that is not one of the names. True if that is unknown."""
+        ...
+
+
+@dataclass
+class Node:
+    """One schema while it is rewritten."""
+
+    old: dict[str, Any]
+    pointer: str
+    depth: int
+    new: dict[str, Any] = field(default_factory=dict)
+    also: list[Any] = field(default_factory=list)
+    """Schemas that hold as well."""
+
+    @property
+    def members(self) -> dict[str, Any]:
+        return members(self.new.get("properties"))
+
+    @property
+    def required(self) -> list[str]:
+        return strings(self.old.get("required"))
+
+    @property
+    def is_closed(self) -> bool:
+        """An object has no other members than those in `members`."""
+        return self.new.get("additionalProperties") is False and "patternProperties" not in self.new
+
+
+class Walk(Protocol):
+    probe: Probe
+    places: Places
+    proof: Proof
+    negation: Negation
+    without: frozenset[str]
+    unenforced: list[str]
+
+    def schema(self, schema: Any, pointer: str, depth: int) -> Any:
+        """Rewrites a schema inside of another one."""
+        ...
+
+    def exact(self, schema: Any, pointer: str, depth: int) -> Any:
+        """Returns an equal schema; None: there is none. It names no place then."""
+        ...
+
+    def may_branch(self, node: Node) -> bool:
+        """Whether an equal form with alternatives may be used. Counts it."""
+        ...
+
+    def may_look(self) -> bool:
+        """Whether one more schema may be looked at for a rule. Counts it."""
+        ...
+
+
+Rule = Callable[[Walk, Node, str], bool]
+"""Rewrites a keyword of a node. False: it cannot be enforced as a whole."""
+
+
+def members(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def strings(value: Any) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def count_of(value: Any) -> int | None:
+    """Returns a number of things. None: the value is none."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def both(a: Any, b: Any) -> Any:
+    """Returns the schema of values that have both schemas."""
+    if a is False or b is False:
+        return False
+    if a in (True, {}):
+        return b
+    return a if b in (True, {}) else {"allOf": [a, b]}
