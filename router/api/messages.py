@@ -155,8 +155,9 @@ SPACED = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,32}"}}
 class Function(Part):
     """A function that the model may call.
 
-    Workers enforce `parameters` if the tool is `strict`, or if `tool_choice` demands a call. Some formats of
-    calls cannot be held to every schema: `strict` has no effect then, and such a `tool_choice` is refused.
+    Workers enforce `parameters` if the tool is `strict`, or if `tool_choice` demands a call. What they cannot
+    enforce is refused by name if the tool is `strict`. Else the response header `x-baton-unenforced` names
+    it. It also names a `strict` tool that may be called, if its format of calls cannot be held to the schema.
     """
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]

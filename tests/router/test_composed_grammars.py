@@ -115,8 +115,8 @@ async def test_what_a_format_cannot_say_is_refused_by_name(name: str, tokenizer:
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.written.pair])
 async def test_what_a_format_cannot_say_is_left_to_the_model(name: str, tokenizer: ModelTokenizer):
     """Without `strict`. The rest is enforced."""
-    whole = {"properties": {"a": {"enum": ["x"]}}, "required": ["a"], "dependentRequired": {"b": ["c"]}}
-    whole["anyOf"] = [{"required": ["b"]}, {"required": ["c"]}]
+    either: dict[str, Any] = {"anyOf": [{"required": ["b"]}, {"required": ["c"]}]}
+    whole = properties({"enum": ["x"]}, dependentRequired={"b": ["c"]}, **either)
     cases = [
         (whole, {"/anyOf", "/dependentRequired"}, True),
         (properties({"$ref": "#b"}, **{"$defs": {"b": {"$anchor": "b", "enum": ["x"]}}}), {""}, False),
