@@ -100,16 +100,21 @@ IN_PODS = ("router", "prefill", "decode", "encode", "picker", "store", "serve")
 
 
 def chart_options() -> str:
-    """JSON: the flags of each command by their kind. `values` may repeat, and `aliases` have no variable."""
+    """JSON: the kind of each flag, by command. `values` may come again, and `aliases` have no variable."""
     group: Any = typer.main.get_command(baton_app)
-    found: dict[str, dict[str, list[str]]] = {}
+    found: dict[str, dict[str, dict[str, str]]] = {}
     for name in IN_PODS:
-        kinds = found[name] = {"switch": [], "value": [], "values": [], "aliases": []}
+        context = typer.Context(group.commands[name], info_name=name)
+        of = found[name] = {"flags": {}, "aliases": {}, "choices": {}}
         for each in group.commands[name].params:
-            if each.param_type_name == "option" and not each.hidden:
-                kind = "switch" if each.is_flag else "values" if each.multiple else "value"
-                kinds[kind] += (flags := [*each.opts, *each.secondary_opts])
-                kinds["aliases"] += [flag for flag in flags if flag != parameters.flag(each.name)]
+            if each.param_type_name != "option" or each.hidden:
+                continue
+            kind = "switch" if each.is_flag else "values" if each.multiple else "value"
+            choices = re.search(r" <([\w-]+(?:\|[\w-]+)+)>$", each.get_help_record(context)[0])
+            for flag in (*each.opts, *each.secondary_opts):
+                of["flags" if flag == parameters.flag(each.name) else "aliases"][flag] = kind
+                if choices:
+                    of["choices"][flag] = choices[1].replace("|", " ")
     refused = {parameters.flag(name): remedy for name, (_, remedy) in parameters.REFUSED.items()}
     options = {"commands": found, "refused": refused, "request_timeout": FrontOptions.request_timeout}
     return json.dumps(options, indent=1) + "\n"

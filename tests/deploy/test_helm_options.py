@@ -37,6 +37,12 @@ RAY = {"workload": "RayCluster"}
             "BATON_PLACEMENT?"),
         ({"prefill": {"env": [{"name": "BATON_DTYP", "value": "float32"}]}}, "prefill.env: baton prefill has "
             "no BATON_DTYP; did you mean BATON_DTYPE?"),
+        # Choices.
+        ({"decode": {"args": ["--kv-connector=nixel"]}}, 'decode.args: --kv-connector: "nixel" is none of '
+            "auto, tcp, nixl"),
+        ({"settings": {"BATON_LOG_FORMAT": "jsn"}}, 'BATON_LOG_FORMAT: "jsn" is none of text, json'),
+        ({"router": {"env": [{"name": "BATON_LOG_LEVEL", "value": "warn"}]}}, 'router.env: BATON_LOG_LEVEL: '
+            '"warn" is none of debug, info, warning, error'),
         # Values.
         ({"ingres": {"enabled": True}}, "'ingres' not allowed"),
         ({"router": {"replica": 3}}, "'replica' not allowed"),
@@ -82,8 +88,12 @@ def test_each_flag_of_a_role_renders() -> None:
     """Also a flag that may come again, and one with an opposite."""
     options = json.loads((CHART / "files" / "options.json").read_text())
     own = {"--host", "--port", "--kv-port", "--metrics-port", "--cluster-secret-file", "--drain-timeout"}
-    args = [f"{flag}=1" for flag in options["commands"]["prefill"]["value"] if flag not in own]
-    args += options["commands"]["prefill"]["switch"]
+    of = options["commands"]["prefill"]
+    kinds = of["flags"] | of["aliases"]
+    args = [flag for flag, kind in kinds.items() if kind == "switch"]
+    for flag, kind in kinds.items():
+        if kind == "value" and flag not in own:
+            args.append(f"{flag}={of['choices'].get(flag, '1').split()[0]}")
     args += ["--served-model-name=a", "--served-model-name=b"]
     objects = rendered({"prefill": {"args": args}, "settings": {"BATON_GPU_MEMORY_UTILIZATION": "0.5"}})
     [container] = objects["Deployment", "baton-prefill"]["spec"]["template"]["spec"]["containers"]

@@ -88,7 +88,7 @@ prefill decode{{ if gt (int .Values.encode.replicas) 0 }} encode{{ end }}
 
 {{/* The longest duration of a request, in whole seconds: what routers are told, or their default. */}}
 {{- define "baton.requestTimeout" -}}
-{{- $timeout := default (include "baton.options" . | fromJson).request_timeout .Values.settings.BATON_REQUEST_TIMEOUT -}}
+{{- $timeout := default (.Files.Get "files/options.json" | fromJson).request_timeout .Values.settings.BATON_REQUEST_TIMEOUT -}}
 {{- range .Values.router.args -}}
 {{- if hasPrefix "--request-timeout=" . }}{{ $timeout = trimPrefix "--request-timeout=" . }}{{ end -}}
 {{- end -}}

@@ -2,20 +2,41 @@
 Refuses flags and settings that no command of Baton has. `make reference` writes files/options.json from the commands.
 */}}
 
-{{/* Takes the root. All of the file. */}}
-{{- define "baton.options" -}}
-{{- .Files.Get "files/options.json" -}}
-{{- end }}
-
-{{/* Takes (list kinds flag). How a command takes the flag: switch, value, values; empty if it has none. */}}
-{{- define "baton.options.kind" -}}
-{{- range $kind := list "switch" "value" "values" -}}
-{{- if has (last $) (get (first $) $kind) }}{{ $kind }}{{ end -}}
+{{/*
+Takes a dict: root; where; commands; name (--FLAG or BATON_FLAG); value. Refuses a name that none of the commands has, and a
+value that is none of its choices. Gives the kind of the flag: "switch", "value", or "values" if it may come again.
+*/}}
+{{- define "baton.options.given" -}}
+{{- $variable := hasPrefix "BATON_" .name -}}
+{{- $flag := $variable | ternary (include "baton.options.flag" .name) .name -}}
+{{- $options := .root.Files.Get "files/options.json" | fromJson -}}
+{{- $flags := dict -}}
+{{- $choices := "" -}}
+{{- range .commands -}}
+{{- with get $options.commands . -}}
+{{- $flags = merge $flags .flags ($variable | ternary dict .aliases) -}}
+{{- $choices = get .choices $flag | default $choices -}}
 {{- end -}}
+{{- end -}}
+{{- if not (hasKey $flags $flag) -}}
+{{- $hint := get $options.refused $flag | printf ": %s" | trimSuffix ": " -}}
+{{- with include "baton.options.nearest" (list $flag (keys $flags | sortAlpha)) -}}
+{{- $hint = $variable | ternary (trimPrefix "--" . | upper | replace "-" "_" | printf "BATON_%s") . | printf "; did you mean %s?" -}}
+{{- end -}}
+{{- fail (printf "%s: baton %s has no %s%s" .where (join ", " .commands) .name $hint) -}}
+{{- else if and $choices (hasKey . "value") (not (splitList " " $choices | has .value)) -}}
+{{- fail (printf "%s: %s: %q is none of %s" .where .name .value (replace " " ", " $choices)) -}}
+{{- end -}}
+{{- get $flags $flag -}}
 {{- end }}
 
-{{/* Takes (list name names). The name of these that is most like it; empty if none is. Compares the beginning and the end. */}}
-{{- define "baton.nearest" -}}
+{{/* Takes the name of a variable. Its flag. */}}
+{{- define "baton.options.flag" -}}
+--{{ trimPrefix "BATON_" . | lower | replace "_" "-" }}
+{{- end }}
+
+{{/* Takes (list name names). Which of these begins and ends most like the name; empty if none does. */}}
+{{- define "baton.options.nearest" -}}
 {{- $name := first . -}}
 {{- $best := dict "name" "" "score" 75 -}}
 {{- range $each := last . -}}
@@ -34,99 +55,52 @@ Refuses flags and settings that no command of Baton has. `make reference` writes
 {{- $best.name -}}
 {{- end }}
 
-{{/* Takes (list root where flag commands form). Refuses a flag that none of these commands has. `form` writes a flag as it was given. */}}
-{{- define "baton.options.known" -}}
-{{- $where := index . 1 -}}
-{{- $flag := index . 2 -}}
-{{- $form := index . 4 -}}
-{{- $options := include "baton.options" (first .) | fromJson -}}
-{{- $flags := list -}}
-{{- range $command := index . 3 -}}
-{{- range $kind, $these := omit (get $options.commands $command) "aliases" -}}
-{{- $flags = concat $flags $these -}}
-{{- end -}}
-{{- if eq $form "variable" -}}
-{{- $aliases := get (get $options.commands $command) "aliases" -}}
-{{- $kept := list -}}
-{{- range $flags }}{{ if not (has . $aliases) }}{{ $kept = append $kept . }}{{ end }}{{ end -}}
-{{- $flags = $kept -}}
-{{- end -}}
-{{- end -}}
-{{- if not (has $flag $flags) -}}
-{{- $names := list -}}
-{{- range $flags }}{{ $names = trimPrefix "--" . | append $names }}{{ end -}}
-{{- $nearest := include "baton.nearest" (list (trimPrefix "--" $flag) (uniq $names)) -}}
-{{- $hint := "" -}}
-{{- if hasKey $options.refused $flag -}}
-{{- $hint = printf ": %s" (get $options.refused $flag) -}}
-{{- else if $nearest -}}
-{{- $hint = printf "; did you mean %s?" (eq $form "variable" | ternary (include "baton.options.variable" $nearest) (printf "--%s" $nearest)) -}}
-{{- end -}}
-{{- $given := eq $form "variable" | ternary (include "baton.options.variable" (trimPrefix "--" $flag)) $flag -}}
-{{- fail (printf "%s: baton %s has no %s%s" $where (index . 3 | join ", ") $given $hint) -}}
-{{- end -}}
-{{- end }}
-
-{{/* Takes the name of a flag without dashes. Its variable. */}}
-{{- define "baton.options.variable" -}}
-BATON_{{ . | upper | replace "-" "_" }}
-{{- end }}
-
-{{/* Takes the name of a variable. Its flag. */}}
-{{- define "baton.options.flag" -}}
---{{ trimPrefix "BATON_" . | lower | replace "_" "-" }}
-{{- end }}
-
-{{/* Takes the root. Refuses settings that no role has. */}}
+{{/* Takes the root. Checks the settings against the roles of the release together. */}}
 {{- define "baton.options.settings" -}}
 {{- $commands := append (include "baton.workers" . | splitList " ") "router" -}}
 {{- if .Values.gateway.enabled }}{{ $commands = append $commands "picker" }}{{ end -}}
 {{- if eq .Values.workload "RayCluster" }}{{ $commands = list "serve" }}{{ end -}}
-{{- range $name, $_ := .Values.settings -}}
+{{- range $name, $value := .Values.settings -}}
 {{- if hasPrefix "BATON_" $name -}}
-{{- include "baton.options.known" (list $ "settings" (include "baton.options.flag" $name) $commands "variable") -}}
+{{- $_ := include "baton.options.given" (dict "root" $ "where" "settings" "commands" $commands "name" $name "value" $value) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
 
 {{/*
-Takes the dict of "baton.pod". Refuses flags and variables of its container that its command has not, and those that are given in vain:
-twice, or as a setting beside a flag of the chart.
+Takes the dict of "baton.pod". Checks the flags and variables of its container against its command. Also refuses what has no
+effect: a flag that comes twice, and a setting whose flag the chart gives.
 */}}
 {{- define "baton.options.check" -}}
-{{- $root := .root -}}
-{{- $values := .values -}}
-{{- $component := .component -}}
+{{- $pod := . -}}
 {{- $args := (include .container . | fromYaml).args -}}
 {{- if $args -}}
-{{- $command := first $args -}}
-{{- $kinds := get (include "baton.options" $root | fromJson).commands $command -}}
-{{- $where := printf "%s.args" $component -}}
-{{- $seen := dict -}}
+{{- $of := dict "root" .root "commands" (list (first $args)) -}}
+{{- $where := printf "%s.args" .component -}}
+{{- $charts := dict -}}
 {{- range $args -}}
 {{- if hasPrefix "--" . -}}
 {{- $flag := splitList "=" . | first -}}
-{{- include "baton.options.known" (list $root $where $flag (list $command) "flag") -}}
-{{- $kind := include "baton.options.kind" (list $kinds $flag) -}}
+{{- $value := trimPrefix (printf "%s=" $flag) . -}}
+{{- $kind := merge (dict "where" $where "name" $flag "value" $value) $of | include "baton.options.given" -}}
 {{- if and (eq $kind "switch") (contains "=" .) -}}
 {{- fail (printf "%s: %s takes no value, not %s" $where $flag .) -}}
 {{- else if and (ne $kind "switch") (not (contains "=" .)) -}}
 {{- fail (printf "%s: %s needs a value: write %s=VALUE" $where $flag $flag) -}}
-{{- else if and (ne $kind "values") (hasKey $seen $flag) -}}
+{{- else if and (ne $kind "values") (hasKey $charts $flag) -}}
 {{- fail (printf "%s: %s is given twice; the chart sets it, or the list does" $where $flag) -}}
 {{- end -}}
-{{- $own := not (has . (default list $values.args)) -}}
-{{- $_ := set $seen $flag $own -}}
+{{- $_ := default list $pod.values.args | has . | not | set $charts $flag -}}
 {{- end -}}
 {{- end -}}
-{{- range $name, $_ := default false .settings | ternary $root.Values.settings dict -}}
-{{- if and (hasPrefix "BATON_" $name) (get $seen (include "baton.options.flag" $name)) -}}
-{{- fail (printf "settings: %s has no effect on %s, whose %s the chart sets" $name $component (include "baton.options.flag" $name)) -}}
+{{- range $name, $_ := default false .settings | ternary .root.Values.settings dict -}}
+{{- if and (hasPrefix "BATON_" $name) (include "baton.options.flag" $name | get $charts) -}}
+{{- fail (printf "settings: %s has no effect on %s, whose %s the chart sets" $name $pod.component (include "baton.options.flag" $name)) -}}
 {{- end -}}
 {{- end -}}
-{{- range $values.env -}}
+{{- range .values.env -}}
 {{- if hasPrefix "BATON_" .name -}}
-{{- include "baton.options.known" (list $root (printf "%s.env" $component) (include "baton.options.flag" .name) (list $command) "variable") -}}
+{{- $_ := merge (dict "where" (printf "%s.env" $pod.component)) $of . | include "baton.options.given" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
