@@ -36,6 +36,8 @@ PAGE = 10_000
 PIECE_BYTES = 1 << 20
 """Of an upload, that are written at once."""
 MAX_NAME = 256
+MAX_FIELD = 1024
+"""Bytes of a field of an upload, without the file."""
 MAX_BODY_BYTES = 16 << 10
 OFF = "this router keeps no files and batches: start it with --batch-dir DIR, and one process"
 
@@ -121,9 +123,13 @@ class HttpBatches:
             if part.name != "file":
                 if len(fields) == 8:
                     raise errors.InvalidRequest("the form has too many fields")
-                value = await self._in_time(part.read_chunk(1024))
+                value = b""
+                while piece := await self._in_time(part.read_chunk(MAX_FIELD)):
+                    value += piece
+                    if len(value) > MAX_FIELD:
+                        text = f"{str(part.name)[:80]}: a field of the form has at most {MAX_FIELD} bytes"
+                        raise errors.InvalidRequest(text)
                 fields[str(part.name)] = value.decode(errors="replace")
-                await self._in_time(part.release())
                 continue
             if has_file:
                 raise errors.InvalidRequest("the form has two files", param="file")

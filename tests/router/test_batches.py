@@ -398,6 +398,7 @@ async def test_a_form_that_cannot_be_read_is_the_clients_error(cluster: Cluster)
         part + b"Content-Transfer-Encoding: secret\r\n\r\n1\r\n--x--\r\n",
         part + b"Content-Transfer-Encoding: base64\r\n\r\n1\r\n--x--\r\n",
         part + b"Content-Length: 100\r\n\r\n1\r\n--x--\r\n",
+        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n' + b"b" * 1025 + b"\r\n--x--\r\n",
         part + b"\r\n1\r\n--y--\r\n",
         part + b"\r\n1\r\n--x",
         part,
@@ -405,6 +406,25 @@ async def test_a_form_that_cannot_be_read_is_the_clients_error(cluster: Cluster)
         async with cluster.http.post(f"{cluster.url}/v1/files", data=form, headers=headers) as response:
             error = (await response.json())["error"]
             assert (response.status, error["type"]) == (400, "invalid_request_error"), form
+
+
+async def test_the_fields_of_a_form_may_come_in_pieces(cluster: Cluster) -> None:
+    fields = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "86400"}
+    form = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n'
+    for name, value in fields.items():
+        form += b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n' % name.encode()
+        form += value.encode() + b"\r\n"
+
+    async def bytewise() -> AsyncIterator[bytes]:
+        for byte in form + b"--x--\r\n":
+            yield bytes([byte])
+            for _ in range(30):  # in which the router reads it, or else it comes with the next one
+                await asyncio.sleep(0)
+
+    headers = {"Authorization": "Bearer first", "Content-Type": "multipart/form-data; boundary=x"}
+    async with cluster.http.post(f"{cluster.url}/v1/files", data=bytewise(), headers=headers) as response:
+        file = await response.json()
+        assert (response.status, file.get("expires_at", 0) - file.get("created_at", 0)) == (200, 86400), file
 
 
 async def test_a_router_that_keeps_none_says_so(
