@@ -285,13 +285,23 @@ class ActiveRequest:
         return TokenCounts(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            cached_tokens=sum(generation.cached_tokens for generation in self._generations[:: self.body.n]),
+            cached_tokens=self._cached_tokens,
             image_tokens=self._image_tokens,
             accepted_drafts=sum(generation.accepted_drafts for generation in self._generations),
             rejected_drafts=sum(generation.rejected_drafts for generation in self._generations),
             numerics_changed=any(generation.pair.numerics_changed for generation in self._generations),
             weights_versions=self._versions.replaced(),
         )
+
+    @property
+    def _cached_tokens(self) -> int:
+        """Of each prompt the least that a choice has found: a choice may find what another one has cached."""
+        n, generations = self.body.n, self._generations
+        found = (
+            [each.cached_tokens for each in generations[i : i + n] if each.pair.output_ids]
+            for i in range(0, len(generations), n)
+        )
+        return sum(min(of_prompt, default=0) for of_prompt in found)
 
     def timing(self) -> dict[str, float] | None:
         """Returns vLLM's field `metrics`, in milliseconds. None: there are several choices."""

@@ -55,7 +55,7 @@ class Generation:
     began_at: float
     """The time.monotonic() at which its request was admitted."""
     cached_tokens: int = 0
-    """Prompt tokens that the first prefill found in its prefix cache."""
+    """Prompt tokens that were cached when the request came, as its prefill has found. 0 until then."""
     accepted_drafts: int = 0
     """Tokens that workers had drafted."""
     rejected_drafts: int = 0
@@ -71,6 +71,10 @@ class Generation:
     """What happened to it so far, without its tokens. Bounded."""
     addresses: dict[str, str] = field(default_factory=dict)
     """The workers that it was sent to, and their addresses."""
+    _cached_before: int | None = field(default=None, init=False)
+    """The same as far as the router knew. None: no turn was asked for yet."""
+    _prompts_sent: int = field(default=0, init=False)
+    """How often workers got the prompt to compute. From the second time on its own KV may be in caches."""
     _emitted_at: float = field(init=False)
     _waits: Waits = field(init=False)
     pair: AttemptPair = field(init=False)
@@ -105,7 +109,10 @@ class Generation:
             return
         if self.pair.decode is None:
             if self.turn.is_new:
-                self.turn.computes(self.pool.uncached(self.job.chunks, len(self.job.prompt_ids)))
+                tokens = len(self.job.prompt_ids)
+                self.turn.computes(uncached := self.pool.uncached(self.job.chunks, tokens))
+                if self._cached_before is None:
+                    self._cached_before = tokens - uncached
             self.turn.wait(self._start)
         else:
             self._start()
@@ -158,6 +165,7 @@ class Generation:
         return TurnResult.QUEUED if self.pair.queues else TurnResult.SENT
 
     def _prompt_sent(self, planned: Plan) -> None:
+        self._prompts_sent += 1
         if not self._waits.prefilled:
             self.queue_seconds = self._waits.waited
             self.metrics.queue.observe(self.queue_seconds)
@@ -214,6 +222,8 @@ class Generation:
             prefill.worker.forget(prefill.id)
 
     def _found_cached(self, tokens: int) -> None:
+        if self._prompts_sent > 1:
+            tokens = min(tokens, self._cached_before or 0)
         self.cached_tokens = tokens
         self.turn.computes(max(0, len(self.job.prompt_ids) - tokens))
 
@@ -316,8 +326,11 @@ class Generation:
         pair, worker = self.pair, attempt.worker
         # A part of a prompt that was late, or that needed one: one worker computes all of it again.
         part_failed = cause == "dropped" and attempt.plan.place == "split" and not pair.output_ids
+        decode = pair.decode
+        refused = cause == "no_room" and decode is not None and attempt is decode and not decode.sources
         if self.done or not pair.drop(attempt, cause):
             return
+        self._prompts_sent -= refused
         self.metrics.retries[cause].inc()
         self._note(f"attempt ended: {cause}", worker)
         pair.retried = True

@@ -39,13 +39,15 @@ async def cluster(
         yield made
 
 
-async def answered(cluster: Cluster, **body: Any) -> None:
+async def answered(cluster: Cluster, **body: Any) -> dict[str, Any]:
+    """Returns the usage, if the body asks for it."""
     events = await cluster.events(
         "/v1/completions", prompt=PROMPT, max_tokens=200, return_token_ids=True, **body
     )
     assert "error" not in events[-1], events[-1]
-    tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
+    tokens = [token for event in events for each in event["choices"] for token in each["token_ids"]]
     assert tokens == cluster.output_ids
+    return events[-1].get("usage") or {}
 
 
 async def splits(cluster: Cluster) -> float:
@@ -171,13 +173,16 @@ async def test_a_failed_part_ends_the_plan(
     worker = cluster.workers[number]
     worker.failure = "KV of layer 3 below position 1024 did not come from another worker in time"
     worker.fail = 1, code
+    for each in cluster.workers:  # what was computed of the parts is cached
+        each.change = lambda event: setattr(event, "cached_tokens", 2752)
     [last] = cluster.decodes
     last.steps = asyncio.Semaphore(0)  # its token would show that it has all of the KV
-    asking = asyncio.create_task(answered(cluster))
+    asking = asyncio.create_task(answered(cluster, stream_options={"include_usage": True}))
     await cluster.workers[0].until(lambda first: first.cancelled)
     last.steps.release()
     last.steps = None
-    await asking
+    usage = await asking
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0, "it was never seen before"
     assert await splits(cluster) == 1
     again = [submit for of in cluster.workers for submit in prefills(of) if not submit.plan]
     overflow = [submit for of in cluster.workers for submit in decodes(of) if not submit.HasField("source")]

@@ -56,6 +56,24 @@ def test_a_decode_goes_on_with_prompt_and_output(open_attempts: OpenAttempts) ->
     assert second.content is not None, "nothing of it is here"
 
 
+def test_what_an_engine_before_has_computed_does_not_count_as_cached(open_attempts: OpenAttempts) -> None:
+    """Unless a router knows already how much was cached. One that comes between two engines was in none."""
+
+    def first_token(attempt_id: bytes, cached: int) -> int:
+        heard = messages.Tokens(1, [Output(attempt_id, 0, 5, cached_tokens=cached)])
+        open_attempts.heard(heard)
+        return heard.tokens[0].cached_tokens
+
+    for each in (decode(A), prefill(B)):
+        open_attempts.sent(each)
+    assert first_token(A, 64) == 64
+    assert open_attempts.lost([B], "it died") == []
+    open_attempts.sent(decode(C))
+    assert len([*open_attempts.again()]) == 3
+    assert first_token(B, 2752) == 0
+    assert first_token(C, 64) == 64
+
+
 def test_a_decode_without_kv_fetches_again_from_its_last_source(open_attempts: OpenAttempts) -> None:
     open_attempts.sent(decode(A, SOURCE))
     other = PrefillSource(C, "127.0.0.1:2", 8, 2)

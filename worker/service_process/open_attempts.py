@@ -37,6 +37,8 @@ class _Open:
     deadline: float  # time.monotonic()
     alone: bool  # as its router wants it
     crashes: int = 0
+    again: bool = False
+    """An engine process had it that has ended, so what is cached of its prompt may be its own."""
     has_output: bool = False
     was_scored: bool = False
     """The router has a part of the log probabilities of its prompt. It takes no position twice."""
@@ -94,11 +96,14 @@ class OpenAttempts:
                 pass
 
     def heard(self, message: FromEngine) -> None:
-        """The engine says this, and routers are told."""
+        """The engine says this, and routers are told: of a prompt that an engine before has begun, nothing
+        was cached as far as known."""
         match message:
             case messages.Tokens(_, tokens):
-                for token in tokens:
+                for i, token in enumerate(tokens):
                     if (attempt := self._open.get(token.id)) is not None:
+                        if attempt.again and not attempt.has_output:
+                            tokens[i] = token._replace(cached_tokens=0)
                         self._has_token(attempt, token.output_index, token.token, bool(token.finish_reason))
             case messages.PromptScored(_, logprobs):
                 if (attempt := self._open.get(logprobs.id)) is not None:
@@ -139,6 +144,7 @@ class OpenAttempts:
         told: list[Lost] = []
         for attempt_id, attempt in [*self._open.items()]:
             attempt.crashes += attempt_id in step
+            attempt.again = True
             if reason := attempt.returns:
                 told.append(Lost(attempt.message.stream, attempt_id, Code.HANDED_BACK, f"{error}: {reason}"))
             elif attempt.crashes > MOST_CRASHES:
