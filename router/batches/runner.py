@@ -34,6 +34,8 @@ MAX_LINES = 50_000
 """Of a file of requests, blank ones included."""
 MAX_ERRORS = 20
 """Of a file, that a batch shows."""
+MAX_SENT_BYTES = 32 << 20
+"""Of the lines of a batch whose requests are sent or wait for room."""
 PRIORITY = 100
 MAX_WAIT = 1.0
 """Seconds for which a request may wait in the router: with more the router is busy with clients."""
@@ -244,6 +246,8 @@ class Batches:
         path = await call(self._storage.content, owner, batch.input_file_id)
         requests = await self._storage.in_slices(check(path, batch.endpoint, self._max_line_bytes))
         batch.request_counts.total = len(requests)
+        ends = [place for place, _ in requests[1:]] + [await call(lambda: path.stat().st_size)]
+        longest = max(end - place for end, (place, _) in zip(ends, requests, strict=True))
         if batch.status != "in_progress":
             batch.now("in_progress")
         await self._keep(owner, batch)
@@ -257,7 +261,7 @@ class Batches:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(CONCURRENCY, len(requests))):
+                for _ in range(min(CONCURRENCY, len(requests), max(1, MAX_SENT_BYTES // longest))):
                     group.create_task(work())
         except ExceptionGroup as group:
             raise group.exceptions[0] from None

@@ -366,5 +366,44 @@ async def test_a_batch_that_ends_is_not_cancelled(tmp_path: Path, monkeypatch: p
     storage.close()
 
 
+async def test_requests_that_are_long_are_sent_with_few_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MAX_SENT_BYTES", 10_000)
+    at_a_time: list[int] = []
+    sent = 0
+
+    async def send(owner: str, path: str, body: bytes, name: str) -> bytes:
+        nonlocal sent
+        sent += 1
+        at_a_time.append(sent)
+        await storage.call(storage.owners)  # others are sent meanwhile
+        sent -= 1
+        return b"{}"
+
+    storage = Storage(tmp_path, 1 << 30, lambda: 1)
+    batches = Batches(storage, send, 8000)
+    await batches.open()
+    for size, most in ((10, 32), (4000, 2), (7900, 1)):
+        body = {"prompt": "x" * (size - 10)}
+        lines = [
+            {"method": "POST", "url": "/v1/completions", "custom_id": f"r{n}", "body": body}
+            for n in range(50)
+        ]
+        data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        life = Life(storage)
+        storage.append(OWNER, life.file, data)
+        storage.put(OWNER, file_object(life.file, len(data), "in", "batch", timestamp()))
+        life.batch.endpoint, life.batch.expires_at = "/v1/completions", timestamp() + 3600
+        at_a_time.clear()
+        await batches.create(OWNER, life.batch)
+        while not life.batch.ended:
+            await storage.call(storage.owners)
+        assert life.batch.request_counts.completed == 50, life.batch.errors
+        assert max(at_a_time) <= most
+    await batches.close()
+    storage.close()
+
+
 async def no_send(owner: str, path: str, body: bytes, name: str) -> bytes:
     raise AssertionError("no request is sent")

@@ -387,6 +387,7 @@ async def test_uploads_are_checked(cluster: Cluster, monkeypatch: pytest.MonkeyP
 async def test_a_form_that_cannot_be_read_is_the_clients_error(cluster: Cluster) -> None:
     headers = {"Authorization": "Bearer first", "Content-Type": "multipart/form-data; boundary=x"}
     part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n'
+    purpose = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     for form in (
         b"--x\r\nno header\r\n\r\n1\r\n--x--\r\n",
         b"--x\r\n" + b"a: b\r\n" * 200 + b"\r\n1\r\n--x--\r\n",
@@ -398,7 +399,12 @@ async def test_a_form_that_cannot_be_read_is_the_clients_error(cluster: Cluster)
         part + b"Content-Transfer-Encoding: secret\r\n\r\n1\r\n--x--\r\n",
         part + b"Content-Transfer-Encoding: base64\r\n\r\n1\r\n--x--\r\n",
         part + b"Content-Length: 100\r\n\r\n1\r\n--x--\r\n",
-        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n' + b"b" * 1025 + b"\r\n--x--\r\n",
+        part
+        + b"\r\n1\r\n"
+        + purpose
+        + b'--x\r\nContent-Disposition: form-data; name="b"\r\n\r\n'
+        + b"b" * 1025
+        + b"\r\n--x--\r\n",
         part + b"\r\n1\r\n--y--\r\n",
         part + b"\r\n1\r\n--x",
         part,
