@@ -218,6 +218,7 @@ def router_config(flags: RouterRole, resolved: model.ResolvedModel | None, secre
         overflow=not flags.front.no_overflow,
         prefix_fetches=not flags.front.no_prefix_fetches,
         split_prompts=not flags.front.no_split_prompts,
+        access_log=not flags.front.no_access_log,
         workers=tuple(flags.membership.worker),
         discovery=_kubernetes(flags.membership.kubernetes_service, "grpc"),
         otlp_endpoint=flags.observe.endpoint,

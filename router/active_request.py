@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.machine.logs import of_request
 from baton.machine.tracing import Attributes, Span, Tracer
+from baton.router import access_log
 from baton.router.admission.entry import Entry
 from baton.router.admission.parked import Deadline
 from baton.router.admission.queue import Admission
@@ -360,15 +360,12 @@ class ActiveRequest:
         metrics = self.services.metrics
         self._token_queue.close()
         if self._generations:
-            metrics.history.ended(self._record(seconds))
-        for generation, choice, job in zip(self._generations, self.choices, self.jobs, strict=False):
+            record = self._record(seconds)
+            metrics.history.ended(record)
+            access_log.generated(record)
+        for generation, choice in zip(self._generations, self.choices, strict=False):
             cut = not generation.done
             generation.cancel()
             reason = choice.finish_reason or ("abort" if cut else "error")
             metrics.finished[reason].inc()
             metrics.e2e.observe(seconds)
-            log.debug(
-                "request %s: %s after %d + %d tokens in %.3f s",
-                self.name, reason, len(job.prompt_ids), choice.num_tokens, seconds,
-                extra=of_request(self.name),
-            )  # fmt: skip

@@ -94,6 +94,8 @@ class RouterConfig:
     """Of these files."""
     log_format: logs.Format = "text"
     log_level: logs.Level = "info"
+    access_log: bool = True
+    """Whether each request is logged, at level info."""
     otlp_endpoint: str | None = None
     """http://HOST:PORT of an OTLP/gRPC receiver of traces. None: no traces."""
     processes: int = 1

@@ -342,6 +342,9 @@ class FrontOptions(ServerTlsOptions):
     no_split_prompts: bool = opt(
         False, "Each prompt is computed by one worker, and never by several at once."
     )
+    no_access_log: bool = opt(
+        False, "Write no line to the router's log for each request: key, status, tokens and times."
+    )
     routing_policy: Literal["sticky", "round-robin"] = opt(
         "sticky", "How the router chooses a prefill worker."
     )

@@ -3,13 +3,14 @@ HTTP."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.machine.system import cannot_listen, url_host
+from baton.router import access_log
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.entry import Entry
 from baton.router.endpoints.frontend import Frontend, request_name, unenforced_header
@@ -112,8 +113,20 @@ class GrpcEndpoint:
         metadata = {key: value for key, value in sent if isinstance(value, str)}
         name = request_name(metadata.get("x-request-id"))
         context.set_trailing_metadata((("x-request-id", name),))
+        with access_log.request(name, "gRPC Generate", on=self._config.access_log) as access:
+            await self._answer(requests, context, metadata, access)
+
+    async def _answer(
+        self,
+        requests: AsyncIterator[bytes],
+        context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]",
+        metadata: Mapping[str, str],
+        access: access_log.Access,
+    ) -> None:
+        name = access.name
         try:
             account = self._frontend.authorize(metadata.get("authorization", ""))
+            access.key = account.key.name
             with self._frontend.admit(account) as entry:
                 raw = await self._message(requests, context, entry)
                 active = await self._frontend.prepare(
@@ -126,9 +139,11 @@ class GrpcEndpoint:
                 with active.generating():
                     await _write(active, context, self._config.client_timeout)
         except ApiError as error:
+            access.status = error.status
             await self._refuse(context, error, name)
         except Exception:
             if context.cancelled():
+                access.status = access_log.CLOSED_BY_CLIENT
                 return  # the client disconnected
             # A bug in the router: the log has its stack, and the client gets the id of the request.
             log.exception("request %s", name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from baton.router import errors
+from baton.router import access_log, errors
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.entry import Entry
 from baton.router.admission.keys import Account
@@ -114,7 +114,11 @@ class HttpGeneration:
 
         Raises ApiError.
         """
-        with self._frontend.admit(account) as entry:
+        route, on = f"batch {kind}", self._config.access_log
+        with (
+            access_log.request(name, route, account.key.name, on=on),
+            self._frontend.admit(account) as entry,
+        ):
             entry.receive(len(raw))
             active = await self._frontend.prepare(kind, raw, entry, headers, name=name, timeout=None)
             builder = _BUILDERS[kind](active)

@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 
 from baton.machine.system import url_host, without_mapping
+from baton.router import access_log
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.entry import Entry
 from baton.router.config import RouterConfig
@@ -86,7 +87,7 @@ class OpenAIResponses:
                 return await self._generation.respond(request, active, builder)
             until_end = admitted.pop_all()
         until_end.callback(self._running.pop, (turn.key, builder.id))
-        task = asyncio.create_task(self._generate_unseen(active, builder, events))
+        task = asyncio.create_task(self._generate_unseen(active, builder, events, turn.key))
         self._running[turn.key, builder.id] = _Running(task, builder, events)
         task.add_done_callback(lambda _: until_end.close())
         if events is not None:
@@ -204,9 +205,20 @@ class OpenAIResponses:
         return OpenAIResponsesBuilder(active, _new_id(request), keep)
 
     async def _generate_unseen(
-        self, active: ActiveRequest, builder: OpenAIResponsesBuilder, events: Events | None
+        self, active: ActiveRequest, builder: OpenAIResponsesBuilder, events: Events | None, key: str
     ) -> None:
         """Generates in the background."""
+        route, on = "background responses", self._config.access_log
+        with access_log.request(active.name, route, key, on=on) as access:
+            await self._generate_logged(active, builder, events, access)
+
+    async def _generate_logged(
+        self,
+        active: ActiveRequest,
+        builder: OpenAIResponsesBuilder,
+        events: Events | None,
+        access: access_log.Access,
+    ) -> None:
 
         def add(index: int, delta: Delta) -> None:
             if events is None:
@@ -215,6 +227,7 @@ class OpenAIResponses:
                 events.add(builder.events(index, delta))
 
         def failed(error: ApiError) -> bytes:
+            access.status = error.status
             active.services.metrics.failed(error, active.name)
             return builder.failed(error)
 
@@ -224,6 +237,7 @@ class OpenAIResponses:
                 await http.collect(active, builder, add)
             last = builder.end()
         except asyncio.CancelledError:
+            access.status = access_log.CLOSED_BY_CLIENT
             builder.cancelled()
         except ApiError as error:
             last = failed(error)

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from baton import version
 from baton.machine.system import url_host
-from baton.router import errors
+from baton.router import access_log, errors
 from baton.router.active_request import Services
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
@@ -73,6 +73,12 @@ _ADMIN_KEY = {operation.path for operation in OPERATIONS if operation.admin == "
 _ADMIN = tuple(operation.path for operation in OPERATIONS if operation.admin)
 _POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open} | {f"/{name}" for name in pages.PARTS}
+
+
+def _route(request: web.Request) -> str:
+    """As it is registered: a path of a client may have any text."""
+    resource = request.match_info.route.resource
+    return "(unknown)" if resource is None else f"{request.method} {resource.canonical}"
 
 
 class HttpEndpoints:
@@ -142,11 +148,22 @@ class HttpEndpoints:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives the request an id, checks its API key, and turns errors into responses."""
+        """Gives the request an id, and logs it."""
         request_id = request_name(request.headers.get("x-request-id"))
         http.REQUEST_ID.set(request_id)
         if (response := self._cors.preflight(request)) is not None:
             return response
+        with access_log.request(request_id, _route(request), on=self._is_logged(request)) as access:
+            response = await self._answer(request, handler, request_id)
+            access.status = response.status
+            return response
+
+    def _is_logged(self, request: web.Request) -> bool:
+        """Probes, pages and scrapes are not."""
+        return self._config.access_log and request.path not in _OPEN and not request.path.startswith(_ADMIN)
+
+    async def _answer(self, request: web.Request, handler: Handler, request_id: str) -> web.StreamResponse:
+        """Checks the API key of a request, and turns errors into responses."""
         try:
             self._check(request)
             return await handler(request)
@@ -183,7 +200,9 @@ class HttpEndpoints:
             if is_extra(request):
                 raise errors.Overloaded("too many connections to this router are open", retry_after=1)
             if request.path not in _ADMIN_KEY:
-                http.ACCOUNT.set(self._frontend.authorize(http.authorization(request)))
+                account = self._frontend.authorize(http.authorization(request))
+                http.ACCOUNT.set(account)
+                access_log.authorized(account.key.name)
 
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""

@@ -138,7 +138,8 @@ def test_help_shows_the_values_of_every_choice() -> None:
             (RouterConfig,),
             "download_dir cluster_secret_file cluster_certfile cluster_keyfile cluster_ca_certs worker "
             "kubernetes_service ssl_certfile ssl_keyfile ssl_ca_certs router_processes api_key "
-            "admin_key_file batch_dir_size timeout_keep_alive no_overflow no_prefix_fetches no_split_prompts",
+            "admin_key_file batch_dir_size timeout_keep_alive no_overflow no_prefix_fetches no_access_log "
+            "no_split_prompts",
         ),
     ],
 )
