@@ -150,6 +150,7 @@ OPERATIONS = (
     Operation("get", "/health", "The process serves. Also says if the cluster is paused.", _JSON, open=True),
     Operation("get", "/ping", "As /health.", _JSON, open=True),
     Operation("post", "/ping", "As /health.", _JSON, open=True),
+    Operation("get", "/api/hello", "As /health, for Claude Code.", _JSON, open=True),
     Operation("get", "/load", "How many requests this process generates for (`server_load`).", _JSON),
     Operation("get", "/server_info", "How the router serves.", _JSON),
     Operation("get", "/tokenizer_info", "The chat template and the special tokens.", _JSON),

@@ -8,6 +8,7 @@ provider, and each of their requests would fail. Known and not listed:
 - `spaces_between_special_tokens` (no effect on byte-exact text)
 - `mm_payload`, `return_mm_kwargs` and `return_token_offsets` (of endpoints that only render)
 - `custom_labels` (of metrics), `ngram_corpus_id` (for speculation)
+- `context_management` of /v1/messages (Anthropic forgets what agents clear; here prefixes are cached)
 - `max_tool_calls` (of tools that OpenAI runs itself) and `prompt_cache_options` (prefixes are always cached)
 - `client_metadata`, `access_programs` and `reasoning.context` (what Codex sends to OpenAI)
 """
@@ -54,10 +55,6 @@ CHAT: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": ()}
 COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
-    "context_management": (
-        {"edits": []},
-        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    ),
     "mcp_servers": ([],), "output_format": (), "speed": ("standard",), "user_profile_id": (),
     "workspace_id": (),
 }  # fmt: skip

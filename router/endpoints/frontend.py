@@ -29,6 +29,7 @@ from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.grammar_checker import Answer, GrammarChecker
 from baton.router.preparation.media import MediaFetcher
 from baton.router.preparation.prepare import Converted, Generated, Kind, NeedsFiles, Prepared, Served
+from baton.router.text.sealed import seal_key
 from baton.rpc import worker_pb2 as pb
 
 TOKEN_BYTES = 4
@@ -130,7 +131,8 @@ class Frontend:
 
     @property
     def _served(self) -> Served:
-        return Served((*self._model_names, *self.adapters), self.capacity, self._services.config.max_images)
+        config, names = self._services.config, (*self._model_names, *self.adapters)
+        return Served(names, self.capacity, config.max_images, seal_key(config.secret).hex())
 
     @property
     def adapters(self) -> dict[str, pb.Adapter]:

@@ -117,6 +117,7 @@ class HttpEndpoints:
                 web.get("/ready", self._ready),
                 web.get("/routable", self._routable),
                 web.get("/ping", self._health),
+                web.get("/api/hello", self._health),  # Claude Code asks with HEAD whether there is a server
                 web.post("/ping", self._health),
                 web.get("/load", self._load),
                 web.get("/server_info", self._server_info),

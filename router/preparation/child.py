@@ -1,9 +1,9 @@
 """Prepares bodies, large ones in a child process. This module is also the process that forks the children.
 
 A frame is a body to prepare: a line of JSON, then the history, then files, then the client's bytes. The line
-is [kind, model names, context length, most images, salt in hexadecimal, bytes of the history, {URL: bytes of
-its file}]. An answer is the bytes of a response, an array of the fields of `Prepared`, or an object with the
-URLs of the files that the router has to fetch.
+is [kind, model names, context length, most images, key of reasoning and salt in hexadecimal, bytes of the
+history, {URL: bytes of its file}]. An answer is the bytes of a response, an array of the fields of
+`Prepared`, or an object with the URLs of the files that the router has to fetch.
 """
 
 import asyncio
@@ -137,7 +137,9 @@ def read_prepared(
         return answer
     if isinstance(answer, dict):
         raise NeedsFiles(answer["urls"])
-    is_chat, options, *ids, echoes, starts, beginning, repeated, called, question, images = answer
+    is_chat, options, *ids, echoes, starts, beginning, repeated, called, seals, marks, question, images = (
+        answer
+    )
     expect(sum(map(len, ids[0])) // 4)
     kind = ChatOptions if is_chat else CompletionOptions
     prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
@@ -152,7 +154,9 @@ def read_prepared(
             placed[-1].append(PlacedImage(*image))
     calls = {name: Called(*call) for name, call in called.items()}
     asked = None if question is None else Question(*question)
-    return Prepared(chosen, prompts, echoes, starts, beginning, repeated, calls, placed, bad_words, asked)
+    return Prepared(
+        chosen, prompts, echoes, starts, beginning, repeated, calls, seals, marks, placed, bad_words, asked
+    )
 
 
 def main(title: str, memory_bytes: str, control: str) -> None:
@@ -174,8 +178,9 @@ def main(title: str, memory_bytes: str, control: str) -> None:
 def answer_to(tokenizer: ModelTokenizer, request: bytes) -> list[Any] | dict[str, Any] | bytes:
     """Raises InvalidRequest and ModelNotFound."""
     head, _, payload = request.partition(b"\n")
-    kind, model_names, context, max_images, salt, length, sizes = json.loads(head)
-    served, history, files = Served(tuple(model_names), context, max_images), payload[:length], {}
+    kind, model_names, context, max_images, seal_key, salt, length, sizes = json.loads(head)
+    served = Served(tuple(model_names), context, max_images, seal_key)
+    history, files = payload[:length], {}
     for url, size in sizes.items():
         files[url] = payload[length : length + size]
         length += size
@@ -223,7 +228,8 @@ def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
     )
     is_chat = isinstance(chosen, ChatOptions)
     columns = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
-    return [is_chat, options, *ids, *columns, prepared.called, prepared.question, prepared.images]
+    flags = prepared.seals_reasoning, prepared.marks_cache
+    return [is_chat, options, *ids, *columns, prepared.called, *flags, prepared.question, prepared.images]
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotF
 from baton.router.preparation.demand import Question, demand_of
 from baton.router.preparation.images import Decoded, PlacedImage, decode_images, is_remote, place
 from baton.router.preparation.input_items import Query, input_items
+from baton.router.text.sealed import unsealed
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
 
@@ -68,6 +69,8 @@ class Served:
     """Tokens of prompt and output together."""
     max_images: int = MAX_IMAGES
     """Of a request."""
+    seal_key: str = field(default="", repr=False)
+    """That of `router.text.sealed`, in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,10 @@ class Prepared:
     """The fields of /v1/responses that the response repeats, as a JSON object."""
     called: dict[str, Called] = field(default_factory=dict)
     """What calls of functions are to a client of /v1/responses, by the functions' names."""
+    seals_reasoning: bool = False
+    """The client gets the reasoning in a form that only the cluster reads."""
+    marks_cache: bool = False
+    """The client says where the prompt is to be cached, and expects a count of what was new there."""
     images: list[list[PlacedImage]] = field(default_factory=list)
     """Those of each prompt, in order. Empty: there are none."""
     bad_words: list[list[int]] = field(default_factory=list)
@@ -224,7 +231,8 @@ def prepare(
     body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
     if body.model not in (None, *served.model_names):
         raise ModelNotFound.of(body.model, served.model_names)
-    preparation = _Preparation(tokenizer, served, salt, files, in_child)
+    marks_cache = kind == "messages" and b'"cache_control"' in raw
+    preparation = _Preparation(tokenizer, served, salt, files, in_child, marks_cache)
     with named_as_in(kind):
         prepared = preparation.of_body(body, kind, history)
         if not isinstance(prepared, Prepared):
@@ -243,23 +251,34 @@ class _Preparation:
     salt: bytes
     files: Mapping[str, bytes]
     in_child: bool
+    marks_cache: bool
 
     @property
     def context(self) -> int:
         return self.served.context
+
+    def _unsealed(self, signature: str) -> str:
+        return unsealed(signature, bytes.fromhex(self.served.seal_key))
 
     def of_body(self, body: Body, kind: Kind, history: bytes) -> Prepared | bytes:
         match body:
             case ChatBody():
                 prepared = self._chat(body)
             case ResponsesBody() if kind == "input_tokens":
-                chat, _ = body.chat(history)
+                chat, _ = body.chat(history, self._unsealed)
                 prepared = self._count_tokens(chat, {"object": "response.input_tokens"})
             case ResponsesBody():
-                chat, called = body.chat(history)
-                prepared = replace(self._chat(chat), repeated=body.repeated, called=called)
+                chat, called = body.chat(history, self._unsealed)
+                seals = body.seals_reasoning
+                prepared = replace(
+                    self._chat(chat), repeated=body.repeated, called=called, seals_reasoning=seals
+                )
             case MessagesBody():
-                prepared = self._chat(body.chat())
+                prepared = replace(
+                    self._chat(body.chat(self._unsealed)),
+                    seals_reasoning=body.seals_reasoning,
+                    marks_cache=self.marks_cache,
+                )
             case CompletionBody():
                 prepared = self._completion(body)
             case TokenizeBody():
@@ -267,7 +286,7 @@ class _Preparation:
             case DetokenizeBody():
                 prepared = self._detokenize(body)
             case CountTokensBody():
-                prepared = self._count_tokens(body.chat())
+                prepared = self._count_tokens(body.chat(self._unsealed))
             case _:
                 raise AssertionError(body)
         return prepared

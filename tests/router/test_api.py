@@ -369,10 +369,10 @@ CALL = openai.FunctionCallItem(type="function_call", call_id="a", name="f", argu
 @pytest.mark.parametrize(
     "translate",
     [
-        lambda count: anthropic.chat_messages(
+        lambda count: anthropic.Conversation({}, str).chat(
             "", [anthropic.InputMessage.model_construct(role="assistant", content=[USE] * count)]
         ),
-        lambda count: openai.chat_messages(None, [CALL] * count),
+        lambda count: openai.chat_messages(None, [CALL] * count, str),
     ],
     ids=["messages", "responses"],
 )

@@ -11,7 +11,9 @@ from baton.router.admission.keys import api_keys
 from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.api.messages import parsed_arguments
+from baton.router.text.sealed import seal_key, sealed, signature, unsealed
 from baton.router.text.tokenizer import ModelTokenizer
+from tests.fake_worker import SECRET
 
 from .conftest import ANSWER, ARGUMENTS, NO_DEFAULTS, TEXT, THOUGHT, Cluster, make_cluster
 
@@ -19,6 +21,7 @@ PATH = "/v1/messages"
 TOOL: Any = {"name": "get_weather", "description": "Now.", "input_schema": {"type": "object"}}
 HELLO: Any = [{"role": "user", "content": "Hi"}]
 BODY = {"max_tokens": 200, "messages": HELLO}
+KEY = seal_key(SECRET)
 
 
 def client(cluster: Cluster, key: str = "any") -> Any:
@@ -29,7 +32,7 @@ def client(cluster: Cluster, key: str = "any") -> Any:
 
 async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cluster):
     cached = {"type": "ephemeral"}
-    system: Any = [{"type": "text", "text": "Be brief.", "cache_control": cached}]
+    system: Any = [{"type": "text", "text": "Be brief. " * 30, "cache_control": cached}]
     async with client(thinking) as api:
         more: Any = {"model": "fake", "max_tokens": 200, "system": system, "tools": [TOOL]}
         first = await api.messages.create(
@@ -43,7 +46,9 @@ async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cl
         assert (call.name, call.input) == ("get_weather", {"city": "Paris"})
         assert first.stop_reason == "tool_use"
         assert first.usage.cache_read_input_tokens == 3
-        assert first.usage.input_tokens + 3 == len(thinking.sent.prompt_ids)
+        prompt = len(thinking.sent.prompt_ids)
+        assert first.usage.cache_creation_input_tokens == prompt // 64 * 64 - 3
+        assert first.usage.input_tokens == prompt % 64, "it is in no whole chunk"
         assert thinking.sent.sampling.reasoning.budget == 1024
         counted = await api.messages.count_tokens(model="fake", system=system, tools=[TOOL], messages=HELLO)
         assert counted.input_tokens == len(thinking.sent.prompt_ids)
@@ -96,22 +101,130 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
     for i, (name, whole) in enumerate((("thinking", THOUGHT), ("text", ANSWER), ("partial_json", ARGUMENTS))):
         of_block = [event for event in events if event.get("index") == i]
         assert [of_block[0]["type"], of_block[-1]["type"]] == [block[0], block[2]]
-        assert "".join(event["delta"][name] for event in of_block[1:-1]) == whole
+        deltas = [event["delta"] for event in of_block[1:-1]]
+        if name == "thinking":
+            assert deltas.pop() == {"type": "signature_delta", "signature": signature(THOUGHT, KEY)}
+        assert "".join(delta[name] for delta in deltas) == whole
     assert events[0]["message"]["usage"]["output_tokens"] == 0
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert events[-2]["usage"]["output_tokens"] > 20
 
 
-async def test_thinking_may_be_omitted_or_off(thinking: Cluster):
+async def test_thinking_comes_back_in_the_next_turn(thinking: Cluster):
+    """Also what the client does not see, from another router or after a restart, and that of other models."""
+    for display in ("summarized", "omitted"):
+        asked = {"thinking": {"type": "adaptive", "display": display}, "tools": [TOOL]}
+        _, result = await thinking.post(PATH, **BODY, **asked)
+        events = await thinking.typed_events(PATH, **BODY, **asked)
+        streamed = {"type": "thinking", "thinking": "", "signature": ""}
+        for delta in (event["delta"] for event in events if event.get("index") == 0 and "delta" in event):
+            streamed = {name: old + delta.get(name, "") for name, old in streamed.items()}
+        for block in (result["content"][0], streamed | {"type": "thinking"}):
+            assert block["thinking"] == (THOUGHT if display == "summarized" else "")
+            assert THOUGHT.strip() not in block["signature"]
+            call = result["content"][-1]
+            done = {"type": "tool_result", "tool_use_id": call["id"], "content": "Snow"}
+            turns = [
+                *HELLO,
+                {"role": "assistant", "content": [block, call]},
+                {"role": "user", "content": [done]},
+            ]
+            await thinking.post(PATH, max_tokens=9, messages=turns, **asked)
+            assert f"<think>{THOUGHT}</think>" in thinking.prompt
+    other = {"type": "thinking", "thinking": "Elsewhere.", "signature": "EqQBCgIYAhIM"}
+    for block in (other, other | {"signature": sealed("hidden", bytes(32))}, other | {"signature": "?"}):
+        turns = [*HELLO, {"role": "assistant", "content": [block, {"type": "text", "text": "x"}]}, *HELLO]
+        status, _ = await thinking.post(PATH, max_tokens=9, messages=turns)
+        assert status == 200
+        assert "hidden" not in thinking.prompt
+
+
+def test_signatures():
+    assert signature("text", KEY) == signature("text", KEY) != signature("text", seal_key(b"another"))
+    hidden = sealed("text", KEY)
+    assert hidden != sealed("text", KEY)
+    assert unsealed(hidden, KEY) == "text"
+    assert unsealed(hidden, seal_key(b"another")) == unsealed(hidden[:-4] + "AAA=", KEY) == ""
+    assert unsealed(signature("text", KEY), KEY) == unsealed("", KEY) == unsealed("\0é", KEY) == ""
+
+
+async def test_the_vendors_block_is_not_shown(cluster: Cluster):
+    billing = "x-anthropic-billing-header: cc_version=2.1.328.1b8; cc_entrypoint=sdk-cli;"
+    terse = {"type": "text", "text": "You are terse."}
+    await cluster.post(PATH, **BODY, system=[terse])
+    plain = cluster.prompt
+    for system in ([{"type": "text", "text": billing}, terse], [billing, "You are terse."]):
+        _, result = await cluster.post(PATH, **BODY, system=system)
+        assert cluster.prompt == plain
+        used = result["usage"]
+        assert used["input_tokens"] + used["cache_read_input_tokens"] == len(cluster.sent.prompt_ids)
+    later = {"role": "system", "content": [{"type": "text", "text": billing}]}
+    await cluster.post(PATH, max_tokens=9, messages=[later, *HELLO], system=[terse])
+    assert "billing" not in cluster.prompt
+    await cluster.post(PATH, **BODY, system=billing)
+    assert "billing" not in cluster.prompt
+
+
+async def test_deferred_tools_are_shown_where_the_conversation_names_them(thinking: Cluster):
+    search, later = TOOL | {"name": "find"}, TOOL | {"name": "later", "defer_loading": True}
+    call = {"type": "tool_use", "id": "t1", "name": "find", "input": {}}
+    found = {"type": "tool_reference", "tool_name": "later"}
+    done = {"type": "tool_result", "tool_use_id": "t1", "content": [found]}
+    asked = [*HELLO, {"role": "assistant", "content": [call]}]
+    added = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "later"}}
+    defined = {
+        "type": "tool_addition",
+        "tool": {"type": "tool_definition", "definition": TOOL | {"name": "later"}},
+    }
+    removed = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "find"}}
+    tools = [search, later]
+    await thinking.post(PATH, **BODY, tools=tools)
+    head = thinking.prompt.partition("<|im_start|>user")[0]
+    assert '"find"' in head
+    assert "later" not in thinking.prompt
+    for offered, turns in (
+        (tools, [*asked, {"role": "user", "content": [done]}]),
+        (tools, [*HELLO, {"role": "system", "content": [added]}]),
+        ([search], [*HELLO, {"role": "system", "content": [defined, removed]}]),
+    ):
+        for path, more in ((PATH, {"max_tokens": 9}), (f"{PATH}/count_tokens", {})):
+            status, result = await thinking.post(path, messages=turns, tools=offered, **more)
+            assert status == 200, result
+        assert thinking.prompt.startswith(head), "the prefix stays cached"
+        assert '{"type": "function", "function": {"name": "later", ' in thinking.prompt
+        chosen = {"type": "tool", "name": "later"}
+        status, result = await thinking.post(
+            PATH, messages=turns, tools=offered, max_tokens=9, tool_choice=chosen
+        )
+        assert status == 200, result
+    assert "The tool find is not available any more." in thinking.prompt
+    searched = [later, {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}]
+    await thinking.post(PATH, **BODY, tools=searched)
+    assert '"later"' in thinking.prompt, "Anthropic would search"
+
+
+async def test_an_image_as_a_result_is_a_text_for_a_model_without_images(thinking: Cluster):
+    call = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {}}
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    for failed in (False, True):
+        content = [{"type": "text", "text": "Look:"}, {"type": "image", "source": source}]
+        done = {"type": "tool_result", "tool_use_id": "t1", "content": content, "is_error": failed}
+        turns = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [done]}]
+        status, result = await thinking.post(PATH, max_tokens=9, messages=turns, tools=[TOOL])
+        assert status == 200, result
+        assert ("Error:" in thinking.prompt) == failed
+        assert "Look:\n[an image, which this model cannot see]" in thinking.prompt
+
+
+async def test_thinking_may_be_off(thinking: Cluster):
     for more in (
-        {"thinking": {"type": "adaptive", "display": "omitted"}},
         {"thinking": {"type": "disabled"}},
         {"chat_template_kwargs": {"enable_thinking": False}},
     ):
         status, result = await thinking.post(PATH, **BODY, **more, tools=[TOOL])
         assert status == 200
         assert [block["type"] for block in result["content"]] == ["text", "tool_use"]
-        assert ("<think>\n\n</think>" in thinking.prompt) == ("adaptive" not in str(more))
+        assert "<think>\n\n</think>" in thinking.prompt
 
 
 async def test_a_document_of_plain_text_is_in_the_prompt(cluster: Cluster):
@@ -205,8 +318,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"stop": ["x"]}, "stop is not supported: use stop_sequences"),
     ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
-    ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management"),
-    ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]: tools of type 'web_search"),
+    ({"tools": [{"type": "bash_20250124", "name": "w"}]}, "tools[0]: tools of type 'bash"),
     ({"tools": [TOOL]}, "tools is not supported"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
@@ -246,7 +358,7 @@ async def test_the_result_of_an_unknown_call_is_refused(thinking: Cluster):
 
 
 async def test_harmless_fields_are_accepted(cluster: Cluster):
-    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    edits = {"edits": [{"type": "clear_thinking_20251015"}, {"type": "clear_tool_uses_20250919"}]}
     harmless = {"cache_control": {"type": "ephemeral"}, "context_management": edits, "speed": "standard"}
     status, _ = await cluster.post(PATH, **BODY, **harmless, metadata={"user_id": "u"}, service_tier="auto")
     assert status == 200

@@ -187,6 +187,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+async def test_encrypted_reasoning_comes_back(thinking: Cluster):
+    asked = {"include": ["reasoning.encrypted_content"], "store": False}
+    _, response = await thinking.post(PATH, input="Hi", **asked)
+    item = response["output"][0]
+    assert item["content"][0]["text"] == THOUGHT
+    kept = {name: item[name] for name in ("type", "id", "summary", "encrypted_content")}
+    assert THOUGHT.strip() not in str(kept)
+    history = [
+        {"role": "user", "content": "Hi"},
+        kept,
+        *response["output"][1:2],
+        {"role": "user", "content": "?"},
+    ]
+    await thinking.post(PATH, input=history, **asked)
+    assert f"<think>{THOUGHT}</think>" in thinking.prompt
+    await thinking.post(PATH, input=[{**kept, "encrypted_content": "gAAAAAB"}, *history[2:]])
+    assert THOUGHT not in thinking.prompt, "another server made it"
+    _, response = await thinking.post(PATH, input="Hi")
+    assert "encrypted_content" not in response["output"][0]
+
+
 async def test_what_is_not_served_is_refused_by_name(cluster: Cluster):
     for body, param in REFUSED:
         status, result = await cluster.post(PATH, **{"input": "Hi", **body})

@@ -1,6 +1,8 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens, and their translation into a chat."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
@@ -20,15 +22,18 @@ from baton.router.api.fields import (
     Text,
     invalid,
 )
-from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments
+from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments, Tool
 from baton.router.api.sampling import Body, SamplingBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import COUNT_TOKENS, MESSAGES, refusing, validate
 
 NO_EFFECT = "no effect"
-_TOOL_FIELDS: dict[str, tuple[Any, ...]] = {
-    "allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],),
-}  # fmt: skip
+_TOOL_FIELDS: dict[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],), "input_examples": ([],)}
+_OF_VENDOR = "x-anthropic-billing-header"
+"""How a text of the system begins that Claude Code adds for its vendor. It differs from prompt to prompt, so
+no prompt would share a prefix with another. vLLM 0.32 leaves it out, too."""
+_HOSTED = "web_search", "web_fetch", "code_execution", "tool_search_tool", "mcp_toolset", "advisor"
+"""How the types of tools begin that Anthropic runs itself. The model answers without them."""
 
 
 class TextBlock(Part):
@@ -107,10 +112,11 @@ class ToolReferenceBlock(Part):
 
 
 class ThinkingBlock(Part):
-    """Reasoning of an earlier message. `signature` has no effect."""
+    """Reasoning of an earlier message. If it is empty, the signature may hold it."""
 
     type: Literal["thinking"]
     thinking: str
+    signature: Nullable[str] = ""
 
 
 class RedactedThinkingBlock(Part):
@@ -119,7 +125,9 @@ class RedactedThinkingBlock(Part):
     type: Literal["redacted_thinking"]
 
 
-ResultBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock, ByType()]
+ResultBlock = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock, ByType()
+]
 
 
 def _blocks(value: Any) -> Any:
@@ -149,9 +157,33 @@ class ToolResultBlock(Part):
     ] = Field([])
     is_error: Nullable[bool] = False
 
+
+class NamedToolChange(Part):
+    """A tool of the request. Tools of MCP servers that Anthropic calls have no effect."""
+
+    type: Literal["tool_reference", "mcp_tool_reference", "mcp_toolset_reference"]
+    name: str = ""
+
+
+class DefinedTool(Part):
+    type: Literal["tool_definition"]
+    definition: "AnthropicTool"
+
     @property
-    def text(self) -> str:
-        return "\n".join(block.text for block in self.content)
+    def name(self) -> str:
+        return self.definition.name
+
+
+class ToolAdditionBlock(Part):
+    """A tool that the model may call from here on."""
+
+    type: Literal["tool_addition"]
+    tool: Annotated[NamedToolChange | DefinedTool, ByType(what="tools")]
+
+
+class ToolRemovalBlock(Part):
+    type: Literal["tool_removal"]
+    tool: NamedToolChange
 
 
 AnyBlock = Annotated[
@@ -162,7 +194,9 @@ AnyBlock = Annotated[
     | ThinkingBlock
     | RedactedThinkingBlock
     | ToolUseBlock
-    | ToolResultBlock,
+    | ToolResultBlock
+    | ToolAdditionBlock
+    | ToolRemovalBlock,
     ByType(),
 ]
 
@@ -188,22 +222,83 @@ class InputMessage(Part):
         return self
 
 
-def chat_messages(system: str, messages: Iterable[InputMessage]) -> list[dict[str, Any]]:
-    """Returns the messages of the chat. Consecutive messages of a role become one, as at Anthropic."""
-    chat: list[dict[str, Any]] = [{"role": "system", "content": [system]}] if system else []
-    for message in messages:
-        for block in message.content:
-            new = _message(message.role, block)
-            last = chat[-1] if chat else None
-            if last is not None and last["role"] == new["role"] and "tool_call_id" not in new:
-                for name in new.keys() - {"role"}:
-                    last.setdefault(name, []).extend(new[name])
-            else:
-                chat.append(new)
-    for each in chat:
-        for name in each.keys() & {"content", "reasoning"}:
-            each[name] = _joined(each[name])
-    return chat
+@dataclass
+class Conversation:
+    """Makes the messages of a chat from those of Anthropic's API."""
+
+    tools: "dict[str, AnthropicTool]"
+    """Those of the request that the prompt does not describe, by name: their loading is deferred."""
+    unsealed: Callable[[str], str]
+    """Reads reasoning that the cluster has encrypted."""
+    loaded: "dict[str, AnthropicTool]" = field(default_factory=dict)
+    """Tools that messages have described."""
+
+    def chat(self, system: str, messages: Iterable[InputMessage]) -> list[dict[str, Any]]:
+        """Returns the messages of the chat. Consecutive messages of a role become one, as at Anthropic."""
+        chat: list[dict[str, Any]] = [{"role": "system", "content": [system]}] if system else []
+        for message in messages:
+            for block in message.content:
+                new = self._message(message.role, block)
+                last = chat[-1] if chat else None
+                if last is not None and last["role"] == new["role"] and "tool_call_id" not in new:
+                    for name in new.keys() - {"role"}:
+                        last.setdefault(name, []).extend(new[name])
+                else:
+                    chat.append(new)
+        for each in chat:
+            for name in each.keys() & {"content", "reasoning"}:
+                each[name] = _joined(each[name])
+        return chat
+
+    def _message(self, role: str, block: Part) -> dict[str, Any]:
+        """Returns the message of one block. Its texts are lists, which grow while messages become one."""
+        match block:
+            case ThinkingBlock():
+                return {"role": role, "content": [], "reasoning": [self._thought(block)]}
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": block.input}
+                calls = [{"id": block.id, "type": "function", "function": function}]
+                return {"role": role, "content": [], "tool_calls": calls}
+            case ToolResultBlock():
+                # A chat has no mark for a failed call.
+                content = [*(["Error:"] if block.is_error else []), *map(self._piece, block.content)]
+                if block.is_error and all(isinstance(each, str) for each in content[1:]):
+                    content = ["Error: " + "\n".join(map(str, content[1:]))]
+                return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+            case RedactedThinkingBlock():
+                return {"role": role, "content": []}
+            case _:
+                return {"role": role, "content": [self._piece(block)]}
+
+    def _thought(self, block: ThinkingBlock) -> str:
+        return block.thinking or self.unsealed(block.signature)
+
+    def _piece(self, block: Part) -> str | ShownImage:
+        return ShownImage(url=block.source.address) if isinstance(block, ImageBlock) else self._text(block)
+
+    def _text(self, block: Part) -> str:
+        match block:
+            case ToolReferenceBlock():
+                return self._shown(block.text) or block.text
+            case ToolAdditionBlock(tool=added):
+                if isinstance(added, DefinedTool):
+                    self.tools[added.name] = added.definition
+                shown = self._shown(added.name)
+                return "More tools:\n" + shown if shown else ""
+            case ToolRemovalBlock():
+                return f"The tool {block.tool.name} is not available any more." if block.tool.name else ""
+            case TextBlock(text=text):
+                return "" if text.startswith(_OF_VENDOR) else text
+            case DocumentBlock() | SearchResultBlock():
+                return block.text
+        raise AssertionError(block)
+
+    def _shown(self, name: str) -> str:
+        """Returns the description of a tool whose loading was deferred. Nothing: there is none."""
+        if (tool := self.tools.get(name)) is None:
+            return ""
+        self.loaded[name] = tool
+        return json.dumps(Tool.model_validate(tool.for_chat()).for_template(), ensure_ascii=False)
 
 
 def _joined(pieces: Iterable[str | ShownImage]) -> str | list[ShownText | ShownImage]:
@@ -219,28 +314,6 @@ def _joined(pieces: Iterable[str | ShownImage]) -> str | list[ShownText | ShownI
     return parts
 
 
-def _message(role: str, block: Part) -> dict[str, Any]:
-    """Returns the message of one block. Its texts are lists, which grow while messages become one."""
-    match block:
-        case ThinkingBlock():
-            return {"role": role, "content": [], "reasoning": [block.thinking]}
-        case ToolUseBlock():
-            function = {"name": block.name, "arguments": block.input}
-            calls = [{"id": block.id, "type": "function", "function": function}]
-            return {"role": role, "content": [], "tool_calls": calls}
-        case ToolResultBlock():
-            # A chat has no mark for a failed call.
-            content = f"Error: {block.text}" if block.is_error else block.text
-            return {"role": "tool", "content": [content], "tool_call_id": block.tool_use_id}
-        case ImageBlock():
-            return {"role": role, "content": [ShownImage(url=block.source.address)]}
-        case RedactedThinkingBlock():
-            return {"role": role, "content": []}
-        case TextBlock() | DocumentBlock() | SearchResultBlock():
-            return {"role": role, "content": [block.text]}
-    raise AssertionError(block)
-
-
 class AnthropicTool(Part):
     """`cache_control` and `eager_input_streaming` have no effect."""
 
@@ -248,12 +321,14 @@ class AnthropicTool(Part):
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
     _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True, tools=(None, "custom"))
 
-    @property
-    def for_chat(self) -> dict[str, Any]:
-        function = {**self.model_dump(exclude={"input_schema"}), "parameters": self.input_schema}
+    def for_chat(self, *, described: bool = False) -> dict[str, Any]:
+        """`described`: a message describes it, so the beginning of the prompt does not."""
+        fields = self.model_dump(exclude={"input_schema"})
+        function = {**fields, "parameters": self.input_schema, "defer_loading": described}
         return {"type": "function", "function": function}
 
 
@@ -297,6 +372,24 @@ class Metadata(Part):
     user_id: str | None = None
 
 
+def _without_vendor(value: Any) -> Any:
+    if not isinstance(value, list):
+        return "" if isinstance(value, str) and value.startswith(_OF_VENDOR) else value
+    texts = [part.get("text") if isinstance(part, dict) else part for part in value]
+    return [part for part, each in zip(value, texts, strict=True) if not str(each).startswith(_OF_VENDOR)]
+
+
+def _without_hosted(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in value]
+    own = [tool for tool, kind in zip(value, kinds, strict=True) if not kind.startswith(_HOSTED)]
+    if any(kind.startswith("tool_search_tool") for kind in kinds):
+        # Anthropic would search among the deferred tools. Here the model sees all of them.
+        own = [{**tool, "defer_loading": None} if isinstance(tool, dict) else tool for tool in own]
+    return own
+
+
 class PromptBody(Body):
     """The fields that make the prompt."""
 
@@ -304,10 +397,10 @@ class PromptBody(Body):
         Items[InputMessage],
         Field(min_length=1, description="only text, documents of plain text, thinking and tools"),
     ]
-    system: Text = ""
+    system: Annotated[Text, BeforeValidator(_without_vendor)] = ""
     tools: Annotated[
-        Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None,
-        Field(description="only the client's own"),
+        Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS), BeforeValidator(_without_hosted)] | None,
+        Field(description="only the client's own; those that Anthropic runs have no effect"),
     ] = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
@@ -331,14 +424,23 @@ class PromptBody(Body):
                     )
         return self
 
-    def chat_fields(self) -> dict[str, Any]:
-        """Returns these fields as those of a chat completion."""
-        messages = chat_messages(self.system, self.messages)
+    @property
+    def seals_reasoning(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    def chat_fields(self, unsealed: Callable[[str], str]) -> dict[str, Any]:
+        """Returns these fields as those of a chat completion. `unsealed`: reads encrypted reasoning."""
+        tools = {tool.name: tool.for_chat() for tool in self.tools or () if not tool.defer_loading}
+        conversation = Conversation(
+            {tool.name: tool for tool in self.tools or () if tool.defer_loading}, unsealed
+        )
+        messages = conversation.chat(self.system, self.messages)
+        loaded = {name: tool.for_chat(described=True) for name, tool in conversation.loaded.items()}
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         settings: dict[str, Any] = {}
         fields: dict[str, Any] = {
             "messages": messages,
-            "tools": [tool.for_chat for tool in self.tools or ()],
+            "tools": [*(loaded | tools).values()],
             "reasoning_effort": config.effort,
             # A last message of the assistant is the beginning of the answer.
             "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
@@ -351,7 +453,6 @@ class PromptBody(Body):
             fields["response_format"] = ResponseFormat(type="json_schema", json_schema=schema)
         if self.thinking is not None:
             fields["thinking_token_budget"] = self.thinking.budget_tokens
-            fields["include_reasoning"] = self.thinking.display != "omitted"
             if self.thinking.type != "adaptive":
                 settings["enable_thinking"] = self.thinking.type == "enabled"
         fields["chat_template_kwargs"] = settings | (self.chat_template_kwargs or {})
@@ -363,9 +464,9 @@ class CountTokensBody(PromptBody):
 
     _refuse_unsupported = refusing(COUNT_TOKENS)
 
-    def chat(self) -> ChatBody:
+    def chat(self, unsealed: Callable[[str], str]) -> ChatBody:
         """Raises InvalidRequest, which names fields of a chat completion."""
-        return validate(ChatBody, self.chat_fields() | {"model": self.model})
+        return validate(ChatBody, self.chat_fields(unsealed) | {"model": self.model})
 
 
 class MessagesBody(PromptBody, SamplingBody):
@@ -380,11 +481,11 @@ class MessagesBody(PromptBody, SamplingBody):
 
     _refuse_unsupported = refusing(MESSAGES)
 
-    def chat(self) -> ChatBody:
+    def chat(self, unsealed: Callable[[str], str]) -> ChatBody:
         """Raises InvalidRequest, which names fields of a chat completion."""
         fields = {
             **self.given(SamplingBody),
-            **self.chat_fields(),
+            **self.chat_fields(unsealed),
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or [],
             "user": self.metadata.user_id,

@@ -1,7 +1,7 @@
 """The body of POST /v1/responses, and its translation into a chat."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -41,7 +41,7 @@ from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import RESPONSES, refusing, validate
 from baton.router.errors import InvalidRequest
 
-_LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
 class ReasoningTextPart(Part):
@@ -65,12 +65,14 @@ class MessageItem(Part):
 
 
 class ReasoningItem(Part):
-    """Reasoning of an earlier response. `encrypted_content` has no effect."""
+    """Reasoning of an earlier response."""
 
     type: Literal["reasoning"]
     content: ReasoningText = ""
     summary: ReasoningText = ""
     """Stands for the content if that is missing."""
+    encrypted_content: Nullable[str] = ""
+    """Stands for both, if this cluster made it."""
 
 
 class CallItem(Part):
@@ -201,14 +203,16 @@ Input = Annotated[Items[AnyItem], BeforeValidator(_items, json_schema_input_type
 _HISTORY = TypeAdapter(list[Input])
 
 
-def chat_messages(instructions: str | None, items: Iterable[Part]) -> list[dict[str, Any]]:
-    """Returns the messages of the chat.
+def chat_messages(
+    instructions: str | None, items: Iterable[Part], unsealed: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    """Returns the messages of the chat. `unsealed`: reads reasoning that the cluster has encrypted.
 
     Reasoning, a message of the assistant, and calls that follow each other become one message.
     """
     chat: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
-        new = _message(item)
+        new = _message(item, unsealed)
         last = chat[-1] if chat and chat[-1]["role"] == new["role"] == "assistant" else None
         if last is None or _ends(last, item):
             chat.append(new)
@@ -226,12 +230,13 @@ def _ends(message: dict[str, Any], item: Part) -> bool:
     return isinstance(item, ReasoningItem) or bool(message["content"]) or "tool_calls" in message
 
 
-def _message(item: Part) -> dict[str, Any]:
+def _message(item: Part, unsealed: Callable[[str], str]) -> dict[str, Any]:
     match item:
         case MessageItem():
             return {"role": item.role, "content": item.content}
         case ReasoningItem():
-            return {"role": "assistant", "content": "", "reasoning": item.content or item.summary}
+            text = item.content or item.summary or unsealed(item.encrypted_content)
+            return {"role": "assistant", "content": "", "reasoning": text}
         case CallItem() | CallOutputItem() | ToolSearchOutputItem() | AdditionalToolsItem():
             return item.message
     raise AssertionError(item)
@@ -322,7 +327,7 @@ class ResponsesBody(OpenAIBody):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[
-        Items[str] | None, Field(description="only `message.output_text.logprobs` has an effect")
+        Items[str] | None, Field(description=f"only `{_LOGPROBS}` and `{_ENCRYPTED}` have an effect")
     ] = None
     reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` has no effect")] = Reasoning()
     text: Nullable[TextConfig] = TextConfig()
@@ -361,13 +366,18 @@ class ResponsesBody(OpenAIBody):
         return self
 
     @property
+    def seals_reasoning(self) -> bool:
+        return _ENCRYPTED in (self.include or ())
+
+    @property
     def logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ())
 
-    def chat(self, history: bytes) -> tuple[ChatBody, dict[str, Called]]:
+    def chat(self, history: bytes, unsealed: Callable[[str], str]) -> tuple[ChatBody, dict[str, Called]]:
         """Returns the chat completion, and what calls of its functions are to the client.
 
         `history`: earlier inputs and outputs, as a JSON array of inputs.
+        `unsealed`: reads reasoning that the cluster has encrypted.
 
         Raises InvalidRequest, which names fields of a chat completion.
         """
@@ -378,7 +388,7 @@ class ResponsesBody(OpenAIBody):
         tools, called = functions(self.tools or (), loaded)
         fields = {
             **self.given(OpenAIBody),
-            "messages": chat_messages(self.instructions, items),
+            "messages": chat_messages(self.instructions, items, unsealed),
             "max_tokens": self.max_output_tokens,
             "logprobs": self.logprobs,
             "top_logprobs": self.top_logprobs,

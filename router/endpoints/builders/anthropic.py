@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+from baton.content import CHUNK_TOKENS
 from baton.router.active_request import ActiveRequest
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.messages import parsed_arguments
 from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, written
 from baton.router.errors import ApiError
+from baton.router.text.sealed import seal_key, signature
 
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -26,7 +28,7 @@ class AnthropicBuilder(BlocksBuilder):
         self._frame = {**head, "model": self._model}
 
     def whole(self) -> dict[str, Any]:
-        content = [_content(block) for block in self._blocks]
+        content = [self._content(block, signed=True) for block in self._blocks]
         return {**self._frame, "content": content, **self._stop(), "usage": self._usage()}
 
     def end(self) -> bytes:
@@ -42,17 +44,20 @@ class AnthropicBuilder(BlocksBuilder):
         yield {"type": "message_start", "message": {**self._frame, **nothing, "usage": usage}}
 
     def _opened(self, block: Block) -> Iterator[Event]:
-        empty = _content(block)
+        empty = self._content(block, signed=False)
         yield {"type": "content_block_start", "index": block.index, "content_block": empty}
 
     def _grown(self, block: Block, text: str) -> Iterator[Event]:
-        if not text:
+        if not text or (block.head.kind == "reasoning" and self._request.prepared.seals_reasoning):
             return  # the first part of a call may have no arguments yet
         kind, member = _DELTAS[block.head.kind]
         delta = {"type": kind, member: text}
         yield {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def _closed(self, block: Block, *, cut: bool) -> Iterator[Event]:
+        if block.head.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": self._signature(block)}
+            yield {"type": "content_block_delta", "index": block.index, "delta": delta}
         yield {"type": "content_block_stop", "index": block.index}
 
     def _stop(self) -> dict[str, Any]:
@@ -76,22 +81,34 @@ class AnthropicBuilder(BlocksBuilder):
 
     def _usage(self) -> dict[str, Any]:
         used = self._request.usage()
+        # What is new of the prompt in whole chunks is cached now.
+        whole = used.prompt_tokens // CHUNK_TOKENS * CHUNK_TOKENS if self._request.prepared.marks_cache else 0
+        created = max(0, whole - used.cached_tokens)
         return {
-            "input_tokens": used.prompt_tokens - used.cached_tokens,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": used.prompt_tokens - used.cached_tokens - created,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": used.cached_tokens,
             "output_tokens": used.completion_tokens,
             "output_tokens_details": {"thinking_tokens": self._parser.text.reasoning_tokens},
             **used.weights,
         }
 
+    def _content(self, block: Block, *, signed: bool) -> dict[str, Any]:
+        match block.head.kind:
+            case "reasoning":
+                thinking = "" if self._request.prepared.seals_reasoning else block.text
+                return {
+                    "type": "thinking",
+                    "thinking": thinking,
+                    "signature": self._signature(block) if signed else "",
+                }
+            case "content":
+                return {"type": "text", "text": block.text}
+            case "call":
+                head = {"type": "tool_use", "id": block.head.call_id, "name": block.head.name}
+                return {**head, "input": parsed_arguments(block.text)}
 
-def _content(block: Block) -> dict[str, Any]:
-    match block.head.kind:
-        case "reasoning":
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
-        case "content":
-            return {"type": "text", "text": block.text}
-        case "call":
-            head = {"type": "tool_use", "id": block.head.call_id, "name": block.head.name}
-            return {**head, "input": parsed_arguments(block.text)}
+    def _signature(self, block: Block) -> str:
+        if self._request.prepared.seals_reasoning:
+            return self._sealed(block)
+        return signature(block.text, seal_key(self._request.services.config.secret))

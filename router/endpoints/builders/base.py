@@ -12,6 +12,7 @@ from baton.router.api.bodies import ChatOptions
 from baton.router.api.messages import NamedTool
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
+from baton.router.text.sealed import seal_key, sealed
 from baton.router.tools.output import TextParser
 from baton.router.tools.parser import Part
 from baton.rpc import worker_pb2 as pb
@@ -112,7 +113,8 @@ class OutputParser:
         text: divides the text, and counts calls and tokens of reasoning.
     """
 
-    def __init__(self, request: ActiveRequest) -> None:
+    def __init__(self, request: ActiveRequest, *, with_reasoning: bool | None = None) -> None:
+        """`with_reasoning`: gives parts of reasoning. None: as the client wants it."""
         body, tokenizer = request.body, request.services.tokenizer
         assert isinstance(body, ChatOptions)
         self._max_calls = 1 if body.parallel_tool_calls is False else None
@@ -126,7 +128,7 @@ class OutputParser:
             request.prepared.beginning, way, tool_format, body.offered_tools,
             calls_in_reasoning=not body.must_call,
         )  # fmt: skip
-        self._with_reasoning = body.include_reasoning
+        self._with_reasoning = body.include_reasoning if with_reasoning is None else with_reasoning
         self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
 
     @property
@@ -172,6 +174,7 @@ class Block:
     texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     """Entries of its tokens."""
+    sealed: str = ""
 
     @property
     def text(self) -> str:
@@ -187,7 +190,7 @@ class BlocksBuilder:
     def __init__(self, request: ActiveRequest) -> None:
         self._request = request
         self._model = request.model
-        self._parser = OutputParser(request)
+        self._parser = OutputParser(request, with_reasoning=request.prepared.seals_reasoning or None)
         self._blocks: list[Block] = []
         self._open: Block | None = None
         self._last: Delta | None = None
@@ -215,6 +218,12 @@ class BlocksBuilder:
             yield from self._grown(self._open, part.text)
         if delta.finish_reason is not None:
             yield from self._end_block(cut=delta.finish_reason == "length")
+
+    def _sealed(self, block: Block) -> str:
+        """Returns the text of a block in a form that only the cluster reads, the same each time."""
+        if not block.sealed:
+            block.sealed = sealed(block.text, seal_key(self._request.services.config.secret))
+        return block.sealed
 
     def _end_block(self, *, cut: bool) -> Iterator[Event]:
         if self._open is not None:

@@ -182,7 +182,10 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         content = [] if status == "in_progress" else [_part(block)]
         match block.head.kind:
             case "reasoning":
-                return head | {"type": "reasoning", "summary": [], "content": content}
+                item = head | {"type": "reasoning", "summary": [], "content": content}
+                if self._request.prepared.seals_reasoning and content:
+                    item["encrypted_content"] = self._sealed(block)
+                return item
             case "content":
                 return head | {"type": "message", "role": "assistant", "content": content}
             case "call":
