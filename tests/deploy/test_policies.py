@@ -107,6 +107,14 @@ def test_there_is_time_to_drain(overlay: list[Object]) -> None:
                 assert "preStop" in container["lifecycle"], f"{pod}"
 
 
+def test_a_rollout_has_not_failed_while_a_worker_drains(overlay: list[Object]) -> None:
+    """Where no GPU is free a successor waits for that of the worker."""
+    for each in of_kind(overlay, "Deployment"):
+        if each["metadata"].get("labels", {}).get("baton/worker") == "true":
+            grace = each["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+            assert each["spec"]["progressDeadlineSeconds"] == grace + 600
+
+
 def test_roles_log_json(overlay: list[Object]) -> None:
     """As docs/observability.md shows, and as collectors read it."""
     assert settings_of(overlay)["data"]["BATON_LOG_FORMAT"] == "json"
