@@ -22,6 +22,7 @@ from baton.router.discovery import Discovery
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.channel import create_public_server
 from baton.rpc.health import HealthServicer
+from baton.rpc.port import Server
 from baton.rpc.stubs import EXTERNAL_PROCESSOR, add_service
 from baton.rpc.tls import TlsFiles, add_port
 
@@ -57,19 +58,21 @@ _MESSAGE_SECONDS = 5.0
 class Picker:
     """Owns the streams of gateways."""
 
-    def __init__(self, routers: Routers) -> None:
+    def __init__(self, routers: Routers, server: Server) -> None:
         self._routers = routers
+        self._server = server
 
     async def Process(
         self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: ServicerContext
     ) -> AsyncIterator[pb.ProcessingResponse]:
         exchange = Exchange(self._routers)
         try:
-            async for message in request_iterator:
-                for answer in exchange.answers(message):
-                    yield answer
-                if exchange.ended:
-                    return
+            with self._server.call(context, busy=False):
+                async for message in request_iterator:
+                    for answer in exchange.answers(message):
+                        yield answer
+                    if exchange.ended:
+                        return
         except (ValueError, DecodeError) as error:
             await context.abort(StatusCode.INVALID_ARGUMENT, str(error))
 
@@ -94,7 +97,7 @@ async def running(config: PickerConfig) -> AsyncIterator[tuple[str, asyncio.Task
     server = create_public_server(
         MAX_MESSAGE_BYTES, health, [SERVICE], message_timeout=_MESSAGE_SECONDS, share=False
     )
-    add_service(server, EXTERNAL_PROCESSOR, Picker(routers))
+    add_service(server, EXTERNAL_PROCESSOR, Picker(routers, server))
     try:
         pems = None if config.tls is None else config.tls.pems()
         port = add_port(server, config.host, config.port, pems)

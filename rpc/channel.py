@@ -1,7 +1,6 @@
 """Channels and servers, with the keepalive and the limits of size and time that both sides rely on."""
 
 import asyncio
-import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.rpc.auth import TokenCheck, certificate, token
 from baton.rpc.health import HealthServicer
+from baton.rpc.port import Server
 from baton.rpc.tls import WORKER_NAME, Pems, TlsFiles
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
@@ -38,11 +38,6 @@ _BOUNDS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
-
-
-def _connections() -> tuple[str, int]:
-    """The bound of a server's connections, which leaves most descriptors of its process to others."""
-    return "grpc.max_allowed_incoming_connections", resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.aio.Channel:
@@ -132,31 +127,31 @@ def create_public_server(
     *,
     message_timeout: float,
     share: bool,
-) -> grpc.aio.Server:
+) -> Server:
     """Makes a server for clients: callers prove nothing here.
 
     The server has the health service, and reflection of `services` (full names). A call ends if its message
     does not arrive within `message_timeout` seconds. With `share` other processes of the same router may
-    listen on the same port. The caller adds services and port, starts and stops it.
+    listen on the same port. The caller adds services and port, starts and stops it, and says which calls are
+    of clients that may make them (`Server.call`).
     """
     options = [
         *_KEEPALIVE,
         *_IDLE,
-        _connections(),
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.so_reuseport", int(share)),
     ]
-    server = grpc.aio.server(interceptors=[MessageDeadline(message_timeout)], options=options)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    server = Server([MessageDeadline(message_timeout)], options, proven=False)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server.grpc)
     shown = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-    reflection.enable_server_reflection(shown, server)
+    reflection.enable_server_reflection(shown, server.grpc)
     return server
 
 
 def create_server(
     secret: bytes, tls: TlsFiles | None = None, health_servicer: HealthServicer | None = None
-) -> grpc.aio.Server:
+) -> Server:
     """Makes a server for a worker. The caller adds its services and the port, starts and stops it.
 
     The port verifies callers: `add_port(…, cluster_pems(secret, tls))`. With `tls` the server verifies calls.
@@ -166,13 +161,12 @@ def create_server(
     options = [
         *_KEEPALIVE,
         *_IDLE,
-        _connections(),
         *_BOUNDS,
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
     interceptors = [] if tls is None else [TokenCheck(secret)]
-    server = grpc.aio.server(interceptors=interceptors, options=options)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer or HealthServicer(), server)
+    server = Server(interceptors, options, proven=True)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer or HealthServicer(), server.grpc)
     return server

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from baton.rpc import ext_proc_pb2, inference_pb2, worker_pb2
+from baton.rpc.port import Server
 
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -82,7 +83,7 @@ class InferenceStub(_Stub):
     Generate: grpc.aio.UnaryStreamMultiCallable[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
-def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: Any) -> None:
+def add_service(server: Server, service: ServiceDescriptor, servicer: Any) -> None:
     """Lets the methods of `servicer` serve those of the same names. The server refuses those that it lacks.
 
     A method gets the request, or the requests as an iterator, and the `ServicerContext`. It returns the

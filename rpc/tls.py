@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from baton.machine.system import try_port, url_host
+from baton.rpc.port import Server
 
 WORKER_NAME = "baton-worker"
 
@@ -103,16 +104,13 @@ class TlsFiles:
         return Pems(Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes(), authorities)
 
 
-def add_port(server: grpc.aio.Server, host: str, port: int, tls: Pems | None) -> int:
+def add_port(server: Server, host: str, port: int, tls: Pems | None) -> int:
     """Makes `server` listen on `host`:`port`, with TLS if `tls` is given.
 
     Returns the port. Raises OSError.
     """
-    address = f"{url_host(host)}:{port}"
     try:
-        if tls is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, tls.server_credentials())
+        return server.add_port(f"{url_host(host)}:{port}", None if tls is None else tls.server_credentials())
     except RuntimeError as error:  # gRPC hides the reason; `try_port` raises it
         try_port(host, port)
         raise OSError(str(error)) from error

@@ -14,6 +14,7 @@ import grpc.aio
 
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
+from baton.rpc.port import Server
 from baton.rpc.stubs import WORKER, add_service
 from baton.rpc.tls import TlsFiles, add_port
 
@@ -65,7 +66,7 @@ class StandIn:
         self._step: asyncio.Future[None] | None = None
         self._outputs: set[Outputs] = set()
         self._attempts: dict[bytes, asyncio.Task[None]] = {}
-        self._server: grpc.aio.Server | None = None
+        self._server: Server | None = None
 
     async def start(self, port: int = 0, tls: TlsFiles | None = None) -> Self:
         self._server = create_server(self.secret, tls)

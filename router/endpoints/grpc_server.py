@@ -127,7 +127,7 @@ class GrpcEndpoint:
         try:
             account = self._frontend.authorize(metadata.get("authorization", ""))
             access.key = account.key.name
-            with self._frontend.admit(account) as entry:
+            with self._server.call(context), self._frontend.admit(account) as entry:
                 raw = await self._message(requests, context, entry)
                 active = await self._frontend.prepare(
                     "grpc", raw, entry, metadata, name=name, timeout=context.time_remaining()

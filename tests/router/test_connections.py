@@ -15,7 +15,9 @@ import pytest
 from baton.router import server
 from baton.router.endpoints import http_connections
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.rpc import channel
+from baton.rpc import channel, port
+from baton.rpc import inference_pb2 as pb
+from baton.rpc.stubs import InferenceStub
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
 from tests.within import WITHIN, within
@@ -135,23 +137,30 @@ async def test_a_unix_socket_answers_what_starts_a_router(tokenizer: ModelTokeni
                 assert said in await response.text()
 
 
-async def test_grpc_connections_have_a_bound(
+async def test_idle_grpc_connections_leave_room_for_others(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Those that say nothing end within seconds, and then others are served."""
-    monkeypatch.setattr(channel, "_connections", lambda: ("grpc.max_allowed_incoming_connections", 4))
-    monkeypatch.setattr(channel, "_IDLE", [(name, 300) for name, _ in channel._IDLE])
-    async with make_cluster(tokenizer, tmp_path) as cluster:
-        address = cluster.router.grpc_address
-        assert address is not None
-        async with contextlib.AsyncExitStack() as stack:
-            readers = []
-            for _ in range(12):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port_of(address))
-                stack.callback(writer.close)
-                readers.append(reader)
-            ended = [asyncio.create_task(reader.read()) for reader in readers]
-            await within(asyncio.gather(*ended))
-            async with grpc.aio.insecure_channel(address) as client:
-                await within(client.channel_ready())
-                await channel.check_health(client, WITHIN)
+    """A generation goes on while others connect, and a probe is answered."""
+    monkeypatch.setattr(port, "affordable_connections", lambda: MOST)
+    never = [(name, 10**6 if value > 1_000 else value) for name, value in channel._IDLE]
+    monkeypatch.setattr(channel, "_IDLE", never)  # gRPC itself ends no connection
+    options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    async with make_cluster(tokenizer, tmp_path, host="0.0.0.0") as cluster:
+        address = f"127.0.0.1:{port_of(cluster.router.grpc_address or '')}"
+        async with (
+            grpc.aio.insecure_channel(address, options) as client,
+            grpc.aio.insecure_channel(address, options) as probe,
+        ):
+            cluster.decodes[0].steps = steps = asyncio.Semaphore(2)
+            call = InferenceStub(client).Generate(
+                pb.GenerateRequest(text="Hello", max_tokens=200), timeout=WITHIN
+            )
+            messages = aiter(call)
+            await within(anext(messages))
+            async with crowd(port_of(address), 5 * MOST):
+                await within(probe.channel_ready())
+                await channel.check_health(probe, WITHIN)
+            for _ in cluster.output_ids:
+                steps.release()
+            *_, last = [message async for message in messages]
+            assert last.usage.completion_tokens == len(cluster.output_ids)

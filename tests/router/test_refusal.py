@@ -73,7 +73,7 @@ async def loading_worker() -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def router_port() -> AsyncIterator[str]:
     server = create_public_server(1 << 20, HealthServicer(), [], message_timeout=5.0, share=False)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_port("127.0.0.1:0", None)
     await server.start()
     yield f"127.0.0.1:{port}"
     await server.stop(None)

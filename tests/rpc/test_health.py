@@ -23,7 +23,7 @@ async def test_the_number_of_watches_is_bounded_and_stop_ends_serving(
     monkeypatch.setattr(health, "MOST_WATCHES", 2)
     servicer = HealthServicer()
     server = create_public_server(1 << 20, servicer, [], message_timeout=5.0, share=False)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_port("127.0.0.1:0", None)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = HealthStub(channel)
