@@ -246,7 +246,7 @@ def run_picker(flags: PickerRole) -> int:
         raise ValueError("a picker needs routers: --router IP:PORT (repeatable) or --kubernetes-service NAME")
     for address in picker.router:
         if not is_address(address):
-            raise ValueError(f"--router must be IP:PORT, not {address!r}")
+            raise ValueError(f"--router must be IP:PORT or [IPV6]:PORT, not {address!r}")
     config = _configured(
         PickerConfig,
         flags,

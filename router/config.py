@@ -140,7 +140,7 @@ class RouterConfig:
             host_of(domain)
         for address in self.workers:
             if not is_address(address):
-                raise ValueError(f"--worker must be HOST:PORT, not {address!r}")
+                raise ValueError(f"--worker must be HOST:PORT or [IPV6]:PORT, not {address!r}")
 
     @property
     def process_title(self) -> str:

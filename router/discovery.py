@@ -54,14 +54,15 @@ class FileDiscovery:
 
 
 def is_address(text: str) -> bool:
-    """Whether this is HOST:PORT."""
+    """Whether this is HOST:PORT. An IPv6 address stands in brackets, or it would run on into the port."""
     host, _, port = text.rpartition(":")
-    return bool(host) and "/" not in host and port.isdecimal() and 1 <= int(port) <= 65_535
+    whole = ":" not in host or (host.startswith("[") and host.endswith("]"))
+    return bool(host) and "/" not in host and whole and port.isdecimal() and 1 <= int(port) <= 65_535
 
 
 def _parse(text: str, path: Path) -> frozenset[str]:
     lines = dict.fromkeys(filter(None, (line.partition("#")[0].strip() for line in text.splitlines())))
     wrong = [line for line in lines if not is_address(line)]
     for line in wrong:
-        log.warning("workers file %s: %r is left out, since it is not HOST:PORT", path, line)
+        log.warning("workers file %s: %r is left out, since it is not HOST:PORT or [IPV6]:PORT", path, line)
     return frozenset(lines).difference(wrong)

@@ -334,7 +334,8 @@ def test_errors_name_the_flag(
         ("bench sweep --api foo", "'--api': 'foo' is not one of 'completions', 'chat'."),
         ("doctor --check-port 8000 --check-port 99999", "'--check-port': 99999 is out of range"),
         ("router --request-timeout inf", "inf is out of range: must be 1 to 1000000."),  # 32 bits of ms
-        ("picker --router here", "Error: --router must be IP:PORT, not 'here'"),
+        ("picker --router here", "Error: --router must be IP:PORT or [IPV6]:PORT, not 'here'"),
+        ("picker --router ::1:80", "Error: --router must be IP:PORT or [IPV6]:PORT, not '::1:80'"),
         ("plan --rate much", "'--rate': 'much' is not a number."),
         ("stop", "Error: --ray-address: required"),
         ("bench swep", "Did you mean 'sweep'?"),

@@ -267,18 +267,21 @@ async def test_a_workers_file_that_cannot_be_used_is_told_once(
     path = tmp_path / "workers"
     async with Follower(FileDiscovery(str(path), (C,))) as router:
         await eventually(lambda: "cannot be read (No such file or directory)" in caplog.text)
-        write_atomically(path, f"{A}\nhost\n10.0.0.2:70001\nhttp://10.0.0.2:7001")
-        await router.until(A, C)
+        write_atomically(
+            path, f"{A}\nhost\n10.0.0.2:70001\nhttp://10.0.0.2:7001\nfd00::2:7001\n[fd00::3]:7001"
+        )
+        await router.until(A, C, "[fd00::3]:7001")
         path.unlink()
         path.mkdir()
         await eventually(lambda: "cannot be read (Is a directory)" in caplog.text)
     said = [record.getMessage().removeprefix(f"workers file {path}") for record in caplog.records]
     assert said == [
         " cannot be read (No such file or directory): the router keeps the last list",
-        ": 'host' is left out, since it is not HOST:PORT",
-        ": '10.0.0.2:70001' is left out, since it is not HOST:PORT",
-        ": 'http://10.0.0.2:7001' is left out, since it is not HOST:PORT",
-        said[4],
+        ": 'host' is left out, since it is not HOST:PORT or [IPV6]:PORT",
+        ": '10.0.0.2:70001' is left out, since it is not HOST:PORT or [IPV6]:PORT",
+        ": 'http://10.0.0.2:7001' is left out, since it is not HOST:PORT or [IPV6]:PORT",
+        ": 'fd00::2:7001' is left out, since it is not HOST:PORT or [IPV6]:PORT",
+        said[5],
     ]
 
 
