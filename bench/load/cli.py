@@ -169,5 +169,5 @@ def compare(
     names = [path.stem for path in reports]
     console().print(comparing.render(loaded, names, verdict))
     if html is not None:
-        page.write(html, loaded, names)
+        page.write(html, loaded, names, verdict)
     return 1 if verdict.failed else 0

@@ -132,7 +132,44 @@ async def test_a_page_draws_a_run_a_sweep_and_two_runs_over_each_other(tmp_path:
             if name == "two":
                 assert "before p99" in drawn[3]
                 assert "after p99" in drawn[3]
+                legend = "[...document.querySelectorAll('#plots section')[3].querySelectorAll('.u-marker')]"
+                marks = f"{legend}.slice(1).map(each => each.style.borderStyle)"
+                assert await shown.run(marks) == ["solid", "dashed"] * 2, "p50 and p99 of each run"
                 await shown.keep_picture("report.png")
+
+
+def test_a_comparison_says_what_the_terminal_says(tmp_path: Path) -> None:
+    """The names of the rows, the changes with those that may be chance, and all notes."""
+    old, new = _report(), _report()
+    new["parameters"] |= {"seed": 2, "router": "b"}
+    old["detail"]["notes"], new["detail"]["incomplete"] = ["the server reports no usage"], True
+    for row in new["results"]:
+        factor = {"ttft.p50": 1.01, "ttit.p50": 3.0, "throughput.requests": 3.0}.get(row["name"], 1.0)
+        for end in {"value", "low", "high"} & {*row}:
+            row[end] *= factor
+        if row["name"] == "ttft.p50":
+            row["low"] = 1.0
+    warnings = compare.judge([old, new], []).warnings
+    verdict = compare.Verdict(("ttit.p50>+5%: 10 → 30 (+200.0%)",), warnings)
+    text = page.page([old, new], ["old", "new"], verdict)
+    table, told = text[text.index("<table>") : text.index("</table>")], text[text.index("</table>") :]
+    assert '<th class="number">change</th>' in table
+    for key, name, kind, change in (
+        ("ttft.p50", "TTFT p50", "dim", "+1.0% ≈"),
+        ("ttit.p50", "TTIT, every gap p50", "bad", "+200.0%"),
+        ("throughput.requests", "Requests/s", "good", "+200.0%"),
+    ):
+        row = table[table.index(f'title="{key}"') :].partition("</tr>")[0]
+        assert f">{name}<" in row
+        assert f'class="number {kind}">{change}<' in row
+    for line in (
+        '<p class="dim">old: Note: the server reports no usage.</p>',
+        '<p class="">new: router: – → b</p>',
+        '<p class="warn">Note: not the same experiment: seed is ',
+        '<p class="warn">Note: the other run is incomplete</p>',
+        '<p class="bad">FAILED ttit.p50&gt;+5%: 10 → 30 (+200.0%)</p>',
+    ):
+        assert line in told
 
 
 def test_a_curve_is_bounded_and_true() -> None:

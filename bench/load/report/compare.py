@@ -27,6 +27,9 @@ _OF_EACH_RUN = ("texts", "dialect")
 _LATENCIES = ("ttft", "ttit", "handover", "e2e")
 _RATES = ("throughput", "goodput", "max_rate", "interactivity")
 _FAILURES = ("errors", "requests.failed", "requests.refused")
+Kind = str
+"""Of a change: "" if unknown, "dim" if it may be chance, "good" or "bad". "warn": of a note."""
+_STYLES = {"": "", "dim": "dim", "good": "green", "bad": "red", "warn": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +130,24 @@ def render(reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: 
         cells: list[RenderableType] = [_cell(base.get(name))]
         for report in reports[1:]:
             row = rows_of(report).get(name)
-            cells += [_cell(row), _change_cell(base.get(name), row)]
+            text, kind = change(base.get(name), row)
+            cells += [_cell(row), Text(text, _STYLES[kind])]
         table.add_row(name, *cells)
-    lines = [
-        Text(f"{name}: {key}: {old} → {new}")
+    return Group(table, *(Text(text, _STYLES[kind]) for text, kind in notes(reports, names, verdict)))
+
+
+def notes(
+    reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: Verdict
+) -> list[tuple[str, Kind]]:
+    """Lines below the comparison: what differs between the runs, what makes it doubtful, and what failed."""
+    lines: list[tuple[str, Kind]] = [
+        (f"{name}: {key}: {old} → {new}", "")
         for report, name in zip(reports[1:], names[1:], strict=True)
         for key, (old, new) in _setup_changes(reports[0], report).items()
     ]
-    lines += [Text(f"Note: {w}", "yellow") for w in verdict.warnings]
-    lines += [Text(f"FAILED {f}", "bold red") for f in verdict.failed]
-    return Group(table, *lines)
+    lines += [(f"Note: {warning}", "warn") for warning in verdict.warnings]
+    lines += [(f"FAILED {failed}", "bad") for failed in verdict.failed]
+    return lines
 
 
 def _setup_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -196,19 +207,20 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _change_cell(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Text:
+def change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> tuple[str, Kind]:
+    """The change of a row, and what it means."""
     if old is None or new is None:
-        return Text("–")
+        return "–", ""
     name = re.sub(r"^\w+=.*?\.(?=[a-z])", "", old["name"])  # without the load of a sweep, such as rate=0.5.
     text = change_text(old["value"], new["value"])
     if old["value"] == new["value"]:
-        return Text(text)
+        return text, ""
     if name.startswith(_LATENCIES + _RATES) and ("low" not in old or "low" not in new or _overlap(old, new)):
-        return Text(f"{text} ≈", "dim")
+        return f"{text} ≈", "dim"
     if not name.startswith(_LATENCIES + _RATES + _FAILURES):
-        return Text(text)
+        return text, ""
     better = (new["value"] > old["value"]) == name.startswith(_RATES)
-    return Text(text, "green" if better else "red")
+    return text, "good" if better else "bad"
 
 
 def _overlap(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -1,7 +1,8 @@
 // Draws the runs in the element #data: distributions, timelines, and sweeps. One colour is one run.
 const runs = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#4a7bea", "#e0783a", "#38a169", "#b25fd0", "#c9485b", "#2aa5b8"];
-const DASHES = [undefined, [6, 4], [2, 3]];
+// p50 is a thick line, p99 a thin and dashed one, also in the legend.
+const STYLES = [{ width: 2 }, { width: 1, dash: [5, 4] }];
 const text = value => value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toLocaleString("en");
 
 // `curves`: {label, run, style, points}, where points are [x, y]. The styles of one run differ in their dashes.
@@ -17,10 +18,11 @@ function draw(title, xLabel, curves, options = {}) {
   const width = () => Math.max(240, section.clientWidth - 26);
   const plot = new uPlot({
     width: width(), height: 240, cursor: { y: false },
+    legend: { markers: { width: 2, dash: (_, index) => drawn[index - 1]?.style ? "dashed" : "solid" } },
     scales: { x: { time: false, distr: options.log ? 3 : 1 }, y: { range: (_, low, high) => [0, options.top ?? (high > 0 ? high * 1.05 : 1)] } },
     axes: [{ ...axis, label: xLabel, labelSize: 18, values: (_, ticks) => ticks.map(tick => tick === null ? "" : text(tick)) }, { ...axis, size: 60, values: (_, ticks) => ticks.map(tick => tick === null ? "" : text(tick)) }],
     series: [{ label: xLabel, value: (_, value) => text(value) }, ...drawn.map(({ label, run, style = 0, marks }) => ({
-      label, stroke: COLOURS[run % COLOURS.length], width: 1.5, dash: DASHES[style], spanGaps: true,
+      label, stroke: COLOURS[run % COLOURS.length], ...STYLES[style], spanGaps: true,
       points: { show: marks ?? false }, value: (_, value) => text(value) }))],
   }, uPlot.join(tables), section);
   addEventListener("resize", () => plot.setSize({ width: width(), height: 240 }));

@@ -11,7 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from baton.bench.load.report.table import ms, rows_of
+from baton.bench.load.report.compare import Verdict, change, notes
+from baton.bench.load.report.table import ms, name_of, rows_of
 
 _PAGES = files("baton.router.endpoints.pages")
 _ROWS = (
@@ -20,6 +21,9 @@ _ROWS = (
     "requests.sent", "requests.failed",
 )  # fmt: skip
 """Of the table. The JSON of the report has all."""
+NO_VERDICT = Verdict((), ())
+Cell = tuple[str, str]
+"""A text and its style."""
 _PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -30,7 +34,7 @@ _PAGE = """<!doctype html>
 <header class="bar"><h1>{title}</h1><span class="dim">{about}</span></header>
 <main>
 {banners}
-<section><table>{table}</table></section>
+<section><table>{table}</table>{notes}</section>
 <div class="plots" id="plots"></div>
 <section><h2>How it was measured</h2><table>{setup}</table></section>
 </main>
@@ -41,12 +45,15 @@ _PAGE = """<!doctype html>
 """
 
 
-def write(path: Path, reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Writes the page of these reports, which are drawn over each other by these names."""
-    path.write_text(page(reports, names))
+def write(
+    path: Path, reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: Verdict = NO_VERDICT
+) -> None:
+    """Writes the page of these reports, which are drawn over each other by these names. `verdict`: of their
+    comparison."""
+    path.write_text(page(reports, names, verdict))
 
 
-def page(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+def page(reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: Verdict = NO_VERDICT) -> str:
     """Returns the page. Reports that were written without curves have only the table."""
     first = reports[0]
     model = first["parameters"].get("model", "")
@@ -59,6 +66,7 @@ def page(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
         style=_read("style.css") + _read("uPlot.min.css"),
         banners="".join(_banner(report, name) for report, name in zip(reports, names, strict=True)),
         table=_table(reports, names),
+        notes=_notes(reports, names, verdict),
         setup=_setup(reports, names),
         uplot=_read("uPlot.iife.min.js"),
         # Within a script only "</" and "<!--" could end it.
@@ -81,11 +89,6 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"name": name, "curves": detail.get("curves", {}), "points": sorted(points, key=lambda p: p["x"])}
 
 
-def _cells(kind: str, first: str, cells: Sequence[str]) -> str:
-    numbers = "".join(f'<{kind} class="number">{html.escape(cell)}</{kind}>' for cell in cells)
-    return f"<tr><{kind}>{html.escape(first)}</{kind}>{numbers}</tr>"
-
-
 def _table(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """A column for each run; of a sweep, for each load."""
     columns: list[tuple[str, Mapping[str, Any]]] = []
@@ -94,14 +97,45 @@ def _table(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
         prefix = f"{name}: " if len(reports) > 1 else ""
         columns += [(f"{prefix}{p['parameters']['load']}", p) for p in points] if points else [(name, report)]
     tables = [rows_of(report) for _, report in columns]
-    lines = [_cells("th", "", [name for name, _ in columns])]
+    compared = len(columns) == len(reports) > 1  # runs, each with the first one
+    heads = [(name, "") for name, _ in columns]
+    lines = [_row("th", "", "", _with_changes(heads, [("change", "")] * len(heads) if compared else ()))]
     for row in _ROWS:
         if any(row in rows for rows in tables):
             cells = [
-                f"{ms(rows[row]['value'])} {rows[row]['unit']}" if row in rows else "–" for rows in tables
+                (f"{ms(rows[row]['value'])} {rows[row]['unit']}" if row in rows else "–", "")
+                for rows in tables
             ]
-            lines.append(_cells("td", row, cells))
+            changes = [change(tables[0].get(row), rows.get(row)) for rows in tables] if compared else ()
+            lines.append(_row("td", name_of(row), row, _with_changes(cells, changes)))
     return "".join(lines)
+
+
+def _with_changes(cells: Sequence[Cell], changes: Sequence[Cell]) -> list[Cell]:
+    """Puts each change but that of the first run behind its cell."""
+    if not changes:
+        return [*cells]
+    return [cells[0], *(each for pair in zip(cells[1:], changes[1:], strict=True) for each in pair)]
+
+
+def _row(kind: str, first: str, title: str, cells: Sequence[Cell]) -> str:
+    """`title`: the name of the row in the report, which --fail-if takes."""
+    numbers = "".join(
+        f'<{kind} class="{f"number {style}".rstrip()}">{html.escape(text)}</{kind}>' for text, style in cells
+    )
+    return f'<tr><{kind} title="{html.escape(title)}">{html.escape(first)}</{kind}>{numbers}</tr>'
+
+
+def _notes(reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: Verdict) -> str:
+    """What the terminal says below its tables."""
+    lines: list[Cell] = [
+        (f"{name}: Note: {note}." if len(reports) > 1 else f"Note: {note}.", "dim")
+        for report, name in zip(reports, names, strict=True)
+        for note in report.get("detail", {}).get("notes", ())
+    ]
+    if len(reports) > 1:
+        lines += notes(reports, names, verdict)
+    return "".join(f'<p class="{kind}">{html.escape(text)}</p>' for text, kind in lines)
 
 
 def _setup(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -109,9 +143,11 @@ def _setup(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
         {**report["parameters"], **report.get("machine", {}), **report.get("versions", {})}
         for report in reports
     ]
-    lines = [_cells("th", "", names)]
+    lines = [_row("th", "", "", [(name, "") for name in names])]
     for key in dict.fromkeys(key for each in described for key in each):
-        lines.append(_cells("td", key, [str(each.get(key, "–")) for each in described]))
+        lines.append(
+            _row("td", key.replace("_", " "), key, [(str(each.get(key, "–")), "") for each in described])
+        )
     return "".join(lines)
 
 

@@ -22,6 +22,15 @@ TITLES = {
     "e2e": "End to end",
     "e2e.per_token": "End to end/token",
 }
+_NAMES = {
+    "throughput.requests": "Requests/s",
+    "throughput.output_tokens": "Output tokens/s",
+    "goodput.requests": "Goodput: requests/s within the objectives",
+    "goodput.share": "Goodput: share of all requests",
+    "input.cached": "Share of prompt tokens from the cache",
+    "requests.sent": "Requests sent",
+    "requests.failed": "Requests failed",
+}
 HELPS = (
     "What helps: close other programs, give a lower --concurrency or --rate, or run this command on another "
     "machine than the server."
@@ -37,6 +46,12 @@ def console() -> Console:
 
 def rows_of(report: Mapping[str, Any]) -> Rows:
     return {row["name"]: row for row in report["results"]}
+
+
+def name_of(row: str) -> str:
+    """A row as people call it: `TTFT p99` for `ttft.p99`."""
+    metric, _, quantile = row.rpartition(".")
+    return _NAMES.get(row) or (f"{TITLES[metric]} {quantile}" if metric in TITLES else row)
 
 
 def render(report: Mapping[str, Any]) -> RenderableType:
