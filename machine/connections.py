@@ -1,11 +1,13 @@
 """The open connections of one port, and which of them ends when there are too many.
 
-A client needs no key to open connections and to say nothing. So a port has a bound. Above it an idle
-connection ends: the oldest one of the address that has most of them. Clients at other addresses keep theirs.
+A client needs no key to open connections. So a port has a bound. Above it an idle connection ends: the oldest
+one of the address that has most of them. Clients at other addresses keep theirs. A connection is busy only
+while it serves a request with a valid key: other requests do not protect it.
 
 Life of a connection: `open` → busy ⇄ idle → `close`, or ended by its `end` while it is idle.
 """
 
+import asyncio
 import logging
 import resource
 import socket
@@ -18,19 +20,20 @@ log = logging.getLogger(__name__)
 
 _IPV6_NETWORK_BYTES = 8
 """One client may have all addresses of a /64."""
-_CONNECTION_BYTES = 32 << 10
-"""Of an idle connection, in this process and in the kernel."""
+_CONNECTION_BYTES = 384 << 10
+"""That a client without a key can make a connection take: 128 KiB in this process, for what it sends ahead
+and for a piece of its response, and as much for each of the kernel's two buffers."""
 
 
 def affordable_connections(processes: int) -> int:
     """Connections that each of `processes` may keep open. They take half of its descriptors at most, and all
-    of them an eighth of the memory."""
+    of them a quarter of the memory."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return memory_share(8 * processes * _CONNECTION_BYTES, most=descriptors // 2)
+    return memory_share(4 * processes * _CONNECTION_BYTES, most=descriptors // 2)
 
 
 class Connection:
-    """One open connection. It is idle at first.
+    """One open connection. It is idle at first, and busy while it serves a key.
 
     Attributes:
         end: closes it; `Connections` calls this.
@@ -54,7 +57,7 @@ class Connection:
         self._of.set_idle(self, self._client)
 
     def close(self) -> None:
-        """It is closed. Idempotent."""
+        """The connection is closed. Idempotent."""
         self._of.close(self, self._client)
 
 
@@ -63,11 +66,14 @@ class Connections:
 
     Attributes:
         most: while so many are open, each new one ends an idle one.
+        none: set while no connection is open.
     """
 
     def __init__(self, name: str, most: int, extra: int = 0) -> None:
         """`name`: of the port, for the log. `extra`: new connections above `most` if none is idle."""
         self.most = most
+        self.none = asyncio.Event()
+        self.none.set()
         self._name = name
         self._extra = extra
         self._open: set[Connection] = set()
@@ -90,6 +96,7 @@ class Connections:
         client = _client(host)
         connection = Connection(self, client, end, is_extra=len(self._open) >= self.most)
         self._open.add(connection)
+        self.none.clear()
         self.set_idle(connection, client)
         return connection
 
@@ -118,6 +125,8 @@ class Connections:
     def close(self, connection: Connection, client: bytes) -> None:
         self.set_busy(connection, client)
         self._open.discard(connection)
+        if not self._open:
+            self.none.set()
 
     def _move(self, client: bytes, before: int, after: int) -> None:
         """The client has `after` idle connections instead of `before`, one more or less."""

@@ -323,7 +323,8 @@ class ActiveRequest:
         try:
             self.entry.receive(size)
         except (Overloaded, RateLimited) as error:
-            text = f"{error.message}; log probabilities count, too, until they are sent: use stream"
+            kinds = "log probabilities count until they are sent, like events of the background"
+            text = f"{error.message}; {kinds}"
             self.abort(type(error)(text, retry_after=error.retry_after))
 
     def abort(self, error: ApiError) -> None:

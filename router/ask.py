@@ -104,7 +104,9 @@ async def _explaining(config: RouterConfig, reasons: Mapping[str, str]) -> Async
     ]
     if config.admin_port:
         ports.append(("--admin-port", config.admin_host, config.admin_port, None))
-    async with HttpServer(web.Application(middlewares=[answer])) as server:
+    app = web.Application(middlewares=[answer])
+    http = HttpServer(app, client_timeout=config.client_timeout, keep_alive=config.keep_alive)
+    async with http as server:
         for flag, host, port, tls in ports:
             server.serve(listen(flag, host, port), Connections(flag, _CLIENTS), tls)
         yield

@@ -1,7 +1,8 @@
 """The router process: starts, serves until a signal, and stops.
 
 1. Loads the tokenizer, listens, and connects to the workers.
-2. SIGTERM drains: the router takes no new request, and running requests finish within `drain_timeout`.
+2. SIGTERM drains: each open connection is served until its next response, and running requests finish. That
+   takes `drain_timeout` at most.
    SIGINT or a second signal ends running requests at once.
 3. The file of API keys is read again when it changes, and at SIGHUP.
 4. The connections to workers close, which cancels what the workers still compute.
@@ -15,7 +16,7 @@ import json
 import logging.config
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,7 +34,7 @@ from baton.router.api.jobs import SamplingDefaults, sampling_defaults, shown
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.grpc_server import GrpcEndpoint
-from baton.router.endpoints.http_connections import EXTRA, HttpServer, listen
+from baton.router.endpoints.http_connections import EXTRA, RETIRE_SECONDS, HttpServer, Listener, listen
 from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
@@ -138,8 +139,30 @@ class RunningRouter:
     following: asyncio.Task[None]
     """Follows discovery. Ends only with an error."""
     frontend: Frontend
-    stop_listening: Callable[[], Awaitable[None]]
-    """Takes no new requests from now on."""
+    http: HttpServer
+    listener: Listener
+    grpc: GrpcEndpoint
+
+    async def drain(self) -> None:
+        """Serves what comes over connections that are open, until all have closed and no request runs.
+
+        If there are any, it goes on listening for `RETIRE_SECONDS`: load balancers may not know yet."""
+        active, connections = self.services.active, self.listener.connections
+        log.info("draining %d requests and %d connections", len(active), len(connections))
+        self.frontend.draining = True
+        self.http.retire()
+        self.grpc.drain()
+        if connections:
+            await asyncio.sleep(RETIRE_SECONDS)
+        self.listener.close()
+        await connections.none.wait()
+        await active.none.wait()
+
+    def stop_listening(self) -> None:
+        """Takes no new requests from now on."""
+        self.frontend.draining = self.frontend.ending = True
+        self.listener.close()
+        self.grpc.drain()
 
 
 @contextlib.asynccontextmanager
@@ -180,7 +203,11 @@ async def running(
     try:
         await http.batches.start()
         async with HttpServer(
-            http.app, services.metrics.failed, handler_cancellation=True, keepalive_timeout=config.keep_alive
+            http.app,
+            services.metrics.failed,
+            client_timeout=config.client_timeout,
+            keep_alive=config.keep_alive,
+            handler_cancellation=True,
         ) as http_server:
             context = None
             if config.tls is not None:
@@ -196,16 +223,13 @@ async def running(
             if config.grpc_port is not None:
                 grpc_address = await grpc_endpoint.start(config.host, config.grpc_port)
 
-            async def stop_listening() -> None:
-                if not frontend.draining:
-                    frontend.draining = True
-                    listener.close()
-                    await grpc_endpoint.drain()
-
             scheme = "http" if config.tls is None else "https"
             url = f"{scheme}://{url_host(config.host)}:{port}"
-            yield RunningRouter(url, grpc_address, services, following, frontend, stop_listening)
-            await stop_listening()
+            router = RunningRouter(
+                url, grpc_address, services, following, frontend, http_server, listener, grpc_endpoint
+            )
+            yield router
+            router.stop_listening()
             await _cut(services)
     finally:
         await http.batches.close()
@@ -253,9 +277,8 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Sampl
                 other.result()
         if not stopped.done():
             return 1  # the supervisor ended
-        await router.stop_listening()
         if stopped.result() == signal.SIGTERM:
-            await _drain(router.services, signals, config.drain_timeout)
+            await _drain(router, signals, config.drain_timeout)
     return 0
 
 
@@ -282,13 +305,13 @@ async def _answer(command: str, argument: bytes, router: RunningRouter, signals:
     return b""
 
 
-async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float) -> None:
+async def _drain(router: RunningRouter, signals: asyncio.Queue[int], timeout: float) -> None:
     """Waits for running requests. Another signal ends the wait."""
-    log.info("draining %d requests", len(services.active))
-    waits = {asyncio.create_task(services.active.none.wait()), asyncio.create_task(signals.get())}
+    waits = {asyncio.create_task(router.drain()), asyncio.create_task(signals.get())}
     await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def observe_lag(observe: Callable[[float], None], observe_own: Callable[[float], None]) -> None:

@@ -24,6 +24,18 @@ def entering(admission: Admission, account: Account) -> Iterator["Entry"]:
         account.leave()
 
 
+@contextmanager
+def holding(admission: Admission, account: Account, size: int) -> Iterator[None]:
+    """Counts the bytes of an answer while it is open. It needs no place among the requests of its key. Raises
+    Overloaded and RateLimited."""
+    entry = Entry(admission, account)
+    entry.receive(size)
+    try:
+        yield
+    finally:
+        entry.end()
+
+
 class Entry:
     """One admitted request: first its body and an estimate of its prompt tokens, then a turn for each
     generation.

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
-from baton.router.admission.entry import Entry, entering
+from baton.router.admission.entry import Entry, entering, holding
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.parked import Deadline
@@ -35,6 +35,7 @@ from baton.rpc import worker_pb2 as pb
 TOKEN_BYTES = 4
 """Bytes of a body for each prompt token, as an estimate before the prompt is tokenized."""
 _MAX_HEADER = 4_000
+_ENDING = "the router is shutting down"
 _VALID_NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -75,7 +76,8 @@ class Frontend:
 
     def __init__(self, services: Services) -> None:
         config = services.config
-        self.draining = False  # new requests are refused
+        self.draining = False  # connections that are open are served, and close
+        self.ending = False  # new requests are refused
         self.metrics = services.metrics
         self._model_names = config.model_names
         self._services = services
@@ -150,13 +152,25 @@ class Frontend:
     @contextmanager
     def admit(self, account: Account) -> Iterator[Entry]:
         """Admits a request, before its body is read. Raises ShuttingDown and RateLimited."""
-        self._refuse_while_draining()
+        self._refuse_at_the_end()
         with entering(self._services.admission, account) as entry:
             yield entry
 
-    def _refuse_while_draining(self) -> None:
+    def answering(self, account: Account, size: int) -> AbstractContextManager[None]:
+        """Counts the bytes of an answer for its key, like those of bodies, while it is sent.
+
+        Raises Overloaded and RateLimited.
+        """
+        return holding(self._services.admission, account, size)
+
+    def refuse_while_draining(self) -> None:
+        """For requests that come without a connection, or over one that cannot tell its client to leave."""
         if self.draining:
-            raise ShuttingDown("the router is shutting down", retry_after=1)
+            raise ShuttingDown(_ENDING, retry_after=1)
+
+    def _refuse_at_the_end(self) -> None:
+        if self.ending:
+            raise ShuttingDown(_ENDING, retry_after=1)
 
     async def prepare(
         self,
@@ -181,7 +195,7 @@ class Frontend:
         Raises ApiError.
         """
         began = time.monotonic()
-        self._refuse_while_draining()
+        self._refuse_at_the_end()
         entry.receive(len(history))
         limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
         max_wait = seconds_of(headers, "x-max-wait")
@@ -266,7 +280,6 @@ class Frontend:
         async with _until(Deadline(time.monotonic(), self._services.config.request_timeout)):
             response = await self._prepared(kind, raw, entry, history)
         assert isinstance(response, bytes)
-        entry.receive(len(response))  # until the client has it
         return response
 
     def _reasoning(self, prepared: Prepared, structure: Structure | None) -> pb.Reasoning | None:

@@ -85,7 +85,7 @@ class GrpcEndpoint:
         self._following = asyncio.create_task(self._follow_readiness(), name="gRPC health")
         return f"{url_host(host)}:{bound}"
 
-    async def drain(self) -> None:
+    def drain(self) -> None:
         """Tells health clients that it stops. It still listens, and refuses new calls with an error."""
         self._health.stop()
 
@@ -127,6 +127,7 @@ class GrpcEndpoint:
         try:
             account = self._frontend.authorize(metadata.get("authorization", ""))
             access.key = account.key.name
+            self._frontend.refuse_while_draining()
             with self._server.call(context), self._frontend.admit(account) as entry:
                 raw = await self._message(requests, context, entry)
                 active = await self._frontend.prepare(

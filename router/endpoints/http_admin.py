@@ -12,6 +12,7 @@ from aiohttp import web
 from baton.router import errors
 from baton.router.admission.keys import KeyRing
 from baton.router.config import RouterConfig
+from baton.router.endpoints.http_connections import serving_key
 from baton.router.endpoints.http_generation import authorization
 from baton.router.workers.checks import explain
 
@@ -43,7 +44,8 @@ class AdminCalls:
                     self._keys.authorize(authorization(request))
                 except errors.Unauthorized:
                     raise errors.Unauthorized(_KEY) from None
-                return await handler(request)
+                with serving_key(request):
+                    return await handler(request)
             except errors.ApiError as error:
                 return web.json_response(error.body, status=error.status)
 

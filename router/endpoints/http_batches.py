@@ -26,13 +26,16 @@ from baton.router.batches.storage import MAX_FILE_BYTES, Storage
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend
+from baton.router.endpoints.http_connections import send
 from baton.router.endpoints.request_body import read_body
 from baton.router.preparation.prepare import Generated
 
 ENDPOINTS: dict[str, Generated] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 WINDOW_SECONDS = 24 * 3600
-PAGE = 10_000
-"""Objects of a list, at most."""
+PAGE = 100
+"""Objects of one answer with a list, at most. A client that asks for more gets the rest as further pages."""
+MAX_LIMIT = 10_000
+"""That a client may ask for: OpenAI's bound for files."""
 PIECE_BYTES = 1 << 20
 """Of an upload, that are written at once."""
 MAX_NAME = 256
@@ -175,7 +178,10 @@ class HttpBatches:
     async def _content(self, request: web.Request) -> web.StreamResponse:
         storage, owner = self._kept
         path = await storage.call(storage.content, owner, request.match_info["id"])
-        return web.FileResponse(path, headers={"Content-Type": "application/jsonl"})
+        with await asyncio.to_thread(path.open, "rb") as file:
+            response = web.Response(body=file, content_type="application/jsonl")
+            await send(request, response)
+        return response
 
     # ------------------------------------------------------------ batches
 
@@ -253,7 +259,7 @@ def _page(request: web.Request, objects: list[Any], most: int) -> web.Response:
         if after not in ids:
             raise errors.NotFound(f"after: there is no {after[:80]!r}", param="after")
         objects = objects[ids.index(after) + 1 :]
-    limit = http.number(request, "limit", most, 1, PAGE)
+    limit = min(PAGE, http.number(request, "limit", most, 1, MAX_LIMIT))
     page = objects[:limit]
     ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
     return _json({"object": "list", "data": page, **ends, "has_more": len(objects) > limit})

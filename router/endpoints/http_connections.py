@@ -1,4 +1,13 @@
-"""The connections of an HTTP server: how many may be open, and the response to bytes that are not HTTP."""
+"""The connections of an HTTP server: how many may be open, how a response leaves, and the response to bytes
+that are not HTTP.
+
+Life of a connection: accepted → idle ⇄ serving → closed.
+
+1. `send` writes each response that is no stream.
+2. A client that does not take what is written within `client_timeout` is cut off.
+3. When too many are open, one that serves no key (`serving_key`) is cut off.
+4. A server that retires says `Connection: close` in each response, and closes what stays idle.
+"""
 
 import asyncio
 import contextlib
@@ -7,10 +16,12 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Awaitable, Callable
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from aiohttp import web
 from aiohttp.http import RawRequestMessage
@@ -24,48 +35,93 @@ from baton.router.errors import ApiError
 
 log = logging.getLogger(__name__)
 
-
-def is_extra(request: web.Request) -> bool:
-    """Whether more connections are open than the port may have. Then only what is open to all is served."""
-    slot = getattr(request.protocol, "slot", None)
-    return slot is not None and slot.is_extra
-
-
 READ_BYTES = 8 << 10
 """aiohttp stops parsing a body when twice as many bytes, or a sixteenth as many chunks, wait for its handler.
 So chunks of a byte take a turn of the loop at most 2 ms."""
+AHEAD_BYTES = 64 << 10
+"""Of later requests, that are read while one is served. aiohttp alone would keep 31 of them, 1 MiB each."""
+PIECE_BYTES = 64 << 10
+"""Of a response, that this process gives to the kernel at once. Each must leave within `client_timeout`."""
 LINGER_SECONDS = 10.0
 """A client may send the rest of a refused body for so long. It could not read its response after a reset."""
+RETIRE_SECONDS = 3.0
+"""A server that retires closes a connection that stays idle for so long. Clients that reuse connections have
+then got a response with `Connection: close`, and load balancers have seen that /routable fails."""
+_RESET = struct.pack("ii", 1, 0)  # l_onoff and l_linger of SO_LINGER
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def is_extra(request: web.BaseRequest) -> bool:
+    """Whether more connections are open than the port may have. Then only what is open to all is served."""
+    return _of(request).slot.is_extra
+
+
+@contextlib.contextmanager
+def serving_key(request: web.BaseRequest) -> Iterator[None]:
+    """While it is open, the connection does not end to make room for others: its request has a valid key."""
+    slot = _of(request).slot
+    slot.busy()
+    try:
+        yield
+    finally:
+        slot.idle()
+
+
+async def send(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Sends what is left of a response, in pieces: many clients may take a large one slowly, and TLS would
+    copy it for each. Raises ConnectionError when the client has disconnected or is cut off."""
+    body = response.body if isinstance(response, web.Response) else None
+    if isinstance(body, bytes) and len(body) > PIECE_BYTES and not response.prepared:
+        response.headers["Content-Length"] = str(len(body))
+        cast(web.Response, response).body = _pieces(body)
+    await response.prepare(request)
+    await response.write_eof()
+
+
+async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
+    for start in range(0, len(body), PIECE_BYTES):
+        yield memoryview(body)[start : start + PIECE_BYTES]
 
 
 class HttpServer:
     """Serves an application while it is open."""
 
     def __init__(
-        self, app: web.Application, failed: Callable[[ApiError], None] = lambda error: None, **arguments: Any
+        self,
+        app: web.Application,
+        failed: Callable[[ApiError], None] = lambda error: None,
+        *,
+        client_timeout: float,
+        keep_alive: float,
+        handler_cancellation: bool = False,
     ) -> None:
-        """`failed` is told of each error for bytes that are not HTTP. `arguments`: of `web.AppRunner`."""
-        # aiohttp would decompress what is left of each refused body at once, without a turn for other tasks.
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            shutdown_timeout=0.5,
-            auto_decompress=False,
-            read_bufsize=READ_BYTES,
-            lingering_time=0,
-            **arguments,
-        )
+        """`failed` is told of each error for bytes that are not HTTP. `client_timeout`, `keep_alive`: seconds
+        until a client that does not read, or sends no request, is cut off. `handler_cancellation`: a handler
+        ends when its client disconnects."""
+        app.on_response_prepare.append(self._announce)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.5, handler_cancellation=handler_cancellation)
         self._failed = failed
+        self._keep_alive = keep_alive
+        self.client_timeout = client_timeout
+        self.retired = False
         self._listeners: list[Listener] = []
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()
+        self._server.request_handler = partial(self._handle, self._server.request_handler)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for listener in self._listeners:
             listener.close()
         await self._runner.cleanup()
+
+    @property
+    def _server(self) -> web.Server:
+        server = self._runner.server
+        assert server is not None, "the context is open"
+        return server
 
     def serve(
         self, listening: socket.socket, connections: Connections, context: ssl.SSLContext | None = None
@@ -80,65 +136,168 @@ class HttpServer:
         if path is not None:
             self.serve(_listen_unix("--admin-socket", path), Connections("--admin-socket", ADMINS))
 
+    def retire(self) -> None:
+        """Goes on serving. Each response closes its connection from now on, and idle connections close."""
+        self.retired = True
+        for connection in self._server.connections:
+            cast(_Connection, connection).retire()
+
     def _connect(self, slot: Connection) -> RequestHandler:
-        server = self._runner.server
-        assert server is not None, "the context is open"
-        return _Connection(server, slot, self._failed, loop=server._loop, **server._kwargs)
+        # aiohttp would decompress what is left of each refused body at once, without a turn for other tasks.
+        return _Connection(
+            self,
+            self._server,
+            slot,
+            self._failed,
+            access_log=None,
+            auto_decompress=False,
+            read_bufsize=READ_BYTES,
+            lingering_time=0,
+            keepalive_timeout=self._keep_alive,
+        )
+
+    async def _announce(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Tells the client if its connection closes after the response."""
+        if self.retired or is_extra(request):
+            response.headers["Connection"] = "close"
+            response.force_close()
+
+    async def _handle(self, handler: Handle, request: web.BaseRequest) -> web.StreamResponse:
+        with _of(request).serve(request):
+            # aiohttp itself refuses an unknown expectation outside of all middlewares.
+            if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+                sent = request.headers["Expect"][:80]
+                text = f"the header Expect must be 100-continue, not {sent!r}"
+                response: web.StreamResponse = _refused(errors.InvalidRequest(text), self._failed)
+            else:
+                try:
+                    response = await handler(request)
+                except web.HTTPException as error:
+                    await send(request, error)
+                    await _linger(request)
+                    raise
+            await send(request, response)
+            await _linger(request)
+            return response
+
+
+async def _linger(request: web.BaseRequest) -> None:
+    """Reads what is left of a body that was refused."""
+    with contextlib.suppress(TimeoutError, OSError, web.RequestPayloadError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            async for _ in request.content.iter_any():
+                await asyncio.sleep(0)  # aiohttp would take all that is there in one turn
 
 
 class _Connection(RequestHandler):
-    """Responds to bytes that are not valid HTTP in OpenAI's shape. aiohttp itself responds to them with plain
+    """Cuts off a client that does not read, and bounds what it sends ahead.
+
+    Responds to bytes that are not valid HTTP in OpenAI's shape. aiohttp itself responds to them with plain
     text, before any middleware runs, and logs the bytes."""
 
-    __slots__ = ("_failed", "slot")
+    __slots__ = ("_ahead", "_failed", "_http", "_request", "_unread", "_wire", "slot")
 
     def __init__(
-        self, server: web.Server, slot: Connection, failed: Callable[[ApiError], None], **arguments: Any
+        self,
+        http: HttpServer,
+        server: web.Server,
+        slot: Connection,
+        failed: Callable[[ApiError], None],
+        **arguments: Any,
     ) -> None:
-        super().__init__(server, **arguments)
+        super().__init__(server, loop=asyncio.get_running_loop(), **arguments)
+        self._http = http
         self._failed = failed
+        self._ahead = 0  # bytes that came while the request was served, behind its body
+        self._request: web.BaseRequest | None = None  # that is served now
+        self._unread: asyncio.TimerHandle | None = None  # cuts off the client
+        self._wire: asyncio.Transport | None = None  # `transport` is None as soon as aiohttp closes it
         self.slot = slot
-        slot.end = self.force_close
+        slot.end = self._reset
+
+    # ------------------------------------------------------------ its life
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._wire = cast(asyncio.Transport, transport)
+        # `pause_writing` comes as soon as the kernel takes no more, `resume_writing` when it has taken all.
+        self._wire.set_write_buffer_limits(high=1, low=0)
+        super().connection_made(transport)
+        if self._http.retired:
+            self.retire()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        self._wire = None
         self.slot.close()
         super().connection_lost(exc)
+
+    @contextlib.contextmanager
+    def serve(self, request: web.BaseRequest) -> Iterator[None]:
+        """While it is open, this request is served."""
+        self._request = request
+        if self._ahead > AHEAD_BYTES and self.transport is not None:
+            self.transport.resume_reading()
+        self._ahead = 0
+        try:
+            yield
+        finally:
+            self._request = None
+            if self._http.retired:
+                self.retire()
+
+    def retire(self) -> None:
+        """Closes the connection if it is still idle after `RETIRE_SECONDS`: its client may be sending."""
+        asyncio.get_running_loop().call_later(RETIRE_SECONDS, self._close_idle)
+
+    def _close_idle(self) -> None:
+        if self._request is None:
+            self.force_close()
+
+    # ------------------------------------------------------------ a client that does not read
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        loop = asyncio.get_running_loop()
+        self._unread = loop.call_later(self._http.client_timeout, self._cut_off)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        assert self._unread is not None, "writing was paused"
+        self._unread.cancel()
+
+    def _cut_off(self) -> None:
+        log.info("a client at %s does not read its response", self.peername)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Ends the connection at once, with what this process and the kernel have not sent."""
+        if self._wire is not None:
+            self._wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._wire.abort()
+
+    # ------------------------------------------------------------ what it sends
 
     def data_received(self, data: bytes) -> None:
         """aiohttp responds to bytes that are not HTTP after the requests before them. If they are in the body
         of such a request, its handler would wait for the rest of that body, which never comes."""
+        request = self._request
+        ahead = request is not None and request.content.is_eof()
         super().data_received(data)
+        if ahead:
+            self._ahead += len(data)
+            if self._ahead > AHEAD_BYTES and self.transport is not None:
+                self.transport.pause_reading()
         if not self._messages or isinstance(fault := self._messages[-1][0], RawRequestMessage):
             return
         if len(self._messages) > 1:
             body = self._messages[-2][1]
-        elif self._current_request is not None:
-            body = self._current_request.content
+        elif request is not None:
+            body = request.content
         else:
             return
         if not body.is_eof():
             body.set_exception(web.RequestPayloadError(f"it is not valid HTTP: {_reason(fault.message)}"))
-
-    async def _handle_request(
-        self,
-        request: web.BaseRequest,
-        start_time: float | None,
-        request_handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-    ) -> tuple[web.StreamResponse, bool]:
-        self.slot.busy()
-        # aiohttp itself refuses an unknown expectation outside of all middlewares.
-        supported = request.headers.get("Expect", "100-continue").lower() == "100-continue"
-        try:
-            sent = await super()._handle_request(
-                request, start_time, request_handler if supported else self._refuse_expectation
-            )
-        finally:
-            self.slot.idle()
-        with contextlib.suppress(TimeoutError, OSError, web.RequestPayloadError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                async for _ in request.content.iter_any():
-                    await asyncio.sleep(0)  # aiohttp would take all that is there in one turn
-        return sent
 
     def handle_error(
         self,
@@ -160,19 +319,22 @@ class _Connection(RequestHandler):
         else:
             error = errors.ApiError("the request failed inside the router")
             log.error("a request from %s failed", request.remote, exc_info=exc)
-        return self._refused(error)
+        return _refused(error, self._failed)
 
-    async def _refuse_expectation(self, request: web.BaseRequest) -> web.StreamResponse:
-        sent = request.headers["Expect"][:80]
-        return self._refused(errors.InvalidRequest(f"the header Expect must be 100-continue, not {sent!r}"))
 
-    def _refused(self, error: errors.ApiError) -> web.StreamResponse:
-        """Returns the response to a request that reaches no middleware. It closes the connection."""
-        self._failed(error)
-        headers = {"x-request-id": request_name(None)}
-        response = web.json_response(error.body, status=error.status, headers=headers)
-        response.force_close()
-        return response
+def _of(request: web.BaseRequest) -> _Connection:
+    connection = request.protocol
+    assert isinstance(connection, _Connection)
+    return connection
+
+
+def _refused(error: errors.ApiError, failed: Callable[[ApiError], None]) -> web.StreamResponse:
+    """Returns the response to a request that reaches no middleware. It closes the connection."""
+    failed(error)
+    headers = {"x-request-id": request_name(None)}
+    response = web.json_response(error.body, status=error.status, headers=headers)
+    response.force_close()
+    return response
 
 
 def _reason(message: str | None) -> str:
@@ -204,8 +366,10 @@ class Listener:
         self._loop.add_reader(self.listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accepts no more connections. Those that are open stay open. Idempotent."""
+        """Accepts those that the kernel has, and no more. What is open stays open. Idempotent."""
         if self.listening.fileno() >= 0:
+            for _ in range(0, BACKLOG, _AT_ONCE):
+                self._accept()  # the kernel would reset them
             self._loop.remove_reader(self.listening.fileno())
             self.listening.close()
 
@@ -252,8 +416,9 @@ class Listener:
             self._loop.add_reader(self.listening.fileno(), self._accept)
 
 
-SEND_BUFFER_BYTES = 256 << 10
-"""Bytes that the kernel buffers for one client that does not read. Its default is megabytes."""
+SEND_BUFFER_BYTES = 64 << 10
+"""Bytes that the kernel buffers for one client that does not read, in twice as much memory. Its default is
+megabytes."""
 BACKLOG = 1024
 EXTRA = 64
 """Connections above the bound of clients, so that a probe is always answered."""

@@ -1,14 +1,13 @@
 """The HTTP endpoints that generate: read a request, generate, and send the response.
 
-A response is sent whole, or as a stream of server-sent events.
+A response is whole, or a stream of server-sent events. `http_connections` sends the whole ones.
 """
 
 import asyncio
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -38,10 +37,6 @@ UNENFORCED = "x-baton-unenforced"
 """Response header, and the key of its value in a request."""
 KEEPALIVE_SECONDS = 5.0
 """A stream that has sent nothing for this time sends a comment. Tokens may come whose text is hidden."""
-LOW_WATER_BYTES = 16 << 10
-"""A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
-PIECE_BYTES = 256 << 10
-"""Of a response that is not streamed."""
 KEEPALIVE = b": waiting\n\n"
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
@@ -114,6 +109,7 @@ class HttpGeneration:
 
         Raises ApiError.
         """
+        self._frontend.refuse_while_draining()
         route, on = f"batch {kind}", self._config.access_log
         with (
             access_log.request(name, route, account.key.name, on=on),
@@ -129,50 +125,42 @@ class HttpGeneration:
     async def respond(
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
     ) -> web.StreamResponse:
-        """Generates, and sends the response. Raises ApiError if nothing has been sent yet.
-
-        Cuts the connection when the client reads nothing for `client_timeout` seconds.
-        """
+        """Generates, and sends the response if it is a stream. Raises ApiError if nothing is sent yet."""
         with active.generating():
             if active.body.stream:
                 return await self._stream(request, active, builder)
             await collect(active, builder)
-            response = encode(builder.whole())
-        return await send_json(request, self._config, response)
+            return json_response(encode(builder.whole()))
 
     async def _stream(
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=STREAM_HEADERS)
-        direct = _DirectWriter(request.transport, active, builder)
-        with sending(request):
-            try:
-                while not active.finished:
-                    deltas = await _deltas(active, builder)
-                    events = b"".join(builder.events(index, delta) for index, delta in deltas)
-                    if not response.prepared:
-                        await response.prepare(request)
-                        direct.begin(response)
-                    if events or (not active.finished and (not deltas or direct.silent)):
-                        await self.write(request, response, events or KEEPALIVE)
-                        direct.sent()
-                end = direct.last + builder.end()
-            except ApiError as error:
+        direct = _DirectWriter(request, active, builder)
+        try:
+            while not active.finished:
+                deltas = await _deltas(active, builder)
+                events = b"".join(builder.events(index, delta) for index, delta in deltas)
                 if not response.prepared:
-                    raise
-                active.services.metrics.failed(error, active.name)
-                end = builder.failed(error)
-            await self.write(request, response, end)
+                    await response.prepare(request)
+                    direct.begin(response)
+                if events or (not active.finished and (not deltas or direct.silent)):
+                    await write(request, response, events or KEEPALIVE)
+                    direct.sent()
+            end = direct.last + builder.end()
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            active.services.metrics.failed(error, active.name)
+            end = builder.failed(error)
+        await write(request, response, end)
         return response
 
-    async def write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Raises TimeoutError when the transport's buffer is full and stays so for the client's timeout."""
-        transport = request.transport
-        if transport is not None and transport.get_write_buffer_size() + len(data) < LOW_WATER_BYTES:
-            await response.write(data)  # a timer for each token would cost more than the write
-        else:
-            async with asyncio.timeout(self._config.client_timeout):
-                await response.write(data)
+
+async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Writes a part of a stream, and waits until the client makes room for all of it."""
+    await response.write(data)
+    await request.writer.drain()
 
 
 @dataclass(slots=True)
@@ -182,7 +170,7 @@ class _DirectWriter:
     The framework's way from a token to the transport takes longer than all else that is done for the token.
     """
 
-    transport: asyncio.Transport | None
+    request: web.Request
     active: ActiveRequest
     builder: ResponseBuilder
     chunked: bool = False
@@ -206,19 +194,20 @@ class _DirectWriter:
 
     def _may_write(self) -> bool:
         """Whether the client reads. If not, the task waits for it. The task also writes comments."""
-        transport = self.transport
+        transport = self.request.transport
         if transport is None or transport.is_closing() or self.silent:
             return False
-        return transport.get_write_buffer_size() < LOW_WATER_BYTES
+        return not self.request.protocol.writing_paused
 
     def _write(self, deltas: list[tuple[int, Delta]]) -> None:
-        assert self.transport is not None
+        transport = self.request.transport
+        assert transport is not None, "it may write"
         make = self.builder.events
         events = b"".join([make(index, delta) for index, delta in deltas])
         if self.active.finished:
             self.last = events
         elif events:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self.chunked else events)
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self.chunked else events)
             self.sent()
 
 
@@ -246,31 +235,3 @@ async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple
             builder.add_prompt(index, part)
             await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
     return deltas
-
-
-async def send_json(request: web.Request, config: RouterConfig, body: bytes) -> web.StreamResponse:
-    """Sends a response. Cuts the connection of a client that takes longer than `client_timeout` for it.
-
-    It goes out in pieces: many clients may take a large one slowly, and TLS would copy it for each."""
-    response = web.StreamResponse()
-    response.content_type, response.content_length = "application/json", len(body)
-    with sending(request):
-        async with asyncio.timeout(config.client_timeout):
-            await response.prepare(request)
-            for start in range(0, len(body), PIECE_BYTES):
-                await response.write(memoryview(body)[start : start + PIECE_BYTES])
-            await response.write_eof()
-    return response
-
-
-@contextmanager
-def sending(request: web.Request) -> Iterator[None]:
-    """Closes the connection of a client that does not read the response."""
-    try:
-        yield
-    except ConnectionResetError:
-        pass  # the client disconnected, and aiohttp has not cancelled this task yet
-    except TimeoutError:
-        log.info("request %s: the client does not read its response", REQUEST_ID.get())
-        if request.transport is not None:
-            request.transport.abort()

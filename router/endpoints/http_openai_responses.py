@@ -91,7 +91,6 @@ class OpenAIResponses:
         self._running[turn.key, builder.id] = _Running(task, builder, events)
         task.add_done_callback(lambda _: until_end.close())
         if events is not None:
-            events.add(builder.begin())
             return await self._follow(request, events, 0)
         return http.json_response(encode(builder.response("queued")))
 
@@ -107,7 +106,7 @@ class OpenAIResponses:
         if isinstance(stored, _Running):
             status = "in_progress" if stored.builder.begun else "queued"
             return http.json_response(encode(stored.builder.response(status)))
-        return await http.send_json(request, self._config, stored.response)
+        return http.json_response(stored.response)
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
@@ -120,27 +119,26 @@ class OpenAIResponses:
             turns = b"[" + b",".join(self._stored.get(key, id).conversation[:-1]) + b"]"
             query = msgspec.json.encode([request.query.get("after"), limit, order])
             page = await self._frontend.convert("input_items", query, entry, turns)
-            return await http.send_json(request, self._config, page)
+            return http.json_response(page)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
             raw = await read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
             counted = await self._frontend.convert("input_tokens", raw, entry, turn.history)
-            return await http.send_json(request, self._config, counted)
+            return http.json_response(counted)
 
     async def _follow(self, request: web.Request, events: Events, position: int) -> web.StreamResponse:
         """Sends the events from this place on, until the response ends or the client leaves."""
         response = web.StreamResponse(headers=http.STREAM_HEADERS)
-        with http.sending(request):
-            await response.prepare(request)
-            while position < len(events.all) or not events.ended:
-                if position >= len(events.all) and not await events.wait(http.KEEPALIVE_SECONDS):
-                    await self._generation.write(request, response, http.KEEPALIVE)
-                new = events.all[position : position + MAX_TAKEN]
-                if new:
-                    await self._generation.write(request, response, b"".join(new))
-                position += len(new)
+        await response.prepare(request)
+        while position < len(events.all) or not events.ended:
+            if position >= len(events.all) and not await events.wait(http.KEEPALIVE_SECONDS):
+                await http.write(request, response, http.KEEPALIVE)
+            new = events.all[position : position + MAX_TAKEN]
+            if new:
+                await http.write(request, response, b"".join(new))
+            position += len(new)
         return response
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -155,7 +153,7 @@ class OpenAIResponses:
         stored = self._stored.get(key, id)
         if not stored.background:
             raise InvalidRequest(f"Cannot cancel a synchronous response: {id} was not made with background")
-        return await http.send_json(request, self._config, stored.response)
+        return http.json_response(stored.response)
 
     async def _cancel(self, key: str, id: str) -> None:
         if (running := self._running.get((key, id))) is not None:
@@ -224,7 +222,7 @@ class OpenAIResponses:
             if events is None:
                 builder.add(index, delta)
             else:
-                events.add(builder.events(index, delta))
+                active.keep(events.add(builder.events(index, delta)))
 
         def failed(error: ApiError) -> bytes:
             access.status = error.status
@@ -234,6 +232,8 @@ class OpenAIResponses:
         last = b""
         try:
             with active.generating():
+                if events is not None:
+                    active.keep(events.add(builder.begin()))
                 await http.collect(active, builder, add)
             last = builder.end()
         except asyncio.CancelledError:

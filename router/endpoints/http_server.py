@@ -21,7 +21,7 @@ from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_batches import HttpBatches
-from baton.router.endpoints.http_connections import is_extra
+from baton.router.endpoints.http_connections import is_extra, send, serving_key
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
 from baton.router.endpoints.request_body import read_body
 from baton.router.history import REQUESTS
@@ -166,8 +166,7 @@ class HttpEndpoints:
     async def _answer(self, request: web.Request, handler: Handler, request_id: str) -> web.StreamResponse:
         """Checks the API key of a request, and turns errors into responses."""
         try:
-            self._check(request)
-            return await handler(request)
+            return await self._handled(request, handler)
         except errors.ApiError as error:
             return self._refuse(request, error)
         except web.HTTPNotFound:
@@ -183,7 +182,7 @@ class HttpEndpoints:
             allowed = ", ".join(sorted(error.allowed_methods))
             refused = errors.MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}")
             return self._refuse(request, refused, Allow=allowed)
-        except (ConnectionResetError, asyncio.CancelledError):
+        except (ConnectionError, asyncio.CancelledError):
             raise  # the client disconnected
         except web.HTTPException:
             raise
@@ -195,15 +194,23 @@ class HttpEndpoints:
                 raise  # the response has begun: aiohttp closes the connection
             return self._refuse(request, errors.ApiError(f"request {request_id} failed inside the router"))
 
-    def _check(self, request: web.Request) -> None:
-        """Raises Overloaded and Unauthorized."""
-        if request.path not in _OPEN:
-            if is_extra(request):
-                raise errors.Overloaded("too many connections to this router are open", retry_after=1)
-            if request.path not in _ADMIN_KEY:
-                account = self._frontend.authorize(http.authorization(request))
-                http.ACCOUNT.set(account)
-                access_log.authorized(account.key.name)
+    async def _handled(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Checks the API key. What it has asked for counts for it until it is sent. Raises ApiError."""
+        if request.path in _OPEN:
+            return await handler(request)
+        if is_extra(request):
+            raise errors.Overloaded("too many connections to this router are open", retry_after=1)
+        if request.path in _ADMIN_KEY:
+            return await handler(request)
+        account = self._frontend.authorize(http.authorization(request))
+        http.ACCOUNT.set(account)
+        access_log.authorized(account.key.name)
+        with serving_key(request):
+            response = await handler(request)
+            if not response.prepared:
+                with self._frontend.answering(account, response.content_length or 0):
+                    await send(request, response)
+            return response
 
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
@@ -242,7 +249,7 @@ class HttpEndpoints:
     async def _convert(self, request: web.Request, kind: Converted) -> web.StreamResponse:
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
             raw = await read_body(request, self._config, entry)
-            return await http.send_json(request, self._config, await self._frontend.convert(kind, raw, entry))
+            return http.json_response(await self._frontend.convert(kind, raw, entry))
 
     # ------------------------------------------------------------ the router
 
@@ -320,6 +327,3 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["x-request-id"] = http.REQUEST_ID.get()
     if (unenforced := request.get(http.UNENFORCED)) is not None:
         response.headers[http.UNENFORCED] = unenforced
-    if is_extra(request):
-        response.headers["Connection"] = "close"
-        response.force_close()

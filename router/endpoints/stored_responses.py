@@ -18,6 +18,8 @@ MAX_RESPONSES = 1000
 MAX_BYTES = 256 << 20
 """Of all API keys together, and at most a sixteenth of the memory. Each has an equal part."""
 MAX_SECONDS = 24 * 3600.0
+_EVENT_BYTES = 48
+"""Of memory for each event, beside its text: a bytes object, and its place in a list."""
 
 
 def home_tag(address: str) -> str:
@@ -45,14 +47,19 @@ class Events:
 
     def __init__(self) -> None:
         self.all: list[bytes] = []
+        self.bytes = 0
         self.ended = False
         self._new = asyncio.Event()
 
-    def add(self, data: bytes) -> None:
-        """`data`: any number of whole events."""
-        self.all += [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
-        if data:
+    def add(self, data: bytes) -> int:
+        """`data`: any number of whole events. Returns the bytes of memory that they take."""
+        new = [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
+        size = len(data) + len(new) * _EVENT_BYTES
+        self.all += new
+        self.bytes += size
+        if new:
             self._wake()
+        return size
 
     def end(self) -> None:
         self.ended = True
@@ -85,7 +92,7 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        events = 0 if self.events is None else len(self.response) + sum(map(len, self.events.all))
+        events = 0 if self.events is None else len(self.response) + self.events.bytes
         return len(self.response) + sum(map(len, self.conversation)) + events
 
 

@@ -253,7 +253,8 @@ class Supervisor:
                 *pages.routes(("home", "dashboard")),
             ]
         )
-        async with HttpServer(app, keepalive_timeout=config.keep_alive) as server:
+        http = HttpServer(app, client_timeout=config.client_timeout, keep_alive=config.keep_alive)
+        async with http as server:
             server.serve_unix(config.admin_socket)
             listening = listen("--admin-port", config.admin_host, config.admin_port or 0)
             server.serve(listening, Connections("--admin-port", ADMINS))

@@ -221,7 +221,7 @@ async def test_a_drain_lets_a_call_finish_and_refuses_new_ones(cluster: Cluster)
     cluster.decodes[0].steps = asyncio.Semaphore(0)
     running = asyncio.create_task(generate(cluster, text="x", max_tokens=99))
     await cluster.decodes[0].until(lambda w: w.submitted)
-    await cluster.router.stop_listening()
+    cluster.router.stop_listening()
     code, _, trailing = await refusal(cluster, text="x")
     assert code == grpc.StatusCode.UNAVAILABLE
     assert trailing["retry-after"] == "1"
