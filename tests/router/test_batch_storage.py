@@ -281,6 +281,22 @@ async def test_other_calls_run_between_the_slices_of_a_check(tmp_path: Path) -> 
     leave(storage)
 
 
+def test_results_are_read_in_slices_up_to_what_is_damaged(tmp_path: Path) -> None:
+    storage, batch = opened(tmp_path), new_id("batch")
+    whole = b"".join(msgspec.json.encode({"custom_id": f"r{n}"}) + b"\n" for n in range(3000))
+    for damage in (b'{"custom_id": "x"}', bytes(600) + b"\n" + RESULTS[0], b"\xff\n"):
+        storage.append(OWNER, result_id(batch, "output"), whole + damage)
+        reading = storage.results(OWNER, batch, "output")
+        for _ in range(3000 * LINE_BYTES // SLICE_BYTES):
+            next(reading)
+        with pytest.raises(StopIteration) as end:
+            next(reading)
+        assert end.value.value == {f"r{n}" for n in range(3000)}
+        assert (tmp_path / OWNER / f"{result_id(batch, 'output')}.jsonl").read_bytes() == whole
+        storage.forget(OWNER, result_id(batch, "output"))
+    leave(storage)
+
+
 async def test_a_check_ends_with_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, slices, check = asyncio.Event(), 0, runner.check
     loop = asyncio.get_running_loop()
