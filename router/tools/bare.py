@@ -63,7 +63,7 @@ class BareParser(ToolParser):
         elif self._language and character.isalpha():
             self._space.append(character)
         elif character in self.starts and (self._listed or not self.in_lists):
-            names = {tool.function.name for tool in self._tools} if self._has_content else None
+            names = self._tools if self._has_content else None
             self._call = self.reader(tools=self._tools, names=names)
             yield from self._take(character)
         elif self._listed and self._follows and character == self.end:

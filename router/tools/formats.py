@@ -275,11 +275,7 @@ class Lfm2Parser(MarkedParser):
 
     def _take(self, character: str) -> Iterator[Part]:
         call = self._call
-        if (
-            character == "{"
-            and isinstance(call, PythonReader)
-            and not call.raw.strip(f"{self.opening}[{SPACE}")
-        ):
+        if character == "{" and isinstance(call, PythonReader) and call.is_empty:
             self._call = CallReader(call.raw, self._tools)
         yield from super()._take(character)
 

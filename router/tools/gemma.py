@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
-from baton.router.api.messages import Tool
 from baton.router.tools.json_text import Arguments
 from baton.router.tools.marker import Marker
+from baton.router.tools.offered import OfferedTools
 from baton.router.tools.readers import NAME, NamedCallReader
 
 QUOTE = '<|"|>'
@@ -17,7 +17,7 @@ _ESCAPED = {'"': '\\"', "\\": "\\\\"}
 class GemmaReader(NamedCallReader):
     """Reads call:NAME{KEY:<|"|>TEXT<|"|>,KEY:1.5,…}. Keys have no quotes, and JSON is read as well."""
 
-    def __init__(self, opening: str, tools: Sequence[Tool], ends: Sequence[str]) -> None:
+    def __init__(self, opening: str, tools: OfferedTools, ends: Sequence[str]) -> None:
         super().__init__(_HEAD, opening, tools, ends)
         self._quote = Marker(QUOTE)
         self._in_text = False  # between two of these

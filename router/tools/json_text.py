@@ -35,6 +35,7 @@ class JsonText:
         self.done = False
         self.unread = ""
         self._closers: list[str] = []  # of the open brackets
+        self._open = dict.fromkeys(_CLOSERS.values(), 0)  # how many brackets each of them closes
         self._due: Literal["key", "colon", "value", "comma"] = "value"  # in the innermost of them
         self._quote = ""  # of the string that is read
         self._escape = ""  # that is read, from its backslash on
@@ -121,6 +122,7 @@ class JsonText:
             return text + '"'
         if character in "{[":
             self._closers.append(_CLOSERS[character])
+            self._open[_CLOSERS[character]] += 1
             self._due = "key" if character == "{" else "value"
             return text + character
         self._word.append(character)
@@ -142,11 +144,12 @@ class JsonText:
         """Closes all brackets up to the last one of this kind. If there is none, it is left out."""
         space = "".join(self._comma[1:])
         self._comma.clear()
-        if bracket not in self._closers:
+        if not self._open[bracket]:
             return space
         text = self._missing()
         while not text.endswith(bracket):
             text += self._closers.pop()
+            self._open[text[-1]] -= 1
         self._due = "comma"
         self.done = not self._closers
         return space + text
@@ -215,7 +218,8 @@ class Arguments:
         self._value = JsonText()
         self._kind = ""  # the first character of the value
         self._text: Arguments | None = None  # what is in the string, if the value is one
-        self._other_value = ""  # a value that is neither a string nor an object
+        self._other_value: list[str] = []  # a value that is neither a string nor an object
+        self._in_text = False  # the first quote has come
 
     @property
     def unread(self) -> str:
@@ -251,16 +255,16 @@ class Arguments:
             return text
         if self._text is not None:
             return self._take_text(self._text, text)
-        self._other_value += text
+        self._other_value.append(text)
         if not self.done:
             return ""
-        self.broken = re.sub(r"\s", "", self._other_value) not in ("", "null", "[]")
+        self.broken = re.sub(r"\s", "", "".join(self._other_value)) not in ("", "null", "[]")
         return "" if self.broken else "{}"
 
     def _take_text(self, inner: "Arguments", text: str) -> str:
         """Takes a part of a JSON string, with its quotes."""
-        if not self._other_value:
-            self._other_value, text = '"', text[1:]
+        if not self._in_text:
+            self._in_text, text = True, text[1:]
         if self.done:
             text = text[:-1]
         decoded = json.loads(f'"{text}"') if "\\" in text else text

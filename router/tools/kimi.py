@@ -4,7 +4,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from baton.router.api.messages import Tool
+from baton.router.api.messages import Function
+from baton.router.tools.offered import OfferedTools
 from baton.router.tools.readers import NAME, NamedCallReader
 from baton.router.tools.schema import resolved
 
@@ -20,7 +21,7 @@ class KimiReader(NamedCallReader):
     If not, the tool is the only one that takes these arguments. Clients get an id of the model's own kind.
     """
 
-    def __init__(self, opening: str, tools: Sequence[Tool], ends: Sequence[str]) -> None:
+    def __init__(self, opening: str, tools: OfferedTools, ends: Sequence[str]) -> None:
         super().__init__(_HEAD, opening, tools, ends)
         self._number: int | None = None  # of the call, as its id says
 
@@ -58,12 +59,12 @@ class KimiReader(NamedCallReader):
             values = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-        fits = [tool.function.name for tool in self._tools if _takes(tool, values)]
+        fits = [each.name for each in self._tools.functions.values() if _takes(each, values)]
         return fits[0] if len(fits) == 1 else None
 
 
-def _takes(tool: Tool, arguments: dict[str, object]) -> bool:
-    schema = resolved(tool.function.parameters, tool.function.parameters)
+def _takes(function: Function, arguments: dict[str, object]) -> bool:
+    schema = resolved(function.parameters, function.parameters)
     schema = schema if isinstance(schema, dict) else {}
     properties, required = schema.get("properties"), schema.get("required")
     required_keys = required if isinstance(required, list) else []

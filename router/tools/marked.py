@@ -62,7 +62,7 @@ class MarkedParser(ToolParser):
             return CallReader(opening + head, self._tools)
         assert self.pairs is not None
         match = self.pairs.head.fullmatch(head)
-        if match is None or not any(tool.function.name == match["name"] for tool in self._tools):
+        if match is None or match["name"] not in self._tools:
             return call
         reader = NamedCallReader(self.pairs.head, opening, self._tools, self.pairs.ends)
         for each in head:

@@ -46,7 +46,7 @@ class MistralParser(MarkedParser):
     def _take(self, character: str) -> Iterator[Part]:
         call = self._call
         if isinstance(call, NamedCallReader) and character in "[{":
-            space = call.raw.removeprefix(CALLS)
+            space = call.head
             if not space.strip(SPACE) and character == "{":
                 self._call = CallReader(call.raw, self._tools)
             elif not space.strip(SPACE):

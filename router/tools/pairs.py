@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.router.api.messages import Tool
 from baton.router.tools.json_text import SPACE, mended
 from baton.router.tools.marker import Marker
+from baton.router.tools.offered import Keys, OfferedTools
 from baton.router.tools.readers import MAX_HEAD, Reader
-from baton.router.tools.schema import Schema, Types, as_json, resolved, types_of
+from baton.router.tools.schema import Types, as_json
 
 _PLAIN = re.compile(r"[^<\"\\\x00-\x1f]+")
 """Characters that begin no tag and need no escape in a JSON string."""
@@ -52,7 +51,7 @@ class PairsReader(Reader):
     Text between two tags has no meaning.
     """
 
-    def __init__(self, form: Pairs, opening: str, tools: Sequence[Tool]) -> None:
+    def __init__(self, form: Pairs, opening: str, tools: OfferedTools) -> None:
         super().__init__(opening, tools)
         self._form = form
         self._step = self._take_head
@@ -62,7 +61,9 @@ class PairsReader(Reader):
         self._types: Types = frozenset()
         self._is_json = False  # the model says so
         self._fresh = False  # a new line may precede the value
-        self._keys: list[str] = []  # so far
+        self._keys: set[str] = set()  # so far
+        self._unused_keys: Keys | None = None  # the tool has these, and the call has not had them
+        self._begins_with_key = False  # what has come behind the tag before a key
         tags = form.value_end, *form.ends, form.before_key
         self._tags = Marker(*(f"\n{tag}" for tag in tags if form.skips_newlines), *tags)
 
@@ -155,24 +156,16 @@ class PairsReader(Reader):
         self._step, self._fresh = self._take_value, self._form.skips_newlines
         begin = '"' if self._types == {"string"} else ""
         text = f"{self._separator()}{json.dumps(key, ensure_ascii=False)}: {begin}"
-        self._keys.append(key)
+        self._keys.add(key)
+        if self._unused_keys is not None:
+            self._unused_keys.remove(key)
         return text
 
     def _separator(self) -> str:
         return ", " if self._keys else ""
 
-    def _parameters(self) -> Schema:
-        return next((t.function.parameters for t in self._tools if t.function.name == self.name), None)
-
-    def _properties(self) -> Schema:
-        parameters = self._parameters()
-        schema = resolved(parameters, parameters)
-        return schema.get("properties") if isinstance(schema, dict) else None
-
     def _types_of(self, key: str, string: str | None) -> Types:
-        properties = self._properties()
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        types = types_of(schema, self._parameters(), {})
+        types = self._tools.types(self.name, key)
         return types & {"string"} or types if string == "true" else types
 
     def _take_value(self, character: str) -> str:
@@ -184,7 +177,7 @@ class PairsReader(Reader):
         if tag == self._form.value_end:
             self._step, self._pending = self._take_between, ""
             return text + self._end_value("")
-        self._pending, self._spaces = "", []
+        self._pending, self._spaces, self._begins_with_key = "", [], False
         self._step = self._take_next_key if tag == self._form.before_key else self._take_after_end
         return text
 
@@ -234,13 +227,15 @@ class PairsReader(Reader):
     def _take_next_key(self, character: str) -> str:
         """Behind the tag before a key, inside of a value."""
         self._pending += character
-        properties, text = self._properties(), self._pending.lstrip("\"'")
-        offered = properties if isinstance(properties, dict) else ()
-        keys = [key for key in offered if key not in self._keys]
+        text = self._pending.lstrip("\"'")
+        if self._unused_keys is None:
+            self._unused_keys = self._tools.keys(self.name, self._keys)
+        keys = self._unused_keys
+        self._begins_with_key = self._begins_with_key or "" in keys or text in keys
         match = self._form.after_key.fullmatch(self._pending) if character == ">" else None
         if match is not None and match["key"].strip(SPACE) in keys:
             return self._end_value("") + self._begin_value(match)
-        may_be = any(key.startswith(text) or text.startswith(key) for key in keys)
+        may_be = self._begins_with_key or keys.begins(text)
         return "" if match is None and may_be and len(text) <= MAX_HEAD else self._go_on()
 
     def _go_on(self) -> str:

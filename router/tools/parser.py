@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, NamedTuple
 from baton.router.api.messages import Tool
 from baton.router.tools.grammar import Written, grammar_of, or_text
 from baton.router.tools.json_text import SPACE
+from baton.router.tools.offered import OfferedTools
 from baton.router.tools.readers import Reader
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -54,7 +55,7 @@ class ToolParser:
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         """`tools`: those that the model may call. Some formats leave out the types of arguments."""
         self.num_calls = 0
-        self._tools = tools
+        self._tools = OfferedTools(tools)
         self._call: Reader | None = None  # that is read
         self._space: list[str] = []  # held back: space and marks before a call are not content
         # A grammar constrains the calls of strict tools where they should be, and not elsewhere.

@@ -11,12 +11,13 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
-from baton.router.api.messages import FUNCTION_NAME, Tool
+from baton.router.api.messages import FUNCTION_NAME
 from baton.router.tools.json_text import QUOTES, SPACE, Arguments, JsonText
 from baton.router.tools.marker import Marker
+from baton.router.tools.offered import OfferedTools
 
 NAME = f"(?P<name>{FUNCTION_NAME.strip('^$')})"
 """The name of a function in the pattern of a head."""
@@ -31,6 +32,7 @@ _BEFORE_OBJECT = SPACE + "[`json"
 _BREAKS = {"\n": "\\n", "\r": "\\r"}
 _PARAMETER = "__"
 """Ends the names of parameters in a call in Python, while it is read."""
+NO_TOOLS = OfferedTools(())
 _NO_ARGUMENTS = r"\s*+(null|None)?+\s*+(```)?+\s*+"
 
 
@@ -45,7 +47,7 @@ class Reader:
         call_id: the model's own name of the call. None: it gave none.
     """
 
-    def __init__(self, opening: str = "", tools: Sequence[Tool] = ()) -> None:
+    def __init__(self, opening: str = "", tools: OfferedTools = NO_TOOLS) -> None:
         """`opening`: the mark before the call. `tools`: those that the model may call."""
         self._raw = [opening]
         self._tools = tools
@@ -88,13 +90,13 @@ class Reader:
         return ""
 
     def _offered(self, name: str | None) -> bool:
-        return any(tool.function.name == name for tool in self._tools)
+        return name in self._tools
 
 
 class ObjectReader(Reader):
     """Reads a call whose arguments are a JSON object. Returns them as they arrive, once the name is known."""
 
-    def __init__(self, opening: str, tools: Sequence[Tool]) -> None:
+    def __init__(self, opening: str, tools: OfferedTools) -> None:
         super().__init__(opening, tools)
         self._arguments: Arguments | None = None
         self._early: list[str] = []  # arguments before the name
@@ -128,7 +130,7 @@ class CallReader(ObjectReader):
     """Reads a JSON object {"name": NAME, "arguments": {...}}, or with "parameters" for "arguments"."""
 
     def __init__(
-        self, opening: str = "", tools: Sequence[Tool] = (), names: Collection[str] | None = None
+        self, opening: str = "", tools: OfferedTools = NO_TOOLS, names: Container[str] | None = None
     ) -> None:
         """`names`: the only ones that make it a call. None: all."""
         super().__init__(opening, tools)
@@ -244,15 +246,20 @@ class NamedCallReader(ObjectReader):
     """Reads the name of a function in a fixed text, and then the object of its arguments."""
 
     def __init__(
-        self, head: re.Pattern[str], opening: str, tools: Sequence[Tool], ends: Sequence[str] = ()
+        self, head: re.Pattern[str], opening: str, tools: OfferedTools, ends: Sequence[str] = ()
     ) -> None:
         """`head`: what precedes the arguments, with the groups name and, perhaps, id. `ends`: marks that end
         a call."""
         super().__init__(opening, tools)
         self._head, self._ends = head, tuple(ends)
         self._mark = Marker(*ends)  # outside of strings
-        self._before = ""  # what has come of the head
+        self._before = ""  # what has come of the head, at most MAX_HEAD characters
         self._step = self._take_head
+
+    @property
+    def head(self) -> str:
+        """What has come between the mark and the arguments."""
+        return self._before
 
     def _take_head(self, character: str) -> str:
         if character in ("{", '"') and (match := self._head.fullmatch(self._before)):
@@ -312,7 +319,7 @@ class PythonReader(Reader):
     the end."""
 
     def __init__(
-        self, opening: str = "", tools: Sequence[Tool] = (), names: Collection[str] | None = None
+        self, opening: str = "", tools: OfferedTools = NO_TOOLS, names: Container[str] | None = None
     ) -> None:
         """`names`: as of `CallReader`. Behind an `opening` a list may begin."""
         super().__init__(opening, tools)
@@ -322,6 +329,11 @@ class PythonReader(Reader):
         self._closers: list[str] = []  # of the open brackets
         self._quote = ""  # of the string that is read
         self._escaped = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come but what may be before the call."""
+        return not self._code
 
     def _take_code(self, character: str) -> str:
         if not self._code and character in self._before:

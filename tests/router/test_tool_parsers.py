@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from baton.router.api.messages import Tool
 from baton.router.errors import InvalidRequest
 from baton.router.tools.formats import FORMATS, format_of
-from baton.router.tools.json_text import Arguments
+from baton.router.tools.json_text import Arguments, JsonText
 from baton.router.tools.parser import Part
 
 from .conftest import accepts, compiled
@@ -406,6 +406,106 @@ def test_a_character_takes_as_much_work_behind_a_long_output(name: str, text: st
             parser.push(text + filler * length)
             ends.append(work(parser.finish))
         assert ends[1] < 15 * ends[0] + 20_000, filler
+
+
+HOSTILE = (*" {}[]()<>\"'\\,:;`=|_\n", '{"', '{"a":', "[]", "</", "<|", "```", "f(", "f(a=1),", "True")
+"""Pieces that an output may repeat: beginnings and ends of what the formats know."""
+
+
+def of_format(name: str) -> list[str]:
+    """Texts with which a call of a format begins or goes on."""
+    form = FORMATS[name]
+    begin = getattr(form, "opening", form.mark)
+    if (pairs := getattr(form, "pairs", None)) is not None:
+        key = f'{pairs.before_key}"any">' if "name=" in pairs.before_key else f"{pairs.before_key}any>"
+        head = f"{begin}<function=edit>" if pairs.before_key == "<parameter=" else f'{begin}"edit">'
+        head = f"{begin}edit" if name.startswith("glm") else head
+        key = "<arg_key>any</arg_key><arg_value>" if name.startswith("glm") else key
+        return ["", begin, head, head + pairs.before_key, head + key, f"{head}{key}1{pairs.value_end}"]
+    json_call = '{"name": "edit", "arguments": {"any": '
+    heads = {
+        "mistral": ["[", "f[ARGS]{", 'f[ARGS]"', f"[{json_call}"], "kimi_k2": ["x{", 'x"'],
+        "pythonic": ["[f(a=", "[f(a='"], "lfm2": ["[", "[f(a=", "[f(a='", json_call],
+        "gemma4": ["call:f{a:", 'call:f{a:<|"|>'], "openai": ["f<|message|>{", 'f<|message|>"'],
+    }.get(name, ['{"', json_call, '{"name": "edit", "arguments": "'] if "json" in name or name == "hermes"
+          else ["f{", 'f"'])  # fmt: skip
+    return ["", begin, *(begin + head for head in heads)]
+
+
+def grows(name: str, text: str, piece: str) -> bool:
+    """Whether a piece takes more work behind a long output than behind a short one."""
+    parser = FORMATS[name](TOOLS)
+    parser.push(text + piece * 50)
+    early = work(lambda: parser.push(piece * 10))
+    for _ in range(2):  # a list may get more memory in one of them
+        parser.push(piece * 4_000)
+        if work(lambda: parser.push(piece * 10)) < 2 * early + 2_000:
+            return False
+    return True
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_piece_takes_more_work_behind_a_long_output(name: str):
+    pieces = [*HOSTILE, *of_format(name)[1:], *FORMATS[name].specials]
+    cases = [(text, piece) for text in of_format(name) for piece in pieces]
+    assert not [case for case in cases if grows(name, *case)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "piece"),
+    [
+        ("lfm2", "<|tool_call_start|>[f(a=", "{"),
+        ("lfm2", "<|tool_call_start|>[f(a='", "{"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]"', "["),
+        ("mistral", '[TOOL_CALLS]f[ARGS]"[', "{"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "[', "["),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ', "["),
+    ],
+)
+def test_an_opening_bracket_takes_as_much_work_behind_many_others(name: str, text: str, piece: str):
+    assert not grows(name, text, piece)
+
+
+def test_a_closing_bracket_of_the_wrong_kind_is_not_looked_for():
+    class Bracket(str):
+        """Counts how often it is compared."""
+
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Bracket.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    value = JsonText()
+    for _ in range(1_000):
+        value.take("[")
+    for _ in range(1_000):
+        value.take(Bracket("}"))
+    assert Bracket.compared < 20_000
+
+
+def test_what_a_call_looks_up_takes_no_longer_with_many_tools():
+    """Nor with large schemas, of which no part is looked at twice."""
+
+    def work_of(name: str, count: int, text: str) -> int:
+        values = {"enum": [f"value {number}" for number in range(count)]}
+        properties = {f"key{number}": {"$ref": "#/$defs/values"} for number in range(count)}
+        tools = [tool("f", {"properties": properties, "$defs": {"values": values}})]
+        tools += [tool(f"f{number}", None) for number in range(count)]
+        parser = FORMATS[name](tools)
+        parser.push(text * 3)
+        return work(lambda: parser.push(text * 10))
+
+    call = "<tool_call><function=f><parameter=key1>a<parameter=kex<parameter=key2>b</function></tool_call>"
+    for name, text in (
+        ("qwen3_coder", call),
+        ("llama3_json", 'Text {"name": "no", "x": 1} '),
+        ("hermes", CALL),
+    ):
+        assert work_of(name, 500, text) < 2 * work_of(name, 20, text) + 2_000, name
 
 
 def next_bytes(matcher: LLMatcher, least: int) -> list[int]:
