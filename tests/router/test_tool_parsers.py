@@ -408,7 +408,7 @@ def test_a_character_takes_as_much_work_behind_a_long_output(name: str, text: st
         assert ends[1] < 15 * ends[0] + 20_000, filler
 
 
-HOSTILE = (*" {}[]()<>\"'\\,:;`=|_\n", '{"', '{"a":', "[]", "</", "<|", "```", "f(", "f(a=1),", "True")
+PIECES = (*" {}[]()<>\"'\\,:;`=|_\n", '{"', '{"a":', "[]", "</", "<|", "```", "f(", "f(a=1),", "True")
 """Pieces that an output may repeat: beginnings and ends of what the formats know."""
 
 
@@ -435,7 +435,7 @@ def of_format(name: str) -> list[str]:
 def grows(name: str, text: str, piece: str) -> bool:
     """Whether a piece takes more work behind a long output than behind a short one."""
     parser = FORMATS[name](TOOLS)
-    parser.push(text + piece * 50)
+    parser.push(text + piece * 300)
     early = work(lambda: parser.push(piece * 10))
     for _ in range(2):  # a list may get more memory in one of them
         parser.push(piece * 4_000)
@@ -447,7 +447,7 @@ def grows(name: str, text: str, piece: str) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_piece_takes_more_work_behind_a_long_output(name: str):
-    pieces = [*HOSTILE, *of_format(name)[1:], *FORMATS[name].specials]
+    pieces = [*PIECES, *of_format(name)[1:], *FORMATS[name].specials]
     cases = [(text, piece) for text in of_format(name) for piece in pieces]
     assert not [case for case in cases if grows(name, *case)]
 
@@ -505,7 +505,8 @@ def test_what_a_call_looks_up_takes_no_longer_with_many_tools():
         ("llama3_json", 'Text {"name": "no", "x": 1} '),
         ("hermes", CALL),
     ):
-        assert work_of(name, 500, text) < 2 * work_of(name, 20, text) + 2_000, name
+        # Eight bytes a key are copied for each call.
+        assert work_of(name, 1_000, text) < 1.6 * work_of(name, 20, text), name
 
 
 def next_bytes(matcher: LLMatcher, least: int) -> list[int]:
