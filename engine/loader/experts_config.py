@@ -10,7 +10,7 @@ from baton.engine.model_config import ClampedSwiGLU, ExpertsConfig, Scoring
 
 def qwen3_experts(settings: Settings) -> ExpertsConfig:
     # transformers 5 writes another name for the number of experts than older versions.
-    count = "num_local_experts" if "num_local_experts" in settings.values else "num_experts"
+    count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     dense = settings.integers("mlp_only_layers")
     step = settings.integer("decoder_sparse_step", 1)
     layers = [i for i in range(step - 1, settings.integer("num_hidden_layers"), step) if i not in dense]

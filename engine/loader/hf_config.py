@@ -96,7 +96,7 @@ def model_config_from_hf(
         multipliers=_multipliers(settings, architecture, hidden_size, family),
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
         latent=latent,
-        quantization=settings.get("quantization_config"),
+        quantization=settings.get("quantization_config") or None,
         gemma=family.gemma(settings) if family.gemma else None,
         mimo=family.mimo(settings) if family.mimo else None,
         step=family.step(settings) if family.step else None,
@@ -250,8 +250,10 @@ def _not_supported(settings: Settings, rope: Any, architecture: str, family: Fam
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if settings.get(name):
                 yield name
-    if settings.get(key, activation) != activation:
+    if settings.get(key) not in (None, activation):
         yield f"{key} {settings.get(key)!r}"
+    if settings.get("per_layer_config") and not (family.gemma or family.step):
+        yield "per_layer_config"
     yield from family.not_supported(settings)
     if settings.get("mlp_bias"):
         yield "mlp_bias"

@@ -16,7 +16,7 @@ INDEX_TYPES = {"full": True, "F": True, "shared": False, "S": False}
 def latent_config(settings: Settings, rope: Settings) -> LatentConfig:
     """Raises `ValueError` naming the key that is wrong or not supported."""
     integer = settings.integer
-    query_rank = None if settings.get("q_lora_rank") is None else integer("q_lora_rank")
+    query_rank = integer("q_lora_rank") if settings.get("q_lora_rank") else None
     nope, rotated, value = (integer(f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
     if rotated % 2 or value > nope + rotated:
         raise ValueError(
@@ -50,10 +50,9 @@ def indexed_latent_config(settings: Settings, rope: Settings, *, interleaved: bo
 
 def _without_index(settings: Settings) -> tuple[int, ...]:
     """The layers that take the choice of an earlier one."""
-    count, types = settings.integer("num_hidden_layers"), settings.get("indexer_types")
-    if types is None:
-        types = settings.get("index_topk_pattern")
-    if types is None:
+    count = settings.integer("num_hidden_layers")
+    types = settings.get("indexer_types") or settings.get("index_topk_pattern")
+    if not types:
         every = max(1, settings.integer("index_topk_freq", 1))
         first = settings.integer("index_skip_topk_offset", 2)
         types = ["F" if max(i - first + 1, 0) % every == 0 else "S" for i in range(count)]
@@ -102,7 +101,7 @@ def latent_experts(settings: Settings, first_dense: int, *, v2: bool = False) ->
 def layers_with_experts(settings: Settings, first_dense: int) -> tuple[int, ...]:
     """Raises `ValueError` naming the key that is wrong."""
     count, kinds = settings.integer("num_hidden_layers"), settings.get("mlp_layer_types")
-    if kinds is None:
+    if not kinds:
         dense = settings.get("first_k_dense_replace")
         dense = first_dense if dense is None else dense
         kinds = [KINDS[i >= dense] for i in range(count)] if type(dense) is int else dense
@@ -119,12 +118,12 @@ def not_supported(settings: Settings, *, v2: bool = False) -> Iterator[str]:
     methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
     supported = {
         "attention_bias": (False,),
-        "attention_chunk_size": (),
+        "attention_chunk_size": (0, []),
         "moe_layer_freq": (1,),
         "norm_topk_prob": (False,) if v2 else (True, False),
         "rope_interleave": (True,),
         "scoring_func": ("softmax",) if v2 else ("sigmoid",),
-        "sliding_window": (),
+        "sliding_window": (0, []),
         "topk_method": methods,
     }
     yield from settings.unlike(supported)

@@ -59,7 +59,7 @@ def rope_scaling(
 ) -> RopeScaling | YarnScaling | LongRopeScaling | None:
     """`context`: the one that the configuration names. `frequencies`: how many a head has."""
     number, source = rope.number, rope.source
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     match "longrope" if "long_factor" in rope.values else kind:  # which older checkpoints name otherwise
         case "default":
             return None
@@ -128,8 +128,8 @@ def _yarn_attention_factor(rope: Settings, factor: float) -> float:
 def rotary_dim(settings: Settings, rope: Settings, default: float, head_dim: int) -> int:
     """`ModelConfig.rotary_dim`. `default`: the part of a head that is rotated, if no setting says it."""
     source = settings.source
-    factor = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
-    factor = default if factor is None else factor
+    named = [values.get("partial_rotary_factor") for values in (rope, settings)]
+    factor = next((factor for factor in named if factor is not None), default)
     if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"{source}: partial_rotary_factor must be above 0 and at most 1, not {factor!r}")
     rotated = int(head_dim * factor)
@@ -140,7 +140,7 @@ def rotary_dim(settings: Settings, rope: Settings, default: float, head_dim: int
 
 def local_rope(settings: Settings, local: Any, types: Sequence[str]) -> LocalRope:
     """Of Gemma 3. `local`: from `ropes`. `types`: those of the layers."""
-    if not isinstance(local, Mapping) or local.get("rope_type", "default") != "default":
+    if not isinstance(local, Mapping) or local.get("rope_type") not in (None, "default"):
         raise ValueError(
             f"{settings.source}: rope scaling {local!r} of layers with a window is not supported"
         )

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoConfig
 
 from baton.engine import EngineConfig
-from baton.engine.loader import choose_format
+from baton.engine.loader import check_model, choose_format
 from baton.engine.loader.hf import HFCheckpoint
 from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import LocalRope, RopeScaling, Span
 from baton.router.text.model_files import context_length
 from tests.engine.checkpoints import assert_refused, config_of, edited_copy, edited_tensors, is_refused, load
-from tests.engine.conftest import TinyOf
+from tests.engine.conftest import TinyOf, save_tiny
 
 NEW = {"rope_type": "default", "rope_theta": 50.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
@@ -412,6 +412,72 @@ def test_the_fingerprint_covers_what_a_configuration_says(
 ) -> None:
     copy = edited_copy(tiny_of(kind), tmp_path, **change)
     assert load(copy).model_fingerprint != load(tiny_of(kind)).model_fingerprint
+
+
+@pytest.mark.parametrize(
+    ("kind", "absent", "empty"),
+    [
+        ("Llama", ["quantization_config"], {"quantization_config": {}}),
+        ("Llama", [], {"per_layer_config": {}}),
+        ("Llama", ["hidden_act"], {"hidden_act": None}),
+        ("Llama", [], {"rope_parameters": {"rope_type": None, "rope_theta": 10000.0, "factor": None}}),
+        ("Qwen3Moe", ["num_local_experts"], {"num_local_experts": None, "num_experts": 8}),
+        ("Glm4", ["rope_parameters"], {"rope_parameters": {"partial_rotary_factor": None}}),
+        ("DeepseekV3", [], {"sliding_window": 0, "attention_chunk_size": 0, "mlp_layer_types": []}),
+        ("DeepseekV3", [], {"num_nextn_predict_layers": 0}),
+        ("DeepseekV2", ["q_lora_rank"], {"q_lora_rank": 0}),
+        ("DeepseekV32", [], {"indexer_types": [], "index_topk_pattern": None}),
+        ("GlmMoeDsa", ["indexer_types"], {"indexer_types": [], "index_topk_pattern": ""}),
+        ("KimiLinear", [], {"num_local_experts": None, "linear_attn_config": {}}),
+        ("NemotronH", ["moe_latent_size"], {"moe_latent_size": 0, "mlp_hidden_act": None}),
+        ("MiniMaxM2", [], {"attn_type_list": []}),
+        ("MiMoV2Flash", ["rope_parameters"], {"rope_parameters": {}}),
+        ("Gemma3Text", ["rope_parameters"], {"rope_parameters": {}}),
+        ("Gemma4Text", ["rope_parameters"], {"rope_parameters": {}}),
+    ],
+    ids=repr,
+)
+def test_an_empty_key_is_an_absent_one(
+    kind: str, absent: list[str], empty: dict[str, Any], tiny_of: TinyOf
+) -> None:
+    config = config_of(tiny_of(kind))
+    without = {key: value for key, value in config.items() if key not in absent and key not in empty}
+    if "num_experts" in empty:
+        without["num_experts"] = empty["num_experts"]
+    expected = replace(model_config_from_hf(without, {}, "absent"), architecture="")
+    assert replace(model_config_from_hf({**config, **empty}, {}, "empty"), architecture="") == expected
+
+
+def test_the_first_layers_of_lfm2_may_have_experts(tiny_of: TinyOf) -> None:
+    experts = model_config_from_hf(config_of(tiny_of("Lfm2Moe")) | {"num_dense_layers": 0}, {}, "a").experts
+    assert experts is not None
+    assert experts.layers[0] == 0
+
+
+@pytest.mark.parametrize("wide", [24, 32], ids=["no layer differs", "layers with full attention differ"])
+def test_transformers_writes_the_layers_of_gemma4_that_differ(wide: int, tmp_path: Path) -> None:
+    """By numbers that are equally long, and none if no layer differs. Other keys do not count then."""
+    types = ["sliding_attention", "full_attention"] * 6
+    shape: dict[str, Any] = {"num_hidden_layers": 12, "layer_types": types, "num_kv_shared_layers": 0}
+    save_tiny(tmp_path, "Gemma4Text", **shape, head_dim=24, global_head_dim=wide)
+    written = config_of(tmp_path)
+    full = {} if wide == 24 else {f"{layer:02}": {"head_dim": wide} for layer in range(1, 12, 2)}
+    assert written["per_layer_config"] == full
+    check_model(EngineConfig(str(tmp_path)))
+    others = {"global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
+    read = model_config_from_hf({**written, **others}, {}, "a").gemma
+    assert read is not None
+    assert (read.wide_layers, read.head_dim, read.num_kv_heads) == (tuple(range(1, 12, 2)), wide, 2)
+
+
+def test_layers_that_differ_are_refused_where_no_model_class_reads_them(tiny_of: TinyOf) -> None:
+    override = {"per_layer_config": {"1": {"num_attention_heads": 2}}}
+    with pytest.raises(ValueError, match="per_layer_config is not supported"):
+        model_config_from_hf(config_of(tiny_of("Llama")) | override, {}, "a")
+    for shape in ({"sliding_window": 8}, {"head_dim": 32, "intermediate_size": 8}):
+        override = {"per_layer_config": {str(layer): shape for layer in (1, 4, 5)}}
+        with pytest.raises(ValueError, match="per_layer_config must give all layers"):
+            model_config_from_hf(config_of(tiny_of("Gemma4Text")) | override, {}, "a")
 
 
 def test_configurations_of_transformers_4_name_experts_differently(tiny_of: TinyOf) -> None:

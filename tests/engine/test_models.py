@@ -102,6 +102,7 @@ KINDS = [
     ),
     pytest.param("Lfm2Moe", {}, id="lfm2-moe"),
     pytest.param("Gemma4Text", {}, id="gemma4"),
+    pytest.param("Gemma4Text", {"head_dim": 32, "global_head_dim": 32}, id="gemma4-of-equal-layers"),
     pytest.param(
         "Gemma4Text",
         {

@@ -5,7 +5,7 @@ The tokens of an image depend on its size. In the larger models, layers with win
 see all of it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -87,23 +87,16 @@ def gemma_config(settings: Settings) -> GemmaConfig:
     k_is_v = bool(settings.get("attention_k_eq_v", False))
     if k_is_v and settings.get("num_global_key_value_heads") is not None:
         kv_heads = integer("num_global_key_value_heads")
-    overrides = settings.get("per_layer_config")
-    if overrides is not None:  # how transformers 5 writes these
-        shape_of = (
-            {str(at): shape for at, shape in overrides.items()} if isinstance(overrides, Mapping) else {}
-        )
-        shapes = [shape if isinstance(shape, Mapping) else {} for shape in shape_of.values()] or [{}]
-        if {*shape_of} != {*map(str, wide)} or any(each != shapes[0] for each in shapes):
-            raise ValueError(f"{source}: per_layer_config must give all layers with full attention one shape")
-        shape = Settings(shapes[0], source)
-        head_dim = shape.integer("head_dim", head_dim)
-        kv_heads = shape.integer("num_key_value_heads", kv_heads)
+    if "per_layer_config" in settings.values:  # how transformers 5 writes these; it then ignores the others
+        shape = _wide_shape(settings, wide)
+        head_dim = shape.integer("head_dim", integer("head_dim"))
+        kv_heads = shape.integer("num_key_value_heads", integer("num_key_value_heads"))
     rope = Settings(settings.values["wide_rope"], source)
     if rope.get("rope_type", "proportional") != "proportional":
         raise ValueError(f"{source}: rope_type {rope.get('rope_type')!r} of full attention is not supported")
     has_inputs = settings.get("hidden_size_per_layer_input", 256) not in (None, 0)
     size = integer("hidden_size_per_layer_input", 256) if has_inputs else 0
-    vocabulary = integer("vocab_size_per_layer_input", 262144)
+    vocabulary = integer("vocab_size_per_layer_input", 262144) if size else 262144
     if size and vocabulary < integer("vocab_size"):
         raise ValueError(f"{source}: vocab_size_per_layer_input {vocabulary} is less than vocab_size")
     return GemmaConfig(
@@ -120,6 +113,21 @@ def gemma_config(settings: Settings) -> GemmaConfig:
         settings.number("final_logit_softcapping") if settings.get("final_logit_softcapping") else None,
         _pad_id(settings),
     )
+
+
+def _wide_shape(settings: Settings, wide: Sequence[int]) -> Settings:
+    """What layers with full attention have of their own, by `per_layer_config`. It has only what differs from
+    other layers, and is empty if nothing does."""
+    overrides = settings.get("per_layer_config") or {}
+    numbered = overrides.items() if isinstance(overrides, Mapping) else [("", None)]
+    shape_of = {int(at) if str(at).isdecimal() else at: shape for at, shape in numbered}  # "05" of 30 layers
+    shapes: list[Any] = [*shape_of.values()] or [{}]
+    is_shape = isinstance(shapes[0], Mapping) and {*shapes[0]} <= {"head_dim", "num_key_value_heads"}
+    if not is_shape or any(each != shapes[0] for each in shapes) or {*shape_of} not in (set(), {*wide}):
+        raise ValueError(
+            f"{settings.source}: per_layer_config must give all layers with full attention one shape"
+        )
+    return Settings(shapes[0], settings.source)
 
 
 def _pad_id(settings: Settings) -> int:

@@ -66,7 +66,7 @@ class KimiLinearCheckpoint(Rearranged):
 def in_words_of_deepseek(settings: Settings) -> Mapping[str, Any]:
     config = {
         **settings.values,
-        **{ours: settings.get(name) for name, ours in NAMES.items() if name in settings.values},
+        **{ours: settings.get(name) for name, ours in NAMES.items() if settings.get(name) is not None},
     }
     linear = config.get("linear_attn_config")
     if isinstance(linear, Mapping):

@@ -81,9 +81,10 @@ def with_experts(settings: Settings) -> Mapping[str, Any]:
 
 
 def lfm2_experts(settings: Settings) -> ExpertsConfig:
-    layers = range(settings.integer("num_dense_layers", 2), settings.integer("num_hidden_layers"))
+    dense = 0 if settings.get("num_dense_layers") == 0 else settings.integer("num_dense_layers", 2)
+    layers = range(dense, settings.integer("num_hidden_layers"))
     scoring = Scoring.NORMALIZED_SIGMOID if settings.get("norm_topk_prob", True) else Scoring.SIGMOID
-    count = "num_local_experts" if "num_local_experts" in settings.values else "num_experts"
+    count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     scale = settings.number("routed_scaling_factor", 1.0)
     return experts_config(settings, layers, scoring, count=count, size="moe_intermediate_size", scale=scale)
 

@@ -109,7 +109,7 @@ def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
     if settings.get("mlp_layer_types") is None:
         sparse = settings.integers("moe_layer_freq") or [int(layer > 0) for layer in range(count)]
         fields["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
-    if settings.get("rope_parameters") is None:
+    if not settings.get("rope_parameters"):
         part = {"partial_rotary_factor": settings.get("partial_rotary_factor", ROTATED)}
         thetas = settings.number("rope_theta", 5e6), settings.number("swa_rope_theta", 1e4)
         rotations = [{**part, "rope_theta": theta} for theta in thetas]

@@ -38,7 +38,7 @@ class MiniMaxM2Checkpoint(Rearranged):
 
 def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
     fields = {"head_dim": 128, "rope_theta": 5e6, **settings.values}
-    if settings.get("rotary_dim") is not None:
+    if settings.get("rotary_dim"):
         fields["partial_rotary_factor"] = settings.integer("rotary_dim") / settings.integer("head_dim", 128)
     return fields
 

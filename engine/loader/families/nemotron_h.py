@@ -124,14 +124,14 @@ def experts(settings: Settings) -> ExpertsConfig | None:
         return None
     shared = settings.integer("moe_shared_expert_intermediate_size")
     experts = latent_experts(settings, first_dense=0)
-    size = 0 if settings.get("moe_latent_size") is None else settings.integer("moe_latent_size")
+    size = settings.integer("moe_latent_size") if settings.get("moe_latent_size") else 0
     return replace(experts, shared_intermediate_size=shared, activation=SquaredReLU(), latent_size=size)
 
 
 def not_supported(settings: Settings) -> Iterator[str]:
     supported = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
     for name, value in supported.items():
-        if settings.get(name, value) != value:
+        if settings.get(name) not in (None, value):
             yield f"{name} {settings.get(name)!r} of {settings.architecture}"
 
 

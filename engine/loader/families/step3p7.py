@@ -116,7 +116,7 @@ def experts(settings: Settings) -> ExpertsConfig:
 def _limits(settings: Settings, name: str, layers: Sequence[int]) -> list[float]:
     """Of the layers with experts. No other layer may have one."""
     count = settings.integer("num_hidden_layers")
-    limits = [0] * count if settings.get(name) is None else settings.get(name)
+    limits = settings.get(name) or [0] * count
     numbers = isinstance(limits, list) and all(type(each) in (int, float, type(None)) for each in limits)
     if not numbers or len(limits) != count or any(limits[i] for i in range(count) if i not in layers):
         raise ValueError(f"{settings.source}: {name} must bound layers with experts alone, not {limits!r}")
