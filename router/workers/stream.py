@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import grpc
 import grpc.aio
 
+from baton.machine.words import counted
 from baton.router import prompt_logprobs
 from baton.router.config import RouterConfig
 from baton.router.policy.decode import DecodeLoad
@@ -25,6 +26,7 @@ from baton.router.workers.checks import (
     explain,
     token_defect,
 )
+from baton.router.workers.flaps import FLAP_SECONDS, Flaps
 from baton.router.workers.roster import Roster
 from baton.router.workers.worker import (
     CALL_TIMEOUT,
@@ -52,6 +54,9 @@ class WorkerStream:
         self.worker = worker
         self._roster = roster
         self._config = config
+        self._flaps = Flaps()
+        self._calm: asyncio.TimerHandle | None = None
+        """When its link has stopped to flap, if it was ready again."""
         self._task = asyncio.create_task(self._run(), name=f"worker {worker.address}")
 
     def retire(self, on_closed: Callable[["WorkerStream"], None]) -> None:
@@ -73,7 +78,7 @@ class WorkerStream:
     # ------------------------------------------------------------ open and close
 
     async def _run(self) -> None:
-        worker, backoff, logged = self.worker, FIRST_BACKOFF, ""
+        worker, backoff = self.worker, FIRST_BACKOFF
         drained = False  # the worker was draining when its last stream ended
         while not worker.retired:
             was_ready, began, weights, lacks_adapters = False, time.monotonic(), None, False
@@ -110,8 +115,7 @@ class WorkerStream:
                 log.exception("%s: the connection failed and is opened again", worker)
             if cancelled_from_outside():  # grpc.aio drops the cancellation if the stream breaks at once
                 raise asyncio.CancelledError
-            if was_ready or worker.reason != logged:  # not with each try
-                logged = worker.reason
+            if self._flaps.lost(time.monotonic(), worker.reason, was_ready=was_ready):
                 log.warning("%s is %s: %s. %s", worker, worker.state, worker.reason, worker.remedy)
             if was_ready and time.monotonic() - began > LAST_BACKOFF:
                 backoff = FIRST_BACKOFF
@@ -202,8 +206,15 @@ class WorkerStream:
         )
         worker.report(status)
         worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
-        log.info("%s is %s", worker, worker.state)
+        if self._flaps.count:  # it flaps
+            self._calm = asyncio.get_running_loop().call_later(FLAP_SECONDS, self._has_calmed)
+        else:
+            log.info("%s is %s", worker, worker.state)
         self._roster.availability_changed(worker)
+
+    def _has_calmed(self) -> None:
+        worker, lost = self.worker, counted(self._flaps.taken(), "more time")
+        log.warning("%s is %s, after its connection was lost %s", worker, worker.state, lost)
 
     def _unread(self) -> None:
         log.error("%s does not read its messages: the router closes the stream", self.worker)
@@ -212,6 +223,8 @@ class WorkerStream:
     def _detach(self) -> None:
         """Ends the session. All open attempts are lost."""
         worker, was_attached = self.worker, self.worker.attached
+        if self._calm is not None:
+            self._calm.cancel()
         failed = was_attached and worker.ready
         if worker.send_queue is not None:
             worker.send_queue.close()
