@@ -4,11 +4,13 @@ The message of a gRPC call becomes one of them. Types are strict. Fields in a li
 refused by name. Unknown fields are ignored, as in vLLM.
 """
 
+from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from google.protobuf.message import DecodeError
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, RootModel, model_validator
 
+from baton.router.api.earlier import ChatReasoning, FunctionCall, with_effort, with_tools
 from baton.router.api.fields import (
     MAX_CHOICES,
     Items,
@@ -21,9 +23,17 @@ from baton.router.api.fields import (
     prompts,
     unsupported,
 )
-from baton.router.api.messages import MAX_TOOLS, AllowedToolsChoice, Message, NamedTool, Tool, ToolChoice
+from baton.router.api.messages import (
+    MAX_TOOLS,
+    AllowedToolsChoice,
+    Function,
+    Message,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 from baton.router.api.sampling import Body, OpenAIBody
-from baton.router.api.structured import ResponseFormat, Structure, with_structured_outputs
+from baton.router.api.structured import ResponseFormat, Structure
 from baton.router.api.validation import CHAT, COMPLETION, GENERATION, TOKENIZE, refusing, validate
 from baton.router.errors import InvalidRequest
 from baton.rpc import inference_pb2 as pb
@@ -75,7 +85,6 @@ class GenerationBody(OpenAIBody):
     response_format: ResponseFormat | None = None
 
     _refuse_unsupported = refusing(GENERATION)
-    _take_old_names = model_validator(mode="before")(classmethod(with_structured_outputs))
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -217,6 +226,11 @@ class ChatOptions(RenderedBody, GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None
+    """OpenAI's earlier form of `tools`."""
+    function_call: FunctionCall | None = None
+    """That of `tool_choice`."""
+    reasoning: ChatReasoning | None = None
     include_reasoning: Nullable[bool] = True
     separate_reasoning: Nullable[bool] = True
     """False: the content has the whole output, with the reasoning and its marks."""
@@ -226,21 +240,24 @@ class ChatOptions(RenderedBody, GenerationBody):
     """-1: no limit."""
 
     _refuse_completion_fields = refusing(CHAT)
+    _take_functions = model_validator(mode="before")(classmethod(with_tools))
+    _take_effort = model_validator(mode="before")(classmethod(with_effort))
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
-        names = [tool.function.name for tool in self.tools or ()]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        names = Counter(tool.function.name for tool in self.tools or ())
+        twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
-            raise invalid(f"tools has {twice!r} twice", "tools")
+            field = "functions" if self.functions is not None else "tools"
+            raise invalid(f"{field} has {twice!r} twice", field)
         if self.must_call and not names:
             raise invalid("tool_choice needs tools", "tool_choice")
         choice = self.tool_choice
         chosen = {choice.function.name} if isinstance(choice, NamedTool) else set()
         chosen |= choice.names if isinstance(choice, AllowedToolsChoice) else set()
-        if not chosen <= set(names):
+        if not chosen <= names.keys():
             reason = f"no such tool: Tool {min(chosen.difference(names))!r} not found in tools list"
             raise invalid(reason, "tool_choice")
         if self.offered_tools and self.structure is not None and self.structure.kind != "json_schema":
@@ -275,6 +292,11 @@ class ChatOptions(RenderedBody, GenerationBody):
     def many_calls(self) -> bool:
         """True if the output may have several tool calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def calls_functions(self) -> bool:
+        """True if a call comes back as `function_call`."""
+        return self.functions is not None and self.function_call is not None
 
     @property
     def reasoning_budget(self) -> int | None:

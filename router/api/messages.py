@@ -15,11 +15,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from baton.router.api.earlier import with_calls
 from baton.router.api.fields import Content, Items, Part, ShownImage, ShownText, invalid
 from baton.router.api.validation import refusing
 
-MAX_TOOLS = 128
-FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+MAX_TOOLS = 2_048
+"""The event loop validates them: 11 ms."""
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,512}$"
 
 
 UNSEEN = "[an image, which this model cannot see]"
@@ -70,12 +72,16 @@ class ToolCall(Part):
     function: CalledFunction
 
 
-_NO_CALLS = {"tool_calls": {"type": ["array", "null"], "maxItems": 0}}
+_NO_CALLS = {"tool_calls": {"type": ["array", "null"], "maxItems": 0}, "function_call": {"type": "null"}}
 _NO_RESULT = {"tool_call_id": {"type": "null"}}
 _BY_ROLE: list[Any] = [
     {
         "properties": {"role": {"const": "tool"}, "tool_call_id": {"type": "string"}} | _NO_CALLS,
         "required": ["tool_call_id"],
+    },
+    {
+        "properties": {"role": {"const": "function"}, "name": {"type": "string"}} | _NO_CALLS | _NO_RESULT,
+        "required": ["name"],
     },
     {"properties": {"role": {"const": "assistant"}} | _NO_RESULT},
     {"properties": {"role": {"enum": ["system", "developer", "user"]}} | _NO_CALLS | _NO_RESULT},
@@ -86,14 +92,17 @@ _BY_ROLE: list[Any] = [
 class Message(Part):
     model_config = ConfigDict(json_schema_extra={"anyOf": _BY_ROLE})
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content = ""
     name: str | None = None
     reasoning: str | None = Field(None, validation_alias=AliasChoices("reasoning", "reasoning_content"))
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    """OpenAI's earlier form of a tool call. A message of role function has its result."""
 
-    _refuse_unsupported = refusing({"function_call": (), "audio": ()}, nested=True)
+    _refuse_unsupported = refusing({"audio": ()}, nested=True)
+    _take_function_call = model_validator(mode="before")(classmethod(with_calls))
 
     @model_validator(mode="after")
     def _check_tool_fields(self) -> Self:
@@ -129,7 +138,7 @@ class Message(Part):
 
         The role `developer`, OpenAI's newer name, becomes `system`. Arguments become objects.
         """
-        message = self.model_dump(exclude_none=True)
+        message = self.model_dump(exclude_none=True, exclude={"function_call"})
         if not isinstance(self.content, str):
             message["content"] = [
                 part if part["type"] == "text" else {"type": "image"} for part in message["content"]

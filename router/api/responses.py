@@ -67,7 +67,7 @@ class Usage(ResponseModel):
 
 
 FinishReason = Literal["stop", "length"]
-ChatFinishReason = Literal["stop", "length", "tool_calls"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class TopLogprob(ResponseModel):
@@ -123,6 +123,8 @@ class AssistantMessage(ResponseModel):
     reasoning_content: str | None = None
     """The same, by the name that DeepSeek and SGLang use."""
     tool_calls: list[OutputToolCall] | None = None
+    function_call: OutputFunction | None = None
+    """The call, if the request has `functions`."""
 
 
 class ChatChoice(ResponseModel):

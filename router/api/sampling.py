@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from baton.router.api.fields import (
     MAX_LISTED,
@@ -14,7 +14,7 @@ from baton.router.api.fields import (
     TruncatedLength,
     stops,
 )
-from baton.router.api.structured import StructuredOutputs
+from baton.router.api.structured import StructuredOutputs, with_structured_outputs
 
 TOKEN_ID = "[0-9]{1,10}"
 """A key of `logit_bias`."""
@@ -70,6 +70,8 @@ class SamplingBody(Body):
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     """Requests share cached prefixes only with those of the same API key's salt and the same `cache_salt`."""
+
+    _take_old_names = model_validator(mode="before")(classmethod(with_structured_outputs))
 
     def given(self, kind: type["SamplingBody"]) -> dict[str, Any]:
         """Returns those fields of `kind` that the client sent."""

@@ -131,7 +131,8 @@ class StructuredOutputs(Part):
 
     In `regex`, `\\d` is `[0-9]`, `\\w` is `[0-9A-Za-z_]`, and `\\s` is ASCII white space and U+00A0, as in
     xgrammar, a backend of vLLM. `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`, fields
-    of earlier versions of vLLM, and `json_schema`, `regex` and `ebnf` of SGLang, stand for it.
+    of earlier versions of vLLM, `json_schema`, `regex` and `ebnf` of SGLang, `grammar` of llama.cpp and
+    `format` of Ollama stand for it.
     """
 
     json_: Annotated[
@@ -172,9 +173,9 @@ class StructuredOutputs(Part):
 
 _OLD_NAMES = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-    "json_schema": "json", "regex": "regex", "ebnf": "grammar",
+    "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar", "format": "json",
 }  # fmt: skip
-"""Members of `structured_outputs` by the fields of earlier vLLM, and of SGLang."""
+"""Members of `structured_outputs` by the fields of earlier vLLM, of SGLang, llama.cpp and Ollama."""
 
 
 def with_structured_outputs(cls: type, data: Any) -> Any:
@@ -185,4 +186,7 @@ def with_structured_outputs(cls: type, data: Any) -> Any:
     if len(names) > 1 or data.get("structured_outputs") is not None:
         raise invalid("only one of its fields and structured_outputs may be set", min(names))
     name = names.pop()
+    if name == "format" and data[name] in ("", "json"):  # Ollama's: any text, any object
+        structure = {"json_object": True} if data[name] else None
+        return {**data, name: None, "structured_outputs": structure}
     return {**data, name: None, "structured_outputs": {_OLD_NAMES[name]: data[name]}}

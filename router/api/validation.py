@@ -31,7 +31,7 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "bootstrap_port": (), "bootstrap_room": (), "chat_template": (),
     "custom_logit_processor": (), "custom_params": ({},), "data_parallel_rank": (),
     "disagg_prefill_dp_rank": (), "documents": ([],), "ec_transfer_params": ({},), "extra_key": (),
-    "function_call": ("none",), "functions": ([],), "images_config": ({},),
+    "images_config": ({},),
     "input_ids": (), "kv_transfer_params": ({},), "length_penalty": (1,),
     "logits_processors": ([],), "lora_path": (), "lora_request": (), "max_dynamic_patch": (),
     "media_io_kwargs": ({},), "min_dynamic_patch": (), "mm_processor_kwargs": ({},),
@@ -46,12 +46,13 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip
 COMPLETION: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "include_reasoning": (True,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "function_call": ("none",),
+    "functions": ([],), "include_reasoning": (True,),
     "max_completion_tokens": (), "thinking_token_budget": (-1,), "tool_choice": ("none", "auto"),
     "tools": ([],), "top_logprobs": (0,), "verbosity": ("medium",),
 }  # fmt: skip
 CHAT: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "reasoning": ({},), "task": (),
+    "echo": (False,), "task": (),
 }  # fmt: skip
 TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": ()}
 COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
@@ -59,7 +60,8 @@ COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
     "workspace_id": (),
 }  # fmt: skip
 _OF_CHATS: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "logprobs": (False,), "max_completion_tokens": (), "n": (1,),
+    "echo": (False,), "function_call": ("none",), "functions": ([],), "logprobs": (False,),
+    "max_completion_tokens": (), "n": (1,),
     "prompt_logprobs": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
 }  # fmt: skip
 """Fields that the other forms of a chat name otherwise, or do not have."""
@@ -103,7 +105,6 @@ REMEDIES = {
     "output_format": "use output_config.format",
     "previous_input_messages": "use previous_response_id",
     "prompt": "there are no prompt templates; use instructions",
-    "reasoning": "use reasoning_effort, or chat_template_kwargs.enable_thinking",
     "reasoning_effort": "use output_config.effort, or reasoning.effort of /v1/responses",
     "repetition_detection": "use repetition_penalty or stop",
     "request_id": _NAMED,

@@ -20,6 +20,10 @@ from baton.router.tools import harmony
 from baton.router.tools.formats import FORMATS
 from baton.router.tools.grammar import OF_WHOLE
 
+_MAX_ENFORCED = 200
+"""Tools, with their schemas. Those of further tools that are not strict would take too long to compile, and
+are left to the model. So are those for which a grammar has no room."""
+
 
 class Parts(Protocol):
     """Makes of what a client wrote what workers read, and keeps what they cannot enforce."""
@@ -76,8 +80,18 @@ class Demand:
         answer = self.answer and parts.part(self.answer)
         if self.calls is None:
             return harmony.in_final(answer, self._spell) if answer and self.in_messages else answer
-        calls = self.calls
-        tools = [offered.tool.with_parameters(self._parameters(offered, parts)) for offered in calls.tools]
+        calls, tools = self.calls, list[Tool]()
+        room = MAX_LENGTH // 2 - sum(len(offered.tool.function.name) for offered in calls.tools)
+        for offered in calls.tools:
+            parameters: dict[str, Any] = {"type": "object"}
+            if offered.enforced and (
+                offered.tool.function.strict or (room > 0 and len(tools) < _MAX_ENFORCED)
+            ):
+                parameters = self._parameters(offered, parts)
+                room -= len(json.dumps(parameters))
+            elif offered.enforced:
+                parts.left_out(offered.field, "")
+            tools.append(offered.tool.with_parameters(parameters))
         try:
             grammar = FORMATS[calls.format].grammar(
                 tools, many=calls.many, spell=self._spell, text=calls.free
@@ -99,8 +113,6 @@ class Demand:
 
     def _parameters(self, offered: OfferedTool, parts: Parts) -> dict[str, Any]:
         """Returns the schema that a grammar enforces."""
-        if not offered.enforced:
-            return {"type": "object"}
         assert self.calls is not None
         form, strict = FORMATS[self.calls.format], bool(offered.tool.function.strict)
         structure = Structure("json_schema", offered.tool.schema_text, offered.field, strict)

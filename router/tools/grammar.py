@@ -110,9 +110,13 @@ def grammar_of(
     rules = [f"start: {lark(written.begin)} call {more} {lark(written.end)}"]
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}")
     length = 0  # of the rules of arguments
+    known: dict[str, str] = {}  # rules, by their schemas
     for i, tool in enumerate(tools):
-        places = {"{name}": quoted(tool.function.name), "{arguments}": f"args{i}", "{number}": _NUMBER}
+        arguments = known.setdefault(tool.schema_text, f"args{i}")
+        places = {"{name}": quoted(tool.function.name), "{arguments}": arguments, "{number}": _NUMBER}
         rules.append(f"call{i}: {lark(written.call, places)}")
+        if arguments != f"args{i}":
+            continue
         if written.pair is None:
             rules.append(f"args{i}: %json {tool.schema_text}")
         else:

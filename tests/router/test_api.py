@@ -354,11 +354,23 @@ def test_chat_templates_get_tool_calls_and_results_as_objects():
         ({"json_schema": '{"const":1}'}, "json_schema", '{"const":1}'),
         ({"regex": "a+", "ebnf": None}, "regex", "a+"),
         ({"ebnf": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        # Those of llama.cpp and Ollama.
+        ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"format": {"type": "object"}}, "json_schema", '{"type": "object"}'),
+        ({"format": "json"}, "json_schema", '{"type": "object"}'),
+        ({"format": ""}, None, None),
     ],
 )
 def test_structure_of_each_structured_output_field(body: dict[str, Any], kind: str | None, text: str | None):
     for of, rest in ((CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": HELLO})):
         structure = parse(of, json.dumps(rest | body).encode()).structure
+        assert (structure and structure.kind, structure and structure.text) == (kind, text)
+    if "response_format" in body:
+        return
+    responses = parse(openai.ResponsesBody, json.dumps({"input": "x", **body}).encode()).structured_outputs
+    messages = json.dumps({"messages": HELLO, "max_tokens": 1, **body}).encode()
+    for wanted in (responses, parse(anthropic.MessagesBody, messages).structured_outputs):
+        structure = None if wanted is None else wanted.structure
         assert (structure and structure.kind, structure and structure.text) == (kind, text)
 
 

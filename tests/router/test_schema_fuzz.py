@@ -43,7 +43,7 @@ DOCUMENTED = "|".join([
     r"no text can follow them|must not be empty$",  # a text may have no token
     r"No tool call found for|unexpected `tool_use_id`",  # the result of a call that is not there
     r"at least 1 item, not \[\]$",  # instructions or earlier messages count as well
-    r"tools has .* twice|must have each token once|not found in tools list|must begin with resp_",
+    r"(tools|functions) has .* twice|must have each token once|not found in tools list|must begin with resp_",
     # Grammars, and the arguments of a call, in fields that are text.
     r"^(structured_outputs|response_format|text\.format|output_config\.format)",
     r"tools\[\d+\]\.(function\.parameters|input_schema|parameters): ",

@@ -9,7 +9,7 @@ import msgspec
 
 from baton.router import prompt_logprobs
 from baton.router.active_request import ActiveRequest
-from baton.router.api.bodies import CompletionOptions
+from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, encode, event
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
@@ -267,6 +267,9 @@ class ChatBuilder(ChoicesBuilder):
     def __init__(self, request: ActiveRequest) -> None:
         super().__init__(request)
         self._parsers = [OutputParser(request) for _ in request.choices]
+        body = request.body
+        self._functions = isinstance(body, ChatOptions) and body.calls_functions
+        self._called = "function_call" if self._functions else "tool_calls"
 
     def _extra(self) -> dict[str, Any]:
         ids = self._request.prompts[0] if self._token_ids else None
@@ -288,7 +291,7 @@ class ChatBuilder(ChoicesBuilder):
         if content or not (calls or reasoning):
             message["content"] = content
         if calls:
-            message["tool_calls"] = calls
+            message |= self._calls(calls)
         return {"index": index, "delta": message, **self._rest(index, part)}
 
     def _whole_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
@@ -299,8 +302,12 @@ class ChatBuilder(ChoicesBuilder):
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message |= _reasoning(reasoning or None)
         if calls:
-            message["tool_calls"] = calls
+            message |= self._calls(calls)
         return {"index": index, "message": message, "token_ids": None, **self._rest(index, part)}
+
+    def _calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the member of a message with its calls. There is one call of a function at most."""
+        return {"function_call": calls[0]["function"]} if self._functions else {"tool_calls": calls}
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
@@ -322,7 +329,7 @@ class ChatBuilder(ChoicesBuilder):
         called = last.finish_reason == "stop" and self._parsers[index].chose_to_call
         fields: dict[str, Any] = {
             "logprobs": {"content": part.logprobs} if self._logprobs else None,
-            "finish_reason": "tool_calls" if called else last.finish_reason,
+            "finish_reason": self._called if called else last.finish_reason,
             **last.stops,
         }
         if self._token_ids:
