@@ -6,6 +6,7 @@ wait for all descendants → remove the run directory.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import urllib.request
@@ -105,6 +106,9 @@ def _check_roles(blueprint: Blueprint, resolved: model.ResolvedModel, secret: by
         sampling_defaults(config.generation_config, Path(resolved.location))
 
 
+log = logging.getLogger(__name__)
+
+
 class CannotStart(Exception):
     """A role failed before the cluster was ready. The message is for the user."""
 
@@ -201,8 +205,13 @@ class LocalCluster:
             await self._signals.restart.wait()
             self._signals.restart.clear()
             self._display.line("Restarting the workers, one after the other …")
-            await supervisor.restart_workers()
-            self._display.line("All workers have restarted.")
+            try:
+                await supervisor.restart_workers()
+            except Exception as error:  # the workers serve on
+                log.exception("the restart of the workers failed")
+                self._display.line(f"The restart failed: {type(error).__name__}: {error}")
+            else:
+                self._display.line("All workers have restarted.")
 
     async def _ready(self, supervisor: Supervisor) -> None:
         while not all(state.phase == "ready" for _, state in supervisor.states()):

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from grpc import RpcError
 from grpc.aio import Channel
@@ -42,6 +43,7 @@ class Autoscaler:
         self._channels: dict[str, Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}
         self._held_tokens = 0  # prompt tokens in the routers, as far as known
+        self._failure = ""  # of the last poll
 
     async def run(self) -> None:
         """Polls until it is cancelled."""
@@ -50,12 +52,27 @@ class Autoscaler:
         try:
             while True:
                 await asyncio.sleep(INTERVAL)
-                await self._poll(time.monotonic())
+                try:
+                    self._supervisor.pools = await self._poll(time.monotonic())
+                    self._failure = ""
+                except Exception as error:  # a defect: the cluster serves on with the pools that it has
+                    if self._fails_anew(error):
+                        log.exception("a poll of the autoscaler failed; the next one is tried")
+                await self._supervisor.tell_routers()
         finally:
             for channel in self._channels.values():
                 await channel.close(None)
 
-    async def _poll(self, now: float) -> None:
+    def _fails_anew(self, error: Exception) -> bool:
+        """Says in the report that a poll failed. Returns whether the last one did not fail in the same way."""
+        before = self._failure
+        self._failure = f"the autoscaler failed ({type(error).__name__}: {error}); it goes on"
+        sizes = {pool: len(self._supervisor.pool(pool)) for pool in self._balancer.scalers}
+        self._supervisor.pools = self._report(sizes, {}, self._failure)
+        return self._failure != before
+
+    async def _poll(self, now: float) -> dict[str, dict[str, Any]]:
+        """Resizes the pools. Returns their part of the report."""
         scalers = self._balancer.scalers
         addresses = self._supervisor.worker_addresses()
         await self._forget_all_but(set(addresses))
@@ -86,19 +103,24 @@ class Autoscaler:
         new_sizes = self._balancer.decide(now, workers, sizes, starting)
         await self._resize(sizes, new_sizes, samples)
         unknown = "the cluster is paused" if paused else "no worker has measured its speed yet"
-        self._supervisor.pools = {
+        return self._report(new_sizes, needs, unknown)
+
+    def _report(
+        self, sizes: Mapping[Pool, int], needs: Mapping[Pool, Needed | None], unknown: str
+    ) -> dict[str, dict[str, Any]]:
+        """`unknown`: why the need of a pool is not known."""
+        return {
             pool: {
-                "size": new_sizes[pool],
+                "size": sizes[pool],
                 "ready": sum(state.phase == "ready" for state in self._supervisor.pool(pool)),
-                "least": scalers[pool].least,
-                "most": scalers[pool].most,
+                "least": scaler.least,
+                "most": scaler.most,
                 "group": self._balancer.group,
-                "needed": None if need is None else round(need.workers, 2),
+                "needed": None if (need := needs.get(pool)) is None else round(need.workers, 2),
                 "why": need.why if need else unknown,
             }
-            for pool, need in needs.items()
+            for pool, scaler in self._balancer.scalers.items()
         }
-        await self._supervisor.tell_routers()
 
     async def _resize(
         self, sizes: Mapping[Pool, int], new_sizes: Mapping[Pool, int], samples: Mapping[str, Sample]

@@ -11,6 +11,7 @@ Life of a worker that leaves the cluster: removed from the list of the routers â
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from typing import Any, Protocol
 from baton.cluster.supervision.blueprint import WORKERS, Pool, RoleName, RoleSpec
 from baton.cluster.supervision.calls import ask_pools
 from baton.cluster.supervision.role_process import RoleState
+
+log = logging.getLogger(__name__)
 
 _PLACED_WITHIN = 2.0  # seconds that an actor without a state has to accept `stop`: it may not be placed yet
 _LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is called again; Ray needs about a second to restart it
@@ -292,7 +295,8 @@ class Supervisor:
     # ------------------------------------------------------------ routers
 
     async def tell_routers(self) -> None:
-        """Sends workers and report to each running router that lacks them. A lost router gets them later."""
+        """Sends workers and report to each running router that lacks them. One that cannot be told gets them
+        later."""
         if self._stopping:
             return
         news = (self._listed(), self.report())
@@ -302,6 +306,9 @@ class Supervisor:
             try:
                 await router.handle.set_workers(*news)
             except ConnectionError:
+                router.sent = None
+            except Exception:  # a defect must not end the cluster
+                log.exception("%s cannot be told its workers", router.spec.name)
                 router.sent = None
 
         outdated = [m for m in self._members if m.spec.role == "router" and m.state.token]

@@ -226,6 +226,35 @@ async def test_nonsense_of_a_worker_does_not_end_the_scaling_of_others(pools: Po
     await eventually(lambda: "decode 1" in pools.names() and "prefill 2" in pools.names())
 
 
+async def test_a_defect_ends_neither_the_autoscaler_nor_the_cluster(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a poll, and while a router is told. The report says it, the log once, and the next poll goes on."""
+    await eventually(lambda: bool(pools.supervisor.pools))
+    failures: list[str] = []
+
+    def fails(*_: object) -> None:
+        failures.append("poll")
+        raise KeyError("a defect")
+
+    async def cannot_be_told(*_: object) -> None:
+        failures.append("told")
+        raise RuntimeError("another defect")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pools.autoscaler._balancer, "decide", fails)
+        broken.setattr(pools.router, "set_workers", cannot_be_told)
+        await eventually(lambda: failures.count("poll") > 2 and failures.count("told") > 2)
+        told = pools.supervisor.pools["decode"]
+        assert "the autoscaler failed (KeyError: 'a defect')" in told["why"]
+        assert (told["size"], told["ready"], told["needed"]) == (1, 1, None)
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: "decode 1" in pools.names())
+    assert "failed" not in pools.supervisor.pools["decode"]["why"]
+    assert caplog.text.count("a poll of the autoscaler failed") == 1
+    assert not any(task.done() for task in pools.tasks)
+
+
 async def test_a_worker_that_does_not_answer_does_not_count_as_one_that_stays(pools: Pools) -> None:
     pools.load("decode", blocks_free=10)
     await eventually(lambda: pools.supervisor.pools.get("decode", {}).get("ready") == 2)
@@ -280,9 +309,10 @@ async def test_in_a_pause_pools_keep_their_size(pools: Pools) -> None:
     pools.load("decode", pause=pb.PAUSE_STEPS, blocks_free=512)
     polls, poll = [], pools.autoscaler._poll
 
-    async def counted(now: float) -> None:
-        await poll(now)
-        polls.append(pools.supervisor.pools["decode"]["why"])
+    async def counted(now: float) -> dict[str, dict[str, Any]]:
+        polled = await poll(now)
+        polls.append(polled["decode"]["why"])
+        return polled
 
     pools.autoscaler._poll = counted  # type: ignore[method-assign]
     pools.router.held = 9000
