@@ -138,6 +138,7 @@ class LocalCluster:
         reap_orphans()
         run_dir = RunDir.create(self._blueprint.files.run_dir)
         janitor = Janitor(run_dir.path, f"{self._blueprint.title}: janitor")
+        keeping = asyncio.create_task(janitor.keep())
         self._logs = (self._blueprint.logs.log_dir or run_dir.path / "logs").absolute()
         try:
             make_directory("--log-dir", self._logs)
@@ -148,6 +149,8 @@ class LocalCluster:
             self._display.error(str(failure))
             return 1
         finally:
+            keeping.cancel()
+            await asyncio.wait({keeping})
             await asyncio.to_thread(janitor.dismiss)
             killed = await asyncio.to_thread(end_descendants, ORPHAN_GRACE, self._signals.hurry_threads)
             if killed and not self._signals.hurry.is_set():

@@ -64,7 +64,7 @@ class Autoscaler:
                 await channel.close(None)
 
     def _fails_anew(self, error: Exception) -> bool:
-        """Says in the report that a poll failed. Returns whether the last one did not fail in the same way."""
+        """Says in the report that a poll failed. Returns whether this failure is another than the last."""
         before = self._failure
         self._failure = f"the autoscaler failed ({type(error).__name__}: {error}); it goes on"
         sizes = {pool: len(self._supervisor.pool(pool)) for pool in self._balancer.scalers}

@@ -4,7 +4,9 @@ Its owner holds a lock (flock on the directory itself) as long as it lives. An u
 dead owner, and the next start removes it. The lock also keeps systemd-tmpfiles from removing it.
 """
 
+import asyncio
 import fcntl
+import logging
 import os
 import shutil
 import subprocess
@@ -15,12 +17,16 @@ from pathlib import Path
 from typing import Self
 
 from baton.machine.python_path import python_path
-from baton.machine.system import cannot_write, make_directory
+from baton.machine.system import cannot_write, describe_exit, make_directory, process_end
+
+log = logging.getLogger(__name__)
 
 PREFIX = "baton."  # differs from the "baton-…" directory of a worker that was started alone
 # The longest path in it is that of a worker's socket. The path of a socket has at most 107 bytes.
 _LONGEST = PREFIX + "XXXXXXXX/baton-XXXXXXXX/engine"
 MAX_PARENT = 107 - len(_LONGEST) - 1
+RESTART_SECONDS = 1.0
+"""Between two starts of the janitor."""
 PATIENCE = 10.0  # seconds: until they are dead, roles may still write to the directory and hold its lock
 
 
@@ -95,12 +101,30 @@ class Janitor:
     """
 
     def __init__(self, run_dir: Path, title: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.cluster.supervision.rundir", str(run_dir), title],
+        self._run_dir, self._title = run_dir, title
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "baton.cluster.supervision.rundir", str(self._run_dir), self._title],
             env=os.environ | python_path(),
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C and SIGHUP of the terminal must not end the janitor
         )
+
+    async def keep(self) -> None:
+        """Starts another process when the present one has ended, until cancelled."""
+        while True:
+            await process_end(self._process.pid)
+            with self._process:  # reaps it, and closes its pipe
+                pass
+            log.warning("%s %s; starting it again", self._title, describe_exit(self._process.returncode))
+            while self._process.returncode is not None:
+                try:
+                    self._process = self._start()
+                except OSError as error:
+                    log.warning("%s cannot be started: %s", self._title, error)
+                await asyncio.sleep(RESTART_SECONDS)
 
     def dismiss(self) -> None:
         """Ends the janitor without removing files. A signal also ends one that hangs."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from baton.cluster.supervision import rundir
 from baton.cluster.supervision.rundir import Janitor, RunDir
 from baton.machine.python_path import PACKAGES
+from tests.within import within
 
 OWNER = """
 import sys
@@ -82,3 +84,28 @@ def test_a_janitor_that_hangs_is_dismissed(parent: Path) -> None:
     janitor.dismiss()
     assert run_dir.path.exists(), "its owner lives"
     run_dir.remove()
+
+
+async def test_a_janitor_that_died_is_started_again(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the run directory goes away when its owner is killed later. A start may fail at first."""
+    monkeypatch.setattr(rundir, "RESTART_SECONDS", 0.01)
+    run_dir = RunDir.create(parent)
+    janitor = Janitor(run_dir.path, "a janitor")
+    start, started = janitor._start, asyncio.Event()
+    failures = iter([OSError("no process is left")])
+
+    def starts() -> subprocess.Popen[bytes]:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        started.set()
+        return start()
+
+    monkeypatch.setattr(janitor, "_start", starts)
+    keeping = asyncio.create_task(janitor.keep())
+    janitor._process.kill()
+    await within(started.wait())
+    await asyncio.sleep(0)
+    keeping.cancel()
+    os.close(run_dir._lock)  # as the kernel does when the owner is killed
+    janitor._process.communicate()
+    assert list(parent.iterdir()) == []
