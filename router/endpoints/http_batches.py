@@ -1,6 +1,7 @@
 """The endpoints /v1/files and /v1/batches, if the router keeps them (`--batch-dir`)."""
 
 import asyncio
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from baton.router.batches.storage import MAX_FILE_BYTES, Storage
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_connections import send
+from baton.router.endpoints.http_connections import pieces_of_file, send
 from baton.router.endpoints.request_body import read_body
 from baton.router.preparation.prepare import Generated
 
@@ -179,7 +180,9 @@ class HttpBatches:
         storage, owner = self._kept
         path = await storage.call(storage.content, owner, request.match_info["id"])
         with await asyncio.to_thread(path.open, "rb") as file:
-            response = web.Response(body=file, content_type="application/jsonl")
+            headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
+            body = pieces_of_file(request, file)
+            response = web.Response(body=body, content_type="application/jsonl", headers=headers)
             await send(request, response)
         return response
 

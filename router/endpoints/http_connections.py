@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 from aiohttp import web
 from aiohttp.http import RawRequestMessage
@@ -40,7 +40,7 @@ READ_BYTES = 8 << 10
 So chunks of a byte take a turn of the loop at most 2 ms."""
 AHEAD_BYTES = 64 << 10
 """Of later requests, that are read while one is served. aiohttp alone would keep 31 of them, 1 MiB each."""
-PIECE_BYTES = 64 << 10
+PIECE_BYTES = 32 << 10
 """Of a response, that this process gives to the kernel at once. Each must leave within `client_timeout`."""
 LINGER_SECONDS = 10.0
 """A client may send the rest of a refused body for so long. It could not read its response after a reset."""
@@ -74,14 +74,22 @@ async def send(request: web.BaseRequest, response: web.StreamResponse) -> None:
     body = response.body if isinstance(response, web.Response) else None
     if isinstance(body, bytes) and len(body) > PIECE_BYTES and not response.prepared:
         response.headers["Content-Length"] = str(len(body))
-        cast(web.Response, response).body = _pieces(body)
+        cast(web.Response, response).body = _pieces(request, body)
     await response.prepare(request)
     await response.write_eof()
 
 
-async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
+async def _pieces(request: web.BaseRequest, body: bytes) -> AsyncIterator[memoryview]:
     for start in range(0, len(body), PIECE_BYTES):
         yield memoryview(body)[start : start + PIECE_BYTES]
+        await request.writer.drain()  # aiohttp itself waits only after 64 KiB
+
+
+async def pieces_of_file(request: web.BaseRequest, file: BinaryIO) -> AsyncIterator[bytes]:
+    """The body of a response that has the content of an open file."""
+    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+        yield piece
+        await request.writer.drain()
 
 
 class HttpServer:
