@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import select
 import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from baton.router.batches.storage import Storage
 from baton.router.endpoints import http_connections
 from baton.router.endpoints.http_batches import PAGE
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc.tls import TlsFiles
+from tests.conftest import Certificates
 from tests.loop_clock import Clock
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .conftest import Cluster, make_cluster
 from .routers import AS_CLIENT, KEY
@@ -125,6 +129,39 @@ async def test_a_client_is_cut_off_whatever_it_does_not_read(
         sock.close()
         assert cluster.router.frontend.authorize(AS_CLIENT["Authorization"]).body_bytes == 0
         assert "Traceback" not in caplog.text
+
+
+async def test_a_client_is_cut_off_over_tls(
+    tokenizer: ModelTokenizer,
+    tmp_path: Path,
+    clock: Clock,
+    certificates: Certificates,
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO")
+    context = ssl.create_default_context(cafile=certificates.ca)
+    context.check_hostname = False
+    config = {**PATIENT, "keep_alive": 1e6, "tls": TlsFiles(*certificates.worker)}
+    async with make_cluster(tokenizer, tmp_path, **config) as cluster:
+        sock = await open_unread(cluster.url.replace("https", "http"), b"")
+        _, writer = await asyncio.open_connection(sock=sock, ssl=context, server_hostname="x", limit=1024)
+        writer.write(31 * FILE)
+        await passing(clock, lambda: "does not read its response" in caplog.text)
+        await within(cluster.router.listener.connections.none.wait())
+        writer.transport.abort()
+
+
+@pytest.mark.long
+async def test_a_router_process_cuts_off_a_client(start: Callable[..., Any]):
+    """With the event loop that routers use."""
+    router = await start("--client-timeout", "0.5")
+    sock = await open_unread(router.url, 31 * FILE)
+    ended = select.poll()
+    ended.register(sock, 0)  # errors alone: to read would be progress
+    assert await asyncio.to_thread(ended.poll, 1000 * WITHIN), "the connection was reset"
+    status = await router.get(router.url + "/health")
+    assert status["status"]
+    sock.close()
 
 
 async def test_requests_that_come_ahead_of_a_running_one_wait_in_the_kernel(cluster: Cluster):
