@@ -140,9 +140,9 @@ class Batches:
 
     async def open(self) -> None:
         """Goes on with batches that have not ended. Raises ValueError for a directory that cannot be used."""
-        await self._storage.call(self._storage.open)
+        await self._storage.call("", self._storage.open)
         for owner in self._storage.owners():
-            for batch in await self._storage.call(self._storage.all_of, owner, BatchObject):
+            for batch in await self._storage.call(owner, self._storage.all_of, owner, BatchObject):
                 if not batch.ended:
                     self._start(owner, batch)
         self._tidying = asyncio.create_task(self._tidy(), name="batches: tidy")
@@ -189,7 +189,7 @@ class Batches:
             await asyncio.sleep(TIDY_SECONDS)
             for owner in self._storage.owners():
                 try:
-                    await self._storage.call(self._storage.tidy, owner)
+                    await self._storage.call(owner, self._storage.tidy, owner)
                 except Exception:
                     log.exception("files of %s", owner)
 
@@ -212,7 +212,7 @@ class Batches:
             batch.now("finalizing")
         elif batch.status != "cancelling":
             batch.status = "finalizing"
-        await self._storage.call(self._storage.finish, owner, batch, status)
+        await self._storage.call(owner, self._storage.finish, owner, batch, status)
 
     async def _work(self, owner: str, batch: BatchObject) -> str:
         """Sends the requests. Returns the status that the batch ends with.
@@ -220,8 +220,8 @@ class Batches:
         Raises InvalidFile and ApiError.
         """
         results = self._storage.results
-        done = await self._storage.in_slices(results(owner, batch.id, "output"))
-        failed = await self._storage.in_slices(results(owner, batch.id, "error"))
+        done = await self._storage.in_slices(owner, results(owner, batch.id, "output"))
+        failed = await self._storage.in_slices(owner, results(owner, batch.id, "error"))
         batch.request_counts.completed, batch.request_counts.failed = len(done), len(failed)
         if batch.status == "cancelling":
             return "cancelled"
@@ -243,10 +243,10 @@ class Batches:
     async def _send_all(self, owner: str, batch: BatchObject, done: set[str]) -> None:
         """Checks the file of the batch, and sends its requests without those that are `done`."""
         call = self._storage.call
-        path = await call(self._storage.content, owner, batch.input_file_id)
-        requests = await self._storage.in_slices(check(path, batch.endpoint, self._max_line_bytes))
+        path = await call(owner, self._storage.content, owner, batch.input_file_id)
+        requests = await self._storage.in_slices(owner, check(path, batch.endpoint, self._max_line_bytes))
         batch.request_counts.total = len(requests)
-        ends = [place for place, _ in requests[1:]] + [await call(lambda: path.stat().st_size)]
+        ends = [place for place, _ in requests[1:]] + [await call(owner, lambda: path.stat().st_size)]
         longest = max(end - place for end, (place, _) in zip(ends, requests, strict=True))
         if batch.status != "in_progress":
             batch.now("in_progress")
@@ -255,9 +255,9 @@ class Batches:
 
         async def work() -> None:
             for place, custom_id in unanswered:  # all tasks take from it
-                request = await call(_read, path, place)
+                request = await call(owner, _read, path, place)
                 good, result = await self._result(owner, custom_id, request)
-                await call(self._add, owner, batch, good, msgspec.json.encode(result) + b"\n")
+                await call(owner, self._add, owner, batch, good, msgspec.json.encode(result) + b"\n")
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -298,4 +298,4 @@ class Batches:
                 return True, answered(custom_id, name, 200, msgspec.Raw(response))
 
     async def _keep(self, owner: str, batch: BatchObject) -> None:
-        await self._storage.call(self._storage.put, owner, batch)
+        await self._storage.call(owner, self._storage.put, owner, batch)

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeGuard, TypeVar
 
 import msgspec
 
+from baton.router.admission.slots import Slots
 from baton.router.batches import disk
 from baton.router.batches.objects import (
     MAX_SECONDS,
@@ -59,17 +60,23 @@ class Storage:
         self._most_bytes = most_bytes
         self._owners = owners
         self._thread = ThreadPoolExecutor(1, "batches")
+        self._turns = Slots(1)  # of the thread
         self._known: dict[str, dict[str, Described]] = {}
         self._bytes: dict[str, int] = {}
         self._unsaved: dict[tuple[str, str], None] = {}
         """Owners and ids of what is not on the disk as it is in memory."""
         self._lock: int | None = None
 
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Runs a method of this object, or what it is given, in the thread of the directory."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+    async def call(self, owner: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Runs a method of this object, or what it is given, in the thread of the directory. Owners take
+        turns by the time of their calls. The empty owner is the router."""
 
-    async def in_slices(self, work: Generator[None, None, T]) -> T:
+        async def work() -> T:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+        return await self._turns.run(owner, work)
+
+    async def in_slices(self, owner: str, work: Generator[None, None, T]) -> T:
         """Runs a generator in the thread. Other calls run at each of its yields. Returns its result."""
         ended: list[T] = []
 
@@ -78,7 +85,7 @@ class Storage:
 
         slices = result()
         while not ended:
-            await self.call(next, slices, None)
+            await self.call(owner, next, slices, None)
         return ended[0]
 
     def close(self) -> None:

@@ -109,9 +109,9 @@ class HttpBatches:
                 form = _form(fields)
                 seconds = form.expires_after.seconds if form.expires_after else MAX_SECONDS
                 described = file_object(id, size, name, form.purpose, timestamp(), seconds)
-                await storage.call(storage.put, owner, described)
+                await storage.call(owner, storage.put, owner, described)
             except BaseException:
-                await asyncio.shield(storage.call(storage.forget, owner, id))
+                await asyncio.shield(storage.call(owner, storage.forget, owner, id))
                 raise
         return _json(described)
 
@@ -142,7 +142,7 @@ class HttpBatches:
                 size += len(piece)
                 if size > MAX_FILE_BYTES:
                     raise errors.BodyTooLarge(f"a file has at most {MAX_FILE_BYTES} bytes", param="file")
-                await storage.call(storage.append, owner, id, bytes(piece))
+                await storage.call(owner, storage.append, owner, id, bytes(piece))
         if not size:
             raise errors.InvalidRequest("file: must be there, and not be empty", param="file")
         return name, size
@@ -162,23 +162,23 @@ class HttpBatches:
 
     async def _files(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
-        files = await storage.call(storage.all_of, owner, FileObject)
+        files = await storage.call(owner, storage.all_of, owner, FileObject)
         purpose = request.query.get("purpose")
         return _page(request, [each for each in files if purpose in (None, each.purpose)], PAGE)
 
     async def _file(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
-        return _json(await storage.call(storage.get, owner, request.match_info["id"], FileObject))
+        return _json(await storage.call(owner, storage.get, owner, request.match_info["id"], FileObject))
 
     async def _delete(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
         id = request.match_info["id"]
-        await storage.call(storage.delete, owner, id)
+        await storage.call(owner, storage.delete, owner, id)
         return _json({"id": id, "object": "file", "deleted": True})
 
     async def _content(self, request: web.Request) -> web.StreamResponse:
         storage, owner = self._kept
-        path = await storage.call(storage.content, owner, request.match_info["id"])
+        path = await storage.call(owner, storage.content, owner, request.match_info["id"])
         with await asyncio.to_thread(path.open, "rb") as file:
             headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
             body = pieces_of_file(request, file)
@@ -195,7 +195,7 @@ class HttpBatches:
             if len(raw) > MAX_BODY_BYTES:  # it is parsed here
                 raise errors.BodyTooLarge(f"the body of a batch has at most {MAX_BODY_BYTES} bytes")
             body = parse(BatchBody, raw)
-            await storage.call(storage.get, owner, body.input_file_id, FileObject)
+            await storage.call(owner, storage.get, owner, body.input_file_id, FileObject)
             now = timestamp()
             batch = BatchObject(
                 id=new_id("batch"),
@@ -211,15 +211,15 @@ class HttpBatches:
 
     async def _list(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
-        return _page(request, await storage.call(storage.all_of, owner, BatchObject), 20)
+        return _page(request, await storage.call(owner, storage.all_of, owner, BatchObject), 20)
 
     async def _batch(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
-        return _json(await storage.call(storage.get, owner, request.match_info["id"], BatchObject))
+        return _json(await storage.call(owner, storage.get, owner, request.match_info["id"], BatchObject))
 
     async def _cancel(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
-        batch = await storage.call(storage.get, owner, request.match_info["id"], BatchObject)
+        batch = await storage.call(owner, storage.get, owner, request.match_info["id"], BatchObject)
         await self._batches.cancel(owner, batch)
         return _json(batch)
 

@@ -272,13 +272,30 @@ async def test_other_calls_run_between_the_slices_of_a_check(tmp_path: Path) -> 
     path.write_bytes(b"x" * (5 << 20))
     assert slices_of(path) >= 4, "one long line is read in slices, too"
     storage = opened(tmp_path / "kept")
-    checking = asyncio.ensure_future(storage.in_slices(runner.check(path, "/v1/completions", 8000)))
+    checking = asyncio.ensure_future(storage.in_slices(OWNER, runner.check(path, "/v1/completions", 8000)))
     for _ in range(5):
-        await storage.call(storage.all_of, OWNER, FileObject)
+        await storage.call(OWNER, storage.all_of, OWNER, FileObject)
     assert not checking.done()
     with pytest.raises(runner.InvalidFile):
         await checking
     leave(storage)
+
+
+async def test_a_call_waits_for_one_call_of_each_other_owner(tmp_path: Path) -> None:
+    storage, order, go = Storage(tmp_path, 1 << 30, lambda: 1), list[str](), threading.Event()
+
+    def noted(owner: str) -> None:
+        assert go.wait(WITHIN)
+        order.append(owner)
+
+    async with asyncio.TaskGroup() as group:
+        for owner in "a" * 50 + "b" + "a" * 5 + "c":
+            group.create_task(storage.call(owner, noted, owner))
+        await asyncio.sleep(0)
+        go.set()
+    assert sorted(order[1:3]) == ["b", "c"]
+    assert len(order) == 57
+    await asyncio.to_thread(storage.close)
 
 
 def test_results_are_read_in_slices_up_to_what_is_damaged(tmp_path: Path) -> None:
@@ -339,7 +356,7 @@ async def test_a_batch_runs_although_its_client_has_left(
         loop.call_soon_threadsafe(ended.set)
 
     monkeypatch.setattr(Storage, "finish", finished)
-    waiting = asyncio.ensure_future(storage.call(go.wait))
+    waiting = asyncio.ensure_future(storage.call(OWNER, go.wait))
     batch = batch_of(new_id("file"))
     creating = asyncio.ensure_future(batches.create(OWNER, batch))
     await asyncio.sleep(0)  # it waits for the thread
@@ -393,7 +410,7 @@ async def test_requests_that_are_long_are_sent_with_few_others(
         nonlocal sent
         sent += 1
         at_a_time.append(sent)
-        await storage.call(storage.owners)  # others are sent meanwhile
+        await storage.call("", storage.owners)  # others are sent meanwhile
         sent -= 1
         return b"{}"
 
@@ -414,7 +431,7 @@ async def test_requests_that_are_long_are_sent_with_few_others(
         at_a_time.clear()
         await batches.create(OWNER, life.batch)
         while not life.batch.ended:
-            await storage.call(storage.owners)
+            await storage.call("", storage.owners)
         assert life.batch.request_counts.completed == 50, life.batch.errors
         assert max(at_a_time) <= most
     await batches.close()

@@ -300,7 +300,7 @@ async def test_the_order_of_a_list_is_checked(cluster: Cluster) -> None:
 async def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Storage(tmp_path / "kept", 10, lambda: 2)
     try:
-        await kept.call(kept.open)
+        await kept.call("", kept.open)
         first = new_id("file")
         kept.append("a", first, b"12345")
         with pytest.raises(BodyTooLarge, match="of this API key have 5 bytes, of 5"):

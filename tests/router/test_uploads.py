@@ -39,8 +39,8 @@ async def test_an_upload_that_its_client_leaves_is_not_kept(
         assert go.wait(WITHIN)
         put(*arguments)
 
-    async def noted_call(self: Storage, function: Callable[..., Any], *arguments: Any) -> Any:
-        calling = call(self, function, *arguments)
+    async def noted_call(self: Storage, owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        calling = call(self, owner, function, *arguments)
         if function == self.forget:
             loop.call_soon(forgotten.set)
         return await calling
