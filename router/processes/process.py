@@ -44,7 +44,7 @@ class RouterProcess:
             undo.callback(os.close, reader)
             fds = {"ready_fd": writer, "control_fd": child_end.fileno()}
             config = replace(config, id=os.urandom(16), process_number=number, **fds)
-            self.pid = _fork(config, run)
+            self.pid = fork(config, run)
             undo.pop_all()
         self._control, self._pipe = supervisor_end, reader
         self._client: ControlClient | None = None
@@ -111,7 +111,7 @@ class RouterProcess:
             self._client.close()
 
 
-def _fork(config: RouterConfig, run: Callable[[RouterConfig], int]) -> int:
+def fork(config: RouterConfig, run: Callable[[RouterConfig], int]) -> int:
     """Starts a process that shares the memory of this one, as far as neither changes it. Returns its pid."""
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a handler of the new process would tell this one

@@ -30,14 +30,10 @@ from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints import pages
 from baton.router.endpoints.frontend import request_name
-from baton.router.endpoints.http_adapters import HttpAdapters
-from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
-from baton.router.endpoints.http_pause import HttpPause
-from baton.router.endpoints.http_weight_transfer import HttpWeightTransfer
-from baton.router.endpoints.http_weights import HttpWeights
 from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
+from baton.router.processes.admin_process import AdminProcess
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.process import RouterProcess
 from baton.router.processes.sockets import reserve
@@ -234,9 +230,7 @@ class Supervisor:
         """Listens on the admin port, and yields its URL."""
         config = self._config
         app = web.Application()
-        calls = AdminCalls(config, self._status)
-        transfer = HttpWeightTransfer(calls)
-        app.on_cleanup.append(transfer.close)
+        calls = AdminProcess(config)
         app.add_routes(
             [
                 web.get("/metrics", self._get_metrics),
@@ -246,10 +240,7 @@ class Supervisor:
                 web.get("/health", self._get_health),
                 web.get("/ready", partial(self._get_condition, "ready")),
                 web.get("/routable", partial(self._get_condition, "routable")),
-                *HttpWeights(calls).routes(),
-                *HttpPause(calls).routes(),
-                *transfer.routes(),
-                *HttpAdapters(calls).routes(),
+                *calls.routes(),
                 *pages.routes(("home", "dashboard")),
             ]
         )
@@ -258,7 +249,11 @@ class Supervisor:
             server.serve_unix(config.admin_socket)
             listening = listen("--admin-port", config.admin_host, config.admin_port or 0)
             server.serve(listening, Connections("--admin-port", ADMINS))
-            yield f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
+            calls.url = f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
+            try:
+                yield calls.url
+            finally:
+                await calls.close()
 
     async def _known(self, command: str) -> dict[int, bytes]:
         """Returns the reply of each process, or its last one if it takes longer than `ANSWER_SECONDS`."""

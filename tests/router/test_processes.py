@@ -175,6 +175,39 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     assert not any(psutil.pid_exists(pid) for pid in after.values())
 
 
+async def test_a_process_that_starts_after_an_admin_call_reaches_the_workers(start: Callable[..., Any]):
+    """The call uses gRPC, which starts threads. A process with threads must not fork. If the process of such
+    calls dies, the next call starts another."""
+    routers = await start("--router-processes", "2", "--admin-key", "trainer")
+    await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
+    parent = psutil.Process(routers.popen.pid)
+
+    async def call(path: str) -> None:
+        headers = {"Authorization": "Bearer trainer"}
+        async with routers.http.post(routers.admin + path, headers=headers) as response:
+            assert response.status == 200, await response.text()
+
+    await call("/pause?mode=keep")
+    assert routers.prefill.paused.pause == worker_pb2.PAUSE_STEPS
+    [calls] = [each for each in parent.children() if each.cmdline()[0] == "baton: router 4 calls"]
+    calls.kill()
+    async with asyncio.timeout(WITHIN):
+        while calls.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await call("/resume")
+    assert routers.prefill.paused.pause == worker_pb2.PAUSE_NONE
+    for number, pid in (await routers.processes()).items():
+        os.kill(pid, signal.SIGKILL)
+
+        def is_back(status: dict[str, Any], number: int = number, pid: int = pid) -> bool:
+            pids = {process["number"]: process["pid"] for process in status["processes"]}
+            return status["router"]["ready"] and pids.get(number, pid) != pid
+
+        await routers.until(is_back)
+    await routers.prefill.until(lambda worker: len(worker._outputs) == 2)
+    assert len(parent.threads()) == 1
+
+
 async def test_each_process_has_its_own_view_of_the_workers(start: Callable[..., Any]):
     routers = await start("--router-processes", "3", "--no-prefix-fetches", prefills=2)
     prompt = list(range(3, 503))
