@@ -1,6 +1,6 @@
 """Writes the overlays: what the Helm chart renders to with each file of deploy/helm/values.
 
-Run it with `make manifests`. A test compares the files with `files()`.
+Run it with `make manifests`. Git keeps the overlays of `KEPT`, which pages apply. Tests render all of them.
 """
 
 import re
@@ -11,9 +11,11 @@ from pathlib import Path
 import yaml
 from helm_python import Chart
 
-OVERLAYS = Path(__file__).parent / "overlays"
-HELM = Path(__file__).parents[1] / "helm"
-ALERTS = Path(__file__).parents[1] / "grafana" / "alerts.yaml"
+DEPLOY = Path(__file__).parents[1]
+HELM = DEPLOY / "helm"
+NAMES = sorted(values.stem for values in (HELM / "values").glob("*.yaml"))
+KEPT = "cpu-demo", "gateway", "plain"
+ALERTS = Path("grafana/alerts.yaml")
 """All overlays with monitoring share it, and the dashboards beside it."""
 
 MADE = "# `make manifests` writes this file: it is deploy/helm/baton with deploy/helm/values/{name}.yaml.\n"
@@ -32,9 +34,9 @@ configMapGenerator:
 """
 
 
-def overlay(values: Path) -> dict[Path, str]:
-    """The files that these values make: of their overlay, and those that it shares."""
-    text, own = values.read_text(), OVERLAYS / values.stem
+def overlay(name: str) -> dict[Path, str]:
+    """The files of an overlay below `deploy`, and those that it shares."""
+    text, own = (HELM / "values" / f"{name}.yaml").read_text(), Path("k8s/overlays") / name
     given = (yaml.safe_load(text) or {}) | {"kustomize": True}
     with Chart.load(HELM / "baton") as chart:
         rendered = chart.render(given, name="baton", namespace="baton")
@@ -44,7 +46,7 @@ def overlay(values: Path) -> dict[Path, str]:
         del rendered[f"baton/templates/{other}"]
     alerts = rendered.pop("baton/templates/alerts.yaml").strip()
     resources = ["../../base", *(["../../../grafana"] if alerts else []), "objects.yaml"]
-    made = MADE.format(name=values.stem)
+    made = MADE.format(name=name)
     about = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     found = {
         own / "kustomization.yaml": made + about + KUSTOMIZATION.format(resources=", ".join(resources)),
@@ -66,16 +68,14 @@ def documents(rendered: dict[str, str]) -> list[str]:
     ]
 
 
-def files() -> dict[Path, str]:
-    """All files that are made."""
-    return {
-        path: text for values in (HELM / "values").glob("*.yaml") for path, text in overlay(values).items()
-    }
+def write(deploy: Path) -> None:
+    """Writes all overlays, and what they share, below a folder with the rest of `deploy`."""
+    shutil.rmtree(deploy / "k8s" / "overlays", ignore_errors=True)
+    for name in NAMES:
+        for path, text in overlay(name).items():
+            (deploy / path).parent.mkdir(parents=True, exist_ok=True)
+            (deploy / path).write_text(text)
 
 
 if __name__ == "__main__":
-    made = files()
-    shutil.rmtree(OVERLAYS, ignore_errors=True)
-    for path, text in made.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write(DEPLOY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.k8s import generate
 from tests.within import WITHIN
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "deploy" / "k8s"
-OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+OVERLAYS = generate.NAMES
 Object = dict[str, Any]
 
 
@@ -72,20 +74,30 @@ def output_of(directory: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def overlays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all overlays, as `make manifests` writes them."""
+    deploy = tmp_path_factory.mktemp("deploy").resolve()
+    for part in ("k8s/base", "k8s/components", "grafana"):
+        shutil.copytree(ROOT / "deploy" / part, deploy / part)
+    generate.write(deploy)
+    return deploy / "k8s" / "overlays"
+
+
+@pytest.fixture(scope="session")
+def overlays(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]]:
     """One process builds all, since it reads the schemas of Kubernetes for most of its time. Each overlay has
     another namespace there, so that no name comes twice, and then that of its kustomization.yaml."""
     together = tmp_path_factory.mktemp("overlays").resolve()
     for name in OVERLAYS:
         (together / name).mkdir()
-        path = os.path.relpath(K8S / "overlays" / name, together / name)
+        path = os.path.relpath(made / name, together / name)
         wrapped = f"namespace: overlay-{name}\nresources: [{path}]\n"
         (together / name / "kustomization.yaml").write_text(wrapped)
     (together / "kustomization.yaml").write_text(f"resources: [{', '.join(OVERLAYS)}]\n")
     built: dict[str, list[Object]] = {name: [] for name in OVERLAYS}
     for text in output_of(together).split("\n---\n"):
         [name] = set(re.findall(r"(?:namespace|name): overlay-(\S+)$", text, re.MULTILINE))
-        own = yaml.safe_load((K8S / "overlays" / name / "kustomization.yaml").read_text())["namespace"]
+        own = yaml.safe_load((made / name / "kustomization.yaml").read_text())["namespace"]
         assert f"namespace: {own}\n" not in text, "users may choose another"
         built[name] += parsed(text.replace(f"overlay-{name}", own))
     return built

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from .conftest import K8S, Object, PodTemplate, of_kind, pod_templates, settings_of
+from .conftest import Object, PodTemplate, of_kind, pod_templates, settings_of
 
 DRAIN_SECONDS = 600
 """As long as a request may take."""
@@ -222,11 +223,9 @@ def test_pools_are_spread_and_never_lost_to_a_drained_node_at_once(overlay: list
         assert budget == {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
 
 
-def test_an_upgrade_takes_no_pools_only_worker_unsaid(
-    overlays: dict[str, list[Object]],
-) -> None:
+def test_an_upgrade_takes_no_pools_only_worker_unsaid(made: Path, overlays: dict[str, list[Object]]) -> None:
     name = "single-gpu"
-    told = (K8S / "overlays" / name / "kustomization.yaml").read_text()
+    told = (made / name / "kustomization.yaml").read_text()
     assert "an upgrade ends both workers before it starts new ones" in " ".join(told.replace("#", "").split())
     for overlay in overlays.keys() - {name}:
         for each in of_kind(overlays[overlay], "Deployment"):
