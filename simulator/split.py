@@ -1,4 +1,4 @@
-"""Prefill workers that share long prompts, by the router's policy, on a simulated clock. Times are in
+"""Prefill workers that split long prompts, by the router's policy, on a simulated clock. Times are in
 seconds.
 
 A worker computes ranges in the order of their submission, at the cost of `simulator.steps`. A range begins a

@@ -98,7 +98,7 @@ class Prefill(_Message):
     handover: bool
     report_start: bool = False  # only with a handover: the router waits for PrefillStarted
     content: ContentSource | None = None
-    plan: tuple[PlanRange, ...] = ()  # of a shared prompt: the request is the prompt up to its last range
+    plan: tuple[PlanRange, ...] = ()  # of a split prompt: the request is the prompt up to its last range
 
 
 class Decode(_Message):

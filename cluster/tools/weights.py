@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from pathlib import Path
 
 from baton.cluster.options.clients import EndpointOptions, LocalOptions, WeightsOptions
 from baton.cluster.options.roles import SecretOptions
@@ -22,9 +23,23 @@ def run(
 
     Raises ValueError if a worker is not ready, or if the weights do not fit one; then none has changed.
     """
+    path = _absolute(weights.path)
     key = secret_for(endpoint, secret, local)
-    print(asyncio.run(_replace(weights.path, endpoint, key, secret.tls(), weights.max_unavailable or 0)))
+    print(asyncio.run(_replace(path, endpoint, key, secret.tls(), weights.max_unavailable or 0)))
     return 0
+
+
+def _absolute(path: str) -> str:
+    """A relative path is one of this directory: workers run in others. Raises ValueError if it has no such
+    file or directory."""
+    if Path(path).is_absolute():
+        return path
+    if not Path(path).exists():
+        raise ValueError(
+            f"{path}: no such file or directory in {Path.cwd()}; give the absolute path that the checkpoint "
+            "has on the hosts of the workers"
+        )
+    return str(Path(path).absolute())
 
 
 async def _replace(

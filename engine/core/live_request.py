@@ -263,7 +263,7 @@ class LiveRequest:
 
     @property
     def num_left(self) -> int:
-        """Tokens that this engine computes before the next token can be sampled: those of a shared prompt
+        """Tokens that this engine computes before the next token can be sampled: those of a split prompt
         that are in ranges of its own."""
         shared = self.shared
         if not shared.ranges:
@@ -279,7 +279,7 @@ class LiveRequest:
 
     @property
     def next_range(self) -> range | None:
-        """Of a shared prompt. None: steps compute a range, or all are computed."""
+        """Of a split prompt. None: steps compute a range, or all are computed."""
         return self.shared.ranges[0] if self.phase is Phase.RESERVED else None
 
     @property

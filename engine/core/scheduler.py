@@ -128,7 +128,7 @@ class Scheduler:
 
     @property
     def some_may_join(self) -> bool:
-        """Whether there are reservations that join the decodes. Those of shared prompts do not."""
+        """Whether there are reservations that join the decodes. Those of split prompts do not."""
         return not all(live.shared.ranges for live in self.lives.reserved)
 
     def _is_held_back(self, live: LiveRequest) -> bool:

@@ -85,7 +85,8 @@ class LoadedModel:
         """Reads the weights of the checkpoint at `path`, a directory or GGUF file on this host. May run in
         another thread than the steps. Raises `ValueError` naming what does not fit."""
         if not Path(path).exists():
-            raise ValueError(f"{path}: no such file or directory on the host of this worker")
+            remedy = "" if Path(path).is_absolute() else "; give an absolute path"
+            raise ValueError(f"{path}: no such file or directory on the host of this worker{remedy}")
         config = replace(self.config, model=path, revision=None, load_format="auto")
         with self._on_a_stream_of_its_own():
             checkpoint = open_checkpoint(config, self.device)

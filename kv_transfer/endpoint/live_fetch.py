@@ -31,7 +31,7 @@ class LayerPace:
 
 
 class LayersThere:
-    """What is in the blocks of the ranges of a shared prompt, by layer, and which states are in their slot.
+    """What is in the blocks of the ranges of a split prompt, by layer, and which states are in their slot.
     States are here all arrays of a request.
 
     A layer needs its states before it begins. So they count with the layer before: the first ones with −1."""
@@ -105,7 +105,7 @@ class LiveFetch:
     bytes: int = 0
     unread: int = 0  # slices in exported memory: not verified yet, or wrong
     pace: LayerPace = field(default_factory=LayerPace)  # of the last tokens
-    layers: LayersThere | None = None  # of ranges of a shared prompt
+    layers: LayersThere | None = None  # of ranges of a split prompt
     scatter_at: float = 0.0  # the first one
     complete: local.Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event

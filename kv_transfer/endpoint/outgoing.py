@@ -39,7 +39,7 @@ class OutgoingPrefill:
     gathers: int = 0  # enqueued, their events not passed
     ended: str | None = None
     states_at: tuple[int, ...] = ()  # the positions after which its states are sent
-    is_part: bool = False  # of a shared prompt: a transfer gets states only at the ends of its ranges
+    is_part: bool = False  # of a split prompt: a transfer gets states only at the ends of its ranges
     next_positions: tuple[int, ...] = ()  # it has arrays with windows as far as they are read there; or all
     owner: Any = None  # of the engine, for `Released`
 

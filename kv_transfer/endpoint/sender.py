@@ -93,7 +93,7 @@ class Sender:
         """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`, which
         has the `owner`. So does the slot of its states, if the layout has states.
 
-        `states_at`: of a part of a shared prompt, the positions after which its states are sent, if the
+        `states_at`: of a part of a split prompt, the positions after which its states are sent, if the
         transfer asks for a range that ends there. None: those after `num_tokens` are sent, in any case.
         `next_positions`: of a part, the positions where peers go on, ascending. Of arrays with windows it has
         what is read there."""

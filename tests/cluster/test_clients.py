@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -358,6 +359,31 @@ def test_status_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, url: str
         assert {"decode 120", "running", "KV used"} <= set(re.split(r"\s{2,}", default.replace("\n", "  ")))
         for word in ("incarnation", "7cd5cd6aa2f23fee", "SIGKILL", "node-17", "12345"):
             assert word in wide
+
+
+def test_weights_at_a_relative_path_are_those_of_this_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str
+) -> None:
+    """Workers run in other directories."""
+    asked = list[str]()
+
+    async def replace(path: str, *_: object) -> str:
+        asked.append(path)
+        return "done"
+
+    monkeypatch.setattr("baton.cluster.tools.weights._replace", replace)
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").mkdir()
+    for path in ("new", "./new", "/on/the/workers"):
+        assert run_baton("weights", path, "--url", url).exit_code == 0
+    assert asked == [str(tmp_path / "new"), str(tmp_path / "new"), "/on/the/workers"]
+    missing = run_baton("weights", "old", "--url", url)
+    assert missing.exit_code == 2
+    assert f"old: no such file or directory in {tmp_path}; give the absolute path" in missing.stderr.replace(
+        "\n", " "
+    )
+    assert len(asked) == 3
 
 
 def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:

@@ -227,6 +227,8 @@ def test_another_model_is_refused_by_what_differs(tmp_path: Path) -> None:
         engine.stage_weights(str(tmp_path / "trained"))
     with pytest.raises(ValueError, match="no such file or directory on the host of this worker"):
         engine.stage_weights(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"no such file or directory on .*; give an absolute path"):
+        engine.stage_weights("nowhere")
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3_5Text"])

@@ -115,7 +115,7 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
 def test_waiting_for_other_workers_is_no_slow_prefill(
     tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that waited teaches nothing. One that did not teaches the speed, also of a shared prompt."""
+    """A step that waited teaches nothing. One that did not teaches the speed, also of a split prompt."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=time.monotonic())  # stands while layers end
     monkeypatch.setattr("baton.engine.step_loop.time", clock)
     request = shared_prompt(120)
@@ -270,7 +270,7 @@ def test_between_its_ranges_a_part_holds_no_step_up() -> None:
 
 def test_a_range_that_may_wait_has_a_step_without_decodes_and_without_other_such_ranges() -> None:
     scheduler = make(num_blocks=64, budget=32, seqs=8)
-    late = {b"p", b"q"}  # the shared prompts of which KV is still to come
+    late = {b"p", b"q"}  # the split prompts of which KV is still to come
     parts = []
     for part_id in sorted(late):
         part = scheduler.lives.start_part(EngineRequest(part_id, list(range(12))), [range(8, 12)])

@@ -194,7 +194,7 @@ class Operations:
             assert all(live.request is not request for live in self.scheduler.lives)
 
     def some(self, phase: Phase, *, is_part: bool) -> list[LiveRequest]:
-        """The requests of a phase: those that compute a part of a shared prompt, or the others."""
+        """The requests of a phase: those that compute a part of a split prompt, or the others."""
         return [
             live
             for live in self.scheduler.lives
@@ -221,7 +221,7 @@ class Operations:
         live.token_ids.append(7)
 
     def start_part(self, cuts: list[int], family: int) -> None:
-        """Of a shared prompt: it computes every second range, and the last one."""
+        """Of a split prompt: it computes every second range, and the last one."""
         request = self.request(cuts[-1], family)
         stops = [self.scale * cut for cut in cuts]
         ranges = list(starmap(range, zip(stops[::2], stops[1::2], strict=True)))

@@ -172,7 +172,7 @@ def identity(
 
 
 def part_id(sender: bytes, receiver: bytes) -> bytes:
-    """Under which the sender's part of a shared prompt is offered to the receiver's."""
+    """Under which the sender's part of a split prompt is offered to the receiver's."""
     return hashlib.blake2b(sender + receiver, digest_size=16).digest()
 
 

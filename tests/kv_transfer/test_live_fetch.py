@@ -1,4 +1,4 @@
-"""What a step of a shared prompt waits for."""
+"""What a step of a split prompt waits for."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ def test_what_is_said_of_a_transfer_is_of_no_earlier_one(receiving: Any, until: 
 
 
 def share(bench: Bench, until: Any) -> bytes:
-    """Asks for two ranges of a shared prompt."""
+    """Asks for two ranges of a split prompt."""
     bench.endpoint.fetch_ranges(
         b"f",
         prefill_id=b"p",

@@ -58,7 +58,7 @@ class Work:
     hands_over: bool = False
     retargeted: bool = False
     parts: list[bytes] = field(default_factory=list)
-    """Of a shared prompt: the prefills of all workers, the last one last."""
+    """Of a split prompt: the prefills of all workers, the last one last."""
 
     @property
     def next_index(self) -> int:

@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jsonschema
 import msgspec
@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from baton.cluster.options.roles import FrontOptions
 from baton.router.api.messages import Tool
 from baton.router.errors import InvalidRequest
-from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.bare import BareParser
+from baton.router.tools.formats import FORMATS, HarmonyParser, format_of
 from baton.router.tools.json_text import Arguments, JsonText
 from baton.router.tools.parser import Part
 
@@ -521,9 +523,10 @@ def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
     """The output is a random walk through the grammar, in bytes."""
     grammar = LLMatcher.grammar_from_lark(FORMATS[name].grammar(TOOLS, many=many, spell=json.dumps))
     rng = random.Random(name)
+    several = many and FORMATS[name].written.separator is not None
     numbers = set()
     for walk in range(100):
-        if walk >= 20 and (max(numbers) > 1 or not many or name == "openai"):
+        if walk >= 20 and (max(numbers) > 1 or not several):
             break
         matcher = compiled(grammar).deep_copy()
         assert not matcher.is_error(), matcher.get_error()
@@ -543,7 +546,7 @@ def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
             assert jsonschema.Draft202012Validator(PARAMETERS[called]).is_valid(given), (said, given)
         numbers.add(len(calls))
     assert min(numbers) == 1
-    assert (max(numbers) > 1) == (many and name != "openai"), "a call of gpt-oss ends its output"
+    assert (max(numbers) > 1) == several, "a call of gpt-oss ends its output"
 
 
 @pytest.mark.parametrize("combined", ["anyOf", "oneOf", "allOf"])
@@ -579,9 +582,11 @@ def test_strict_calls_are_enforced_behind_any_text(name: str):
     )
     assert not compiled(grammar).is_error(), compiled(grammar).get_error()
 
-    final = "<|channel|>final<|message|>" if name == "openai" else ""
-    bare = {"openai": "", "llama3_json": "\n\n", "pythonic": "\n\n"}  # as behind </think>
-    before = bare.get(name, "I look <b> at <tool")
+    form = FORMATS[name]
+    final = "<|channel|>final<|message|>" if issubclass(form, HarmonyParser) else ""
+    before = "I look <b> at <tool"
+    if final or issubclass(form, BareParser):  # without marks a call begins the answer, as behind </think>
+        before = "" if final else "\n\n"
     rng = random.Random(name)
     assert accepts(grammar, f"{final}Just é text < {{[ <tool_")
     for _ in range(5):
@@ -618,6 +623,11 @@ def test_a_parser_reads_calls_as_a_model_writes_them(name: str):
     calls = called if written.separator is not None else called[:1]
     content, found = parse(name, [written.text(calls)])
     assert (content, [(said, json.loads(arguments)) for said, arguments in found]) == ("", calls)
+
+
+def test_the_option_names_all_formats() -> None:
+    choices = get_type_hints(FrontOptions)["tool_call_parser"]
+    assert {each for kind in get_args(choices) for each in get_args(kind)} == {*FORMATS}
 
 
 def test_the_format_is_found_in_the_chat_template():

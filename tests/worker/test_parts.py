@@ -59,7 +59,7 @@ Workers = Sequence[WorkerProcess]
 
 @dataclass
 class Submitted:
-    """A shared prompt: the id of each worker's part, and the decode."""
+    """A split prompt: the id of each worker's part, and the decode."""
 
     parts: dict[int, bytes]
     final: int
@@ -287,7 +287,7 @@ async def lost(streams: Streams, network: BadNetwork, fault: str) -> Submitted:
 
 
 async def test_decodes_do_not_wait_for_other_workers(patient: tuple[Workers, BadNetwork]) -> None:
-    """KV of a shared prompt does not come. Requests that decode beside it get their tokens meanwhile."""
+    """KV of a split prompt does not come. Requests that decode beside it get their tokens meanwhile."""
     beside = request(prompt(40, seed=2), ENDLESS)
     workers, network = patient
     async with AsyncExitStack() as stack:

@@ -89,7 +89,7 @@ class EngineAttempt(Attempt):
         self.attempts.prefilled(self, output, *times)
 
     def range_launched(self) -> None:
-        """The last step of a range of its part of a shared prompt is launched."""
+        """The last step of a range of its part of a split prompt is launched."""
 
     def released(self, reading: "Reading", reason: str) -> None:
         """No other worker reads its blocks under the id of the lease any more."""

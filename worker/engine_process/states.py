@@ -20,7 +20,7 @@ class State(Enum):
     COMPUTING = auto()
     """The engine has its prompt, queued or in steps."""
     COMPUTED = auto()
-    """Its part of a shared prompt is computed. KV of other workers, on which it rests, is not verified."""
+    """Its part of a split prompt is computed. KV of other workers, on which it rests, is not verified."""
     HELD = auto()
     """Its prompt is computed and its first token sent. The blocks stay for other workers, or for a decode
     here."""
@@ -48,7 +48,7 @@ _GOES_ON: Mapping[State, Mapping[State, str]] = {
     },
     State.IMPORTING: {State.COMPUTING: "the prefix came, or will not come"},
     State.COMPUTING: {
-        State.COMPUTED: "a part of a shared prompt is computed",
+        State.COMPUTED: "a part of a split prompt is computed",
         State.HELD: "a prefill has its token",
         State.DECODING: "a decode has its first token",
     },

@@ -6,7 +6,7 @@
 
 An attempt goes on under its id, so its router sees a pause and then the next token. The next engine has the
 published KV of the one before, and computes the rest. What another worker may have read half is told to the
-router, which plans it again: a prefill that waits for its decode worker, and a part of a shared prompt.
+router, which plans it again: a prefill that waits for its decode worker, and a part of a split prompt.
 """
 
 import time

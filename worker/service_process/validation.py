@@ -278,7 +278,7 @@ def encode(
 
 
 def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
-    """Checks the plan of a shared prompt. Raises RefusedAttempt(INVALID); StreamError for a malformed id."""
+    """Checks the plan of a split prompt. Raises RefusedAttempt(INVALID); StreamError for a malformed id."""
     ranges = tuple(
         messages.PlanRange(
             attempt_id(of.prefill_id, "plan.prefill_id"),

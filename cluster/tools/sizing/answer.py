@@ -311,7 +311,7 @@ def _fewer(pools: Pools, pool: int, part: float = math.inf) -> Pools | None:
 def _one_token(
     of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, ttft: float, alone: float
 ) -> Answer:
-    """Prefill workers alone answer requests for one token, and share no prompt. Raises ValueError."""
+    """Prefill workers alone answer requests for one token, and split no prompt. Raises ValueError."""
     if ttft < alone:
         raise ValueError(
             f"--slo ttft={ttft * 1e3:.0f}: one prefill of {load.input} tokens takes {alone * 1e3:.1f} ms on "

@@ -120,7 +120,7 @@ function drawCards(now, before) {
     [percent(last("hits") === null || last("hits") === undefined ? null : last("hits") / 100), "of prompts cached, last 10 s"],
     [`${number(handovers)} / ${number(alone)}`, "with a handover / on one worker"],
     [hidden[1] ? percent(hidden[0] / hidden[1]) : "–", "of transfers hidden by prefill"],
-    [number(router.split_prompts), "shared prompts"],
+    [number(router.split_prompts), "split prompts"],
     [number(router.pool_changes), "flips of workers"],
     [`${minute.errors} of ${minute.requests}`, "errors and requests, last minute", minute.errors ? "bad" : ""],
   ].map(([value, text, kind = ""]) => element("div", {}, element("b", { className: kind }, value), element("span", {}, text))));

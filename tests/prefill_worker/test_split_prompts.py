@@ -1,4 +1,4 @@
-"""Parts of a shared prompt: two workers compute one prompt, in all orders of events, and lose each other."""
+"""Parts of a split prompt: two workers compute one prompt, in all orders of events, and lose each other."""
 
 from __future__ import annotations
 
