@@ -20,6 +20,7 @@ from baton.router.errors import InvalidRequest
 from baton.router.tools.bare import BareParser
 from baton.router.tools.formats import FORMATS, HarmonyParser, format_of
 from baton.router.tools.json_text import Arguments, JsonText
+from baton.router.tools.marked import MarkedParser
 from baton.router.tools.parser import Part
 
 from .conftest import accepts, compiled
@@ -417,7 +418,7 @@ PIECES = (*" {}[]()<>\"'\\,:;`=|_\n", '{"', '{"a":', "[]", "</", "<|", "```", "f
 def of_format(name: str) -> list[str]:
     """Texts with which a call of a format begins or goes on."""
     form = FORMATS[name]
-    begin = getattr(form, "opening", form.mark)
+    begin: str = form.opening if issubclass(form, MarkedParser) else form.mark
     if (pairs := getattr(form, "pairs", None)) is not None:
         key = f'{pairs.before_key}"any">' if "name=" in pairs.before_key else f"{pairs.before_key}any>"
         head = f"{begin}<function=edit>" if pairs.before_key == "<parameter=" else f'{begin}"edit">'
