@@ -5,8 +5,13 @@ from typing import Any
 
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[=!]|\(|\)|[^\\]", re.DOTALL)
 """An escape, a class of characters, the beginning of a group, or a character."""
-_BLANK = re.compile(r"\^?(\\[dwsDWS]|\[(?!\^?\])(?:\\.|[^\]\\\[&~-]|-)+\])\*\$")
+_CLASS = r"(\\[dwsDWS]|\[(?!\^?\])(?:\\.|[^\]\\\[&~-]|-)+\])"
+_CHARACTER = r"(\\[^\w\s]|[A-Za-z0-9_@,:;/ -])"
+_BLANK = re.compile(_CLASS + r"\*\$")
 """Text of one class of characters alone."""
+_FIRST = re.compile(f"{_CLASS}|{_CHARACTER}")
+_TWICE = re.compile(rf"\.\*{_CHARACTER}\1")
+"""A character twice in a row, in the first line."""
 LOOK = ("(?=", "(?!", "(?<=", "(?<!")
 
 
@@ -23,15 +28,14 @@ def without_lookahead(pattern: str) -> list[dict[str, Any]] | None:
         end = _end(tokens, place)
         if end is None:
             return None
-        body = "".join(tokens[place + 1 : end])
-        if tokens[place] == "(?=":
-            schemas.append({"pattern": f"^(?:{body.removeprefix('^')})"})
-        elif body in ("$", "^$"):
-            schemas.append({"minLength": 1})
-        elif (blank := _BLANK.fullmatch(body)) is not None:
-            schemas.append({"pattern": _others(blank[1])})
+        inner = tokens[place + 1 : end]
+        body = "".join(inner).removeprefix("^")
+        if tokens[place] == "(?!":
+            if (schema := _unlike(body)) is None:
+                return None
+            schemas.append(schema)
         else:
-            return None
+            schemas.append({"pattern": f"^(?:{body})" if _has_alternatives(inner) else f"^{body}"})
         place = end + 1
         if tokens[place : place + 1] and tokens[place] in ("*", "+", "?", "{"):
             return None
@@ -60,6 +64,20 @@ def _has_alternatives(tokens: list[str]) -> bool:
         if each == "|" and not depth:
             return True
     return False
+
+
+def _unlike(body: str) -> dict[str, Any] | None:
+    """Returns the schema of texts that do not begin as a regular expression says. None: it cannot be said."""
+    if body == "$":
+        return {"minLength": 1}
+    if (blank := _BLANK.fullmatch(body)) is not None:
+        return {"pattern": _others(blank[1])}
+    if (first := _FIRST.fullmatch(body)) is not None:
+        return {"pattern": f"^(?:{_others(first[1] or f'[{first[2]}]')}[\\s\\S]*)?$"}
+    if (twice := _TWICE.fullmatch(body)) is not None:
+        one = twice[1]
+        return {"pattern": rf"^(?:{one}?[^{one}\n])*{one}?(?:\n[\s\S]*)?$"}
+    return None
 
 
 def _others(characters: str) -> str:

@@ -1,10 +1,16 @@
 """The rewriter of schemas, against jsonschema: what it returns is equal to what it was given, or allows more
 and says where. And what the compiler allows is what the new schema says."""
 
+import datetime
+import decimal
+import enum
 import json
+import pathlib
 import random
-from typing import Any
+import uuid
+from typing import Annotated, Any, Literal
 
+import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -225,6 +231,10 @@ DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as pydantic writes it
         (r"^(?=.*[A-Z])(?=.*\d).{3,}$", ["aB3", "3xB"], ["ab3", "AB", "aBc"]),
         (r"^(?!\s*$).+", [" a", "a"], ["", "  "]),
         (r"^(?!$)a*", ["a", "b"], [""]),
+        (r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+$", ["a.b@c", "a.@c"], [".a@c", "a..b@c", "@c"]),  # zod: an email
+        (r"^(?=.{1,5}\.?$)[a-z]+(?:\.[a-z]+)*\.?$", ["ab.cd", "ab.cd."], ["ab.cde", "."]),  # zod: a host name
+        (r"^(?=a|b).c$", ["ac", "bc"], ["cc"]),
+        (r"^(?!-)[a-z-]*$", ["", "a-"], ["-a", "-"]),
         (r"^(?![^ab]*$)[a-z]+$", ["xa", "b"], ["x", "A"]),
     ],
 )
@@ -240,7 +250,17 @@ def test_a_pattern_with_look_aheads_at_its_beginning_is_enforced(
 
 @pytest.mark.parametrize(
     "pattern",
-    ["a(?=b)", "^(?=a)b|c", "^(?!ab)c", "^(?<=a)b", "^(?=(?=a)b)c", "^(?=a)*b", "^(?=[)]", "^(?!a*$"],
+    [
+        "a(?=b)",
+        "^(?=a)b|c",
+        "^(?!ab)c",
+        "^(?!.*ab)c",
+        "^(?<=a)b",
+        "^(?=(?=a)b)c",
+        "^(?=a)*b",
+        "^(?=[)]",
+        "^(?!a*$",
+    ],
 )
 def test_other_look_arounds_are_not(pattern: str):
     assert without_lookahead(pattern) is None
@@ -319,3 +339,79 @@ def test_a_schema_that_is_too_deep_is_refused():
         schema = {"items": schema}
     with pytest.raises(ValueError, match="deep"):
         rewritten(schema, PROBE)
+
+
+# ------------------------------------------------------------ as libraries write them
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+    lives: int = 9
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
+    friends: "list[Annotated[Cat | Dog, pydantic.Field(discriminator='kind')]]" = []
+
+
+Pet = Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        (Pet, ()),
+        (list[Pet], ()),
+        (dict[Color, int], ()),
+        (dict[Literal["a", "b"], Pet], ()),
+        (dict[Annotated[str, pydantic.StringConstraints(min_length=1)], float], ()),
+        (dict[Annotated[str, pydantic.StringConstraints(pattern="^[a-z]+$")], float], ()),
+        (decimal.Decimal, ()),
+        (Annotated[decimal.Decimal, pydantic.Field(max_digits=5, decimal_places=2, gt=0)], ()),
+        (set[int], ("/uniqueItems",)),
+        (tuple[int, str], ()),
+        (int | str | None, ()),
+        (Annotated[list[int], pydantic.Field(min_length=1, max_length=3)], ()),
+        (pydantic.Json, ()),
+        (uuid.UUID | datetime.datetime | pathlib.Path, ()),
+        (bytes, ()),
+        (pydantic.AnyUrl, ()),
+        (dict[str, pydantic.JsonValue], ()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", ["validation", "serialization"])
+def test_schemas_that_pydantic_writes(kind: Any, places: tuple[str, ...], mode: Any):
+    schema = pydantic.TypeAdapter(kind).json_schema(mode=mode)
+    made, error = enforceable(ALPHABET, schema)
+    assert (error, made.unenforced) == ("", places)
+
+
+PYDANTIC_2_12 = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}], "title": "D"}
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+ZOD: list[tuple[Any, tuple[str, ...]]] = [
+    (PYDANTIC_2_12, ()),
+    ({"type": "string", "format": "email", "pattern": EMAIL}, ()),
+    ({"type": "integer", "minimum": -(2**53 - 1), "maximum": 2**53 - 1}, ()),
+    ({"type": "array", "prefixItems": [{"type": "string"}], "items": {"type": "number"}}, ()),
+    ({"type": "object", "propertyNames": {"type": "string", "minLength": 2}, "additionalProperties": {}}, ()),
+    ({"type": "object", "properties": {"x": {"not": {}}}, "additionalProperties": False}, ()),
+    ({"anyOf": [{"type": "string", "const": "a"}, {"type": "null"}], "default": None}, ()),
+    ({"allOf": [{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+                {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}]}, ()),
+    ({"oneOf": [{"type": "object", "properties": {"t": {"type": "string", "const": each}}, "required": ["t"]}
+                for each in "ab"]}, ()),
+    ({"type": "string", "pattern": r"^[cC][^\s-]{8,}$"}, ()),
+    ({"type": "array", "items": {"type": "number"}, "contains": {"const": 1}}, ("/contains",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "places"), ZOD)
+def test_schemas_as_zod_and_earlier_pydantic_write_them(schema: Any, places: tuple[str, ...]):
+    made, error = enforceable(ALPHABET, {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema})
+    assert (error, made.unenforced) == ("", places)
