@@ -352,6 +352,7 @@ class ActiveRequest:
             route=tuple(first.addresses),
             addresses=tuple(first.addresses.values()),
             events=tuple(first.events),
+            key=self.entry.account.key.name,
         )
 
     def _unread(self) -> None:

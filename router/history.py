@@ -46,6 +46,7 @@ class Ended(NamedTuple):
         finish_reason: of its first choice, or `abort` or `error`.
         route: the workers that computed and decoded, in the order in which it came to them.
         addresses: of these.
+        key: name of the API key that asked.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Ended(NamedTuple):
     route: tuple[str, ...]
     addresses: tuple[str, ...]
     events: tuple[Event, ...]
+    key: str
 
 
 class History:
@@ -102,23 +104,26 @@ class History:
 
     # ------------------------------------------------------------ what the status shows
 
-    def status(self) -> dict[str, Any]:
-        """Fields of the router's status."""
+    def status(self, key: str | None) -> dict[str, Any]:
+        """Fields of the router's status. `key`: only its requests are listed. None: all are."""
         now = time.monotonic()
         recent = [each for each in self._seconds if each[0] > now - WINDOW_SECONDS]
-        requests = list(self._requests.values())[-SHOWN:]
+        requests = {name: r for name, r in self._requests.items() if key in (None, r.key)}
+        failures = [f for f in self._failures if key is None or f["request_id"] in requests]
         return {
             "uptime_seconds": round(now - self.started_at, 1),
             "last_minute": {
                 "requests": sum(each[1] for each in recent),
                 "errors": sum(each[2] for each in recent),
             },
-            "failures": list(self._failures),
-            "recent_requests": [_summary(each) for each in requests],
+            "failures": failures,
+            "recent_requests": [_summary(each) for each in list(requests.values())[-SHOWN:]],
         }
 
-    def find(self, request_id: str) -> Ended | None:
-        return self._requests.get(request_id)
+    def find(self, request_id: str, key: str | None) -> Ended | None:
+        """`key`: as in `status`."""
+        found = self._requests.get(request_id)
+        return found if found is not None and key in (None, found.key) else None
 
 
 def merged(routers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -33,20 +33,22 @@ _MOST = ("expected_wait_seconds", "pool_changes")
 _LISTS = ("failures", "recent_requests", "overflow_why")
 
 
-async def router_status(services: Services, draining: bool) -> dict[str, Any]:
-    """Asks the workers, unless they are many. For one that does not answer it shows the last report."""
+async def router_status(services: Services, draining: bool, key: str | None = None) -> dict[str, Any]:
+    """Asks the workers, unless they are many. For one that does not answer it shows the last report.
+
+    `key`: name of the API key that sees only its own requests. None: all are listed."""
     connections, workers = services.pool.connections, []
     for first in range(0, len(connections), ASKED):  # streams have their turn in between
         part = connections[first : first + ASKED]
         workers += await asyncio.gather(*(_worker(each, ask=len(connections) <= ASKED) for each in part))
     return {
-        "router": router_state(services, draining),
+        "router": router_state(services, draining, key),
         "workers": workers,
         "cluster": _cluster(services.config.cluster_file),
     }
 
 
-def router_state(services: Services, draining: bool) -> dict[str, Any]:
+def router_state(services: Services, draining: bool, key: str | None = None) -> dict[str, Any]:
     """The status of the router itself, without a question to a worker."""
     config, pool, admission = services.config, services.pool, services.admission
     return {
@@ -67,7 +69,7 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
         "expected_wait_seconds": round(admission.expected_wait, 3),
         "pool_changes": pool.pool_changes,
         **services.metrics.paths(),
-        **services.metrics.history.status(),
+        **services.metrics.history.status(key),
     }
 
 
@@ -123,9 +125,11 @@ def all_are(condition: Condition, routers: list[dict[str, Any]]) -> bool:
     return bool(routers) and all(r[condition] and r["state"] == "serving" for r in routers)
 
 
-async def request_timeline(services: Services, request_id: str) -> dict[str, Any] | None:
+async def request_timeline(
+    services: Services, request_id: str, key: str | None = None
+) -> dict[str, Any] | None:
     """The life of a request that has ended, with the phases that its workers report. None: not known."""
-    ended = services.metrics.history.find(request_id)
+    ended = services.metrics.history.find(request_id, key)
     if ended is None:
         return None
     workers = [*services.pool.encoders.ready]  # each may have had an image of it

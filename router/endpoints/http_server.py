@@ -13,6 +13,7 @@ from baton import version
 from baton.machine.system import url_host
 from baton.router import access_log, errors
 from baton.router.active_request import Services
+from baton.router.admission.keys import ANY_CLIENT, KeyRing
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
@@ -86,6 +87,7 @@ class HttpEndpoints:
 
     def __init__(self, services: Services, frontend: Frontend) -> None:
         config = self._config = services.config
+        self._admin = None if config.admin_key is None else KeyRing((config.admin_key,))
         self._services = services
         self._frontend = frontend
         self._created = int(time.time())  # noqa: TID251 - a timestamp
@@ -200,7 +202,7 @@ class HttpEndpoints:
             return await handler(request)
         if is_extra(request):
             raise errors.Overloaded("too many connections to this router are open", retry_after=1)
-        if request.path in _ADMIN_KEY:
+        if request.path in _ADMIN_KEY or (_of_status(request) and self._is_admin(request)):
             return await handler(request)
         account = self._frontend.authorize(http.authorization(request))
         http.ACCOUNT.set(account)
@@ -211,6 +213,12 @@ class HttpEndpoints:
                 with self._frontend.answering(account, response.content_length or 0):
                     await send(request, response)
             return response
+
+    def _is_admin(self, request: web.Request) -> bool:
+        try:
+            return self._admin is not None and bool(self._admin.authorize(http.authorization(request)))
+        except errors.Unauthorized:
+            return False
 
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
@@ -305,14 +313,21 @@ class HttpEndpoints:
         return http.json_response(await asyncio.to_thread(encoded, version(), keys=keys, admin=admin))
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._found_status())
+        status = await router_status(self._services, self._frontend.draining, self._viewer())
+        return web.json_response(status)
+
+    def _viewer(self) -> str | None:
+        """Name of the API key that asks, which sees its own requests. None: the client sees all, since it has
+        the admin key, or there are no API keys."""
+        account = http.ACCOUNT.get(None)
+        return None if account is None or account.key is ANY_CLIENT else account.key.name
 
     async def _found_status(self) -> dict[str, Any]:
         return await router_status(self._services, self._frontend.draining)
 
     async def _timeline(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
-        if (timeline := await request_timeline(self._services, name)) is None:
+        if (timeline := await request_timeline(self._services, name, self._viewer())) is None:
             raise errors.NotFound(
                 f"no request {name[:128]!r} is among the last {REQUESTS} that have ended here"
             )
@@ -320,6 +335,10 @@ class HttpEndpoints:
 
     async def _targets(self, request: web.Request) -> web.Response:
         return web.json_response(scrape_targets(await self._found_status()))
+
+
+def _of_status(request: web.Request) -> bool:
+    return request.path == "/status" or request.path.startswith("/status/")
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -3,11 +3,12 @@
 import asyncio
 import math
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc.aio
 import pytest
 
+from baton.router.admission.keys import api_keys
 from baton.router.config import RouterConfig
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.checks import RouterModel
@@ -148,3 +149,29 @@ async def test_a_router_that_reaches_none_of_the_listed_workers_is_not_routable(
 def test_a_router_without_a_list_yet_is_not_routable() -> None:
     config = RouterConfig(model="fake", secret=SECRET)
     assert WorkerPool(config, RouterModel("fake", 8, "")).blind
+
+
+async def test_a_key_sees_its_own_requests_and_the_admin_key_all(tokenizer: ModelTokenizer, tmp_path: Path):
+    """On the port of clients, where a router of one process shows them."""
+    keys, [admin] = api_keys(["one", "two"], None), api_keys(["trainer"], None)
+    async with make_cluster(tokenizer, tmp_path, api_keys=keys, admin_key=admin) as cluster:
+
+        async def seen(key: str, path: str, **body: Any) -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {key}", "x-request-id": f"of-{key}"}
+            method = "POST" if body else "GET"
+            url = cluster.url + path
+            async with cluster.http.request(method, url, headers=headers, json=body or None) as response:
+                return response.status, await response.json()
+
+        history = cluster.router.frontend.metrics.history
+        for key in ("one", "two"):
+            assert (await seen(key, "/v1/completions", prompt="Hello", max_tokens=1))[0] == 200
+            history.attempt_failed(f"of-{key}", "lost", "prefill 0", "it died")
+        for key, ids in (("one", {"of-one"}), ("two", {"of-two"}), ("trainer", {"of-one", "of-two"})):
+            _, status = await seen(key, "/status")
+            assert {each["id"] for each in status["router"]["recent_requests"]} == ids
+            assert {each["request_id"] for each in status["router"]["failures"]} == ids
+            for id_ in ("of-one", "of-two"):
+                assert (await seen(key, f"/status/requests/{id_}"))[0] == (200 if id_ in ids else 404)
+        assert (await seen("trainer", "/v1/models"))[0] == 401
+        assert (await seen("wrong", "/status"))[0] == 401
