@@ -117,6 +117,12 @@ class DecodePool:
     def __iter__(self) -> Iterator[DecodeLoad]:
         return iter(self._loads)
 
+    @property
+    def usage(self) -> float:
+        """Share of the KV of all workers that is in use. 1 without a worker: nothing fits."""
+        total = sum(load.blocks_total * load.block_size for load in self._loads)
+        return 1 - self.free.positions / total if total else 1.0
+
     def add(self, load: DecodeLoad) -> None:
         load.pool = self
         self._insert(load)

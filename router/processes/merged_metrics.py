@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 # Every process reports the same fact. The page has the largest value, but of ready workers the smallest: a
 # process that reaches none must not be hidden by the others.
 _ALIKE = {
+    "vllm:kv_cache_usage_perc",
     "baton:workers",
     "baton:workers_left_out",
     "baton:paused",

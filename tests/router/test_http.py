@@ -339,6 +339,7 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
         ("vllm:request_success_total", 'finished_reason="stop",', 1),
         ("vllm:num_requests_running", "", 0),
         ("vllm:num_requests_waiting", "", 0),
+        ("vllm:kv_cache_usage_perc", "", 0),
         ("baton:handover_gap_seconds_count", "", 1),
         ("baton:tokens_waiting", "", 0),
         ("baton:tokens_waiting_for_turn", "", 0),
@@ -350,6 +351,8 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
     ):
         line = f'{name}{{{label}model_name="fake",role="router"}} {value:.1f}'
         assert line in exposed
+    await cluster.rooms({cluster.decodes[0]: 128})
+    assert 'vllm:kv_cache_usage_perc{model_name="fake",role="router"} 0.75' in await cluster.metrics()
     assert 'baton:workers{model_name="fake",pool="decode",role="router",state="ready"} 1.0' in exposed
     assert 'baton:workers_left_out{model_name="fake",pool="prefill",role="router"} 0.0' in exposed
     _, refused = await cluster.post("/v1/completions", prompt=[5] * 9000)
@@ -367,7 +370,7 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
         ("prefill", 0, "ready"),
         ("decode", 0, "ready"),
     ]
-    assert status["workers"][0]["status"]["blocks_free"] == 512
+    assert status["workers"][1]["status"]["blocks_free"] == 128
     assert status["workers"][0]["incarnation"] == f"{cluster.prefills[0].incarnation:016x}"
 
 

@@ -14,6 +14,7 @@ def page(requests: int, waiting: int, workers: int, *seconds: float) -> bytes:
     known = Gauge("baton:workers", "Workers.", ["state"], registry=registry)
     known.labels("ready").set(workers)
     known.labels("lost").set(4 - workers)
+    Gauge("vllm:kv_cache_usage_perc", "KV.", registry=registry).set(waiting / 10)
     Gauge("baton:paused", "1: new requests wait.", registry=registry).set(1)
     Gauge("process_open_fds", "Files.", registry=registry).set(7)
     Counter("process_cpu_seconds", "CPU.", registry=registry).inc(1.0)
@@ -43,6 +44,7 @@ def test_two_processes_have_one_page():
         "vllm:num_requests_waiting": 6,
         "baton:workers[state=ready]": 3,  # of the process that reaches the fewest
         "baton:workers[state=lost]": 1,
+        "vllm:kv_cache_usage_perc": 0.5,  # of the workers, which both know
         "baton:paused": 1,
         "process_open_fds[process=0]": 7,
         "process_open_fds[process=1]": 7,

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from baton.engine import CachedBlock
 from baton.machine.system import free_port
-from baton.worker.engine_process.kv_events import KVEvents
+from baton.worker.engine_process.kv_events import KVEvents, all_blocks_cleared
 from baton.worker.service_process.kv_events import KVEventPublisher
 from tests.cluster_helpers import attached, request, sampling, start_worker, tiny_model
 from tests.within import WITHIN, within
@@ -30,9 +30,37 @@ def block(number: int, before: int = 0, salt: bytes = b"") -> CachedBlock:
     return CachedBlock(name(number), (), 0, salt, name(before) if before else b"", [number] * BLOCK)
 
 
-def events_of(batch: bytes | None) -> list[dict[str, Any]]:
+class Stored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+_batch = msgspec.msgpack.Decoder(tuple[float, list[Stored | Removed | Cleared], int], strict=True).decode
+
+
+def events_of(batch: bytes | None) -> list[Stored | Removed | Cleared]:
+    """Reads a batch of rank 0 as strictly as routers of others: with all that vLLM requires, and no more."""
     assert batch is not None
-    _, events, *_ = msgspec.msgpack.decode(batch)  # vLLM adds a rank
+    _, events, rank = _batch(batch)
+    assert rank == 0
     return events
 
 
@@ -43,18 +71,15 @@ def test_neighbours_are_one_event_and_their_order_is_kept() -> None:
     events.evicted(name(5))
     events.evicted(name(6))
     events.cached([block(9, 8, b"salt"), block(4, 0, b"salt")])
-    stored = {"type": "BlockStored", "block_size": BLOCK, "lora_id": None, "medium": "GPU", "lora_name": None}
     assert events_of(events.take()) == [
-        {**stored, "block_hashes": [7, 8], "parent_block_hash": None, "token_ids": [7] * 16 + [8] * 16},
-        {**stored, "block_hashes": [2], "parent_block_hash": 1, "token_ids": [2] * 16},
-        {"type": "BlockRemoved", "block_hashes": [5, 6], "medium": "GPU"},
-        {**stored, "block_hashes": [9], "parent_block_hash": 8, "token_ids": [9] * 16},
-        {
-            **stored, "block_hashes": [4], "parent_block_hash": None, "token_ids": [4] * 16,
-            "extra_keys": [[b"salt".hex()]],
-        },
-    ]  # fmt: skip
+        Stored([7, 8], None, [7] * 16 + [8] * 16, BLOCK, None, "GPU", None),
+        Stored([2], 1, [2] * 16, BLOCK, None, "GPU", None),
+        Removed([5, 6], "GPU"),
+        Stored([9], 8, [9] * 16, BLOCK, None, "GPU", None),
+        Stored([4], None, [4] * 16, BLOCK, None, "GPU", None, extra_keys=[[b"salt".hex()]]),
+    ]
     assert events.take() is None
+    assert events_of(all_blocks_cleared()) == [Cleared()]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +117,7 @@ class Subscriber:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(endpoint)
         self._next = first
-        self.children: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        self.children: dict[tuple[int | bytes | None, tuple[int, ...]], int | bytes] = {}
         self.kinds: dict[int | None, str | None] = {}  # by group. What leaves is told by group alone
 
     async def connected(self) -> None:
@@ -105,26 +130,26 @@ class Subscriber:
         assert self._next in (int.from_bytes(number), None)
         self._next = int.from_bytes(number) + 1
         for event in events_of(batch):
-            if event["type"] == "AllBlocksCleared":
+            if isinstance(event, Cleared):
                 self.children.clear()
                 continue
-            group = event.get("group_idx")
-            if event["type"] == "BlockStored":
-                self.kinds[group] = event.get("kv_cache_spec_kind")
-            if self.kinds.get(group) not in MAIN:
+            if isinstance(event, Stored):
+                self.kinds[event.group_idx] = event.kv_cache_spec_kind
+            if self.kinds.get(event.group_idx) not in MAIN:
                 continue
-            if event["type"] == "BlockRemoved":
-                gone = set(event["block_hashes"])
+            if isinstance(event, Removed):
+                gone = set(event.block_hashes)
                 self.children = {key: child for key, child in self.children.items() if child not in gone}
                 continue
-            parent, tokens, size = event["parent_block_hash"], event["token_ids"], event["block_size"]
-            for i, child in enumerate(event["block_hashes"]):
+            parent, tokens, size = event.parent_block_hash, event.token_ids, event.block_size
+            for i, child in enumerate(event.block_hashes):
                 self.children[parent, tuple(tokens[i * size : (i + 1) * size])] = child
                 parent = child
 
     def hit(self, prompt: list[int]) -> int:
         """Tokens of a prompt that the worker has cached."""
-        parent, size = None, self._block_size
+        parent: int | bytes | None = None
+        size = self._block_size
         for start in range(0, len(prompt), size):
             if (parent := self.children.get((parent, tuple(prompt[start : start + size])))) is None:
                 return start

@@ -79,11 +79,14 @@ def all_blocks_cleared() -> bytes:
 
 
 _MEDIUM = "GPU"
+_RANK = 0
+"""Of data parallelism, which Baton's engine does not have. vLLM numbers ranks from 0, and readers with fixed
+fields (Dynamo's indexer 1.6) refuse a batch without one."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def _batch(events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> bytes:
-    return _encode((time.time(), events))  # noqa: TID251  as in vLLM
+    return _encode((time.time(), events, _RANK))  # noqa: TID251  as in vLLM
 
 
 def _number(name: bytes) -> int:
