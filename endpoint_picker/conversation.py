@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from baton.router.api.sessions import claude_session, session_name
+
 START_BYTES = 4096
 """Of a prompt that stands for its conversation. Later turns begin with the same bytes."""
 START_MESSAGES = 16
@@ -33,8 +35,10 @@ class _Fields(msgspec.Struct):
     """The fields of all endpoints that may name a conversation. `Raw` skips over a value."""
 
     previous_response_id: str | None = None
+    session_id: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
+    metadata: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -42,11 +46,16 @@ class _Fields(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw()
 
 
+class _Metadata(msgspec.Struct):
+    user_id: str | None = None
+
+
 class _Message(msgspec.Struct):
     role: str = ""
 
 
 _fields = msgspec.json.Decoder(_Fields).decode
+_metadata = msgspec.json.Decoder(_Metadata).decode
 _messages = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _message = msgspec.json.Decoder(_Message).decode
 
@@ -54,23 +63,32 @@ _message = msgspec.json.Decoder(_Message).decode
 def conversation(headers: Mapping[str, str], body: bytes) -> Conversation:
     """Returns the conversation of a request. `body` may be a part of the body, or empty.
 
-    A conversation has the name that routers take: `x-session-id`, `prompt_cache_key` or `user`. Without a
-    name it is known by how it begins: the system prompt and the first message of the user, or the prompt.
+    A conversation has the name that routers take. Without a name it is known by how it begins: the system
+    prompt and the first message of the user, or the prompt.
     """
-    path = _RESPONSE_PATH.match(headers.get(":path", ""))
-    session = headers.get("x-session-id", "")
+    target = headers.get(":path", "")
+    path = _RESPONSE_PATH.match(target)
     try:
         fields = _fields(body)
     except _INVALID:
         # Not JSON, or a part of it. The same conversation begins with the same bytes.
-        return Conversation(_hash(session.encode() or body[:START_BYTES]), path and path[1])
-    name = session or fields.prompt_cache_key or fields.user
+        name = session_name(headers, None, None) or ""
+        return Conversation(_hash(name.encode() or body[:START_BYTES]), path and path[1])
+    user = _claude_user(fields.metadata) if target.startswith("/v1/messages") else fields.user
+    name = session_name(headers, fields.session_id or fields.prompt_cache_key, user)
     key = _hash(_start(fields) if not name else name.encode(errors="replace"))
     return Conversation(key, path[1] if path else fields.previous_response_id)
 
 
 def _hash(text: bytes) -> int | None:
     return xxhash.xxh3_64_intdigest(text) if text else None
+
+
+def _claude_user(metadata: msgspec.Raw) -> str | None:
+    try:
+        return claude_session(_metadata(metadata).user_id)
+    except _INVALID:  # there is none, or the router refuses it
+        return None
 
 
 def _start(fields: _Fields) -> bytes:

@@ -143,10 +143,10 @@ def make_jobs(
 ) -> Iterator[list[Job]]:
     """Yields the `n` jobs of each prompt, in the order of the choices. Raises InvalidRequest.
 
-    `content_root` is that of the workers. `priority` counts beside the requests of other keys. `defaults` are
-    those of the model. `images`: of each prompt. Empty: there are none."""
+    `session` is a name (`session_name`). `content_root` is that of the workers. `priority` counts beside the
+    requests of other keys. `defaults` are those of the model. `images`: of each prompt. Empty: there are
+    none."""
     salt = with_adapter(cache_salt, adapter)
-    session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size, defaults)
     sampling["structured_output"] = structure and structure.message
     sampling["reasoning"] = reasoning

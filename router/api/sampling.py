@@ -84,3 +84,4 @@ class OpenAIBody(SamplingBody):
     stop: Annotated[list[str], PlainValidator(stops, json_schema_input_type=Stops)] = []
     user: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None

@@ -4,7 +4,7 @@ To ignore a field of OpenAI, vLLM or SGLang would return a result that the clien
 do not change the result are not listed, and are ignored. So are new fields: clients send them to each
 provider, and each of their requests would fail. Known and not listed:
 
-- `stream_interval` (size of chunks), `session_id` (requests that belong together)
+- `stream_interval` (size of chunks)
 - `spaces_between_special_tokens` (no effect on byte-exact text)
 - `mm_payload`, `return_mm_kwargs` and `return_token_offsets` (of endpoints that only render)
 - `custom_labels` (of metrics), `ngram_corpus_id` (for speculation)

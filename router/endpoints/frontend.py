@@ -22,6 +22,7 @@ from baton.router.admission.parked import Deadline
 from baton.router.api.bodies import ChatOptions
 from baton.router.api.jobs import Job, make_jobs
 from baton.router.api.sampling import MAX_TIMEOUT
+from baton.router.api.sessions import session_name
 from baton.router.api.structured import Structure
 from baton.router.api.validation import field_in, named_as_in, pointer_in
 from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, Unsupported
@@ -220,7 +221,7 @@ class Frontend:
                     prepared.prompts,
                     context=self._served.context,
                     vocab_size=self._services.tokenizer.vocab_size,
-                    session=headers.get("x-session-id"),
+                    session=session_name(headers, body.session_id or body.prompt_cache_key, body.user),
                     content_root=self._services.pool.content_root,
                     cache_salt=_salt(entry.account.key.cache_salt, body.cache_salt),
                     adapter=b"" if adapter is None else adapter.fingerprint,

@@ -16,6 +16,7 @@ from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, Of
 from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
+from baton.router.policy.decode import DecodePool
 from baton.router.policy.placement import PrefillWindow
 from baton.router.workers.encoders import Encoders
 from baton.router.workers.pool import WorkerPool
@@ -41,7 +42,8 @@ def documented(letter: str) -> set[str]:
 def test_router() -> None:
     metrics = RouterMetrics("model")
     pools = {pb.POOL_DECODE: "decode"}
-    pool = stand_in(WorkerPool, listed={}, pools=pools, pause=pb.PAUSE_NONE, encoders=Encoders(1.0))
+    parts = {"encoders": Encoders(1.0), "decodes": DecodePool()}
+    pool = stand_in(WorkerPool, listed={}, pools=pools, pause=pb.PAUSE_NONE, **parts)
     metrics.follow(pool, Admission(1, lambda: PrefillWindow(0.0)))
     metrics.certificate_ends(0.0)
     assert names(metrics.registry.collect()) == documented("R")

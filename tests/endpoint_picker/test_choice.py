@@ -53,7 +53,18 @@ def routers() -> Routers:
 )
 def test_the_turns_of_a_conversation_have_one_key(first: dict[str, Any], second: dict[str, Any]):
     assert key_of(first) == key_of(second) is not None
+    assert key_of(first | {"session_id": "s"}) == key_of(second, **{"x-session-id": "s"})
     assert key_of(first, **{"x-session-id": "s"}) == key_of(second, **{"x-session-id": "s"}) != key_of(first)
+
+
+def test_a_name_in_the_body_of_messages_is_that_of_the_header():
+    named = {"metadata": {"user_id": '{"device_id": "d", "session_id": "s"}'}}
+    path = {":path": "/v1/messages?beta=true"}
+    right = key_of(chat("Hello"), **{"x-claude-code-session-id": "s"}, **path)
+    assert key_of(chat("Hello", **named), **path) == key_of(chat("Hi", **named), **path) == right
+    for metadata in ({}, None, [], {"user_id": 7}):
+        assert key_of(chat("Hello", metadata=metadata), **path) == key_of(chat("Hello"), **path)
+    assert key_of(chat("Hello", **named)) == key_of(chat("Hello")), "metadata of a chat names no session"
 
 
 def test_other_conversations_have_other_keys():

@@ -24,6 +24,7 @@ from baton.router.api.fields import (
 )
 from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments, Tool
 from baton.router.api.sampling import Body, SamplingBody
+from baton.router.api.sessions import claude_session
 from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import COUNT_TOKENS, MESSAGES, refusing, validate
 
@@ -488,6 +489,6 @@ class MessagesBody(PromptBody, SamplingBody):
             **self.chat_fields(unsealed),
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or [],
-            "user": self.metadata.user_id,
+            "user": claude_session(self.metadata.user_id),
         }
         return validate(ChatBody, fields)
