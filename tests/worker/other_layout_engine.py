@@ -6,6 +6,7 @@ It runs by `python -m tests.worker.other_layout_engine`.
 
 from baton.cluster import engine_process
 from baton.worker.engine_process.start import EngineProcessConfig, start
+from tests.worker.held_engine import hold_requests
 
 
 def run(config: EngineProcessConfig) -> int:
@@ -18,4 +19,5 @@ def run(config: EngineProcessConfig) -> int:
 
 
 if __name__ == "__main__":
+    hold_requests()
     start(EngineProcessConfig, run)

@@ -7,6 +7,7 @@ It runs by `python -m tests.worker.other_pages_engine`.
 from baton.cluster import engine_process
 from baton.machine.kept_pages import close
 from baton.worker.engine_process.start import EngineProcessConfig, start
+from tests.worker.held_engine import hold_requests
 
 
 def run(config: EngineProcessConfig) -> int:
@@ -19,4 +20,5 @@ def run(config: EngineProcessConfig) -> int:
 
 
 if __name__ == "__main__":
+    hold_requests()
     start(EngineProcessConfig, run)

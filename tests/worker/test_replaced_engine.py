@@ -25,6 +25,7 @@ from tests.engine.checkpoints import edit_json
 from tests.forked.popen import FORKS_AGAIN
 from tests.within import WITHIN, within
 
+from .held_engine import HELD_AT
 from .test_deaths import stop_in_step
 from .test_kv_events import TOPIC, Subscriber
 from .test_states import HYBRID
@@ -37,6 +38,7 @@ ENGINE = {
     "enable_prefix_caching": True,
 }
 PROMPT = [7 * i % 500 for i in range(200)]
+HELD_ENGINE = "tests.worker.held_engine"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     model = tiny_model(directory / "model")
     with start_worker(
         "decode", model, directory, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"},
-        trace_dir=str(directory / "traces"),
+        engine_module=HELD_ENGINE, trace_dir=str(directory / "traces"),
         kv_events_endpoint=f"ipc://{directory}/events", kv_events_topic=TOPIC,
     ) as started:  # fmt: skip
         yield started.wait_ready()
@@ -81,6 +83,20 @@ async def goes_on(
 async def until_tokens(stream: WorkerStream, decodes: list[bytes], count: int) -> None:
     while any(stream.events[decode_id].qsize() < count for decode_id in decodes):
         await status(stream)
+
+
+async def held(stream: WorkerStream, asked: pb.Request, count: int) -> bytes:
+    """Submits a request. Returns when it has so many tokens, and the engine computes no more: the answer does
+    not end before the engine is replaced."""
+    decode_id = await stream.reserve(held_at(count, asked))
+    await until_tokens(stream, [decode_id], count)
+    return decode_id
+
+
+def held_at(count: int, asked: pb.Request) -> pb.Request:
+    held = pb.Request(name=f"{HELD_AT}{count}")
+    held.MergeFrom(asked)
+    return held
 
 
 async def status(stream: WorkerStream) -> pb.WorkerStatus:
@@ -132,7 +148,9 @@ async def test_a_killed_engine_costs_what_it_had_not_published(worker: WorkerPro
         right = [ids(await read(stream, await stream.submit_decode(each))) for each in asked]
         files, cached = [], set[int]()
         for how in (signal.SIGKILL, signal.SIGABRT):
-            decodes = [await stream.reserve(each) for each in asked]
+            await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=600))
+            decodes = [await stream.reserve(held_at(100, each)) for each in asked]
+            await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_NONE))  # they begin together
             await until_tokens(stream, decodes, 100)
             follow(stream, cached)
             before = {*cached}
@@ -160,15 +178,15 @@ async def test_a_model_with_states_goes_on_from_the_last_copy(tmp_path: Path) ->
     model = tiny_model(tmp_path / "model")
     edit_json(model / "config.json", **HYBRID)
     with start_worker(
-        "decode", model, tmp_path, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"}
-    ) as started:
+        "decode", model, tmp_path, engine=ENGINE, replace_engine=True, variables={FORKS_AGAIN: "1"},
+        engine_module=HELD_ENGINE,
+    ) as started:  # fmt: skip
         worker = started.wait_ready()
         asked = request(PROMPT, sampling(max_tokens=150, ignore_eos=True))
         async with attached(worker) as stream:
             right = ids(await read(stream, await stream.submit_decode(asked)))
             asked.cache_salt = b"another"
-            decode_id = await stream.reserve(asked)
-            await until_tokens(stream, [decode_id], 100)
+            decode_id = await held(stream, asked, 100)
             kill(worker)
             await goes_on(stream, decode_id, right, most=2 * 64)
         await assert_whole(worker)
@@ -218,8 +236,7 @@ async def test_nothing_leaks_in_50_kills(worker: WorkerProcess) -> None:
         right = ids(await read(stream, await stream.submit_decode(request(PROMPT, params))))
         counts = []
         for _ in range(50):
-            decode_id = await stream.reserve(request(PROMPT, params))
-            await until_tokens(stream, [decode_id], 20)
+            decode_id = await held(stream, request(PROMPT, params), 20)
             kill(worker)
             assert ids(await within(read(stream, decode_id))) == right
             memory = [psutil.Process(each.pid).memory_info().shared for each in worker.tree()]
@@ -297,8 +314,7 @@ async def test_a_pause_holds_for_the_next_engine(worker: WorkerProcess) -> None:
     params = sampling(max_tokens=300, ignore_eos=True)
     async with attached(worker) as stream:
         right = ids(await read(stream, await stream.submit_decode(request(PROMPT, params))))
-        decode_id = await stream.reserve(request(PROMPT, params))
-        await until_tokens(stream, [decode_id], 5)
+        decode_id = await held(stream, request(PROMPT, params), 5)
         await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=60))
         kill(worker)
         while (await stream.next_status()).health != pb.WorkerStatus.HEALTH_DRAINING:
@@ -325,8 +341,7 @@ async def test_an_engine_that_dies_before_its_first_token_is_the_end(tmp_path: P
     ) as started:
         worker = started.wait_ready()
         async with attached(worker) as stream:
-            decode_id = await stream.reserve(request(PROMPT, sampling(max_tokens=2000, ignore_eos=True)))
-            await until_tokens(stream, [decode_id], 5)
+            decode_id = await held(stream, request(PROMPT, sampling(max_tokens=2000, ignore_eos=True)), 5)
             first = worker.child("engine")
             stop_in_step(first)
             first.kill()
@@ -352,8 +367,7 @@ async def test_the_next_engine_has_the_newest_weights_and_the_kv_of_them(
     assert token != before
     async with attached(worker) as stream:
         right = ids(await read(stream, await stream.submit_decode(asked)))
-        decode_id = await stream.reserve(asked)
-        await until_tokens(stream, [decode_id], 20)
+        decode_id = await held(stream, asked, 20)
         kill(worker)
         tokens = await within(read(stream, decode_id))
         assert ids(tokens) == right
@@ -402,7 +416,7 @@ async def test_a_group_of_ranks_is_replaced_as_a_whole(tmp_path: Path) -> None:
     """Whichever of them dies."""
     with start_worker(
         "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE | {"tensor_parallel_size": 2},
-        replace_engine=True, variables={FORKS_AGAIN: "1"},
+        replace_engine=True, variables={FORKS_AGAIN: "1"}, engine_module=HELD_ENGINE,
     ) as started:  # fmt: skip
         worker = started.wait_ready()
         asked = request(PROMPT, sampling(max_tokens=300, ignore_eos=True))
@@ -410,8 +424,7 @@ async def test_a_group_of_ranks_is_replaced_as_a_whole(tmp_path: Path) -> None:
             right = ids(await read(stream, await stream.submit_decode(asked)))
             kinds = "engine", "rank 1", "transfer"
             for kind in kinds[:2]:
-                decode_id = await stream.reserve(asked)
-                await until_tokens(stream, [decode_id], 100)
+                decode_id = await held(stream, asked, 100)
                 before = [worker.child(each) for each in kinds]
                 worker.child(kind).kill()
                 await goes_on(stream, decode_id, right)

@@ -28,7 +28,19 @@ from tests.cluster_helpers import (
 from tests.forked.popen import FORKS_AGAIN
 from tests.within import within
 
-from .test_replaced_engine import ENGINE, PROMPT, goes_on, ids, kill, open_files, read, status, until_tokens
+from .test_replaced_engine import (
+    ENGINE,
+    HELD_ENGINE,
+    PROMPT,
+    goes_on,
+    held,
+    ids,
+    kill,
+    open_files,
+    read,
+    status,
+    until_tokens,
+)
 from .test_weights import described, first_token, replaced, saved
 
 STANDBY = "engine standby"
@@ -38,9 +50,11 @@ STANDBY = "engine standby"
 def started(directory: Path, engine: dict[str, Any] = ENGINE, **more: Any) -> Iterator[WorkerProcess]:
     """A decode worker that is ready, beside which an engine process stands by. `more`: as of
     `start_worker`."""
+    settings: dict[str, Any] = {"engine_module": HELD_ENGINE, **more}
     with start_worker(
         "decode", tiny_model(directory / "model"), directory, engine=engine,
-        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"}, **more,
+        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
+        **settings,
     ) as worker:  # fmt: skip
         yield worker.wait_ready()
 
@@ -71,8 +85,7 @@ async def test_a_standby_takes_over_again_and_again(worker: WorkerProcess) -> No
             standby = await within(next_standby(worker, stream, engine))
             assert (await status(stream)).standby_memory_bytes > 0
             files.append(open_files(worker))
-            decode_id = await stream.reserve(asked)
-            await until_tokens(stream, [decode_id], 50)
+            decode_id = await held(stream, asked, 50)
             kill(worker)
             await goes_on(stream, decode_id, right)
             engine = worker.child("engine")
@@ -103,8 +116,7 @@ async def test_a_standby_that_dies_is_followed_by_another_one(worker: WorkerProc
         first = await within(next_standby(worker, stream, worker.child("engine")))
         first.kill()
         second = await within(next_standby(worker, stream, first))
-        decode_id = await stream.reserve(asked)
-        await until_tokens(stream, [decode_id], 50)
+        decode_id = await held(stream, asked, 50)
         for process in (second, worker.child("engine")):
             process.kill()
         assert ids(await within(read(stream, decode_id))) == right
@@ -189,8 +201,7 @@ async def test_a_standby_that_cannot_share_weights_is_no_end_of_streams(tmp_path
         async with attached(worker) as stream:
             right = ids(await read(stream, await stream.submit_decode(asked)))
             await within(without_standby(1))
-            decode_id = await stream.reserve(asked)
-            await until_tokens(stream, [decode_id], 50)
+            decode_id = await held(stream, asked, 50)
             kill(worker)
             await goes_on(stream, decode_id, right)
             await within(without_standby(2))
@@ -217,8 +228,7 @@ async def test_a_new_layout_of_kv_is_no_end_of_streams(tmp_path: Path) -> None:
             await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
             assert ids(await within(read(stream, decode_id))) == right
             await within(next_standby(worker, stream, old))
-            decode_id = await stream.reserve(asked)
-            await until_tokens(stream, [decode_id], 50)
+            decode_id = await held(stream, asked, 50)
             kill(worker)
             await goes_on(stream, decode_id, right)
         assert len(stages_in(worker.log.read_text())["waking the standby"]) == 1
@@ -232,8 +242,7 @@ async def test_a_standby_that_hangs_in_its_takeover_is_no_end_of_streams(kind: s
         async with attached(worker) as stream:
             right = ids(await read(stream, await stream.submit_decode(asked)))
             standby = await within(next_standby(worker, stream, worker.child("engine")))
-            decode_id = await stream.reserve(asked)
-            await until_tokens(stream, [decode_id], 50)
+            decode_id = await held(stream, asked, 50)
             transfer = max(worker.tree(), key=psutil.Process.create_time)  # it starts last
             (standby if kind == "engine" else transfer).suspend()
             kill(worker)
@@ -316,8 +325,7 @@ async def test_a_group_of_ranks_stands_by(tmp_path: Path) -> None:
                 first = await within(next_standby(worker, stream, worker.child("engine")))
                 worker.child("rank 1 standby").kill()
                 standby = await within(next_standby(worker, stream, first))
-                decode_id = await stream.reserve(asked)
-                await until_tokens(stream, [decode_id], 50)
+                decode_id = await held(stream, asked, 50)
                 worker.child(kind).kill()
                 await goes_on(stream, decode_id, right)
                 assert worker.child("engine") == standby
@@ -335,8 +343,7 @@ async def test_nothing_leaks_in_50_kills(worker: WorkerProcess) -> None:
             standby = await within(next_standby(worker, stream, standby))
             memory = [psutil.Process(each.pid).memory_info().shared for each in worker.tree()]
             counts.append((open_files(worker), len(worker.tree()), sum(memory)))
-            decode_id = await stream.reserve(request(PROMPT, params))
-            await until_tokens(stream, [decode_id], 20)
+            decode_id = await held(stream, request(PROMPT, params), 20)
             if number % 5 == 4:
                 standby.kill()
             if number % 5 != 3:
