@@ -177,7 +177,7 @@ class CompletionBody(CompletionOptions):
 class RenderedBody(Body):
     """The fields that control how a chat template renders messages."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: TemplateSettings | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Annotated[
@@ -226,7 +226,7 @@ class ChatOptions(RenderedBody, GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """OpenAI's earlier form of `tools`."""
     function_call: FunctionCall | None = None
     """That of `tool_choice`."""

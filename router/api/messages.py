@@ -221,7 +221,7 @@ class NamedTool(Part):
 
 class AllowedTools(Part):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedToolsChoice(Part):

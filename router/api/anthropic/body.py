@@ -400,7 +400,10 @@ class PromptBody(Body):
     ]
     system: Annotated[Text, BeforeValidator(_without_vendor)] = ""
     tools: Annotated[
-        Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS), BeforeValidator(_without_hosted)] | None,
+        Annotated[
+            list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(_without_hosted)
+        ]
+        | None,
         Field(description="only the client's own; those that Anthropic runs have no effect"),
     ] = None
     tool_choice: AnthropicToolChoice | None = None

@@ -289,7 +289,7 @@ class NamedFunctionTool(Part):
 class AllowedFunctionTools(Part):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
     def for_chat(self, called: dict[str, Called]) -> dict[str, Any]:
         """`called`: as `functions` returns it."""
@@ -332,7 +332,8 @@ class ResponsesBody(OpenAIBody):
     reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` has no effect")] = Reasoning()
     text: Nullable[TextConfig] = TextConfig()
     tools: Annotated[
-        Annotated[list[AnyTool], Field(max_length=MAX_TOOLS), BeforeValidator(without_hosted)] | None,
+        Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(without_hosted)]
+        | None,
         Field(description="tools that OpenAI runs itself have no effect"),
     ] = None
     tool_choice: Annotated[Choice, choice_of(NamedFunctionTool, AllowedFunctionTools, unsupported)] = None
