@@ -11,6 +11,7 @@ from baton.router.tools.readers import NAME, NamedCallReader
 QUOTE = '<|"|>'
 """Before and behind a string, which may have any characters."""
 _HEAD = re.compile(rf"\s*+(call:)?+\s*+{NAME}\s*+")
+_LOOKED_AT = 4096
 _ESCAPED = {'"': '\\"', "\\": "\\\\"}
 
 
@@ -23,7 +24,11 @@ class GemmaReader(NamedCallReader):
         self._in_text = False  # between two of these
 
     def take_plain(self, text: str, at: int) -> str:
-        return "" if self._quote.pending else super().take_plain(text, at).partition("<")[0]
+        if self._quote.pending:
+            return ""
+        # At most so much of a long text is looked at again for each of its marks.
+        end = text.find("<", at, at + _LOOKED_AT)
+        return super().take_plain(text[at : end if end >= 0 else at + _LOOKED_AT], 0)
 
     def _take_arguments(self, arguments: Arguments, character: str) -> str:
         text, quote = self._quote.take(character)

@@ -46,6 +46,7 @@ DOCUMENTED = "|".join([
     r"(tools|functions) has .* twice|must have each token once|not found in tools list|must begin with resp_",
     # Grammars, and the arguments of a call, in fields that are text.
     r"^(structured_outputs|response_format|text\.format|output_config\.format)",
+    r"definition is not a lark grammar",
     r"tools\[\d+\]\.(function\.parameters|input_schema|parameters): ",
     r"is not supported",  # fields that are refused by name
     r"this model takes no images|of role user or tool have images",

@@ -22,6 +22,7 @@ from baton.router.tools.formats import FORMATS, HarmonyParser, format_of
 from baton.router.tools.json_text import Arguments, JsonText
 from baton.router.tools.marked import MarkedParser
 from baton.router.tools.parser import Part
+from baton.router.tools.readers import NamedCallReader
 
 from .conftest import accepts, compiled
 from .work import work
@@ -468,6 +469,21 @@ def test_no_piece_takes_more_work_behind_a_long_output(name: str):
 )
 def test_an_opening_bracket_takes_as_much_work_behind_many_others(name: str, text: str, piece: str):
     assert not grows(name, text, piece)
+
+
+def test_a_mark_in_a_text_of_gemma_does_not_read_the_rest_of_the_text(monkeypatch: pytest.MonkeyPatch):
+    """Each would take as much work as the text behind it is long."""
+    read, looked_at = NamedCallReader.take_plain, []
+
+    def counting(self: NamedCallReader, text: str, at: int) -> str:
+        found = read(self, text, at)
+        looked_at.append(len(found))
+        return found
+
+    monkeypatch.setattr(NamedCallReader, "take_plain", counting)
+    parser = FORMATS["gemma4"](TOOLS)
+    parser.push('<|tool_call>call:f{a:<|"|>' + "<tool_call|>" * 2_000)
+    assert sum(looked_at) < 2 * 12 * 2_000
 
 
 def test_a_closing_bracket_of_the_wrong_kind_is_not_looked_for():
