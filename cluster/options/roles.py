@@ -293,7 +293,7 @@ class FrontOptions(ServerTlsOptions):
     )
     api_key: list[str] = opt([], f"Require one of these keys from clients. {NO_ARGV}", "KEY")
     api_key_file: Path | None = opt(
-        None, "TOML file of keys, names and limits; see docs/operations.md.", **OLD_FILE
+        None, "TOML file of keys, names and limits; see docs/secure.md.", **OLD_FILE
     )
     admin_key: str | None = opt(
         None,

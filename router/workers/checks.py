@@ -30,7 +30,7 @@ _LAYERS = re.compile(r"\blayers=\d+")
 SAME_DRAFTS = "Give all workers the same --speculative-config: the layers of its drafts keep KV, too."
 SAME_ENGINE = (
     "Give all workers the same --engine: Baton's and vLLM's keep {} of this model in other units "
-    "(docs/operations.md, vLLM workers)."
+    "(docs/run.md, vLLM workers)."
 )
 LOAD_ADAPTERS = "Put the adapter's files on its host, or unload the adapter (/v1/unload_lora_adapter)."
 WAIT_FOR_WEIGHTS = "Wait: the router accepts it when it has them."

@@ -12,7 +12,7 @@ from tests.prometheus import find
 ROOT = GRAFANA.parents[1]
 DOCS = ROOT / "docs"
 DOCUMENTED = DOCS / "reference" / "metrics.md"
-OPERATIONS = DOCS / "operations.md"
+RUN = DOCS / "run.md"
 PROTOCOL = DOCS / "protocol.md"
 SERIES = re.compile(r"(?:baton|vllm):[a-z0-9_]+")
 
@@ -73,7 +73,7 @@ def test_every_series_is_documented() -> None:
 
 
 def test_operations_say_where_to_look_first_for_each_alert() -> None:
-    [table] = re.findall(r"^## Alerts\n(.*?)^## ", OPERATIONS.read_text(), re.M | re.S)
+    [table] = re.findall(r"^## Alerts\n(.*?)^## ", RUN.read_text(), re.M | re.S)
     listed = [name for row in re.findall(r"^\| (Baton[^|]*) \|", table, re.M) for name in row.split(", ")]
     assert sorted(listed) == sorted(rule["alert"] for rule in rules() if "alert" in rule)
 
