@@ -45,7 +45,7 @@ class HermesParser(MarkedParser):
 def _function_tags(opening: str, closing: str) -> tuple[Pairs, Written]:
     """Returns <function=NAME><parameter=KEY>VALUE</parameter>…</function> between two marks."""
     pairs = Pairs(
-        head=re.compile(rf"(?s:.*?)<function=\s*[\"']?{NAME}[\"']?\s*(>(?P<text>[^<]*))?"),
+        head=re.compile(rf"(?s:.*?)<function=\s*[\"']?{NAME}[\"']?\s*/?(>(?P<text>[^<]*))?"),
         before_key="<parameter=",
         after_key=re.compile(r"\s*[\"']?(?P<key>[^<>\"']+)[\"']?\s*>"),
         value_end="</parameter>",
@@ -114,7 +114,7 @@ def _invocations(begin: str, end: str, dsml: str = "") -> tuple[Pairs, Written]:
     """Returns <invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>, between marks around all
     calls. `dsml`: begins the name of each tag."""
     pairs = Pairs(
-        head=re.compile(rf"[\"']?{NAME}[\"']?\s*>\s*"),
+        head=re.compile(rf"[\"']?{NAME}[\"']?\s*/?>\s*"),
         before_key=f"<{dsml}parameter name=",
         after_key=re.compile(r"[\"']?(?P<key>[^\"'<>]+)[\"']?(\s+string=\"(?P<string>[^\"]*)\")?\s*>"),
         value_end=f"</{dsml}parameter>",
@@ -216,7 +216,7 @@ class HarmonyParser(MarkedParser):
     name = "openai"
     opening, closing = "<|channel|>commentary to=functions.", "<|call|>"
     specials = harmony.SPECIALS
-    head = re.compile(rf"{NAME}\s*((<\|constrain\|>)?json)?\s*<\|message\|>\s*")
+    head = re.compile(rf"{NAME}\s*((<\|constrain\|>)?json)?\s*(<\|message\|>)?\s*")
     # The end of a call ends the output, so there is one.
     written = Written(f"{opening}{{name}} <|constrain|>json<|message|>{{arguments}}", None)
 

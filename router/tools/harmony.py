@@ -52,7 +52,7 @@ class HarmonyReasoning:
 
     def finish(self) -> tuple[str, str]:
         """Returns the reasoning and the rest that were held back, at the end of the output."""
-        text = (self._head or "") + self._marker.pending
+        text = _addressed(self._head or "") + self._marker.pending
         return (text, "") if self._head is None and self._kind == "reasoning" else ("", text)
 
     def _take(self, mark: str) -> str:
@@ -63,13 +63,22 @@ class HarmonyReasoning:
                 return ""
             self._head, to = None, _TO_FUNCTION.search(head)
             self._kind = "call" if to else "reasoning" if _ANALYSIS.search(head) else "content"
-            return f"<|channel|>commentary to=functions.{to['name']}{_BODY}" if to else ""
+            return _addressed(head) + _BODY if to else ""
         if head is None:
             ended = _CALL if self._kind == "call" else ""
             self._head, self._kind = (mark if mark in _HEADS else None), "content"
             return ended
         self._head = head + mark if mark in _HEADS else None
-        return "" if mark in _HEADS else head
+        if mark in _HEADS:
+            return ""
+        # A call without arguments may have no body.
+        return _addressed(head) + (_CALL if mark == _CALL and _TO_FUNCTION.search(head) else "")
+
+
+def _addressed(head: str) -> str:
+    """Returns the head of a call in the form of the format `openai`, and another head as it is."""
+    to = _TO_FUNCTION.search(head)
+    return f"<|channel|>commentary to=functions.{to['name']}" if to else head
 
 
 def after_analysis(grammar: str, spell: Callable[[str], str]) -> str:

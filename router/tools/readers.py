@@ -29,11 +29,12 @@ _KEYS = {"name", "function", "arguments", "parameters", "type", "id"}
 """What an object without a mark before it has, if it is a call."""
 _BEFORE_OBJECT = SPACE + "[`json"
 """What may be between a mark and an object: a list or a block of Markdown begins."""
-_BREAKS = {"\n": "\\n", "\r": "\\r"}
+_BREAKS = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
+"""What ends a string of Python or its code, and the escape of it."""
 _PARAMETER = "__"
 """Ends the names of parameters in a call in Python, while it is read."""
 NO_TOOLS = OfferedTools(())
-_NO_ARGUMENTS = r"\s*+(null|None)?+\s*+(```)?+\s*+"
+_NO_ARGUMENTS = r"\s*+(null|None|\[\s*+\])?+\s*+(```)?+\s*+"
 
 
 class Reader:
@@ -262,7 +263,7 @@ class NamedCallReader(ObjectReader):
         return self._before
 
     def _take_head(self, character: str) -> str:
-        if character in ("{", '"') and (match := self._head.fullmatch(self._before)):
+        if character in ("{", *QUOTES) and (match := self._head.fullmatch(self._before)):
             self._arguments = Arguments()
             self._step = partial(self._take_arguments, self._arguments)
             self._name(match)
@@ -338,7 +339,8 @@ class PythonReader(Reader):
     def _take_code(self, character: str) -> str:
         if not self._code and character in self._before:
             return ""
-        self._code.append(_BREAKS.get(character, character) if self._quote else character)
+        code = _BREAKS.get(character, character) if self._quote else character
+        self._code.append("\\" + code if self._escaped and code != character else code)
         if self._quote:
             if not self._escaped and character == self._quote:
                 self._quote = ""

@@ -41,6 +41,8 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('[TOOL_CALLS]{"name": "get_weather", "arguments": {"city": "Paris"}}', '', [('get_weather', {'city': 'Paris'})]),  # bare obj
         ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"[TOOL_CALLS]now[ARGS]{}', '', [('get_weather', {'city': 'Paris'}), ('now', {})]),  # cut args next
         ('[TOOL_CALLS][]', '', []),  # empty list
+        ('[TOOL_CALLS]get_weather[ARGS]\'{"city": "Paris"}\'', '', [('get_weather', {'city': 'Paris'})]),  # as text in single quotes
+        ('[TOOL_CALLS]now[ARGS][]', '', [('now', {})]),  # empty list
     ],
     "qwen3_coder": [
         ('<tool_call>\n<function=edit>\n<parameter=path>\n5\n</parameter>\n<parameter=line>\nfive\n</parameter>\n<parameter=force>\nTRUE\n</parameter>\n<parameter=share>\n1\n</parameter>\n</function>\n</tool_call>', '', [('edit', {'path': '5', 'line': 'five', 'force': True, 'share': 1})]),  # bad types
@@ -53,6 +55,7 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', '', [('get_weather', {'city': 'Paris'})]),  # json in tag
         ('<tool_call>\nI call now.\n<function=now>\n</function>\n</tool_call>', '', [('now', {})]),  # text in function
         ('<tool_call>\n<function=get_weather>\nok\n<parameter=city>\nParis\n</parameter>\nand\n</function>\n</tool_call>', '', [('get_weather', {'city': 'Paris'})]),  # text between params
+        ('I look.\n<tool_call>\n<function=now/>\n</tool_call>', 'I look.', [('now', {})]),  # tag that closes itself
     ],
     "glm45": [
         ('<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\nand\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n</tool_call>', '', [('get_weather', {'city': 'Paris', 'unit': 'C'})]),  # text between
@@ -70,6 +73,8 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
     "deepseek_v3": [
         ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>Done', 'Done', [('now', {})]),  # text after
         ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', '', [('get_weather', {'city': 'Paris'})]),  # no type
+        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n[]\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', '', [('now', {})]),  # empty list
+        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n\'{"city": "Paris"}\'\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', '', [('get_weather', {'city': 'Paris'})]),  # as text in single quotes
     ],
     "deepseek_v31": [
         ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', '', [('get_weather', {'city': 'Paris'})]),  # v3 form
@@ -95,6 +100,8 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_end|><|tool_calls_section_end|>', '', [('now', {})]),  # no arg mark
         ("<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{'city': 'Paris'}<|tool_call_end|><|tool_calls_section_end|>", '', [('get_weather', {'city': 'Paris'})]),  # python
         ('<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>null<|tool_call_end|><|tool_calls_section_end|>', '', [('now', {})]),  # null
+        ('<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>[]<|tool_call_end|><|tool_calls_section_end|>', '', [('now', {})]),  # empty list
+        ('<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>\'{"city": "Paris"}\'<|tool_call_end|><|tool_calls_section_end|>', '', [('get_weather', {'city': 'Paris'})]),  # as text in single quotes
     ],
     "minimax_m2": [
         ('<minimax:tool_call>\n<invoke name="edit">\n<parameter name="path">a</parameter>\n<parameter name="line">5</parameter>\n<parameter name="lines">[1, 2]</parameter>\n</invoke>\n</minimax:tool_call>', '', [('edit', {'path': 'a', 'line': 5, 'lines': [1, 2]})]),  # one
@@ -109,6 +116,7 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<minimax:tool_call><invoke name="get_weather"><parameter name="city"><b></invoke> x</b></parameter></invoke></minimax:tool_call>', '', [('get_weather', {'city': '<b></invoke> x</b>'})]),  # markup
         ('<minimax:tool_call><invoke name="edit"><parameter name="path">a</parameter><parameter name="force">TRUE</parameter><parameter name="deep">{\'a\': 1}</parameter></invoke></minimax:tool_call>', '', [('edit', {'path': 'a', 'force': True, 'deep': {'a': 1}})]),  # types
         ("<minimax:tool_call><invoke name='get_weather'><parameter name='city'>Paris</parameter></invoke></minimax:tool_call>", '', [('get_weather', {'city': 'Paris'})]),  # single quotes
+        ('<minimax:tool_call><invoke name="now"/></minimax:tool_call>', '', [('now', {})]),  # tag that closes itself
     ],
     "deepseek_v32": [
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="edit">\n<｜DSML｜parameter name="path" string="true">5</｜DSML｜parameter>\n<｜DSML｜parameter name="line" string="false">5</｜DSML｜parameter>\n<｜DSML｜parameter name="deep" string="false">{"a": "x"}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', '', [('edit', {'path': '5', 'line': 5, 'deep': {'a': 'x'}})]),  # one
@@ -122,6 +130,7 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', '', [('now', {}), ('now', {})]),  # two
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="edit">\n<｜DSML｜parameter name="path" string="true">a</｜DSML｜parameter>\n<｜DSML｜parameter name="line" string="true">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', '', [('edit', {'path': 'a', 'line': 5})]),  # true number
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="edit">\n<｜DSML｜parameter name="path" string="true">a</｜DSML｜parameter>\n<｜DSML｜parameter name="deep" string="false">{"a": "x\ny",}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', '', [('edit', {'path': 'a', 'deep': {'a': 'x\ny'}})]),  # raw json
+        ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜function_calls>', '', [('now', {})]),  # tag that closes itself
     ],
     "openai": [
         ('<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>', '', [('now', {})]),  # no args
@@ -134,9 +143,13 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<|channel|>commentary to=functions.get_weather json<|message|>Paris<|call|>', 'commentary to=functions.get_weather jsonParis', []),  # no json
         ('<|channel|>commentary to=functions.get_weather json<|message|>{"city": "Paris",}<|call|>', '', [('get_weather', {'city': 'Paris'})]),  # trailing comma
         ('<|channel|>commentary to=functions.get_weather json<|message|>{"city": "a\nb"}<|call|>', '', [('get_weather', {'city': 'a\nb'})]),  # raw
+        ('<|channel|>commentary to=functions.now <|constrain|>json<|call|>', '', [('now', {})]),  # no message
+        ('<|channel|>commentary to=functions.now<|call|>', '', [('now', {})]),  # name alone
+        ('<|channel|>commentary to=functions.now json<|message|>[]<|call|>', '', [('now', {})]),  # empty list
     ],
     "pythonic": [
         ('<|python_tag|>[now()]', '<|python_tag|>', [('now', {})]),  # tag
+        ('[edit(path="a\x00b", text="cmd \\\n -x")]', '', [('edit', {'path': 'a\x00b', 'text': 'cmd \\\n -x'})]),  # NUL, and a line break behind a backslash
     ],
 }  # fmt: skip
 """By format: what the model writes, the content, and the calls."""

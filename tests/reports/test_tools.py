@@ -54,6 +54,7 @@ KIMI = (
 )
 CODER = "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>"
 GLM = "get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+ANALYSIS = "<|channel|>analysis<|message|>I look.<|end|>"
 HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {OBJECT}}}\n</tool_call>'
 
 REPORTS: dict[tuple[str, str], dict[str, Report]] = {
@@ -176,6 +177,11 @@ REPORTS: dict[tuple[str, str], dict[str, Report]] = {
     ("openai", "none"): {
         "no arguments": Report("<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>", [TIME]),
         "line breaks in a text": Report(f"<|channel|>commentary to=functions.edit_file json<|message|>{RAW}<|call|>", [LINES]),
+    },
+    ("openai", "openai_gptoss"): {
+        "no message": Report(f"{ANALYSIS}<|start|>assistant<|channel|>commentary to=functions.get_time json<|call|>", [TIME], "", "I look."),
+        "no message and no end": Report(f"{ANALYSIS}<|start|>assistant to=functions.get_time<|channel|>commentary", [TIME], "", "I look."),
+        "the function before the channel": Report(f"{ANALYSIS}<|start|>assistant to=functions.get_time<|channel|>commentary<|call|>", [TIME], "", "I look."),
     },
     ("pythonic", "none"): {
         "text before a call": Report('I look. [get_weather(city="Paris")]', [PARIS], "I look."),
