@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 PINNED_PER_S = 1.7e9
-"""Bytes of new memory. Steps waited 0.6 s for a tensor of 1.05 GB on an H200 (docs/performance.md)."""
+"""Bytes of new memory. Steps waited 0.6 s for a tensor of 1.05 GB on an H200 (docs/lab/tables.md)."""
 LONGEST_WAIT = 0.005
 """Seconds that a step waits for a piece: about as long as a short step takes."""
 PIECE = 1 << int(math.log2(PINNED_PER_S * LONGEST_WAIT))

@@ -1,4 +1,4 @@
-"""`baton plan` against rows that GPUs measured (docs/lab/load-tests.md, docs/performance.md).
+"""`baton plan` against rows that GPUs measured (docs/lab/load-tests.md, docs/lab/tables.md).
 
 Each row has the requests of its run: the same lengths at the same times, from the bench's own seed. Agents
 had one burst of first turns in a run, so their p99 has few samples. `-s` prints the table.

@@ -14,6 +14,11 @@ ROOT = Path(__file__).parents[2]
 LOADS = re.compile(
     r"^\| (\S+/\S+), ([\d.]+)(?: on (four) GPUs a side)? \(.*\| \**([\d.]+)\** \| \**([\d.]+)\** \|$", re.M
 )
+SHORT = re.compile(
+    r"^\| (\S+/\S+)[^,|]*, ([\d.]+)(?: requests)?/s(?:, (four) GPUs)?[^|]*\|[^|]*\|[^|]*\|[^|]*"
+    r"\| \**([\d.]+)\**/\**([\d.]+)\** · \**([\d.]+)\** \|$",
+    re.M,
+)
 
 
 def test_the_plots_are_drawn_from_the_results() -> None:
@@ -21,14 +26,25 @@ def test_the_plots_are_drawn_from_the_results() -> None:
     assert not stale, "run `make figures`"
 
 
-def test_the_table_of_the_readme_has_the_same_ratios() -> None:
-    rows = LOADS.findall((ROOT / "README.md").read_text())
+def measured(lengths: str, rate: str, four: str, *names: str) -> list[float]:
+    known = ratios(HERE / ("four-gpus.json" if four else "two-gpus.json"))
+    return [known[f"{lengths.replace('/', '_')}.r{rate}.{name}"][0] for name in names]
+
+
+def test_the_tables_have_the_same_ratios() -> None:
+    rows = LOADS.findall((ROOT / "docs" / "performance.md").read_text())
     assert len(rows) > 7
-    for lengths, rate, four, ttft, gap in rows:
-        known = ratios(HERE / ("four-gpus.json" if four else "two-gpus.json"))
-        load = f"{lengths.replace('/', '_')}.r{rate}"
-        told = known[f"{load}.ttft.p99"][0], known[f"{load}.gap.p99"][0]
-        assert told == (float(ttft), float(gap)), f"docs/figures has others: {load}"
+    for *load, ttft, gap in rows:
+        assert measured(*load, "ttft.p99", "gap.p99") == [float(ttft), float(gap)], load
+
+
+def test_the_rows_of_the_readme_have_the_same_ratios() -> None:
+    rows = SHORT.findall((ROOT / "README.md").read_text())
+    assert len(rows) == 6
+    for *load, p50, p99, gap in rows:
+        assert measured(*load, "ttft.p50", "ttft.p99", "gap.p99") == [float(p50), float(p99), float(gap)], (
+            load
+        )
 
 
 def test_dots_stand_at_their_ratios() -> None:

@@ -1,11 +1,12 @@
-"""docs/tour.md leads through files and names that exist, and is as short as it says."""
+"""The tour of docs/architecture.md leads through files and names that exist, and is as short as it says."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TOUR = (ROOT / "docs/tour.md").read_text()
+_, TOUR = (ROOT / "docs/architecture.md").read_text().split("\n## A tour", 1)
+SEAMS = re.findall(r"^- \[([^\]]+)\]\(\.\./([^)]+)\): (.*?)(?=^- |^\n|\Z)", TOUR, re.M | re.S)
 STEPS = re.findall(r"^(\d+)\. \[([^\]]+)\]\(\.\./([^)]+)\): (.*?)(?=^\d+\. |^#|\Z)", TOUR, re.M | re.S)
 NO_NAMES = {"stream: true", "finally"}
 
@@ -38,3 +39,12 @@ def test_its_names_exist() -> None:
         names = re.findall(r"`([^`]+)`", text)
         assert {*names} - NO_NAMES <= everywhere, file
         assert {*names} & defined(file), f"the tour names something of {file}"
+
+
+def test_the_seams_between_processes_have_names_of_their_files() -> None:
+    assert len(SEAMS) >= 3
+    for shown, file, text in SEAMS:
+        assert shown == file
+        names = [name for name in re.findall(r"`([^`]+)`", text) if "/" not in name]
+        assert names
+        assert {*names} <= defined(file), file

@@ -17,7 +17,7 @@ def test_the_table_ends_where_the_tested_versions_end() -> None:
     assert rows == sorted(set(rows), reverse=True)
     first, last = (".".join(map(str, each)) for each in TESTED)
     assert f"computes with vLLM {first} to {last}" in page
-    assert f"vLLM {first} to {last}" in (ROOT / "docs" / "quickstart-vllm.md").read_text()
+    assert f"vLLM {first} to {last}" in (ROOT / "docs" / "quickstart-gpu.md").read_text()
 
 
 def test_the_tested_versions_are_those_that_are_installed() -> None:

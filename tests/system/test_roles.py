@@ -1,4 +1,4 @@
-"""The three roles by hand, without Ray: docs/quickstart-two-machines.md, typed on two loopback addresses."""
+"""The three roles by hand, without Ray: docs/quickstart-cluster.md, typed on two loopback addresses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_quick_start_for_two_machines(machine: Machine, tmp_path: Path) -> N
         return step.missing(log.read_text().replace(network, "10.0.0."))
 
     try:
-        for number, step in enumerate(typed("docs/quickstart-two-machines.md")):
+        for number, step in enumerate(typed("docs/quickstart-cluster.md")):
             log = tmp_path / f"{number}.log"
             is_role = re.match(r"baton (prefill|decode|router) ", step.command)
             while starting and not is_role:

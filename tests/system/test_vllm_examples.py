@@ -66,7 +66,7 @@ def transfer_configs(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "path", ["examples/vllm_proxy.sh", "docs/quickstart-vllm.md", "vllm_worker/README.md"]
+    "path", ["examples/vllm_proxy.sh", "docs/quickstart-gpu.md", "vllm_worker/README.md"]
 )
 def test_servers_get_a_connector_that_exists(path: str) -> None:
     configs = transfer_configs((ROOT / path).read_text())
