@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     ConfigDict,
@@ -18,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from baton.router.api.earlier import with_calls
 from baton.router.api.fields import Content, Items, Part, ShownImage, ShownText, invalid
 from baton.router.api.validation import refusing
+from baton.router.tools.schema import in_usual_form
 
 MAX_TOOLS = 2_048
 """The event loop validates them: 11 ms."""
@@ -171,7 +173,7 @@ class Function(Part):
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(in_usual_form)] = None
     """JSON schema of an object. None: the function takes no arguments."""
     strict: bool | None = None
     defer_loading: bool | None = None

@@ -9,11 +9,12 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from baton.router.api.fields import Items, Part, invalid, one_of
 from baton.router.api.messages import SPACED
 from baton.router.api.validation import refusing
+from baton.router.tools.schema import in_usual_form
 from baton.rpc import worker_pb2 as pb
 
 Schema = dict[str, Any]
@@ -65,7 +66,10 @@ class JsonSchema(Part):
     name: str | None = None
     description: str | None = None
     schema_: Annotated[
-        Schema | bool | None, Field(alias="schema"), one_of(dict | bool | None, "a JSON schema")
+        Schema | bool | None,
+        Field(alias="schema"),
+        one_of(dict | bool | None, "a JSON schema"),
+        AfterValidator(in_usual_form),
     ] = None
     strict: bool | None = None
 

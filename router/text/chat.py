@@ -74,7 +74,7 @@ class _Absent(jinja2.Undefined):
         return self if isinstance(self._undefined_obj, _Absent) else super().__call__(*arguments, **named)
 
     def __add__(self, other: Any) -> Any:
-        return other if self._of_object and isinstance(other, str) else super().__add__(other)
+        return other if self._of_object and isinstance(other, str | _Absent) else super().__add__(other)
 
     __radd__ = __add__
 

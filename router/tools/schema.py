@@ -57,6 +57,23 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
                 parts.append(value)
 
 
+def in_usual_form(schema: Any) -> Any:
+    """Changes a schema to an equal one without what serializers of clients write, and returns it.
+
+    A keyword that is null is absent: JSON Schema knows null only as a value. A property whose schema is true
+    has an empty one, since chat templates read members of it.
+    """
+    for part in subschemas(schema):
+        for name in [
+            name for name, value in part.items() if value is None and name not in ("const", "default")
+        ]:
+            del part[name]
+        properties = part.get("properties")
+        if isinstance(properties, dict):
+            properties.update({name: {} for name, value in properties.items() if value is True})
+    return schema
+
+
 def unknown_reference(root: Any) -> str | None:
     """Returns what of the references in a schema may mean another place for others than for `resolved`; None:
     nothing does."""

@@ -143,6 +143,41 @@ async def test_the_name_of_a_message_over_grpc(tmp_path: Path):
         assert made.sent.sampling.max_tokens == 8192 - len(made.sent.prompt_ids), "lowered here, too"
 
 
+UNSET: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "object", "properties": None, "required": None}, {"type": "object"}),
+    ({"type": None, "properties": {}}, {"properties": {}}),
+    ({"properties": {"a": {"type": "string", "description": None, "enum": None, "minLength": None}}},
+     {"properties": {"a": {"type": "string"}}}),
+    ({"properties": {"a": {"default": None, "enum": ["x", None]}}},
+     {"properties": {"a": {"default": None, "enum": ["x", None]}}}),
+    ({"properties": {"a": {"type": "array", "items": {"anyOf": [{"type": "null", "title": None}]}}}},
+     {"properties": {"a": {"type": "array", "items": {"anyOf": [{"type": "null"}]}}}}),
+    ({"properties": {"a": True, "b": {}}, "additionalProperties": True},
+     {"properties": {"a": {}, "b": {}}, "additionalProperties": True}),
+]  # fmt: skip
+"""Schemas with what serializers write for keywords that are not set, and those that mean the same."""
+
+
+async def test_keywords_that_are_not_set(tmp_path: Path):
+    each = "{% for k, v in tools[0].function.parameters.properties|items %}{{ v.type + v.title }}{% endfor %}"
+    template = "{% if tools %}{{ tools[0].function.parameters|tojson }}" + each + "{% else %}x{% endif %}"
+    async with replaying(tmp_path, template=template, tool_call_parser="hermes") as made:
+        for given, meant in UNSET:
+            tools = {
+                CHAT: {"type": "function", "function": {"name": "f", "parameters": given}},
+                RESPONSES: {"type": "function", "name": "f", "parameters": given},
+                MESSAGES: {"name": "f", "input_schema": given},
+            }
+            for path, tool in tools.items():
+                assert (await prompt_of(made, path, tools=[tool])).startswith(json.dumps(meant)), path
+                choice = {"type": "any"} if path == MESSAGES else "required"
+                await prompt_of(made, path, tools=[tool], tool_choice=choice)
+            wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": given}}
+            await prompt_of(made, CHAT, response_format=wanted)
+            sent = json.loads(made.sent.sampling.structured_output.json_schema)
+            assert sent.get("properties", {}).keys() == meant.get("properties", {}).keys()
+
+
 NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": TEMPLATE}]
 
 
@@ -210,7 +245,11 @@ OF_CODEX: dict[str, Any] = {
     "access_programs": [],
     "reasoning": {"effort": "medium", "summary": "detailed", "context": "all_turns"},
     "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
-    "tools": [{"type": "web_search", "external_web_access": False}, {"type": "image_generation"}],
+    "tools": [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "image_generation"},
+        {"type": "mcp"},
+    ],
     "service_tier": "priority",
     "prompt_cache_retention": "1h",
     "text": {"verbosity": "low", "new": 1},
@@ -234,7 +273,6 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"messages": HI}, "messages is not supported: use input"),
     (RESPONSES, {"n": 2}, "n is not supported"),
     (RESPONSES, {"lora_path": "x"}, "lora_path is not supported"),
-    (RESPONSES, {"tools": [{"type": "mcp", "server_label": "x"}]}, "tools of type 'mcp' are not supported"),
     (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice needs tools"),
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice: must be none, auto"),
     (MESSAGES, {"stop": ["x"]}, "stop is not supported: use stop_sequences"),
