@@ -18,8 +18,8 @@ from pydantic_core import PydanticCustomError
 
 from baton.router.api.earlier import with_calls
 from baton.router.api.fields import Content, Items, Part, ShownImage, ShownText, invalid
+from baton.router.api.schemas import in_usual_form
 from baton.router.api.validation import refusing
-from baton.router.tools.schema import in_usual_form
 
 MAX_TOOLS = 2_048
 """The event loop validates them: 11 ms."""

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from baton.router.api.fields import Items, Part, invalid, one_of
 from baton.router.api.messages import SPACED
+from baton.router.api.schemas import in_usual_form
 from baton.router.api.validation import refusing
-from baton.router.tools.schema import in_usual_form
 from baton.rpc import worker_pb2 as pb
 
 Schema = dict[str, Any]

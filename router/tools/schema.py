@@ -7,16 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from baton.router.api.schemas import subschemas
+
 Schema = Mapping[str, Any] | bool | None
 Types = frozenset[str]
 JSON_TYPES: Types = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _OF_VALUE = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _DEPTH = 16
 """References and combinations that are followed. A schema that is deeper may have values of all types."""
-_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
-"""Keywords whose members are schemas under any name."""
-_VALUES = {"enum", "const", "default", "examples"}
-"""Keywords whose members are no schemas."""
 _OF_PLACES = {"$id", "$dynamicRef", "$recursiveRef"}
 """Keywords that change what a reference means."""
 _PLAIN = re.compile(r"#/(\$defs|definitions)/[^/~%]+")
@@ -38,40 +36,6 @@ def _target(reference: str, root: Schema) -> Any:
     for name in unquote(reference.removeprefix("#")).split("/")[1:]:
         place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
     return place
-
-
-def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields the schema and all schemas in it. What is no schema, such as a name or a value, is left out."""
-    parts = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, list):
-            parts += part
-        if not isinstance(part, dict):
-            continue
-        yield part
-        for name, value in part.items():
-            if name in _MAPS and isinstance(value, dict):
-                parts += value.values()
-            elif name not in _VALUES:
-                parts.append(value)
-
-
-def in_usual_form(schema: Any) -> Any:
-    """Changes a schema to an equal one without what serializers of clients write, and returns it.
-
-    A keyword that is null is absent: JSON Schema knows null only as a value. A property whose schema is true
-    has an empty one, since chat templates read members of it.
-    """
-    for part in subschemas(schema):
-        for name in [
-            name for name, value in part.items() if value is None and name not in ("const", "default")
-        ]:
-            del part[name]
-        properties = part.get("properties")
-        if isinstance(properties, dict):
-            properties.update({name: {} for name, value in properties.items() if value is True})
-    return schema
 
 
 def unknown_reference(root: Any) -> str | None:
