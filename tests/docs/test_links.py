@@ -13,7 +13,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 def prose(page: Path) -> str:
     """The text without blocks of code."""
-    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    return re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.M | re.S)
 
 
 @cache

@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _, TOUR = (ROOT / "docs/architecture.md").read_text().split("\n## A tour", 1)
-SEAMS = re.findall(r"^- \[([^\]]+)\]\(\.\./([^)]+)\): (.*?)(?=^- |^\n|\Z)", TOUR, re.M | re.S)
-STEPS = re.findall(r"^(\d+)\. \[([^\]]+)\]\(\.\./([^)]+)\): (.*?)(?=^\d+\. |^#|\Z)", TOUR, re.M | re.S)
+SEAMS = re.findall(r"^- \[([^\]]+)\]\(\.\./([^)]+)\):\s(.*?)(?=^- |^\n|\Z)", TOUR, re.M | re.S)
+STEPS = re.findall(r"^(\d+)\. \[([^\]]+)\]\(\.\./([^)]+)\):\s(.*?)(?=^\d+\. |^#|\Z)", TOUR, re.M | re.S)
 NO_NAMES = {"stream: true", "finally"}
 
 
