@@ -154,6 +154,8 @@ def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:
         if family.vision is not None and (tied := config.get("tie_word_embeddings")) is not None:
             # As in transformers: the text model alone may say otherwise.
             present["tie_word_embeddings"] = tied
+        if (eos := config.get("eos_token_id")) is not None:  # that of the text model may be a default
+            present["eos_token_id"] = eos
         config = {**config, **present}
     settings = Settings(family.settings(Settings(one_rope(config, source), source)), source)
     if settings.get("rope_parameters") and (scaling := settings.get("rope_scaling")):
@@ -163,7 +165,8 @@ def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:
 
 
 def _eos_ids(settings: Settings, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    eos = generation.get("eos_token_id", settings.get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    eos = settings.get("eos_token_id") if eos is None else eos
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in eos_ids):
         raise ValueError(f"{settings.source}: eos_token_id must be token ids, not {eos!r}")

@@ -140,7 +140,10 @@ class StructuredOutputs(Part):
     """
 
     json_: Annotated[
-        Schema | str | None, Field(alias="json"), one_of(dict | str | None, "a JSON schema, or its text")
+        Schema | str | None,
+        Field(alias="json"),
+        one_of(dict | str | None, "a JSON schema, or its text"),
+        AfterValidator(in_usual_form),
     ] = None
     json_object: bool | None = None
     regex: str | None = None

@@ -17,6 +17,7 @@ from baton.engine import EngineConfig, Hooks, build_engine
 from baton.engine.kernels import parts
 from baton.engine.loader import check_model, model_fingerprint
 from baton.engine.loader.hf import HFCheckpoint
+from baton.engine.loader.hf_config import model_config_from_hf
 from tests.engine.checkpoints import (
     assert_refused,
     config_of,
@@ -62,6 +63,17 @@ def test_eos_ids_come_from_the_generation_config(tiny_path: Path, tmp_path: Path
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
     edit_json(copy / "generation_config.json", eos_token_id=[7, 9, 1 << 20, -1])
     assert load(copy).model_config.eos_ids == (7, 9)
+    edit_json(copy / "generation_config.json", eos_token_id=None)
+    assert load(copy).model_config.eos_ids == (2,)
+
+
+def test_the_eos_beside_a_text_config_counts_before_that_in_it(tiny_of: TinyOf) -> None:
+    """As in transformers 5, whose text models write a default."""
+    config = json.loads((tiny_of("Gemma3") / "config.json").read_text())
+    for beside, within, ends in (([1, 6], 1, (1, 6)), (None, 1, (1,)), (None, [1, 6], (1, 6)), (0, 1, (0,))):
+        text = config["text_config"] | {"eos_token_id": within}
+        read = model_config_from_hf(config | {"eos_token_id": beside, "text_config": text}, {}, "a")
+        assert read.eos_ids == ends
 
 
 def test_the_eos_of_the_tokenizer_ends_outputs_too(tiny_path: Path, tmp_path: Path) -> None:

@@ -173,9 +173,10 @@ async def test_keywords_that_are_not_set(tmp_path: Path):
                 choice = {"type": "any"} if path == MESSAGES else "required"
                 await prompt_of(made, path, tools=[tool], tool_choice=choice)
             wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": given}}
-            await prompt_of(made, CHAT, response_format=wanted)
-            sent = json.loads(made.sent.sampling.structured_output.json_schema)
-            assert sent.get("properties", {}).keys() == meant.get("properties", {}).keys()
+            for field in ({"response_format": wanted}, {"structured_outputs": {"json": given}}):
+                await prompt_of(made, CHAT, **field)
+                sent = json.loads(made.sent.sampling.structured_output.json_schema)
+                assert sent.get("properties", {}).keys() == meant.get("properties", {}).keys()
 
 
 NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": TEMPLATE}]
