@@ -121,6 +121,8 @@ def test_pods_have_time_to_drain_and_pull_secrets() -> None:
         "prefill": {"args": ["--drain-timeout=900.5"]},
         "decode": {"terminationGracePeriodSeconds": 700, "maxSurge": 0},
         "gateway": {"enabled": True},
+        "picker": {"env": [{"name": "BATON_DRAIN_TIMEOUT", "value": "800"}]},
+        "router": {"env": [{"name": "BATON_DRAIN_TIMEOUT", "value": "700"}], "args": ["--drain-timeout=60"]},
     }
     objects = rendered(values)
     pods = {
@@ -129,7 +131,7 @@ def test_pods_have_time_to_drain_and_pull_secrets() -> None:
         if kind == "Deployment"
     }
     times = {name: pod["terminationGracePeriodSeconds"] for name, pod in pods.items()}
-    assert times == {"baton-router": 630, "baton-prefill": 931, "baton-decode": 700, "baton-picker": 630}
+    assert times == {"baton-router": 90, "baton-prefill": 931, "baton-decode": 700, "baton-picker": 830}
     assert [pod["imagePullSecrets"] for pod in pods.values()] == [[{"name": "registry"}]] * 4
     assert objects["PersistentVolumeClaim", "baton-weights"]["spec"]["storageClassName"] == "fast"
     update = objects["Deployment", "baton-decode"]["spec"]["strategy"]["rollingUpdate"]

@@ -111,6 +111,9 @@ prefill decode{{ if gt (int .Values.encode.replicas) 0 }} encode{{ end }}
 {{/* Takes the dict of "baton.pod". Seconds until Kubernetes kills a pod: its drain, preStop (at most 5 s) and an end. */}}
 {{- define "baton.gracePeriod" -}}
 {{- $drain := (include "baton.settings" .root | fromYaml).BATON_DRAIN_TIMEOUT -}}
+{{- range .values.env -}}
+{{- if eq .name "BATON_DRAIN_TIMEOUT" -}}{{- $drain = default $drain .value -}}{{- end -}}
+{{- end -}}
 {{- range .values.args -}}
 {{- if hasPrefix "--drain-timeout=" . -}}{{- $drain = trimPrefix "--drain-timeout=" . -}}{{- end -}}
 {{- end -}}
