@@ -36,7 +36,7 @@ def settings_of(llm: AsyncLLM, checkpoint: Path) -> ImageSettings | None:
 
     Gemma takes none: the tokens of its images attend to each other. Behind a hit inside an image vLLM's
     scheduler may cut the rest, a bound of steps below an image holds it back, and vLLM's attention on CPUs
-    does not know such images (docs/run.md)."""
+    does not know such images (docs/compatibility.md)."""
     multimodal = llm.model_config.multimodal_config
     if multimodal is None or not multimodal.get_limit_per_prompt("image") or checkpoint.is_file():
         return None
