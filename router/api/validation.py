@@ -1,8 +1,8 @@
 """Validates bodies, refuses fields that Baton does not have, and explains what is wrong with a body.
 
-To ignore a field of OpenAI, vLLM or SGLang would return a result that the client did not ask for. Fields that
-do not change the result are not listed, and are ignored. So are new fields: clients send them to each
-provider, and each of their requests would fail. Known and not listed:
+To ignore a field of OpenAI, vLLM, SGLang or llama.cpp would return a result that the client did not ask for.
+Fields that do not change the result are not listed, and are ignored. So are new fields: clients send
+them to each provider, and each of their requests would fail. Known and not listed:
 
 - `stream_interval` (size of chunks)
 - `spaces_between_special_tokens` (no effect on byte-exact text)
@@ -10,6 +10,7 @@ provider, and each of their requests would fail. Known and not listed:
 - `custom_labels` (of metrics), `ngram_corpus_id` (for speculation)
 - `context_management` of /v1/messages (Anthropic forgets what agents clear; here prefixes are cached)
 - `max_tool_calls` (of tools that OpenAI runs itself) and `prompt_cache_options` (prefixes are always cached)
+- `options`, `keep_alive` and `think` (of Ollama's own API, not of its form of OpenAI's)
 - `client_metadata`, `access_programs` and `reasoning.context` (what Codex sends to OpenAI)
 """
 
@@ -25,6 +26,11 @@ from pydantic import BaseModel, ValidationError, model_validator
 from baton.router.api.fields import unsupported
 from baton.router.errors import ApiError, InvalidRequest, Unsupported
 
+_OF_LLAMA_CPP: dict[str, tuple[Any, ...]] = {
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "lora": ([],), "mirostat": (0,), "n_predict": (-1,),
+    "n_probs": (0,), "repeat_penalty": (1,), "t_max_predict_ms": (-1, 0), "top_n_sigma": (-1,),
+    "typical_p": (1,), "xtc_probability": (0,),
+}  # fmt: skip
 # For each field the values that have no effect, and are accepted.
 GENERATION: dict[str, tuple[Any, ...]] = {
     "audio": (), "best_of": (1,), "bootstrap_host": (),
@@ -44,6 +50,7 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([],), "suffix": ("",),
     "use_audio_in_video": (False,), "use_beam_search": (False,),
     "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
+    **_OF_LLAMA_CPP,
 }  # fmt: skip
 COMPLETION: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "function_call": ("none",),
@@ -102,10 +109,13 @@ REMEDIES = {
     "max_completion_tokens": "use max_tokens, or max_output_tokens of /v1/responses",
     "max_tokens": "use max_output_tokens",
     "messages": "use input",
+    "n_predict": "use max_tokens, or max_output_tokens of /v1/responses",
+    "n_probs": "use logprobs",
     "output_format": "use output_config.format",
     "previous_input_messages": "use previous_response_id",
     "prompt": "there are no prompt templates; use instructions",
     "reasoning_effort": "use output_config.effort, or reasoning.effort of /v1/responses",
+    "repeat_penalty": "use repetition_penalty",
     "repetition_detection": "use repetition_penalty or stop",
     "request_id": _NAMED,
     "response_format": "use output_config.format, or text.format of /v1/responses",
@@ -116,9 +126,11 @@ REMEDIES = {
     "stop_regex": "use stop",
     "stop_sequences": "use stop",
     "system": "use instructions",
+    "t_max_predict_ms": "use timeout",
     "thinking": "use reasoning.effort, or chat_template_kwargs.enable_thinking",
     "thread": "send the whole conversation",
     "top_logprobs": "use logprobs of /v1/completions",
+    "typical_p": "use min_p or top_p",
     "verbosity": "use text.verbosity",
     "vllm_xargs": "Baton has no such extensions; leave it out",
 }

@@ -327,6 +327,7 @@ _MARKS: tuple[tuple[type[ToolParser] | str, tuple[str, ...]], ...] = (
     ("MiniCPM 5", ("<function name=",)),
     ("OLMo 3", ("<function_calls>",)),
     ("Command", ("<|START_ACTION|>",)),
+    ("MiniCPM 3", ("<|thought_start|>",)),
     (Lfm2Parser, (Lfm2Parser.opening,)),
     (Lfm2Parser, ("<|tool_list_start|>",)),
     ("Nemotron Nano 2", ("<TOOLCALL>",)),

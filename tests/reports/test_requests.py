@@ -266,7 +266,14 @@ NEW: dict[str, dict[str, Any]] = {
         "output_config": {"effort": "low", "new": 1},
         "tool_choice": {"type": "auto", "new": 1},
     },
-    COMPLETION: {"client_metadata": {}},
+    COMPLETION: {
+        "client_metadata": {},
+        "repeat_penalty": 1.0,
+        "n_predict": -1,
+        "typical_p": 1,
+        "mirostat": 0,
+        "cache_prompt": True,
+    },
 }
 """Fields that clients send to each provider, and that change nothing here."""
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
@@ -278,6 +285,12 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice: must be none, auto"),
     (MESSAGES, {"stop": ["x"]}, "stop is not supported: use stop_sequences"),
     (MESSAGES, {"use_beam_search": True}, "use_beam_search is not supported"),
+    (CHAT, {"repeat_penalty": 1.1}, "repeat_penalty is not supported: use repetition_penalty"),
+    (COMPLETION, {"n_predict": 5}, "n_predict is not supported: use max_tokens"),
+    (CHAT, {"mirostat": 2}, "mirostat is not supported"),
+    (RESPONSES, {"typical_p": 0.5}, "typical_p is not supported: use min_p or top_p"),
+    (MESSAGES, {"dry_multiplier": 0.8}, "dry_multiplier is not supported"),
+    (COMPLETION, {"xtc_probability": 0.5}, "xtc_probability is not supported"),
 ]
 """Fields of other endpoints and servers that would change the answer."""
 

@@ -225,6 +225,7 @@ def test_reports_in_pieces_of_every_size(parsers: tuple[str, str], name: str):
 UNKNOWN = {
     "<seed:tool_call>\n<function=NAME>\n<parameter=KEY>VALUE</parameter></function></seed:tool_call>": "seed_oss",
     '<function=NAME>{"KEY": "VALUE"}</function>': "Functionary",
+    "<|thought_start|>\n<|thought_end|>\n<|tool_call_start|>\n```python\nNAME(KEY=VALUE)\n```\n<|tool_call_end|>": "MiniCPM 3",
     "<start_function_call>call:NAME{KEY:VALUE}<end_function_call>": "FunctionGemma",
 }
 
