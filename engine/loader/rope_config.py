@@ -140,6 +140,12 @@ def rotary_dim(settings: Settings, rope: Settings, default: float, head_dim: int
 
 def local_rope(settings: Settings, local: Any, types: Sequence[str]) -> LocalRope:
     """Of Gemma 3. `local`: from `ropes`. `types`: those of the layers."""
+    whole = settings.get("rope_parameters")
+    if isinstance(whole, Mapping) and whole and "full_attention" not in whole:  # transformers ignores them
+        raise ValueError(
+            f"{settings.source}: rope_parameters has no full_attention: move its settings into that, and "
+            "those of layers with a window into sliding_attention"
+        )
     if not isinstance(local, Mapping) or local.get("rope_type") not in (None, "default"):
         raise ValueError(
             f"{settings.source}: rope scaling {local!r} of layers with a window is not supported"

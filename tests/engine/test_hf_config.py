@@ -132,6 +132,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      r"config\.json: rope scaling 'dynamic' .* supported \(default, linear, llama3, longrope, yarn are\)"),
     ("Llama", {"rope_parameters": {"rope_theta": 50.0}, "rope_scaling": {"type": "linear", "factor": 8.0}},
      r"rope_scaling contradicts rope_parameters: name rope_theta in rope_scaling, too, or move its settings"),
+    ("Gemma3Text", {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50.0}},
+     r"rope_parameters has no full_attention: move its settings into that"),
     ("Gemma3Text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
      r"rope_scaling contradicts rope_parameters: move its settings into those of full_attention there"),
     ("Gemma4Text", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
