@@ -11,14 +11,15 @@ from baton.router.tools.schema import resolved
 
 _HEAD = re.compile(r"(?P<id>[^<>{}\"]+)(<\|tool_call_argument_begin\|>\s*+)?+")
 _ID = re.compile(rf"(functions\.)?{NAME}:(?P<number>\d+)")
-_PREFIX, _SUFFIX = re.compile(r"^functions[._:/-]"), re.compile(r"[._:#-]?\d+$")
+_PREFIX, _SUFFIX = re.compile(r"^(functions?|tools?)[._:/-]"), re.compile(r"[._:#-]?\d+$")
 
 
 class KimiReader(NamedCallReader):
     """Reads functions.NAME:NUMBER, which is the id of the call, and its arguments.
 
     Behind ids of another kind in its history the model writes such ids. Most still have the name of the tool.
-    If not, the tool is the only one that takes these arguments. Clients get an id of the model's own kind.
+    If not, the tool is the only one that takes these arguments. A name of no tool stays as it is. Clients
+    get an id of the model's own kind.
     """
 
     def __init__(self, opening: str, tools: OfferedTools, ends: Sequence[str]) -> None:
@@ -27,14 +28,16 @@ class KimiReader(NamedCallReader):
 
     def _name(self, head: re.Match[str]) -> None:
         call_id = head["id"].strip()
-        if id_match := _ID.fullmatch(call_id):
+        id_match = _ID.fullmatch(call_id)
+        if id_match and self._offered(id_match["name"]):
             self.name, self.call_id = id_match["name"], call_id
             return
         if number := re.search(r"\d+$", call_id):
             self._number = int(number[0])
         short = _PREFIX.sub("", call_id)
         names = call_id, short, _SUFFIX.sub("", call_id), _SUFFIX.sub("", short)
-        self._identify(next((name for name in names if self._offered(name)), None))
+        unknown = id_match and id_match["name"]
+        self._identify(next((name for name in names if self._offered(name)), unknown))
 
     def _identify(self, name: str | None) -> None:
         self.name = name

@@ -101,5 +101,7 @@ class MarkedParser(ToolParser):
         return self._content(raw)
 
     def _end(self) -> Iterator[Part]:
-        yield from self._content(self._open.pending)
+        pending = self._open.pending
+        if not self.num_calls or len(pending) == 1:  # else a mark behind a call is cut off
+            yield from self._content(pending)
         yield from super()._end()

@@ -81,7 +81,10 @@ class PairsReader(Reader):
         if self._step == self._take_head:
             return self._named(self._pending, self._form.ends[-1]) if ended else ""
         if self._step == self._take_between:
-            self.unread = self._pending
+            tags = self._form.before_key, *self._form.ends, *self._form.begins
+            cut_off = any(tag.startswith(self._pending) for tag in tags)
+            self.unread = "" if cut_off else self._pending
+            ended = ended or bool(self._pending)
         if ended or self.unread:
             return self._last_value() + "}"
         if self._step == self._take_key:

@@ -56,6 +56,8 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<tool_call>\nI call now.\n<function=now>\n</function>\n</tool_call>', '', [('now', {})]),  # text in function
         ('<tool_call>\n<function=get_weather>\nok\n<parameter=city>\nParis\n</parameter>\nand\n</function>\n</tool_call>', '', [('get_weather', {'city': 'Paris'})]),  # text between params
         ('I look.\n<tool_call>\n<function=now/>\n</tool_call>', 'I look.', [('now', {})]),  # tag that closes itself
+        ('I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</fun', 'I look.', [('get_weather', {'city': 'Paris'})]),  # cut end
+        ('<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n<tool_', '', [('get_weather', {'city': 'Paris'})]),  # cut begin
     ],
     "glm45": [
         ('<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\nand\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n</tool_call>', '', [('get_weather', {'city': 'Paris', 'unit': 'C'})]),  # text between
@@ -69,6 +71,8 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('So <tool_call>...</tool_call> it is.', 'So <tool_call>...</tool_call> it is.', []),  # dots
         ('<tool_call>edit\n<arg_key>path</arg_key>\n<arg_value>a</arg_value>\n<arg_key>force</arg_key>\n<arg_value>True</arg_value>\n<arg_key>line</arg_key>\n<arg_value>"5"</arg_value>\n</tool_call>', '', [('edit', {'path': 'a', 'force': True, 'line': 5})]),  # bool
         ('<tool_call>now\n<tool_call>now\n</tool_call>', '', [('now', {}), ('now', {})]),  # next call
+        ('<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool', '', [('get_weather', {'city': 'Paris'})]),  # cut end
+        ('<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>\nIs 1 <', '\nIs 1 <', [('get_weather', {'city': 'Paris'})]),  # no mark
     ],
     "deepseek_v3": [
         ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>Done', 'Done', [('now', {})]),  # text after
@@ -102,6 +106,10 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>null<|tool_call_end|><|tool_calls_section_end|>', '', [('now', {})]),  # null
         ('<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>[]<|tool_call_end|><|tool_calls_section_end|>', '', [('now', {})]),  # empty list
         ('<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>\'{"city": "Paris"}\'<|tool_call_end|><|tool_calls_section_end|>', '', [('get_weather', {'city': 'Paris'})]),  # as text in single quotes
+        ('<|tool_calls_section_begin|><|tool_call_begin|>function.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>', '', [('get_weather', {'city': 'Paris'})]),  # another prefix
+        ('<|tool_calls_section_begin|><|tool_call_begin|>tool_get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>', '', [('get_weather', {'city': 'Paris'})]),  # another prefix
+        ('<|tool_calls_section_begin|><|tool_call_begin|>tools.get_weather:3<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>', '', [('get_weather', {'city': 'Paris'})]),  # another prefix
+        ('<|tool_calls_section_begin|><|tool_call_begin|>functions.other:0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>', '', [('other', {'city': 'Paris'})]),  # no such tool
     ],
     "minimax_m2": [
         ('<minimax:tool_call>\n<invoke name="edit">\n<parameter name="path">a</parameter>\n<parameter name="line">5</parameter>\n<parameter name="lines">[1, 2]</parameter>\n</invoke>\n</minimax:tool_call>', '', [('edit', {'path': 'a', 'line': 5, 'lines': [1, 2]})]),  # one
@@ -117,6 +125,7 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<minimax:tool_call><invoke name="edit"><parameter name="path">a</parameter><parameter name="force">TRUE</parameter><parameter name="deep">{\'a\': 1}</parameter></invoke></minimax:tool_call>', '', [('edit', {'path': 'a', 'force': True, 'deep': {'a': 1}})]),  # types
         ("<minimax:tool_call><invoke name='get_weather'><parameter name='city'>Paris</parameter></invoke></minimax:tool_call>", '', [('get_weather', {'city': 'Paris'})]),  # single quotes
         ('<minimax:tool_call><invoke name="now"/></minimax:tool_call>', '', [('now', {})]),  # tag that closes itself
+        ('<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n</minimax:tool', '', [('get_weather', {'city': 'Paris'})]),  # cut end
     ],
     "deepseek_v32": [
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="edit">\n<｜DSML｜parameter name="path" string="true">5</｜DSML｜parameter>\n<｜DSML｜parameter name="line" string="false">5</｜DSML｜parameter>\n<｜DSML｜parameter name="deep" string="false">{"a": "x"}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', '', [('edit', {'path': '5', 'line': 5, 'deep': {'a': 'x'}})]),  # one
@@ -131,6 +140,7 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="edit">\n<｜DSML｜parameter name="path" string="true">a</｜DSML｜parameter>\n<｜DSML｜parameter name="line" string="true">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', '', [('edit', {'path': 'a', 'line': 5})]),  # true number
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="edit">\n<｜DSML｜parameter name="path" string="true">a</｜DSML｜parameter>\n<｜DSML｜parameter name="deep" string="false">{"a": "x\ny",}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', '', [('edit', {'path': 'a', 'deep': {'a': 'x\ny'}})]),  # raw json
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜function_calls>', '', [('now', {})]),  # tag that closes itself
+        ('<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_', '', [('get_weather', {'city': 'Paris'})]),  # cut end
     ],
     "openai": [
         ('<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>', '', [('now', {})]),  # no args
