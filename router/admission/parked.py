@@ -2,7 +2,7 @@
 
     no worker of a pool ───▶ without_worker ─ a worker becomes ready ─▶ advance
     a pause            ───▶ without_worker ─ a worker goes on       ─▶ advance
-    no retry budget left ──▶ without_budget ─ budget is free again ───▶ advance, in order of arrival
+    no retry budget left ──▶ without_budget ─ budget is free again ───▶ advance, keys in turns
 
 A parked generation does not hold up the queue. It may keep a reservation on a decode worker (`Retarget`). Its
 `Waits` bounds how long it waits.
@@ -12,11 +12,11 @@ import asyncio
 import itertools
 import math
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from baton.router.admission.fairness import FairQueue, Ticket
 from baton.router.admission.keys import MAX_RETRY_AFTER
 from baton.router.errors import ApiError, NoWorker, Paused, TimedOut
 
@@ -71,12 +71,13 @@ class Parked:
 
     Attributes:
         without_worker: generations that wait for a worker, or for the end of a pause, as keys in order.
-        without_budget: generations that wait for the retry budget, in order of arrival.
+        without_budget: generations that wait for the retry budget. Keys take turns by the retries that
+            they got from it. Those of one key go in order of arrival.
     """
 
     def __init__(self, budget: RetryBudget) -> None:
         self.without_worker: dict[Waits, None] = {}
-        self.without_budget: list[Waits] = []
+        self.without_budget: FairQueue[bytes, Waits] = FairQueue()
         self._budget = budget
         self._waking: dict[Waits, None] = {}  # those of `without_worker` that are woken soon
         self._arrivals = itertools.count()
@@ -114,22 +115,29 @@ class Parked:
         """Takes a retry from the budget. If none is left, parks the generation and returns False."""
         if not self.without_budget and self._budget.take(time.monotonic()):
             return True
-        if generation not in self.without_budget:
-            insort(self.without_budget, generation, key=lambda parked: parked.arrival)
+        if generation.ticket is None:
+            generation.ticket = self.without_budget.push(
+                generation.tenant, 0, generation, order=generation.arrival
+            )
             self._retry_later()
         return False
 
     def remove(self, generation: "Waits") -> None:
         self.worker_found(generation)
-        if generation in self.without_budget:
-            self.without_budget.remove(generation)
+        if generation.ticket is not None:
+            self.without_budget.remove(generation.ticket)
+            generation.ticket = None
 
     def _retry(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         while self.without_budget and self._budget.take(time.monotonic()):
-            self.without_budget.pop(0).retry_granted()
+            generation = self.without_budget.pop()
+            assert generation is not None, "some wait, and all may go"
+            generation.ticket = None
+            self.without_budget.charge(generation.tenant, 1)
+            generation.retry_granted()
         self._retry_later()
 
     def _retry_later(self) -> None:
@@ -170,8 +178,12 @@ class Waits:
     """It has waited too long."""
     deadline: Deadline
     worker_wait: float
+    tenant: bytes = b""
+    """Of the request's API key."""
     prefilled: bool = False
     """A worker got the prompt once."""
+    ticket: Ticket | None = field(default=None, init=False)
+    """While it waits for the retry budget."""
 
     def __post_init__(self) -> None:
         self.arrival = self.parked.arrival()

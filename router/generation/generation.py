@@ -89,6 +89,7 @@ class Generation:
             on_deadline=self._waited_too_long,
             deadline=self.deadline,
             worker_wait=self.worker_wait,
+            tenant=self.job.tenant,
         )
         self.pair = AttemptPair(self._on_event, self.span, self.job, self.name, self.pool, self._waits)
 

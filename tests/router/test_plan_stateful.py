@@ -436,11 +436,11 @@ async def test_nothing_is_planned_without_retry_budget(monkeypatch: pytest.Monke
     parked = life.admission.parked
     while parked._budget.take(time.monotonic()):
         pass
-    assert parked.without_budget == []
+    assert len(parked.without_budget) == 0
     planned = len(plans)
     [(worker, key)] = [(worker, key) for worker, works in life.works.items() for key in works][:1]
     life.fail(worker, key, pb.FAILURE_CODE_ENGINE)
-    assert (len(plans), parked.without_budget) == (planned, [life.generation._waits])
+    assert (len(plans), len(parked.without_budget)) == (planned, 1)
     life.generation.cancel()
     for stream in life.streams:
         await stream.close()
