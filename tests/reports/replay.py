@@ -101,11 +101,18 @@ async def ask(made: Cluster, path: str, *, stream: bool, **body: Any) -> Answer:
     if not stream:
         status, whole = await made.post(path, **body)
         assert status == 200, whole
-    elif path == "/v1/chat/completions":
-        return _of_chunks(await made.events(path, **body))
-    else:
-        events = await made.typed_events(path, **body)
-        whole = events[-1]["response"] if path == "/v1/responses" else _message_of(events)
+        return answer_of(path, [whole], stream=False)
+    events = made.events if path == "/v1/chat/completions" else made.typed_events
+    return answer_of(path, await events(path, **body), stream=True)
+
+
+def answer_of(path: str, events: list[dict[str, Any]], *, stream: bool) -> Answer:
+    """Joins the events of an answer; without a stream, its only JSON."""
+    if stream and path == "/v1/chat/completions":
+        return _of_chunks(events)
+    whole = events[-1]
+    if stream:
+        whole = whole["response"] if path == "/v1/responses" else _message_of(events)
     return {"/v1/responses": _of_response, "/v1/messages": _of_message}.get(path, _of_chat)(whole)
 
 

@@ -321,13 +321,14 @@ async def make_cluster(
     ends_idle: bool = True,
     secret: bytes = SECRET,
     worker_tls: TlsFiles | None = None,
+    new_worker: Callable[..., FakeWorker] = FakeWorker,
     defaults: SamplingDefaults = NO_DEFAULTS,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     """`wait`: until the router has all workers. `ends_idle`: it holds nothing in the end."""
     lanes, output_ids = Lanes(), [*tokenizer.encode(text), 2]
     workers = [
-        FakeWorker(pool, lanes, output_ids, index=i, tls=worker_tls)
+        new_worker(pool, lanes, output_ids, index=i, tls=worker_tls)
         for pool, count in ((pb.POOL_PREFILL, prefill), (pb.POOL_DECODE, decode))
         for i in range(count)
     ]
