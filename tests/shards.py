@@ -17,6 +17,7 @@ import pytest
 
 MINUTES: dict[str, float] = {
     "tests/bench/test_smoke.py": 6,
+    "tests/clients/test_clients.py": 8,
     "tests/decode_worker/": 4,
     "tests/decode_worker/test_fuzz.py": 8,
     "tests/engine/test_kernels.py": 3,

@@ -11,6 +11,7 @@ from baton.content import CHUNK_TOKENS
 from baton.router.api.anthropic.body import MessagesBody
 from baton.router.api.bodies import ChatBody
 from baton.router.api.openai_responses.body import ResponsesBody
+from baton.router.api.sessions import claude_session, session_name
 from tests.clients.catalog import CHAT, MESSAGES, NOTE, RESPONSES, TASK, Client
 from tests.clients.installed import Run
 from tests.clients.model import FINAL, SAID, Call, Seen, thought, turn
@@ -113,18 +114,17 @@ def report(name: str, client: Client, run: Run) -> list[str]:
 
 
 def session_names(exchanges: Sequence[Exchange]) -> list[str]:
-    """The headers and fields that name one session in all requests, best first."""
-    fields = "prompt_cache_key", "user", "metadata"
-    named: list[dict[str, Any]] = [
-        {
-            f"header {name}": value
-            for name, value in each.headers.items()
-            if "session" in name or "thread" in name
-        }
-        | {name: each.body[name] for name in fields if each.body.get(name)}
-        for each in posts(exchanges)
-    ]
-    return [name for name in (named or [{}])[0] if all(name in each for each in named)]
+    """The headers and fields with the name by which the router knows a request's session."""
+    named = posts(exchanges)[-1:]
+    for each in named:
+        body, user = each.body, each.body.get("user")
+        if each.path.startswith(MESSAGES):
+            user = claude_session(body.get("metadata", {}).get("user_id"))
+        field = body.get("session_id") or body.get("prompt_cache_key")
+        if (name := session_name(each.headers, field, user)) is not None:
+            headers = [f"header {header}" for header, value in each.headers.items() if value == name]
+            return headers + [member for member, value in body.items() if name in strings(value)]
+    return []
 
 
 def strings(value: Any) -> list[str]:
