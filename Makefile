@@ -152,8 +152,9 @@ screenshots: venv $(NODE_MODULES)  ## pictures of the pages
 	SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -m 'long or not long' tests/*/test_dashboard.py tests/bench/test_report.py
 
 # The plots of README.md and docs/lab, from the results in docs/figures.
-figures: venv  ## figures of docs, after a change of docs/figures/*.json
+figures: venv  ## figures of docs, after a change of docs/figures/*.json or docs/lab/runs
 	$(BIN)/python -m docs.figures.generate
+	$(BIN)/python -m docs.lab.generate
 
 reference: venv  ## docs/reference, after a change of options or of the HTTP API
 	$(BIN)/python -m docs.reference.generate
