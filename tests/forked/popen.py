@@ -35,6 +35,7 @@ KINDS = {
     "tests.elastic_engine": "roles",
     "tests.ledger_engine": "roles",
     "tests.worker.eager_engine": "roles",
+    "tests.worker.held_engine": "roles",
     "tests.worker.other_layout_engine": "roles",
     "tests.worker.other_pages_engine": "roles",
     "tests.worker.patient_engine": "roles",

@@ -60,6 +60,7 @@ _PRELOADED: dict[str, tuple[str, ...]] = {
         "tests.ledger",
         "tests.ledger_engine",
         "tests.worker.eager_engine",
+        "tests.worker.held_engine",
         "tests.worker.other_layout_engine",
         "tests.worker.other_pages_engine",
         "tests.worker.patient_engine",

@@ -212,7 +212,7 @@ async def test_a_timeline_has_the_encoders_of_its_images(monkeypatch: pytest.Mon
     monkeypatch.setattr(status.history, "timeline", lambda ended, phases: phases)
     pool = stand_in(WorkerPool, connections=[*fleet.encoders, fleet.worker], encoders=fleet.roster.encoders)
     ended: Any = SimpleNamespace(addresses={fleet.worker.address})
-    found: Any = SimpleNamespace(history=SimpleNamespace(find=lambda name: ended))
+    found: Any = SimpleNamespace(history=SimpleNamespace(find=lambda name, key: ended))
     shown = await status.request_timeline(stand_in(Services, pool=pool, metrics=found), "a")
     assert shown is not None
     assert shown.keys() == {str(first), str(fleet.worker)}

@@ -143,7 +143,7 @@ async def test_one_request_is_one_trace(broken: Broken, otlp: Receiver) -> None:
         role: [r["message"] for r in about if r["role"] == role] for role in ("router", "prefill", "decode")
     }
     assert [m.split(": ", 1)[1].split(" at ")[0] for m in told["router"][:2]] == ["prefill", "decode"]
-    assert f"length after {prompt} + {tokens} tokens" in told["router"][-1]
+    assert f" 200, {prompt} + {tokens} tokens, 0 cached, length, " in told["router"][-1]
     assert [" accepted" in m for m in told["prefill"]] == [True, False]
     assert f"prefilled {prompt} tokens" in told["prefill"][1]
     assert f"{prompt * KV_BYTES} bytes of KV" in told["decode"][1]
