@@ -180,13 +180,11 @@ class OpenAIResponses:
             text = f"the conversation is larger than {self._config.max_body_bytes} bytes"
             raise BodyTooLarge(text, param="previous_response_id")
         if peek.references:
-            input = bytes(memoryview(raw)[peek.start : peek.stop])
-            input = resolved(input, self._stored.items(key, peek.references))
+            most = max(0, self._config.max_body_bytes - len(raw) - sum(map(len, earlier)))
+            items = self._stored.items(key, peek.references, most)
+            input = resolved(bytes(memoryview(raw)[peek.start : peek.stop]), items)
             raw[peek.start : peek.stop] = input
             peek.stop = peek.start + len(input)
-            if len(raw) > self._config.max_body_bytes:
-                text = f"input with its stored items is larger than {self._config.max_body_bytes} bytes"
-                raise BodyTooLarge(text, param="input")
         input = bytes(memoryview(raw)[peek.start : peek.stop]) if peek.stored else None
         return _Turn(key, earlier, input, peek.background)
 

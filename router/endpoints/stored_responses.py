@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +11,7 @@ import xxhash
 
 from baton.machine import memory_share
 from baton.router.admission.keys import ANY_CLIENT
-from baton.router.errors import NotFound
+from baton.router.errors import BodyTooLarge, NotFound
 
 MAX_RESPONSES = 1000
 """Of each API key."""
@@ -134,20 +134,26 @@ class StoredResponses:
             raise NotFound(text, param=param)
         return shelf.responses[id][0]
 
-    def items(self, key: str, ids: Iterable[str]) -> dict[str, bytes]:
-        """Returns output items of stored responses as JSON, by their ids. Raises NotFound."""
-        shelf = self._of_key.get(key)
+    def items(self, key: str, ids: Sequence[str], most: int) -> dict[str, bytes]:
+        """Returns output items of stored responses as JSON, by their ids.
+
+        Raises NotFound, and BodyTooLarge if the items, repeated ones included, or the outputs that have them,
+        are more than `most` bytes."""
+        shelf = self._of_key.get(key) or _Shelf()
+        shelf.shrink(self._max_bytes, self._clock())
         found: dict[str, bytes] = {}
+        read = size = 0
         for id in ids:
-            if id in found:
-                continue
-            if shelf is None or (response := shelf.of_item.get(id)) is None:
-                text = (
-                    f"Item with id {id[:80]!r} not found: it must be of a stored response, or be sent itself"
-                )
+            if id not in found and (response := shelf.of_item.get(id)) is not None:
+                output = shelf.responses[response][0].conversation[-1]
+                read += len(output)
+                if read <= most:
+                    found |= {_named(raw).id: bytes(raw) for raw in _parts(output)}
+            if max(read, size := size + len(found.get(id, b""))) > most:
+                raise BodyTooLarge(f"the stored items of input are larger than {most} bytes", param="input")
+            if id not in found:
+                text = f"Item with id {id[:80]!r} not found: send the item, or store the response that has it"
                 raise NotFound(text, param="input")
-            output = shelf.responses[response][0].conversation[-1]
-            found |= {_named(raw).id: bytes(raw) for raw in _parts(output)}
         return found
 
     def delete(self, key: str, id: str) -> None:

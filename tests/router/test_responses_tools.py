@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 
 from baton.router.api.openai_responses.lark import MAX_REGEX, regex_of
 from baton.router.api.openai_responses.tools import CustomInput
+from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses
+from baton.router.errors import BodyTooLarge, NotFound
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 
 from .conftest import Cluster, accepts, make_cluster, shared_forks
@@ -180,6 +182,8 @@ add: "+" /(.*)/ LF  // a line
         ('start: NUMBER (OP NUMBER)*\nOP: "+" | "-"\n%import common (NUMBER, WS_INLINE)\n%ignore WS_INLINE',
          ["1", " 1 + 2.5 - 3e4 "], ["1 +", "+", ""]),
         ('start: "a\\n\\"" | ', ['a\n"', ""], ["a"]),
+        ('start: "a" "b"\n%ignore "//"  // between them', ["ab", "a//b"], ["a/b"]),
+        ("start: INT\n%import common.INT  # a comment", ["12"], ["x"]),
         ("?start: _x\n_x: WORD\n%import common.CNAME -> WORD", ["a_1"], ["1a"]),
     ],
 )  # fmt: skip
@@ -199,9 +203,13 @@ def test_a_grammar_without_a_regular_expression_has_none():
     long = regex_of("start: " + '"xyz" ' * 2000)
     assert long is not None
     assert len(long) < MAX_REGEX
-    for wrong in ("", "x", "begin: x", "start: y", 'start: "a', "start: )", "start: *", 'start: "ab".."c"'):
+    assert regex_of("start: INT\n%") is None
+    spaces = "start: INT\n%import common.INT" + " " * 4_000 + "!"
+    repeated = 'start: "a"' + "?" * 8_000
+    wrong = ["", "x", "begin: x", "start: y", 'start: "a', "start: )", "start: *", 'start: "ab".."c"']
+    for grammar in (*wrong, spaces, repeated, 'start: "a"+?'):
         with pytest.raises(ValueError, match=r"."):
-            regex_of(wrong)
+            regex_of(grammar)
 
 
 @pytest.mark.parametrize("text", ["", TEXT, "😀" * 3, "plain"])
@@ -242,6 +250,22 @@ async def test_a_reference_stands_for_a_stored_item(tool_tokenizer: ModelTokeniz
         gone: Any = [user, {"type": "item_reference", "id": unstored.output[0].id}]
         with pytest.raises(openai.NotFoundError):
             await api.responses.create(input=gone)
+
+
+def test_references_are_counted_before_they_are_resolved():
+    stored = StoredResponses(lambda: {"k"})
+    output = b'[{"id":"big","content":"' + b"x" * 1_000 + b'"},{"id":"small"}]'
+    stored.put("k", "resp_1", StoredResponse(b"{}", (b"[]", output), False, ("big", "small")))
+    assert stored.items("k", ["small", "big"], 2_000)["small"] == b'{"id":"small"}'
+    for ids, most in ((["big", "big"], 2_000), (["small"], 1_000)):
+        with pytest.raises(BodyTooLarge):
+            stored.items("k", ids, most)
+    clock = [0.0]
+    old = StoredResponses(lambda: {"k"}, lambda: clock[0])
+    old.put("k", "resp_1", StoredResponse(b"{}", (b"[]", output), False, ("big", "small")))
+    clock[0] = 1e9
+    with pytest.raises(NotFound):
+        old.items("k", ["small"], 2_000)
 
 
 async def test_an_image_as_a_result_is_a_text_for_a_model_without_images(calling: Cluster):

@@ -13,17 +13,15 @@ MAX_REGEX = 1 << 16
 """Characters. A rule may use another one twice, and so double its length."""
 _TOKEN = re.compile(
     r"""(?P<space>\s+|(//|\#)[^\n]*)
-    | (?P<name>[?!]*_?[A-Za-z][A-Za-z0-9_]*(\.-?\d+)?)
+    | (?P<name>[?!]{0,2}_?[A-Za-z][A-Za-z0-9_]*(\.-?\d+)?)
     | (?P<text>"(\\.|[^"\\\n])*"i?)
     | (?P<regex>/(?!/)(\\.|[^/\\\n])+/[imslux]*)
     | (?P<count>~\s*\d+(\s*\.\.\s*\d+)?)
     | (?P<arrow>->\s*\w+)
-    | (?P<other>\.\.|[:|()\[\]?*+])""",
+    | (?P<other>\.\.|[:|()\[\]?*+,.])""",
     re.VERBOSE,
 )
-_STATEMENT = re.compile(r"^(?=[?!]*_?[A-Za-z][A-Za-z0-9_]*(?:\.-?\d+)?\s*:|%)", re.MULTILINE)
-_IMPORT = re.compile(r"%import\s+common\s*(?:\.\s*(\w+)\s*(?:->\s*(\w+))?|\(([\w\s,]+)\))\s*")
-_IGNORE = re.compile(r"%ignore\s+(.*)", re.DOTALL)
+_STATEMENT = re.compile(r"^(?=[?!]{0,2}_?[A-Za-z][A-Za-z0-9_]*(?:\.-?\d+)?\s*:|%)", re.MULTILINE)
 _COMMON = {
     "DIGIT": "[0-9]", "HEXDIGIT": "[0-9a-fA-F]", "INT": "[0-9]+", "SIGNED_INT": "[+-]?[0-9]+",
     "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)", "LCASE_LETTER": "[a-z]", "UCASE_LETTER": "[A-Z]",
@@ -60,10 +58,10 @@ class _Grammar:
         head, *statements = _STATEMENT.split(text)
         if [*_tokens(head)]:
             raise ValueError(f"a rule must have a name and a colon: {head.strip()[:40]!r}")
-        ignored: list[str] = []
+        ignored: list[list[tuple[str, str]]] = []
         for statement in statements:
             if statement.startswith("%"):
-                self._directive(_without_comments(statement).strip(), ignored)
+                self._directive(statement[1:], ignored)
                 continue
             name, colon, *body = _tokens(statement)
             assert colon[1] == ":"
@@ -72,20 +70,24 @@ class _Grammar:
             self._rules[key] = body
         if "start" not in self._rules:
             raise ValueError("it has no rule start")
-        parts = [self._parsed([*_tokens(each)], of_rule=False) for each in ignored]
+        parts = [self._parsed(each, of_rule=False) for each in ignored]
         self._ignored = f"(?:{'|'.join(parts)})*" if parts else ""
 
-    def _directive(self, statement: str, ignored: list[str]) -> None:
-        if match := _IMPORT.fullmatch(statement):
-            one, alias, many = match.groups()
-            for name in (one,) if one else map(str.strip, many.split(",")):
-                if name not in _COMMON:
-                    raise ValueError(f"common has no terminal {name[:40]!r}")
-                self._found[alias or name] = _COMMON[name]
-        elif match := _IGNORE.fullmatch(statement):
-            ignored.append(match[1])
-        else:
+    def _directive(self, statement: str, ignored: list[list[tuple[str, str]]]) -> None:
+        """Reads an import of common terminals, or what may stand between terminals. The % is left out."""
+        word, *rest = [*_tokens(statement)] or [("", "")]
+        if word[1] == "ignore":
+            ignored.append(rest)
+            return
+        names = [token for kind, token in rest if kind in ("name", "arrow")]
+        # A name with a dot behind it is one token only if digits follow.
+        if word[1] != "import" or not names or names.pop(0) != "common":
             raise _NotRegular  # %declare, %json, or an import from another file
+        alias = names.pop().removeprefix("->").strip() if names[-1:] and names[-1].startswith("->") else None
+        for name in names:
+            if name not in _COMMON:
+                raise ValueError(f"common has no terminal {name[:40]!r}")
+            self._found[alias or name] = _COMMON[name]
 
     def regex(self, name: str) -> str:
         if name not in self._found:
@@ -126,6 +128,8 @@ class _Grammar:
             elif token in ("?", "*", "+") or kind == "count":
                 if not parts:
                     raise ValueError(f"nothing is before {token!r}")
+                if tokens[at - 2][1] in ("?", "*", "+") or tokens[at - 2][0] == "count":
+                    raise ValueError(f"{token!r} follows another repetition")
                 times = "{" + ",".join(re.findall(r"\d+", token)) + "}" if kind == "count" else token
                 parts[-1] = f"(?:{parts[-1]}){times}"
             elif kind == "text" and tokens[at : at + 1] == [("other", "..")]:
@@ -171,10 +175,6 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
         kind = match.lastgroup or ""
         if kind != "space":
             yield kind, match[0]
-
-
-def _without_comments(text: str) -> str:
-    return re.sub(r"//[^\n]*", "", text)
 
 
 def _bare(name: str) -> str:

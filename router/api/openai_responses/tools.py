@@ -17,6 +17,7 @@ Tools that OpenAI runs itself have no effect. Form: https://platform.openai.com/
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -86,7 +87,7 @@ class GrammarInput(Part):
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, Field(max_length=1 << 14)]
 
-    @property
+    @cached_property
     def regex(self) -> str | None:
         """None: no regular expression has the same texts."""
         return self.definition if self.syntax == "regex" else regex_of(self.definition)
