@@ -248,6 +248,14 @@ Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
 """A string or text parts. Other members of a part, such as `cache_control`, have no effect."""
 
 
+def without_types(value: Any, beginnings: tuple[str, ...]) -> Any:
+    """Leaves the objects out of a list whose type begins so. What is no list stays for its validation."""
+    if not isinstance(value, list):
+        return value
+    kinds = (each.get("type") if isinstance(each, dict) else None for each in value)
+    return [each for each, kind in zip(value, kinds, strict=True) if not str(kind).startswith(beginnings)]
+
+
 @dataclass(frozen=True)
 class ByType:
     """Annotates a union of models, where the member `type` of a value says which one it is."""

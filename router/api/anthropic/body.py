@@ -21,6 +21,7 @@ from baton.router.api.fields import (
     TemplateSettings,
     Text,
     invalid,
+    without_types,
 )
 from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments, Tool
 from baton.router.api.sampling import Body, SamplingBody
@@ -381,11 +382,8 @@ def _without_vendor(value: Any) -> Any:
 
 
 def _without_hosted(value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in value]
-    own = [tool for tool, kind in zip(value, kinds, strict=True) if not kind.startswith(_HOSTED)]
-    if any(kind.startswith("tool_search_tool") for kind in kinds):
+    own = without_types(value, _HOSTED)
+    if isinstance(value, list) and len(without_types(value, ("tool_search_tool",))) < len(value):
         # Anthropic would search among the deferred tools. Here the model sees all of them.
         own = [{**tool, "defer_loading": None} if isinstance(tool, dict) else tool for tool in own]
     return own

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from baton.router.api.fields import ByType, Items, Part, invalid
+from baton.router.api.fields import ByType, Items, Part, invalid, without_types
 from baton.router.api.messages import FUNCTION_NAME, Function
 from baton.router.api.openai_responses.lark import regex_of
 from baton.router.api.validation import refusing
@@ -54,10 +54,7 @@ class Called(NamedTuple):
 
 
 def without_hosted(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    kinds = (each.get("type") if isinstance(each, dict) else None for each in tools)
-    return [each for each, kind in zip(tools, kinds, strict=True) if not str(kind).startswith(HOSTED)]
+    return without_types(tools, HOSTED)
 
 
 def flat_name(name: str, namespace: str | None) -> str:
